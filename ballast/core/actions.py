@@ -1,0 +1,103 @@
+"""What a policy may ask for, what a source of pages offers, and how shortage is said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Short:
+    """Not enough pages: a result, never an exception. `pages` are missing."""
+
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Activate:
+    """Bring a model's weights onto the device."""
+
+    model: str
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Take a model's weights and KV off the device; its running requests are preempted."""
+
+    model: str
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Preempt:
+    """Take a running request's blocks; it waits again and is recomputed when re-admitted."""
+
+    model: str
+    request_id: str
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DropCache:
+    """Forget cached prefixes of a model, least recently used first, until `pages` are free."""
+
+    model: str
+    pages: int
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Compact:
+    """Move a model's blocks together so that whole pages become free."""
+
+    model: str
+    pages: int
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Bound a model's KV to `pages` (None: no bound). Growth beyond it is `Short`."""
+
+    model: str
+    pages: int | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """While `held`, a model's waiting requests are not admitted; its running ones go on."""
+
+    model: str
+    held: bool
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Fail a waiting request that this policy will never serve."""
+
+    model: str
+    request_id: str
+    why: str = ""
+
+
+Action = Activate | Evict | Preempt | DropCache | Compact | Limit | Hold | Refuse
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """`pages` that `action` would free, at `price` seconds of expected harm to requests."""
+
+    pages: int
+    price: float
+    action: Action
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A policy's answer: what to do, what to remember, when to ask again (None: on events)."""
+
+    actions: tuple[Action, ...] = ()
+    memo: object = None
+    wake_at: float | None = None

@@ -1,0 +1,94 @@
+"""All exceptions, named by fault and remedy.
+
+::
+
+    BallastError
+    |- ConfigError          a setting is wrong: fix the named key
+    |- CheckpointError      a checkpoint is unusable: fix or replace the named file and tensor
+    |- UnsupportedModel     an architecture Ballast cannot serve: choose another
+    |- RequestError         the client's fault; the request is refused, nothing else changes
+    |  |- InvalidRequest    a field has a bad value: `param` names it
+    |  |- ContextLengthExceeded
+    |  |- UnknownModel
+    |  `- NeverFits         the request needs more memory than its model can ever get here
+    |- Unavailable          the service drains or the worker is gone: try again elsewhere or later
+    |- DeviceError          an operating system or driver call failed; the books are as before
+    `- BrokenPromise        an invariant of Ballast does not hold: a bug, never a user's fault
+
+Running out of pages is not here: it is a result (`ballast.core.actions.Short`).
+"""
+
+from __future__ import annotations
+
+
+class BallastError(Exception):
+    """Root of everything Ballast raises on purpose."""
+
+
+class ConfigError(BallastError):
+    """A bad setting. Says which key, what it was, and what is allowed."""
+
+    def __init__(self, key: str, value: object, allowed: str) -> None:
+        super().__init__(f"{key}: {value!r} is not allowed; {allowed}")
+        self.key, self.value, self.allowed = key, value, allowed
+
+
+class CheckpointError(BallastError):
+    """A checkpoint that cannot be used. Names the file and, where one is at fault, the tensor."""
+
+    def __init__(self, file: str, tensor: str | None, reason: str) -> None:
+        where = file if tensor is None else f"{file}, tensor {tensor!r}"
+        super().__init__(f"{where}: {reason}")
+        self.file, self.tensor, self.reason = file, tensor, reason
+
+
+class UnsupportedModel(BallastError):
+    """An architecture that Ballast cannot serve, with the reason."""
+
+
+class RequestError(BallastError):
+    """A request that cannot be served as asked."""
+
+    code = "invalid_request"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidRequest(RequestError):
+    """A field has a value that is not allowed."""
+
+
+class ContextLengthExceeded(RequestError):
+    """Prompt plus requested output exceed the model's context; prompts are never truncated."""
+
+    code = "context_length_exceeded"
+
+
+class UnknownModel(RequestError):
+    """The fleet has no model of that name."""
+
+    code = "model_not_found"
+
+
+class NeverFits(RequestError):
+    """The request's KV cache could not fit even with the device to itself."""
+
+    code = "insufficient_memory"
+
+
+class Unavailable(BallastError):
+    """The server is draining or its worker is gone."""
+
+
+class DeviceError(BallastError):
+    """An operating system or driver call failed. `call` names it."""
+
+    def __init__(self, call: str, reason: str) -> None:
+        super().__init__(f"{call}: {reason}")
+        self.call, self.reason = call, reason
+
+
+class BrokenPromise(BallastError):
+    """An internal invariant is violated. Please report it."""

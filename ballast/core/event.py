@@ -1,0 +1,111 @@
+"""What can happen to a device's engine. Its state changes through these and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ballast.core.job import Job, Sampled
+from ballast.core.request import Submission
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request reached the device."""
+
+    submission: Submission
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The client of a request is gone, or has what it wanted (a stop string)."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobDone:
+    """A job ended. `seconds` is its time on the lane."""
+
+    job: Job
+    sampled: tuple[Sampled, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobFailed:
+    """A job raised; its requests fail with `reason`, the rest of the fleet goes on."""
+
+    job: Job
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TransferDone:
+    """All copies of one transfer (a model's activation) have landed."""
+
+    transfer_id: int
+    n_bytes: int
+    seconds: float
+    """From the start of its first copy to the end of its last."""
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timer:
+    """The moment a policy asked to be woken at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """No new requests; the loop ends when the last accepted one is answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The loop ends now; unfinished requests fail with `reason`."""
+
+    reason: str = "the worker was stopped"
+
+
+Event = Arrival | Cancel | JobDone | JobFailed | TransferDone | Timer | Drain | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOut:
+    """To the client: one new token. `index` counts from 0 within the output."""
+
+    request_id: str
+    token: int
+    index: int
+    logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """To the client: the request is complete. `reason` is `stop` or `length`."""
+
+    request_id: str
+    reason: str
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """To the client: the request ends with an error. `code` as in `RequestError.code`."""
+
+    request_id: str
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """To the server: the request is gone and its memory is free."""
+
+    request_id: str
+
+
+Output = TokenOut | Finished | Failed | Cancelled

@@ -1,0 +1,69 @@
+"""Jobs: one prefill chunk batch and/or decode step of one model, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ballast.core.request import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceWork:
+    """The part of one request in a job: compute KV for `tokens` at positions `start ..`.
+
+    `blocks` is the request's block table, in order, covering `start + len(tokens)` tokens. The
+    engine does not change the table, move its blocks or unmap their pages while the job runs.
+    """
+
+    request_id: str
+    tokens: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    sample: Sampling | None
+    """None: nothing is sampled (a prefill chunk that does not reach the prompt's end)."""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Work for one lane."""
+
+    id: int
+    lane: int
+    model: str
+    work: tuple[SequenceWork, ...]
+
+    @property
+    def prefill_tokens(self) -> int:
+        return sum(len(w.tokens) for w in self.work if len(w.tokens) > 1)
+
+    @property
+    def prefill_pairs(self) -> int:
+        """Query-key pairs of prefill attention: sum over chunks of rows x context."""
+        return sum(
+            len(w.tokens) * w.start + len(w.tokens) * (len(w.tokens) + 1) // 2
+            for w in self.work
+            if len(w.tokens) > 1
+        )
+
+    @property
+    def decode_sequences(self) -> int:
+        return sum(1 for w in self.work if len(w.tokens) == 1)
+
+    @property
+    def decode_context(self) -> int:
+        """KV tokens read by the decoding sequences."""
+        return sum(w.end for w in self.work if len(w.tokens) == 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One new token of one request."""
+
+    request_id: str
+    token: int
+    logprob: float | None = None

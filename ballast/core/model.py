@@ -1,0 +1,59 @@
+"""ModelSpec: the sizes of a model that scheduling and memory need; no weights, no framework."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ballast.core.settings import Slo
+from ballast.core.units import ceil_div
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """Sizes and service levels of one model as served (after dtype conversion)."""
+
+    name: str
+    n_layers: int
+    n_heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+    vocab: int
+    dtype: str
+    """`float32` or `bfloat16`."""
+    max_model_len: int
+    block_tokens: int
+    segment_bytes: tuple[int, ...]
+    """Packed bytes of each segment, in load order: embeddings, layer 0 .. n-1, head (if untied)."""
+    fingerprint: str
+    """Hex digest over config, dtype and tensors; salts the prefix cache."""
+    eos_token_ids: tuple[int, ...] = ()
+    slo: Slo = field(default_factory=Slo)
+    priority: int = 0
+    share: float = 1.0
+    max_running: int = 64
+    max_waiting: int = 10_000
+    pinned: bool = False
+
+    @property
+    def dtype_bytes(self) -> int:
+        return {"float32": 4, "bfloat16": 2}[self.dtype]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """K and V of all layers for one token."""
+        return self.n_layers * 2 * self.kv_heads * self.head_dim * self.dtype_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """One block of `block_tokens` tokens, all layers (block-major layout)."""
+        return self.kv_bytes_per_token * self.block_tokens
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(self.segment_bytes)
+
+    def weight_pages(self, page_bytes: int) -> int:
+        """Pages of all segments, each page aligned."""
+        return sum(ceil_div(n, page_bytes) for n in self.segment_bytes)

@@ -1,0 +1,126 @@
+"""Requests: what a client asked for, and the life of it inside one device's engine."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from ballast.core.errors import BrokenPromise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen: a function of (logits, these, seed, position) alone."""
+
+    temperature: float = 0.0
+    """0: greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all."""
+    seed: int = 0
+    """Always set: the server draws one where the client gave none, and keeps it."""
+    choice: int = 0
+    """Index among the `n` choices of one request."""
+    logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A request as it reaches a worker: token ids only."""
+
+    id: str
+    model: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    arrival: float = 0.0
+    """Seconds on the device's clock; set by the inbox on receipt."""
+    priority: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    """Beside the model's own end-of-sequence tokens."""
+    ignore_eos: bool = False
+    salt: str = ""
+    """Isolates prefix caches between tenants."""
+
+
+class State(enum.Enum):
+    """Where a request is."""
+
+    WAITING = "waiting"
+    """Queued, holding no blocks: new, or preempted."""
+    RUNNING = "running"
+    """Admitted: holds blocks, is in the batch of its model."""
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+_LEGAL = {
+    State.WAITING: {State.RUNNING, State.CANCELLED, State.FAILED},
+    State.RUNNING: {State.WAITING, State.FINISHED, State.CANCELLED, State.FAILED},
+    State.FINISHED: set[State](),
+    State.CANCELLED: set[State](),
+    State.FAILED: set[State](),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """The engine's book of one request. Only `ballast.engine` writes it.
+
+    `tokens` is prompt + output; KV exists for `tokens[:computed]`, in `blocks`. While a request
+    decodes, exactly one token (the last) is not yet computed.
+    """
+
+    submission: Submission
+    tokens: list[int]
+    order: tuple[float, int]
+    """(arrival, sequence number): first come, first served, ties by sequence."""
+    state: State = State.WAITING
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache at first admission."""
+    preemptions: int = 0
+    in_flight: bool = False
+    """Part of a job that has been started and has not ended."""
+    cancelled: bool = False
+    """Cancel arrived while in flight; takes effect when the job ends."""
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    admitted_at: float | None = None
+
+    @classmethod
+    def of(cls, submission: Submission, sequence: int) -> Request:
+        return cls(submission, list(submission.prompt), (submission.arrival, sequence))
+
+    @property
+    def id(self) -> str:
+        return self.submission.id
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.submission.prompt)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_tokens :]
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens whose KV it may ever need: the last generated token's is never computed."""
+        return self.prompt_tokens + self.submission.max_tokens - 1
+
+    @property
+    def decoding(self) -> bool:
+        return self.state is State.RUNNING and self.computed == len(self.tokens) - 1 > 0
+
+    def to(self, state: State) -> None:
+        """Change state; raises BrokenPromise for a transition that is not legal."""
+        if state not in _LEGAL[self.state]:
+            raise BrokenPromise(f"request {self.id}: {self.state.value} -> {state.value}")
+        self.state = state

@@ -1,0 +1,81 @@
+"""What the operator chose, resolved once, frozen, derived with `dataclasses.replace`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ballast.core.units import KiB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """Service level of a model, in seconds."""
+
+    ttft: float = 2.0
+    """Time to first token, from arrival."""
+    tpot: float = 0.2
+    """Mean time per output token after the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """One model of the fleet."""
+
+    name: str
+    path: str
+    """Directory of a checkpoint: config.json, *.safetensors, tokenizer files."""
+    dtype: str = "auto"
+    """`auto` (the checkpoint's), `float32` or `bfloat16`."""
+    slo: Slo = field(default_factory=Slo)
+    priority: int = 0
+    """Higher is more important."""
+    share: float = 1.0
+    """Weight of this model where memory is divided by fixed shares (preset `static`)."""
+    max_model_len: int | None = None
+    """Most tokens of prompt and output together; None: what the architecture allows."""
+    max_running: int = 64
+    """Most requests in one batch."""
+    max_waiting: int = 10_000
+    """Most requests queued; more are refused."""
+    block_tokens: int = 16
+    pinned: bool = False
+    """A pinned model is never evicted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSettings:
+    """One device and its budget."""
+
+    name: str = "cpu:0"
+    budget_bytes: int
+    """All memory the device may use: weights, KV cache and activations together."""
+    page_bytes: int = 256 * KiB
+    threads: int | None = None
+    """Intra-op threads; None: all cores."""
+    step_tokens: int = 512
+    """Most tokens computed in one job (prefill chunks and decodes together)."""
+    step_logits: int = 64
+    """Most positions sampled in one job; bounds the logits in the activation arena."""
+    prefix_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSettings:
+    """What joins the host tier and a device. Unpaced (None) by default on CPU."""
+
+    device: str = "cpu:0"
+    bytes_per_second: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSettings:
+    """Everything a server serves, and on what."""
+
+    models: tuple[ModelSettings, ...]
+    device: DeviceSettings
+    link: LinkSettings = field(default_factory=LinkSettings)
+    preset: str = "balloon"
+    options: dict[str, float] = field(default_factory=dict)
+    """Tunables of the preset; an unknown name is a ConfigError."""
+    story_path: str | None = None
+    """Where to write every event and decision as JSON lines; None: a ring in memory only."""

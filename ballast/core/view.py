@@ -1,0 +1,141 @@
+"""What a policy sees: frozen, complete, cheap to renew (only what changed is rebuilt)."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from ballast.core.cost import StepCosts
+from ballast.core.model import ModelSpec
+
+
+class Residency(enum.Enum):
+    """Where a model's weights are."""
+
+    ABSENT = "absent"
+    """On the host only."""
+    ACTIVATING = "activating"
+    """Pages are leased or promised; copies are on their way."""
+    RESIDENT = "resident"
+    EVICTING = "evicting"
+    """Waits for a job in flight, then goes."""
+    FAILED = "failed"
+    """Its weights could not be brought in; it serves nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """One request."""
+
+    id: str
+    order: tuple[float, int]
+    """(arrival seconds, sequence): smaller came first."""
+    priority: int
+    tokens: int
+    """Prompt and output so far."""
+    computed: int
+    pages: int
+    """Pages that preempting it would free now (0 while waiting)."""
+    in_flight: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """One model on this device."""
+
+    spec: ModelSpec
+    residency: Residency
+    weight_pages: int
+    """Pages its weights take when resident."""
+    kv_pages: int
+    """Pages that back its KV now, cached prefixes included."""
+    cached_pages: int
+    """Of these, pages that dropping cached prefixes alone would free."""
+    limit: int | None
+    """Bound on kv_pages, if any."""
+    held: bool
+    busy: bool
+    """A job of this model is in flight."""
+    waiting: tuple[RequestView, ...]
+    """First come first."""
+    running: tuple[RequestView, ...]
+    """First come first."""
+    first_pages: int
+    """Pages the first waiting request needs to be admitted (0 if none waits)."""
+    last_used: float
+    """When it last had a request, in seconds."""
+    costs: StepCosts
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    @property
+    def held_pages(self) -> int:
+        """Pages of the pool it holds or was promised."""
+        weights = 0 if self.residency in (Residency.ABSENT, Residency.FAILED) else self.weight_pages
+        return weights + self.kv_pages
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A request that could not go on for want of pages."""
+
+    model: str
+    request_id: str
+    pages: int
+    """Pages it asked for."""
+    limited: bool
+    """The model's own limit stood in the way, not the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceView:
+    """One device."""
+
+    now: float
+    page_bytes: int
+    total: int
+    """Pages of the pool."""
+    arena: int
+    """Of these, kept for activations."""
+    free: int
+    reclaiming: int
+    """Pages given back that wait for a job in flight."""
+    promised: int
+    """Pages set aside for activations that wait for reclaiming pages."""
+    link_bytes_per_second: float
+    models: tuple[ModelView, ...]
+    """In the fleet's order."""
+    shortages: tuple[Shortage, ...] = ()
+
+    @property
+    def coming(self) -> int:
+        """Pages that are free or will be without further action, less those promised."""
+        return self.free + self.reclaiming - self.promised
+
+    def model(self, name: str) -> ModelView:
+        return next(m for m in self.models if m.name == name)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A model that could run a job on an idle lane now."""
+
+    model: str
+    last_run: float
+    first_waiting: tuple[float, int] | None
+    """Order of the oldest request with prefill left, if any."""
+    decoding: int
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """All devices; one for now."""
+
+    devices: tuple[DeviceView, ...]
