@@ -1,0 +1,44 @@
+# Everything a newcomer types. `make test` and `make demo` set up first where nothing is set up.
+VENV   ?= .venv
+FLEET  ?= fleets/demo/fleet.yaml
+PYTHON := $(VENV)/bin/python
+READY  := $(VENV)/.ballast-ready
+
+.PHONY: setup demo serve test check bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make setup   create $(VENV) and install everything (quick the second time)"
+	@echo "make demo    eight small models serve a bursty workload from one memory budget"
+	@echo "make serve   serve FLEET (default $(FLEET)) over HTTP"
+	@echo "make test    run the tests"
+	@echo "make check   the gate: format, lint, types, import contracts, tests"
+	@echo "make bench   the quick form of the benchmarks, results under out/"
+
+setup:
+	@VENV=$(VENV) scripts/setup
+
+$(READY): pyproject.toml scripts/constraints.txt
+	@VENV=$(VENV) scripts/setup
+
+demo: $(READY)
+	$(VENV)/bin/ballast demo
+
+$(FLEET): | $(READY)
+	$(VENV)/bin/ballast fleet make $(dir $(FLEET))
+
+serve: $(READY) $(FLEET)
+	$(VENV)/bin/ballast serve $(FLEET)
+
+test: $(READY)
+	$(PYTHON) -m pytest -q
+
+check: $(READY)
+	@VENV=$(VENV) scripts/check
+
+bench: $(READY)
+	@mkdir -p out
+	$(PYTHON) -m benchmarks.fleet --quick --json out/fleet.json
+
+clean:
+	rm -rf out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
