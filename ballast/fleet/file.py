@@ -1,0 +1,163 @@
+"""The fleet file: YAML to frozen settings, or an error that says which key and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from ballast.core.errors import ConfigError
+from ballast.core.settings import FleetSettings, LinkSettings
+from ballast.fleet.document import key_path, read_document
+from ballast.fleet.hub import fetch, is_hub_id
+from ballast.fleet.schema import FleetKeys, ModelKeys
+
+
+def load_fleet(
+    path: str | Path,
+    *,
+    presets: Collection[str],
+    environ: Mapping[str, str] | None = None,
+    fetch_hub: Callable[[str, str], str] = fetch,
+) -> FleetSettings:
+    """Read, check and resolve the fleet file at `path`.
+
+    Relative model paths start at the file's directory; hub ids are fetched by
+    `fetch_hub(id, key)`. `presets` are the names that `preset` may have. Raises ConfigError naming
+    the key (``models[2].slo.ttft``), its value and what is allowed.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("fleet file", str(file), f"it cannot be read: {error}") from error
+    values = read_document(text, os.environ if environ is None else environ, str(file))
+    keys = _check(values, str(file))
+    _check_names(keys, presets)
+    models = tuple(
+        model.settings(_directory(model.path, f"models[{i}].path", file.parent, fetch_hub))
+        for i, model in enumerate(keys.models)
+    )
+    story = None if keys.story is None else str(file.parent / keys.story)
+    return FleetSettings(
+        models=models,
+        device=keys.devices[0].settings(),
+        link=LinkSettings(
+            device=keys.devices[0].name,
+            bytes_per_second=keys.links[0].bandwidth if keys.links else None,
+        ),
+        preset=keys.preset,
+        options=dict(keys.options),
+        story_path=story,
+    )
+
+
+def _check(values: Any, source: str) -> FleetKeys:
+    if not isinstance(values, dict):
+        raise ConfigError(source, values, "a fleet file is a mapping with `models` and `devices`")
+    try:
+        return FleetKeys.model_validate(_with_defaults(values))
+    except ValidationError as error:
+        raise _config_error(error) from None
+
+
+def _with_defaults(values: dict[Any, Any]) -> dict[Any, Any]:
+    """`defaults` laid under every model; wrong shapes pass through, to be named by the schema."""
+    defaults, models = values.get("defaults"), values.get("models")
+    if not isinstance(defaults, dict) or not isinstance(models, list):
+        return values
+    try:
+        ModelKeys.model_validate(defaults)
+    except ValidationError as error:
+        raise _config_error(error, "defaults") from None
+    return {**values, "models": [_merge(defaults, model) for model in models]}
+
+
+def _merge(under: Any, over: Any) -> Any:
+    if not isinstance(under, dict) or not isinstance(over, dict):
+        return over
+    return {**under, **{key: _merge(under.get(key), value) for key, value in over.items()}}
+
+
+def _config_error(error: ValidationError, *prefix: str) -> ConfigError:
+    """The first fault of `error`, in our words."""
+    first = error.errors(include_url=False)[0]
+    parts = (*prefix, *first["loc"])
+    key, value = key_path(parts), first["input"]
+    kind, context = first["type"], first.get("ctx", {})
+    if kind == "extra_forbidden":
+        return ConfigError(key, value, _unknown(str(parts[-1]), _known_keys(parts[:-1])))
+    if kind == "missing":
+        return ConfigError(key, None, "the key is required")
+    if kind == "value_error":
+        return ConfigError(key, value, str(context["error"]))
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        known = ", ".join(_known_keys(parts)) or "any name"
+        return ConfigError(key, value, f"a mapping is needed, with keys among: {known}")
+    message = first["msg"].replace("Input should", "it should")
+    return ConfigError(key, value, message[:1].lower() + message[1:])
+
+
+def _known_keys(parts: tuple[str | int, ...]) -> list[str]:
+    """Keys of the mapping at `parts`; none where any are allowed."""
+    keys: Any = FleetKeys
+    for part in parts:
+        if isinstance(part, int):
+            (keys,) = get_args(keys)
+        elif part in keys.model_fields:
+            keys = keys.model_fields[part].annotation
+    return list(getattr(keys, "model_fields", ()))
+
+
+def _unknown(word: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}known here: {', '.join(known)}"
+
+
+def _check_names(keys: FleetKeys, presets: Collection[str]) -> None:
+    """What needs more than one key to judge."""
+    if keys.preset not in presets:
+        raise ConfigError("preset", keys.preset, _unknown(keys.preset, presets))
+    seen: dict[str, int] = {}
+    for i, model in enumerate(keys.models):
+        if model.name in seen:
+            raise ConfigError(
+                f"models[{i}].name", model.name, f"models[{seen[model.name]}] has that name already"
+            )
+        seen[model.name] = i
+    if len(keys.devices) > 1:
+        names = [device.name for device in keys.devices]
+        raise ConfigError("devices", names, "one device per server is supported so far")
+    device = keys.devices[0]
+    if device.page > device.budget:
+        raise ConfigError("devices[0].budget", device.budget, "it must hold one page at least")
+    if len(keys.links) > 1:
+        raise ConfigError(
+            "links", f"{len(keys.links)} links", "one link, to the one device, is supported so far"
+        )
+    for i, link in enumerate(keys.links):
+        if link.device not in (None, device.name):
+            raise ConfigError(f"links[{i}].device", link.device, f"the device is {device.name!r}")
+
+
+def _directory(text: str, key: str, base: Path, fetch_hub: Callable[[str, str], str]) -> str:
+    """The checkpoint directory that `text` names: a path first, a hub id if there is none."""
+    hub_id = text.removeprefix("hf:")
+    local = base / Path(text).expanduser()
+    if text == hub_id and (local.exists() or not is_hub_id(text)):
+        if not (local / "config.json").is_file():
+            raise ConfigError(
+                key,
+                text,
+                "it must be a checkpoint directory (config.json, *.safetensors, tokenizer files), "
+                f"or a hub id such as hf:org/name; looked in {local}",
+            )
+        return str(local)
+    if not is_hub_id(hub_id):
+        raise ConfigError(key, text, "a hub id reads hf:org/name or hf:org/name@revision")
+    return fetch_hub(hub_id, key)

@@ -1,0 +1,58 @@
+"""Checkpoints by hub id: only weights, configuration and tokenizer files, never code."""
+
+from __future__ import annotations
+
+import re
+
+from ballast.core.errors import ConfigError
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
+_WANTED = [
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "merges.txt",
+    "vocab.txt",
+    "*.model",
+]
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether `text` reads as ``org/name`` or ``org/name@revision``."""
+    return _HUB_ID.fullmatch(text) is not None
+
+
+def fetch(hub_id: str, key: str) -> str:
+    """Directory of the snapshot of ``org/name[@revision]``, downloaded where it is not cached.
+
+    Raises ConfigError naming `key`: no such repository, no access, or no network and not cached.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    name, _, revision = hub_id.partition("@")
+    try:
+        return str(snapshot_download(name, revision=revision or None, allow_patterns=_WANTED))
+    except GatedRepoError as error:
+        allowed = "access to it is gated: accept its terms and log in (hf auth login)"
+        raise ConfigError(key, hub_id, allowed) from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(key, hub_id, f"the repository has no revision {revision!r}") from error
+    except RepositoryNotFoundError as error:
+        allowed = "the hub has no such model, or it is private: check the name, or hf auth login"
+        raise ConfigError(key, hub_id, allowed) from error
+    except HFValidationError as error:
+        raise ConfigError(key, hub_id, f"not a hub id: {error}") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        allowed = (
+            "it is not in the local cache and the hub could not be reached: "
+            "download it where there is a network, and give its directory as path"
+        )
+        raise ConfigError(key, hub_id, allowed) from error

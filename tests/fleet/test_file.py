@@ -1,0 +1,218 @@
+"""The fleet file: what it resolves to, and what each mistake is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ballast.core.errors import ConfigError
+from ballast.core.settings import FleetSettings, Slo
+from ballast.core.units import KiB, MiB
+from ballast.fleet.file import load_fleet
+
+PRESETS = ("static", "swap", "balloon")
+MINIMAL = """
+models:
+  - {name: a, path: m}
+devices:
+  - {budget: 64MiB}
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    return tmp_path
+
+
+def load(home: Path, text: str, **environ: str) -> FleetSettings:
+    file = home / "fleet.yaml"
+    file.write_text(text)
+    return load_fleet(
+        file, presets=PRESETS, environ=environ, fetch_hub=lambda hub_id, key: f"/hub/{hub_id}"
+    )
+
+
+def fault(home: Path, text: str, **environ: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load(home, text, **environ)
+    return caught.value
+
+
+def test_minimal_file_takes_the_defaults_of_the_settings(home: Path) -> None:
+    fleet = load(home, MINIMAL)
+    assert fleet.preset == "balloon"
+    assert fleet.device.budget_bytes == 64 * MiB
+    assert fleet.device.page_bytes == 256 * KiB
+    assert fleet.link.bytes_per_second is None
+    (model,) = fleet.models
+    assert (model.name, model.path, model.dtype) == ("a", str(home / "m"), "auto")
+    assert model.slo == Slo()
+    assert fleet.story_path is None
+
+
+def test_every_key(home: Path) -> None:
+    fleet = load(
+        home,
+        """
+        preset: swap
+        options: {idle_seconds: 5, share: 0.5}
+        story: out/story.jsonl
+        defaults:
+          dtype: float32
+          slo: {ttft: 1, tpot: 0.1}
+        models:
+          - name: a
+            path: m
+            dtype: bfloat16
+            slo: {tpot: 0.05}
+            priority: 3
+            share: 2.5
+            limits: {context: 512, running: 8, waiting: 0}
+            block_tokens: 32
+            pinned: true
+          - {name: b/c, path: m}
+        devices:
+          - {name: "cpu:1", budget: 1GB, page: 2MiB, threads: 2, step_tokens: 128,
+             step_logits: 16, prefix_cache: false}
+        links:
+          - {bandwidth: 4GB/s}
+        """,
+    )
+    a, b = fleet.models
+    assert (a.dtype, a.slo, a.priority, a.share) == ("bfloat16", Slo(ttft=1, tpot=0.05), 3, 2.5)
+    assert (a.max_model_len, a.max_running, a.max_waiting) == (512, 8, 0)
+    assert (a.block_tokens, a.pinned) == (32, True)
+    assert (b.name, b.dtype, b.slo, b.pinned) == ("b/c", "float32", Slo(ttft=1, tpot=0.1), False)
+    device = fleet.device
+    assert (device.name, device.budget_bytes, device.page_bytes) == ("cpu:1", 10**9, 2 * MiB)
+    assert (device.threads, device.step_tokens, device.step_logits) == (2, 128, 16)
+    assert device.prefix_cache is False
+    assert (fleet.link.device, fleet.link.bytes_per_second) == ("cpu:1", 4e9)
+    assert (fleet.preset, fleet.options) == ("swap", {"idle_seconds": 5.0, "share": 0.5})
+    assert fleet.story_path == str(home / "out/story.jsonl")
+
+
+FROM_ENVIRONMENT = """
+models:
+  - name: ${N:-a}
+    path: m
+    priority: ${P}
+    dtype: "${D:-float32}"
+devices:
+  - budget: ${BUDGET:-32MiB}
+"""
+
+
+def test_environment(home: Path) -> None:
+    fleet = load(home, FROM_ENVIRONMENT, P="7")
+    assert fleet.models[0].priority == 7
+    assert fleet.models[0].dtype == "float32"
+    assert fleet.device.budget_bytes == 32 * MiB
+    assert load(home, FROM_ENVIRONMENT, P="7", BUDGET="1MiB").device.budget_bytes == MiB
+    assert load(home, FROM_ENVIRONMENT, P="7", BUDGET="").device.budget_bytes == 32 * MiB
+    assert load(home, MINIMAL + "story: $${HOME}/s\n").story_path == str(home / "${HOME}/s")
+
+    error = fault(home, FROM_ENVIRONMENT)
+    assert error.key == "models[0].priority"
+    assert "environment variable P" in error.allowed
+    assert "write ${NAME}" in fault(home, FROM_ENVIRONMENT.replace("${P}", "${1}")).allowed
+    assert "valid integer" in fault(home, FROM_ENVIRONMENT.replace("${P}", '"${P}"'), P="7").allowed
+
+
+def test_a_value_from_the_environment_is_a_value_and_never_structure(home: Path) -> None:
+    error = fault(home, FROM_ENVIRONMENT, P="1", N="x, priority: 3")
+    assert (error.key, error.value) == ("models[0].name", "x, priority: 3")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key", "says"),
+    [
+        ("name: a", "name: a, slo: {tfft: 1}", "models[0].slo.tfft", "did you mean 'ttft'"),
+        ("name: a", "name: a, slo: {ttft: 0}", "models[0].slo.ttft", "greater than 0"),
+        ("name: a", "name: a, slo: {ttft: .inf}", "models[0].slo.ttft", "finite"),
+        ("name: a", "name: a, slo: {ttft: '2'}", "models[0].slo.ttft", "valid number"),
+        ("name: a", "name: a, slo: 3", "models[0].slo", "keys among: ttft, tpot"),
+        ("name: a", "name: a, dtype: float16", "models[0].dtype", "'float32' or 'bfloat16'"),
+        ("name: a", "name: a, share: 0", "models[0].share", "greater than 0"),
+        ("name: a", "name: a, pinned: 1", "models[0].pinned", "boolean"),
+        ("name: a", "name: a, priority: yes", "models[0].priority", "integer"),
+        ("name: a", "name: a, limits: {running: 0}", "models[0].limits.running", "or equal to 1"),
+        ("name: a", "name: a, name: b", "models[0].name", "twice"),
+        ("name: a", "name: 'a b'", "models[0].name", "pattern"),
+        ("name: a, ", "", "models[0].name", "required"),
+        ("path: m", "path: nowhere", "models[0].path", "checkpoint directory"),
+        ("path: m", "path: 'hf:x'", "models[0].path", "hf:org/name"),
+        ("path: m", "path: m, prio: 1", "models[0].prio", "did you mean 'priority'"),
+        ("budget: 64MiB", "budget: 64MiBs", "devices[0].budget", "512MiB"),
+        ("budget: 64MiB", "budget: 0", "devices[0].budget", "greater than 0"),
+        ("budget: 64MiB", "budget: true", "devices[0].budget", "512MiB"),
+        ("budget: 64MiB", "budget: 1KiB", "devices[0].budget", "one page"),
+        ("budget: 64MiB", "budget: 64MiB, page: 3000", "devices[0].page", "power of two"),
+        ("budget: 64MiB", "budget: 64MiB, bugdet: 1", "devices[0].bugdet", "'budget'"),
+        ("  - {budget: 64MiB}", "  - {budget: 1GB}\n  - {budget: 1GB}", "devices", "one device"),
+        ("  - {budget: 64MiB}", "  []", "devices", "at least 1 item"),
+        ("models:", "preset: balon\nmodels:", "preset", "did you mean 'balloon'"),
+        ("models:", "model: 1\nmodels:", "model", "did you mean 'models'"),
+        ("models:", "options: {x: fast}\nmodels:", "options.x", "valid number"),
+        ("models:", "links: [{device: gpu}]\nmodels:", "links[0].device", "'cpu:0'"),
+        ("models:", "links: [{bandwidth: fast}]\nmodels:", "links[0].bandwidth", "size"),
+        ("models:", "links: [{}, {}]\nmodels:", "links", "one link"),
+        ("models:", "defaults: {name: x}\nmodels:", "defaults.name", "known here: dtype"),
+        ("models:", "defaults: {slo: {ttft: -1}}\nmodels:", "defaults.slo.ttft", "greater than 0"),
+        ("models:", "defaults: 3\nmodels:", "defaults", "mapping"),
+    ],
+)
+def test_a_fault_names_key_value_and_remedy(
+    home: Path, old: str, new: str, key: str, says: str
+) -> None:
+    assert old in MINIMAL
+    error = fault(home, MINIMAL.replace(old, new, 1))
+    assert error.key == key
+    assert says in error.allowed
+    assert key in str(error)
+
+
+def test_names_are_unique(home: Path) -> None:
+    error = fault(home, MINIMAL.replace("devices", "  - {name: a, path: m}\ndevices"))
+    assert error.key == "models[1].name"
+
+
+@pytest.mark.parametrize("text", ["", "- 1", "a: [", "a: 1\n---\nb: 2", "a: !!python/name:os 1"])
+def test_not_a_fleet_file(home: Path, text: str) -> None:
+    assert fault(home, text).key == str(home / "fleet.yaml")
+
+
+def test_unreadable_file(home: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_fleet(home / "absent.yaml", presets=PRESETS)
+    (home / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_fleet(home / "bytes.yaml", presets=PRESETS)
+
+
+def test_hub_ids(home: Path) -> None:
+    def path_of(text: str) -> str:
+        return load(home, MINIMAL.replace("path: m", f"path: '{text}'")).models[0].path
+
+    assert path_of("org/name") == "/hub/org/name"
+    assert path_of("hf:org/name@main") == "/hub/org/name@main"
+    (home / "org" / "name").mkdir(parents=True)
+    (home / "org" / "name" / "config.json").write_text("{}")
+    assert path_of("org/name") == str(home / "org" / "name")
+    assert path_of("hf:org/name") == "/hub/org/name"
+    assert path_of(str(home / "m")) == str(home / "m")
+
+
+def test_a_hub_id_without_network_is_a_clear_fault(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    file = home / "fleet.yaml"
+    file.write_text(MINIMAL.replace("path: m", "path: hf:no-org/no-model"))
+    with pytest.raises(ConfigError) as caught:
+        load_fleet(file, presets=PRESETS, environ={})
+    assert caught.value.key == "models[0].path"
+    assert "could not be reached" in caught.value.allowed
