@@ -1,0 +1,47 @@
+"""What a device tells the controller about itself, for routing, metrics and display."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelReport:
+    """One model on one device."""
+
+    name: str
+    residency: str
+    """A value of `ballast.core.view.Residency`."""
+    weight_pages: int
+    """Pages its weights hold now."""
+    kv_pages: int
+    cached_pages: int
+    waiting: int
+    running: int
+    activations: int
+    evictions: int
+    preemptions: int
+    prompt_tokens: int
+    """Of all finished requests, since start; likewise below."""
+    cached_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceReport:
+    """One device at one moment."""
+
+    device: str
+    now: float
+    """Seconds on the device's clock."""
+    page_bytes: int
+    total: int
+    """Pages of the pool."""
+    free: int
+    reclaiming: int
+    owners: dict[str, int]
+    """Pages by owner: `weights:NAME`, `kv:NAME`, `arena:LANE`; adds up to total - free - reclaiming."""
+    models: tuple[ModelReport, ...]
+    jobs: int
+    """Jobs run since start."""
+    draining: bool

@@ -1,0 +1,69 @@
+"""The story of a device: every event and every decision, in order, with its time.
+
+A ring for display, and, where a `sink` is given, every entry as it happens. The sink gets plain
+dictionaries; writing them somewhere is its own affair.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ballast.core.actions import Action
+from ballast.core.event import Arrival, Event, JobDone, JobFailed
+
+Sink = Callable[[dict[str, Any]], None]
+
+
+def describe(event: Event) -> dict[str, Any]:
+    """An event as plain data, without token ids: their number is what the story needs."""
+    kind = type(event).__name__
+    if isinstance(event, Arrival):
+        s = event.submission
+        return {
+            "event": kind,
+            "request": s.id,
+            "model": s.model,
+            "prompt_tokens": len(s.prompt),
+            "max_tokens": s.max_tokens,
+        }
+    if isinstance(event, JobDone | JobFailed):
+        job = event.job
+        told = {
+            "event": kind,
+            "job": job.id,
+            "model": job.model,
+            "prefill_tokens": job.prefill_tokens,
+            "decode_sequences": job.decode_sequences,
+        }
+        told["seconds" if isinstance(event, JobDone) else "reason"] = (
+            event.seconds if isinstance(event, JobDone) else event.reason
+        )
+        return told
+    return {"event": kind, **dataclasses.asdict(event)}
+
+
+class Story:
+    """Keeps the last `keep` entries; hands each to `sink` as well."""
+
+    def __init__(self, keep: int = 2000, sink: Sink | None = None) -> None:
+        self.entries: deque[dict[str, Any]] = deque(maxlen=keep)
+        self._sink = sink
+
+    def event(self, at: float, event: Event) -> None:
+        """Something happened."""
+        self._tell({"at": at, **describe(event)})
+
+    def decision(self, at: float, action: Action, refused: str | None) -> None:
+        """A policy asked for `action`; `refused` says why it was not done, if it was not."""
+        told = {"at": at, "action": type(action).__name__, **dataclasses.asdict(action)}
+        if refused is not None:
+            told["refused"] = refused
+        self._tell(told)
+
+    def _tell(self, entry: dict[str, Any]) -> None:
+        self.entries.append(entry)
+        if self._sink is not None:
+            self._sink(entry)

@@ -1,0 +1,130 @@
+"""Do what a policy asked for, one function per action; each may refuse and says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ballast.core.actions import (
+    Action,
+    Activate,
+    Compact,
+    DropCache,
+    Evict,
+    Hold,
+    Limit,
+    Preempt,
+    Refuse,
+)
+from ballast.core.event import Output
+from ballast.core.request import State
+from ballast.core.view import Residency
+from ballast.engine.state import DeviceState
+
+Refusal = str | None
+
+
+def apply(state: DeviceState, action: Action, outputs: list[Output]) -> Refusal:
+    """Carry `action` out, wholly or not at all. Returns the reason if it was refused.
+
+    What clients must be told as a consequence is appended to `outputs`.
+    """
+    if action.model not in state.models:
+        return f"no model {action.model!r} on this device"
+    if isinstance(action, Refuse):
+        return _refuse(state, action, outputs)
+    return _HANDLERS[type(action)](state, action)
+
+
+def _activate(state: DeviceState, a: Activate) -> Refusal:
+    m = state.models[a.model]
+    if m.residency is not Residency.ABSENT:
+        return f"{a.model} is {m.residency.value}"
+    transfer = state.next_transfer()
+    short = m.weights.activate(transfer)
+    if short is not None:
+        return f"short of {short.pages} pages"
+    m.transfer_id = transfer
+    m.residency = Residency.ACTIVATING
+    m.activations += 1
+    state.touch(m)
+    return None
+
+
+def _evict(state: DeviceState, a: Evict) -> Refusal:
+    m = state.models[a.model]
+    if m.residency is not Residency.RESIDENT:
+        return f"{a.model} is {m.residency.value}"
+    if m.spec.pinned:
+        return f"{a.model} is pinned"
+    if m.job is not None:
+        m.residency = Residency.EVICTING
+        state.touch(m)
+    else:
+        state.evict(m)
+    return None
+
+
+def _preempt(state: DeviceState, a: Preempt) -> Refusal:
+    m = state.models[a.model]
+    request = state.requests.get(a.request_id)
+    if request is None or request.state is not State.RUNNING:
+        return f"{a.request_id} is not running"
+    if request.in_flight:
+        if request not in m.leaving:
+            m.leaving.append(request)
+            state.touch(m)
+    else:
+        state.preempt(m, request)
+    return None
+
+
+def _drop_cache(state: DeviceState, a: DropCache) -> Refusal:
+    m = state.models[a.model]
+    freed = m.kv.drop_cached(a.pages)
+    state.touch(m)
+    state.freed += freed > 0
+    return None if freed else "nothing is cached that is not in use"
+
+
+def _compact(state: DeviceState, a: Compact) -> Refusal:
+    m = state.models[a.model]
+    fixed = {b for r in m.running if r.in_flight for b in r.blocks}
+    freed = m.kv.compact([r.blocks for r in m.running], a.pages, fixed=fixed)
+    state.touch(m)
+    state.freed += freed > 0
+    return None if freed else "its blocks are already together"
+
+
+def _limit(state: DeviceState, a: Limit) -> Refusal:
+    m = state.models[a.model]
+    m.kv.limit = a.pages
+    state.touch(m)
+    state.freed += 1
+    return None
+
+
+def _hold(state: DeviceState, a: Hold) -> Refusal:
+    m = state.models[a.model]
+    m.held = a.held
+    state.touch(m)
+    return None
+
+
+def _refuse(state: DeviceState, a: Refuse, outputs: list[Output]) -> Refusal:
+    request = state.requests.get(a.request_id)
+    if request is None or request.state is not State.WAITING:
+        return f"{a.request_id} is not waiting"
+    outputs.append(state.fail(request, "insufficient_memory", a.why))
+    return None
+
+
+_HANDLERS: dict[type, Callable[[DeviceState, Any], Refusal]] = {
+    Activate: _activate,
+    Evict: _evict,
+    Preempt: _preempt,
+    DropCache: _drop_cache,
+    Compact: _compact,
+    Limit: _limit,
+    Hold: _hold,
+}

@@ -1,0 +1,121 @@
+"""A live CPU device: memory, host tier, models and the loop, behind five methods."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ballast.core.cost import StepCosts
+from ballast.core.errors import BallastError
+from ballast.core.event import Event, Output
+from ballast.core.model import ModelSpec
+from ballast.core.report import DeviceReport
+from ballast.core.settings import FleetSettings
+from ballast.core.story import Story
+from ballast.engine.build import Hosted, build_state
+from ballast.engine.inbox import MonotonicClock, QueueInbox
+from ballast.engine.loop import Loop
+from ballast.engine.report import report
+from ballast.engine.runner import CpuRunner
+from ballast.memory.arena import confine_allocator
+from ballast.memory.reserve import PopulatedReserve
+from ballast.memory.transfer import HostLink, copy_now
+from ballast.memory.vm_memfd import MemfdVm
+from ballast.models.transformers import ServedModel
+from ballast.policy.presets import resolve
+from ballast.weights.checkpoint import load_host_model
+from ballast.weights.host import HostModel
+
+log = logging.getLogger(__name__)
+
+
+class LiveDevice:
+    """Serves a fleet on this machine's CPU.
+
+    `outbox` gets outputs on the loop's thread and must not block. Checkpoints are loaded by the
+    constructor; a model that fails to load is listed in `failed`, with the reason, and does not
+    stop the rest. `costs` are what policies may know of each model's speed.
+    """
+
+    def __init__(
+        self,
+        fleet: FleetSettings,
+        outbox: Callable[[list[Output]], None],
+        *,
+        costs: Mapping[str, StepCosts] | None = None,
+    ) -> None:
+        preset = resolve(fleet.preset, fleet.options)
+        confine_allocator()
+        self.fleet = fleet
+        self.failed: dict[str, str] = {}
+        self._hosts = self._load()
+        self.clock = MonotonicClock()
+        self.inbox = QueueInbox(self.clock)
+        device = fleet.device
+        self._vm = MemfdVm(device.page_bytes, device.budget_bytes // device.page_bytes)
+        self._link = HostLink(self.clock, self.post, fleet.link.bytes_per_second)
+        self.state = build_state(
+            device,
+            [Hosted(h.spec, h.addresses) for h in self._hosts],
+            self._vm,
+            self._link,
+            self.clock,
+            copy_now,
+            costs or {},
+        )
+        self._reserve = PopulatedReserve(self.state.pool)
+        self._reserve.start()
+        executors = {}
+        for host, m in zip(self._hosts, self.state.models.values(), strict=True):
+            segments = [m.weights.segment_address(i) for i in range(len(host.spec.segment_bytes))]
+            executors[host.spec.name] = ServedModel(host, segments, m.kv.base, m.kv.layout)
+        self._runner = CpuRunner(executors, self.post, self.clock, device.threads)
+        self._story_file = open(fleet.story_path, "w") if fleet.story_path else None  # noqa: SIM115
+        self.story = Story(sink=self._write_story if self._story_file else None)
+        self.loop = Loop(
+            self.state, preset, self.inbox, self._runner, self.clock, outbox, self.story
+        )
+
+    @property
+    def specs(self) -> dict[str, ModelSpec]:
+        """The models that serve, by name."""
+        return {h.spec.name: h.spec for h in self._hosts}
+
+    def post(self, event: Event) -> None:
+        """Hand an event in, from any thread."""
+        self.inbox.post(event)
+
+    def run(self) -> None:
+        """The loop, on the calling thread; returns once drained or stopped."""
+        self.loop.run()
+
+    def snapshot(self) -> DeviceReport:
+        """The device as it is now; from any thread."""
+        return report(self.state, self.fleet.device.name)
+
+    def close(self) -> None:
+        """Give everything back to the operating system. The loop must have returned."""
+        self._runner.close()
+        self._link.close()
+        self._reserve.close()
+        self._vm.close()
+        for host in self._hosts:
+            host.close()
+        if self._story_file is not None:
+            self._story_file.close()
+
+    def _load(self) -> list[HostModel]:
+        hosts = []
+        for settings in self.fleet.models:
+            try:
+                hosts.append(load_host_model(settings))
+            except BallastError as error:
+                log.error("model %s is not served: %s", settings.name, error)
+                self.failed[settings.name] = str(error)
+        return hosts
+
+    def _write_story(self, entry: dict[str, Any]) -> None:
+        assert self._story_file is not None
+        self._story_file.write(json.dumps(entry) + "\n")

@@ -1,0 +1,161 @@
+"""The loop of one device: take events, decide, apply, run. The same live and in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from ballast.core.actions import Refuse
+from ballast.core.clock import Clock
+from ballast.core.event import Event, Output, Timer
+from ballast.core.job import Job
+from ballast.core.story import Story
+from ballast.engine.apply import apply
+from ballast.engine.plan import plan
+from ballast.engine.state import DeviceState
+from ballast.policy.presets import Preset
+
+ROUNDS = 8
+"""Most times that one turn asks the policy about shortages found while forming a job."""
+
+
+class Inbox(Protocol):
+    """Where events come from."""
+
+    def take(self, until: float | None) -> list[Event]:
+        """The next events, in order; waits for one, at most until the clock shows `until`.
+
+        An empty list means that `until` has come.
+        """
+
+
+class Runner(Protocol):
+    """What runs jobs."""
+
+    def start(self, job: Job) -> None:
+        """Begin `job`; a JobDone or JobFailed will come through the inbox."""
+
+
+class Loop:
+    """One device's loop. Everything it needs is handed in; it asks no other clock or queue."""
+
+    def __init__(
+        self,
+        state: DeviceState,
+        preset: Preset,
+        inbox: Inbox,
+        runner: Runner,
+        clock: Clock,
+        outbox: Callable[[list[Output]], None],
+        story: Story,
+    ) -> None:
+        self.state = state
+        self.preset = preset
+        self.inbox = inbox
+        self.runner = runner
+        self.clock = clock
+        self.outbox = outbox
+        self.story = story
+        self.on_turn: Callable[[], None] | None = None
+        """Called after each turn, for observers; it must not change anything."""
+        self._memo: object = None
+        self._wake_at: float | None = None
+        self._jobs = 0
+
+    def run(self) -> None:
+        """Turn until drained or stopped; every request accepted has been answered then."""
+        self._proceed([])
+        while not self.state.over:
+            self.turn()
+        outputs: list[Output] = []
+        for m in self.state.models.values():
+            reason = self.state.stopped or "the device has drained"
+            outputs += self.state.fail_all(m, "unavailable", reason)
+        if outputs:
+            self.outbox(outputs)
+
+    def turn(self) -> None:
+        """One turn: events in, decisions, jobs out, answers out."""
+        events = self.inbox.take(self._wake_at)
+        outputs: list[Output] = []
+        now = self.clock.now()
+        if not events or (self._wake_at is not None and now >= self._wake_at):
+            events = [*events, Timer()]
+        for event in events:
+            self.story.event(now, event)
+            outputs += self.state.handle(event)
+        self._proceed(outputs)
+        if self.on_turn is not None:
+            self.on_turn()
+
+    def _proceed(self, outputs: list[Output]) -> None:
+        """Decide, start the next job, and only then say what the last one brought."""
+        if self.state.asking:
+            self._decide(outputs)
+        self._dispatch(outputs)
+        while self._stuck:
+            self._give_up_on_one(outputs)
+            self._decide(outputs)
+            self._dispatch(outputs)
+        if outputs:
+            self.outbox(outputs)
+
+    def _decide(self, outputs: list[Output]) -> bool:
+        """Ask the policy and do what it says; whether anything was done."""
+        self.state.asking = False
+        view = self.state.view()
+        decision = self.preset.device(view, self._memo)
+        self._memo = decision.memo
+        later = decision.wake_at is not None and decision.wake_at > view.now
+        self._wake_at = decision.wake_at if later else None
+        done = False
+        for action in decision.actions:
+            refused = apply(self.state, action, outputs)
+            self.story.decision(view.now, action, refused)
+            done = done or refused is None
+        return done
+
+    def _dispatch(self, outputs: list[Output]) -> None:
+        """Start a job if the lane is idle and some model has one; ask about new shortages."""
+        for _ in range(ROUNDS):
+            if self.state.lane_job is not None or self.state.stopped is not None:
+                return
+            if not self._start_one() or not self._decide(outputs):
+                return
+
+    def _start_one(self) -> bool:
+        """Form and start a job; whether a shortage came up that no policy has seen."""
+        state = self.state
+        news = False
+        candidates = state.candidates()
+        while candidates:
+            chosen = self.preset.order(candidates)
+            m = state.models[chosen]
+            known = m.shortages
+            work = plan(m, state.settings, self.clock.now(), state.freed)
+            news = news or any(s not in known for s in m.shortages)
+            if work:
+                self._jobs += 1
+                job = Job(self._jobs, 0, chosen, tuple(work))
+                for part in job.work:
+                    state.requests[part.request_id].in_flight = True
+                m.job = state.lane_job = job
+                state.touch(m)
+                self.runner.start(job)
+                break
+            candidates = [c for c in candidates if c.model != chosen]
+        return news
+
+    @property
+    def _stuck(self) -> bool:
+        """Requests are open, but nothing is in flight and nothing will wake us."""
+        state = self.state
+        return bool(state.requests) and not state.in_flight and self._wake_at is None
+
+    def _give_up_on_one(self, outputs: list[Output]) -> None:
+        """No policy helped: the newest request fails, so that what it holds serves the others."""
+        request = max(self.state.requests.values(), key=lambda r: r.order)
+        reason = f"preset {self.preset.name!r} found no memory for this request"
+        refusal = Refuse(request.submission.model, request.id, reason)
+        self.story.decision(self.clock.now(), refusal, None)
+        outputs.append(self.state.fail(request, "insufficient_memory", reason))

@@ -1,0 +1,47 @@
+"""What a device says of itself, read from its state without stopping it."""
+
+from __future__ import annotations
+
+from ballast.core.report import DeviceReport, ModelReport
+from ballast.core.view import Residency
+from ballast.engine.state import DeviceState, ModelState
+
+
+def report(state: DeviceState, device: str) -> DeviceReport:
+    """A report of single numbers, each true when it was read; safe from any thread."""
+    models = tuple(_model(m) for m in state.models.values())
+    owners = {"arena:lane0": state.arena.pages}
+    for m in models:
+        owners[f"weights:{m.name}"] = m.weight_pages
+        owners[f"kv:{m.name}"] = m.kv_pages
+    return DeviceReport(
+        device=device,
+        now=state.clock.now(),
+        page_bytes=state.settings.page_bytes,
+        total=state.pool.total,
+        free=state.pool.free,
+        reclaiming=state.pool.reclaiming,
+        owners=owners,
+        models=models,
+        jobs=state.jobs,
+        draining=state.draining,
+    )
+
+
+def _model(m: ModelState) -> ModelReport:
+    absent = m.residency in (Residency.ABSENT, Residency.FAILED)
+    return ModelReport(
+        name=m.spec.name,
+        residency=m.residency.value,
+        weight_pages=0 if absent else m.weights.pages,
+        kv_pages=m.kv.pages,
+        cached_pages=m.kv.cached_pages,
+        waiting=len(m.waiting),
+        running=len(m.running),
+        activations=m.activations,
+        evictions=m.evictions,
+        preemptions=m.preemptions,
+        prompt_tokens=m.prompt_tokens,
+        cached_tokens=m.cached_tokens,
+        output_tokens=m.output_tokens,
+    )

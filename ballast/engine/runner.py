@@ -1,0 +1,64 @@
+"""The live runner on CPU: a lane is a thread that runs one job at a time."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from ballast.core.clock import Clock
+from ballast.core.event import Event, JobDone, JobFailed
+from ballast.core.job import Job, Sampled, SequenceWork
+
+log = logging.getLogger(__name__)
+
+
+class Executor(Protocol):
+    """A model that can run the work of a job."""
+
+    def run(self, work: Sequence[SequenceWork]) -> list[Sampled]: ...
+
+
+class CpuRunner:
+    """Runs jobs on a lane thread with `threads` intra-op threads; reports through `post`."""
+
+    def __init__(
+        self,
+        executors: Mapping[str, Executor],
+        post: Callable[[Event], None],
+        clock: Clock,
+        threads: int | None,
+    ) -> None:
+        self._executors = executors
+        self._post = post
+        self._clock = clock
+        self._threads = threads
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._lane = threading.Thread(target=self._work, name="lane0", daemon=True)
+        self._lane.start()
+
+    def start(self, job: Job) -> None:
+        """Begin `job` after those started before."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """End the lane after the job it runs."""
+        self._jobs.put(None)
+        self._lane.join()
+
+    def _work(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        while (job := self._jobs.get()) is not None:
+            begun = self._clock.now()
+            try:
+                sampled = tuple(self._executors[job.model].run(job.work))
+            except Exception as error:  # the fleet outlives a job that breaks
+                log.exception("job %d of %s failed", job.id, job.model)
+                self._post(JobFailed(job, f"{type(error).__name__}: {error}"))
+            else:
+                self._post(JobDone(job, sampled, self._clock.now() - begun))

@@ -1,0 +1,486 @@
+"""What is true on one device. Facts change through `handle(event)`, which returns what to say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ballast.core.clock import Clock
+from ballast.core.cost import StepCosts
+from ballast.core.event import (
+    Arrival,
+    Cancel,
+    Cancelled,
+    Drain,
+    Event,
+    Failed,
+    Finished,
+    JobDone,
+    JobFailed,
+    Output,
+    Stop,
+    Timer,
+    TokenOut,
+    TransferDone,
+)
+from ballast.core.job import Job
+from ballast.core.model import ModelSpec
+from ballast.core.request import Request, State, Submission
+from ballast.core.settings import DeviceSettings
+from ballast.core.units import ceil_div
+from ballast.core.view import (
+    Candidate,
+    DeviceView,
+    ModelView,
+    RequestView,
+    Residency,
+    Shortage,
+)
+from ballast.kv.blocks import KvCache
+from ballast.memory.arena import Arena
+from ballast.memory.pool import Pool
+from ballast.memory.transfer import Link
+from ballast.weights.residency import WeightsOnDevice
+
+
+@dataclass(slots=True, eq=False)
+class ModelState:
+    """One model on this device, and its requests.
+
+    `waiting` and `running` are sorted by `Request.order`: first come, first served.
+    """
+
+    spec: ModelSpec
+    weights: WeightsOnDevice
+    kv: KvCache
+    costs: StepCosts
+    residency: Residency = Residency.ABSENT
+    waiting: list[Request] = field(default_factory=list)
+    running: list[Request] = field(default_factory=list)
+    held: bool = False
+    job: Job | None = None
+    """In flight."""
+    transfer_id: int | None = None
+    shortages: list[Shortage] = field(default_factory=list)
+    """Requests that found no pages when its last job was formed."""
+    leaving: list[Request] = field(default_factory=list)
+    """Requests in flight that are to be preempted when the job ends."""
+    blocked: tuple[str, int] | None = None
+    """(request, epoch of freed memory) at which the first waiting request last found no room."""
+    last_run: float = float("-inf")
+    last_used: float = float("-inf")
+    activations: int = 0
+    evictions: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    view: ModelView | None = None
+    """The snapshot, dropped (None) by whatever changes the model."""
+
+    def queue(self, request: Request) -> None:
+        """Into `waiting`, by order. Preempted requests go before later arrivals."""
+        at = len(self.waiting)
+        while at > 0 and self.waiting[at - 1].order > request.order:
+            at -= 1
+        self.waiting.insert(at, request)
+
+    def admit(self, request: Request) -> None:
+        """Into `running`, by order."""
+        at = len(self.running)
+        while at > 0 and self.running[at - 1].order > request.order:
+            at -= 1
+        self.running.insert(at, request)
+
+
+class DeviceState:
+    """All facts of one device. Mechanisms (pool, KV caches, weights) hang below it."""
+
+    def __init__(
+        self,
+        settings: DeviceSettings,
+        models: list[ModelState],
+        pool: Pool,
+        arena: Arena,
+        link: Link,
+        clock: Clock,
+    ) -> None:
+        self.settings = settings
+        self.models = {m.spec.name: m for m in models}
+        self.pool = pool
+        self.link = link
+        self.clock = clock
+        self.arena = arena
+        self.requests: dict[str, Request] = {}
+        self.lane_job: Job | None = None
+        self.asking = True
+        """Something happened that a policy should know of."""
+        self.freed = 0
+        """Grows whenever pages or blocks become free: a blocked admission is worth trying again."""
+        self.draining = False
+        self.stopped: str | None = None
+        self.jobs = 0
+        self._sequence = 0
+        self._transfers = 0
+        self._handlers: dict[type, Callable[..., list[Output]]] = {
+            Arrival: self._arrival,
+            Cancel: self._cancel,
+            JobDone: self._job_done,
+            JobFailed: self._job_failed,
+            TransferDone: self._transfer_done,
+            Timer: self._timer,
+            Drain: self._drain,
+            Stop: self._stop,
+        }
+
+    # -- events ---------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> list[Output]:
+        """Take a fact in; returns what clients are to be told."""
+        return self._handlers[type(event)](event)
+
+    def _arrival(self, event: Arrival) -> list[Output]:
+        s = event.submission
+        refusal = self._refusal(s)
+        if refusal is not None:
+            return [Failed(s.id, *refusal)]
+        m = self.models[s.model]
+        self._sequence += 1
+        request = Request.of(s, self._sequence)
+        self.requests[s.id] = request
+        m.queue(request)
+        self.touch(m)
+        m.last_used = s.arrival
+        self.asking = True
+        return []
+
+    def _refusal(self, s: Submission) -> tuple[str, str] | None:
+        """(code, reason) for a request that is not accepted."""
+        m = self.models.get(s.model)
+        if self.draining or self.stopped is not None:
+            return "unavailable", "the server is draining"
+        if m is None:
+            return "model_not_found", f"no model {s.model!r} on this device"
+        if m.residency is Residency.FAILED:
+            return "model_failed", f"the weights of {s.model!r} could not be brought in"
+        if s.id in self.requests:
+            return "invalid_request", f"a request {s.id!r} is already open"
+        if not s.prompt or s.max_tokens < 1:
+            return "invalid_request", "a request needs a prompt and at least one token to generate"
+        if len(s.prompt) + s.max_tokens > m.spec.max_model_len:
+            return (
+                "context_length_exceeded",
+                f"prompt ({len(s.prompt)}) and output ({s.max_tokens}) exceed the context of "
+                f"{m.spec.max_model_len} tokens",
+            )
+        if len(m.waiting) >= m.spec.max_waiting:
+            return "queue_full", f"{m.spec.max_waiting} requests of {s.model!r} wait already"
+        most = m.kv.most_pages(ceil_div(len(s.prompt) + s.max_tokens - 1, m.spec.block_tokens))
+        room = self.pool.total - self.arena.pages - m.weights.pages
+        room -= sum(
+            o.weights.pages for o in self.models.values() if o.spec.pinned and o is not m
+        )
+        if m.kv.limit is not None:
+            room = min(room, m.kv.limit)
+        if most > room:
+            return (
+                "insufficient_memory",
+                f"needs {most} pages of KV cache, {s.model!r} can have at most {room} here",
+            )
+        return None
+
+    def _cancel(self, event: Cancel) -> list[Output]:
+        request = self.requests.get(event.request_id)
+        if request is None:
+            return []
+        if request.in_flight:
+            request.cancelled = True
+            return []
+        return [self._end(request, State.CANCELLED, Cancelled(request.id))]
+
+    def _job_done(self, event: JobDone) -> list[Output]:
+        m = self._close_job(event.job)
+        now = self.clock.now()
+        m.last_run = now
+        for work in event.job.work:
+            request = self.requests[work.request_id]
+            request.computed = work.end
+        outputs: list[Output] = []
+        for sampled in event.sampled:
+            request = self.requests[sampled.request_id]
+            if request.cancelled:
+                continue
+            request.tokens.append(sampled.token)
+            if request.first_token_at is None:
+                request.first_token_at = now
+            request.last_token_at = now
+            index = request.generated - 1
+            outputs.append(TokenOut(request.id, sampled.token, index, sampled.logprob))
+            reason = self._finish_reason(m, request)
+            if reason is not None:
+                outputs.append(self._finished(m, request, reason))
+        for work in event.job.work:
+            open_request = self.requests.get(work.request_id)
+            if open_request is not None:
+                self._remember(m, open_request)
+        outputs += self._settle(m, event.job)
+        return outputs
+
+    def _job_failed(self, event: JobFailed) -> list[Output]:
+        m = self._close_job(event.job)
+        outputs: list[Output] = []
+        for work in event.job.work:
+            request = self.requests[work.request_id]
+            told = Failed(request.id, "internal_error", event.reason)
+            outputs.append(self._end(request, State.FAILED, told))
+        return outputs + self._settle(m, event.job)
+
+    def _close_job(self, job: Job) -> ModelState:
+        m = self.models[job.model]
+        m.job = self.lane_job = None
+        m.last_used = self.clock.now()
+        self.jobs += 1
+        for work in job.work:
+            self.requests[work.request_id].in_flight = False
+        self.touch(m)
+        return m
+
+    def _settle(self, m: ModelState, job: Job) -> list[Output]:
+        """What had to wait for the job: cancellations, preemptions, an eviction."""
+        outputs: list[Output] = []
+        for work in job.work:
+            request = self.requests.get(work.request_id)
+            if request is not None and request.cancelled:
+                outputs.append(self._end(request, State.CANCELLED, Cancelled(request.id)))
+        leaving, m.leaving = m.leaving, []
+        for request in leaving:
+            if request.state is State.RUNNING:
+                self.preempt(m, request)
+        if m.residency is Residency.EVICTING:
+            self.evict(m)
+        return outputs
+
+    def _transfer_done(self, event: TransferDone) -> list[Output]:
+        m = next(m for m in self.models.values() if m.transfer_id == event.transfer_id)
+        m.transfer_id = None
+        self.asking = True
+        self.touch(m)
+        if event.error is None:
+            m.residency = Residency.RESIDENT
+            return []
+        m.weights.evict()
+        m.residency = Residency.FAILED
+        self.freed += 1
+        reason = f"the weights of {m.spec.name!r} could not be brought in: {event.error}"
+        return self.fail_all(m, "model_failed", reason)
+
+    def _timer(self, event: Timer) -> list[Output]:
+        self.asking = True
+        return []
+
+    def _drain(self, event: Drain) -> list[Output]:
+        self.draining = True
+        return []
+
+    def _stop(self, event: Stop) -> list[Output]:
+        self.stopped = event.reason
+        return []
+
+    # -- what happens to requests ---------------------------------------------------------------
+
+    def _finish_reason(self, m: ModelState, request: Request) -> str | None:
+        s = request.submission
+        last = request.tokens[-1]
+        if last in s.stop_token_ids or (not s.ignore_eos and last in m.spec.eos_token_ids):
+            return "stop"
+        return "length" if request.generated >= s.max_tokens else None
+
+    def _finished(self, m: ModelState, request: Request, reason: str) -> Output:
+        m.prompt_tokens += request.prompt_tokens
+        m.cached_tokens += request.cached_tokens
+        m.output_tokens += request.generated
+        self._remember(m, request)
+        told = Finished(
+            request.id,
+            reason,
+            request.prompt_tokens,
+            request.generated,
+            request.cached_tokens,
+            request.preemptions,
+        )
+        return self._end(request, State.FINISHED, told)
+
+    def _remember(self, m: ModelState, request: Request) -> None:
+        """Offer the blocks that have filled to the prefix cache."""
+        m.kv.remember(
+            request.tokens, request.blocks, request.computed, request.submission.salt
+        )
+
+    def _end(self, request: Request, state: State, told: Output) -> Output:
+        """The request is over; its memory is free."""
+        m = self.models[request.submission.model]
+        (m.running if request.state is State.RUNNING else m.waiting).remove(request)
+        self.release(m, request)
+        self._forget_shortage(m, request)
+        request.to(state)
+        del self.requests[request.id]
+        m.last_used = self.clock.now()
+        self.touch(m)
+        self.asking = True
+        return told
+
+    def fail_all(self, m: ModelState, code: str, reason: str) -> list[Output]:
+        """End every request of a model with an error."""
+        return [
+            self._end(r, State.FAILED, Failed(r.id, code, reason)) for r in [*m.running, *m.waiting]
+        ]
+
+    def fail(self, request: Request, code: str, reason: str) -> Output:
+        """End one request, not in flight, with an error."""
+        return self._end(request, State.FAILED, Failed(request.id, code, reason))
+
+    @staticmethod
+    def _forget_shortage(m: ModelState, request: Request) -> None:
+        if m.shortages:
+            m.shortages = [s for s in m.shortages if s.request_id != request.id]
+
+    def release(self, m: ModelState, request: Request) -> None:
+        """Give a request's blocks back."""
+        if request.blocks:
+            m.kv.free(request.blocks)
+            request.blocks = []
+            self.freed += 1
+        request.computed = 0
+
+    def preempt(self, m: ModelState, request: Request) -> None:
+        """Back to the queue without KV; it will be recomputed, token for token."""
+        m.running.remove(request)
+        self.release(m, request)
+        self._forget_shortage(m, request)
+        request.to(State.WAITING)
+        request.preemptions += 1
+        m.preemptions += 1
+        m.queue(request)
+        self.touch(m)
+        self.asking = True
+
+    def evict(self, m: ModelState) -> None:
+        """Weights and KV off the device; no job of the model may be in flight."""
+        for request in list(m.running):
+            self.preempt(m, request)
+        m.shortages = []
+        m.blocked = None
+        m.kv.clear()
+        m.weights.evict()
+        m.residency = Residency.ABSENT
+        m.evictions += 1
+        self.freed += 1
+        self.touch(m)
+        self.asking = True
+
+    def next_transfer(self) -> int:
+        """A number for a transfer, never used before on this device."""
+        self._transfers += 1
+        return self._transfers
+
+    # -- what the loop and the policies see -------------------------------------------------------
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether an event is bound to come without any client doing anything."""
+        return self.lane_job is not None or any(
+            m.transfer_id is not None for m in self.models.values()
+        )
+
+    @property
+    def over(self) -> bool:
+        """Whether the loop may end."""
+        if self.stopped is not None:
+            return self.lane_job is None
+        return self.draining and not self.requests and not self.in_flight
+
+    def touch(self, m: ModelState) -> None:
+        """The model has changed: its snapshot is stale."""
+        m.view = None
+
+    def candidates(self) -> list[Candidate]:
+        """Models that could run a job now."""
+        found = []
+        for m in self.models.values():
+            if m.residency is not Residency.RESIDENT or m.job is not None:
+                continue
+            admissible = bool(m.waiting) and not m.held and self._worth_trying(m)
+            if not m.running and not admissible:
+                continue
+            prefilling = next((r for r in m.running if not r.decoding), None)
+            first = m.waiting[0] if admissible else prefilling
+            found.append(
+                Candidate(
+                    m.spec.name,
+                    m.last_run,
+                    None if first is None else first.order,
+                    sum(1 for r in m.running if r.decoding),
+                    m.spec.priority,
+                )
+            )
+        return found
+
+    def _worth_trying(self, m: ModelState) -> bool:
+        return m.blocked != (m.waiting[0].id, self.freed)
+
+    def view(self) -> DeviceView:
+        """A frozen snapshot; only models that changed are rebuilt."""
+        deferred = 0
+        for m in self.models.values():
+            if m.residency is Residency.EVICTING:
+                deferred += m.weights.pages + m.kv.pages
+            elif m.leaving:
+                deferred += sum(m.kv.pages_if_freed(r.blocks) for r in m.leaving)
+        return DeviceView(
+            now=self.clock.now(),
+            page_bytes=self.settings.page_bytes,
+            total=self.pool.total,
+            arena=self.arena.pages,
+            free=self.pool.free,
+            reclaiming=self.pool.reclaiming + deferred,
+            promised=self.pool.promised,
+            link_bytes_per_second=self.link.bytes_per_second,
+            models=tuple(self._model_view(m) for m in self.models.values()),
+            shortages=tuple(s for m in self.models.values() for s in m.shortages),
+        )
+
+    def _model_view(self, m: ModelState) -> ModelView:
+        if m.view is None:
+            first = 0
+            if m.waiting:
+                tokens = len(m.waiting[0].tokens)
+                first = m.kv.pages_for(ceil_div(tokens, m.spec.block_tokens))
+            m.view = ModelView(
+                spec=m.spec,
+                residency=m.residency,
+                weight_pages=m.weights.pages,
+                kv_pages=m.kv.pages,
+                cached_pages=m.kv.cached_pages,
+                limit=m.kv.limit,
+                held=m.held,
+                busy=m.job is not None,
+                waiting=tuple(self._request_view(m, r) for r in m.waiting),
+                running=tuple(self._request_view(m, r) for r in m.running),
+                first_pages=first,
+                last_used=m.last_used,
+                costs=m.costs,
+            )
+        return m.view
+
+    @staticmethod
+    def _request_view(m: ModelState, r: Request) -> RequestView:
+        leaving = r in m.leaving
+        return RequestView(
+            r.id,
+            r.order,
+            r.submission.priority,
+            len(r.tokens),
+            r.computed,
+            m.kv.pages_if_freed(r.blocks) if r.blocks and not leaving else 0,
+            r.in_flight,
+        )

@@ -1,0 +1,34 @@
+"""The elastic pool, first come first served: activate on demand, take pages where they idle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ballast.core.actions import Decision
+from ballast.core.view import DeviceView
+from ballast.policy.cover import activation_claims, cover, earliest, shortage_claims
+from ballast.policy.offers import (
+    cached_prefixes,
+    idle_models,
+    younger_models,
+    younger_requests,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Balloon:
+    """Prism's memory ballooning (sections 4 and 5) without its slack and pressure policies.
+
+    Pages come, in this order, from cached prefixes, from idle models (longest idle first), and,
+    for requests that cannot go on or have waited for `patience` of their TTFT service level, from
+    younger requests and younger models.
+    """
+
+    patience: float = 0.5
+
+    def __call__(self, view: DeviceView, memo: object) -> Decision:
+        absent, wake_absent = activation_claims(view, self.patience)
+        short, wake_short = shortage_claims(view, self.patience)
+        sources = [cached_prefixes, idle_models, younger_requests, younger_models]
+        actions = cover(view, [*absent, *short], sources)
+        return Decision(tuple(actions), memo, earliest(wake_absent, wake_short))

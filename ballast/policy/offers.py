@@ -1,0 +1,126 @@
+"""Sources of pages: each says what it could free, at what price, by which action.
+
+The price of an offer is the harm expected from it, in seconds of delay to requests. Every source
+has the form `offers(view, claim) -> list[Offer]`, best first by the source's own rule; sources may
+be concatenated (a fixed order of remedies) or merged by price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ballast.core.actions import DropCache, Evict, Offer, Preempt
+from ballast.core.cost import copy_seconds
+from ballast.core.view import DeviceView, ModelView, RequestView, Residency
+
+REUSE = 0.05
+"""Share of dropped cached prefixes assumed to be asked for again; an assumption, not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A need for pages on behalf of a request: `pages` beyond what its model holds."""
+
+    model: str
+    order: tuple[float, int]
+    pages: int
+    may_preempt: bool
+    """Whether work in progress of younger requests may be undone for it."""
+    activate: bool = False
+    """The model's weights are among the pages: it is to be activated once they are there."""
+
+
+Source = Callable[[DeviceView, Claim], list[Offer]]
+
+
+def reload_seconds(view: DeviceView, m: ModelView) -> float:
+    """To copy a model's weights from the host again."""
+    return copy_seconds(m.weight_pages * view.page_bytes, view.link_bytes_per_second)
+
+
+def recompute_seconds(m: ModelView, r: RequestView) -> float:
+    """To compute a preempted request's KV again."""
+    return m.costs.prefill_seconds(r.computed)
+
+
+def cached_prefixes(view: DeviceView, claim: Claim) -> list[Offer]:
+    """Cached prefixes nobody uses now, longest unused model first."""
+    found = []
+    for m in sorted(view.models, key=lambda m: (m.last_used, m.name)):
+        if m.cached_pages > 0:
+            tokens = m.cached_pages * view.page_bytes // m.spec.kv_bytes_per_token
+            price = REUSE * m.costs.prefill_seconds(tokens)
+            action = DropCache(m.name, m.cached_pages, why=f"{claim.model} needs pages")
+            found.append(Offer(m.cached_pages, price, action))
+    return found
+
+
+def idle_models(view: DeviceView, claim: Claim) -> list[Offer]:
+    """Models without a request, longest idle first (Prism, section 4: idle models are evicted)."""
+    found = []
+    for m in sorted(view.models, key=lambda m: (m.last_used, m.name)):
+        if evictable(m, claim) and m.idle:
+            idle = max(0.0, view.now - m.last_used)
+            price = reload_seconds(view, m) / (1.0 + idle)
+            action = Evict(m.name, why=f"idle for {idle:.1f} s, {claim.model} needs pages")
+            found.append(Offer(m.held_pages, price, action))
+    return found
+
+
+def younger_requests(view: DeviceView, claim: Claim) -> list[Offer]:
+    """Running requests that came after the claim's, youngest first."""
+    if not claim.may_preempt:
+        return []
+    younger = [
+        (r, m)
+        for m in view.models
+        for r in m.running
+        if r.order > claim.order and r.pages > 0 and m.residency is Residency.RESIDENT
+    ]
+    younger.sort(key=lambda pair: pair[0].order, reverse=True)
+    return [
+        Offer(
+            r.pages, recompute_seconds(m, r), Preempt(m.name, r.id, why=f"{claim.model} came first")
+        )
+        for r, m in younger
+    ]
+
+
+def younger_models(view: DeviceView, claim: Claim) -> list[Offer]:
+    """Models all of whose requests came after the claim's: weights, KV and all, youngest first."""
+    if not claim.may_preempt:
+        return []
+    younger = [
+        (oldest(m), m)
+        for m in view.models
+        if evictable(m, claim) and not m.idle and oldest(m) > claim.order
+    ]
+    younger.sort(key=lambda pair: pair[0], reverse=True)
+    return [
+        Offer(
+            m.held_pages,
+            reload_seconds(view, m) + sum(recompute_seconds(m, r) for r in m.running),
+            Evict(m.name, why=f"{claim.model} came first"),
+        )
+        for _, m in younger
+    ]
+
+
+def own_younger_requests(view: DeviceView, claim: Claim) -> list[Offer]:
+    """As `younger_requests`, of the claim's own model only: for memory that is not shared."""
+    return [
+        offer
+        for offer in younger_requests(view, claim)
+        if isinstance(offer.action, Preempt) and offer.action.model == claim.model
+    ]
+
+
+def evictable(m: ModelView, claim: Claim) -> bool:
+    """Whether a model's weights may go for this claim."""
+    return m.residency is Residency.RESIDENT and not m.spec.pinned and m.name != claim.model
+
+
+def oldest(m: ModelView) -> tuple[float, int]:
+    """Order of a model's oldest request; the model must have one."""
+    return min(r.order for r in (*m.running[:1], *m.waiting[:1]))

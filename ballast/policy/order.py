@@ -1,0 +1,13 @@
+"""Which model's job runs next on an idle lane."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ballast.core.view import Candidate
+
+
+def least_recently_run(candidates: Sequence[Candidate]) -> str:
+    """Round-robin by jobs; among models that have never run, the oldest request first, then name."""
+    never = (float("inf"), 0)
+    return min(candidates, key=lambda c: (c.last_run, c.first_waiting or never, c.model)).model

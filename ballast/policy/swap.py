@@ -1,0 +1,64 @@
+"""Whole models in turn: one model has the device to itself (QLM, llama-swap; Prism section 3.3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ballast.core.actions import Action, Activate, Decision, Evict, Hold
+from ballast.core.view import DeviceView, ModelView, Residency
+from ballast.policy.cover import cover, shortage_claims
+from ballast.policy.offers import cached_prefixes, oldest, own_younger_requests
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The model on the device, and since when."""
+
+    model: str
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class WholeModels:
+    """The model with the oldest request comes next.
+
+    The one that runs keeps the device while it has requests; once others have waited and it has
+    run for `quantum` seconds, it admits no more, ends what it runs, and goes.
+    """
+
+    quantum: float = 1.0
+
+    def __call__(self, view: DeviceView, memo: object) -> Decision:
+        turn = memo if isinstance(memo, Turn) else None
+        others = [m for m in view.models if m.waiting and (turn is None or m.name != turn.model)]
+        heir = min(others, key=oldest, default=None)
+        if turn is None:
+            if heir is None:
+                return Decision()
+            return self._start(view, heir, [])
+        current = view.model(turn.model)
+        actions: list[Action] = []
+        if current.residency in (Residency.ABSENT, Residency.FAILED):
+            following = heir or (current if current.waiting else None)
+            return self._start(view, following, []) if following else Decision()
+        claims, _ = shortage_claims(view, patience=float("inf"))
+        actions += cover(view, claims, [cached_prefixes, own_younger_requests])
+        if heir is None:
+            if current.held:
+                actions.append(Hold(current.name, False, why="nobody else waits"))
+            return Decision(tuple(actions), turn)
+        over_at = turn.since + self.quantum
+        over = view.now >= over_at
+        leaving = current.idle or (over and not current.running)
+        if leaving and current.residency is Residency.RESIDENT:
+            actions.append(Hold(current.name, False))
+            actions.append(Evict(current.name, why=f"{heir.name} is next"))
+            return self._start(view, heir, actions)
+        if over and not current.held and current.residency is Residency.RESIDENT:
+            actions.append(Hold(current.name, True, why=f"its turn is over, {heir.name} waits"))
+        return Decision(tuple(actions), turn, None if over else over_at)
+
+    @staticmethod
+    def _start(view: DeviceView, heir: ModelView, actions: list[Action]) -> Decision:
+        actions = [*actions, Activate(heir.name, why="its turn")]
+        return Decision(tuple(actions), Turn(heir.name, view.now))

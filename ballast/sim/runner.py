@@ -1,0 +1,79 @@
+"""What replaces lanes and links in virtual time: durations from `core/cost.py`."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+from ballast.core.clock import Clock
+from ballast.core.cost import StepCosts, copy_seconds
+from ballast.core.event import JobDone, TransferDone
+from ballast.core.job import Job, Sampled
+from ballast.core.model import ModelSpec
+from ballast.memory.transfer import Copy
+from ballast.sim.heap import EventHeap
+
+
+class SimRunner:
+    """Runs a job by saying when it will be done.
+
+    Tokens are a function of (request id, position), never an end-of-sequence token: lengths are
+    the workload's. `overhead` is the engine's own time per job, in seconds, which the lane spends
+    idle.
+    """
+
+    def __init__(
+        self,
+        heap: EventHeap,
+        clock: Clock,
+        specs: Mapping[str, ModelSpec],
+        costs: Mapping[str, StepCosts],
+        overhead: float = 0.0,
+    ) -> None:
+        self._heap = heap
+        self._clock = clock
+        self._specs = specs
+        self._costs = costs
+        self._overhead = overhead
+
+    def start(self, job: Job) -> None:
+        spec = self._specs[job.model]
+        seconds = self._costs[job.model].seconds(job)
+        sampled = tuple(
+            Sampled(w.request_id, self._token(spec, w.request_id, w.end))
+            for w in job.work
+            if w.sample is not None
+        )
+        done = JobDone(job, sampled, seconds)
+        self._heap.schedule(self._clock.now() + seconds + self._overhead, done)
+
+    @staticmethod
+    def _token(spec: ModelSpec, request_id: str, position: int) -> int:
+        token = zlib.crc32(f"{request_id}:{position}".encode()) % spec.vocab
+        while token in spec.eos_token_ids:
+            token = (token + 1) % spec.vocab
+        return token
+
+
+class SimLink:
+    """A link in virtual time: first in, first out, each transfer alone at full bandwidth."""
+
+    def __init__(self, heap: EventHeap, clock: Clock, bytes_per_second: float) -> None:
+        self._heap = heap
+        self._clock = clock
+        self._bytes_per_second = bytes_per_second
+        self._busy_until = 0.0
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self._bytes_per_second
+
+    def start(self, transfer_id: int, copies: Sequence[Copy]) -> None:
+        n_bytes = sum(c.n_bytes for c in copies)
+        begun = max(self._clock.now(), self._busy_until)
+        seconds = copy_seconds(n_bytes, self._bytes_per_second)
+        self._busy_until = begun + seconds
+        self._heap.schedule(self._busy_until, TransferDone(transfer_id, n_bytes, seconds))
+
+    def close(self) -> None:
+        """Nothing to end."""
