@@ -1,0 +1,201 @@
+"""Each preset's decisions on views made by hand."""
+
+from __future__ import annotations
+
+import pytest
+from tests.policy.worlds import device, model, request
+
+from ballast.core.actions import Activate, DropCache, Evict, Hold, Limit, Preempt, Refuse
+from ballast.core.errors import ConfigError
+from ballast.core.view import Residency, Shortage
+from ballast.policy.balloon import Balloon
+from ballast.policy.presets import PRESETS, resolve
+from ballast.policy.static import FixedShares, shares
+from ballast.policy.swap import Turn, WholeModels
+
+ABSENT = Residency.ABSENT
+
+
+def kinds(actions: object) -> list[str]:
+    return [type(a).__name__ for a in actions]  # type: ignore[attr-defined]
+
+
+# -- balloon ----------------------------------------------------------------------------------
+
+
+def test_balloon_activates_into_free_pages() -> None:
+    m = model("a", ABSENT, waiting=(request(1, arrival=10),), first=2)
+    decision = Balloon()(device(m, free=12), None)
+    assert [a for a in decision.actions if isinstance(a, Activate)][0].model == "a"
+    assert kinds(decision.actions) == ["Activate"]
+
+
+def test_balloon_counts_the_first_requests_kv() -> None:
+    m = model("a", ABSENT, waiting=(request(1, arrival=10),), first=3)
+    assert Balloon()(device(m, free=12), None).actions == ()
+
+
+def test_balloon_drops_cache_before_it_evicts_and_evicts_longest_idle_first() -> None:
+    wanting = model("w", ABSENT, pages=20, waiting=(request(9, arrival=10),), first=1)
+    cached = model("c", kv=6, cached=6, running=(request(1),), last_used=9)
+    older = model("o", last_used=1)
+    newer = model("n", last_used=5)
+    decision = Balloon()(device(cached, newer, older, wanting, free=5), None)
+    assert kinds(decision.actions) == ["DropCache", "Evict", "Activate"]
+    assert decision.actions[0].model == "c"
+    assert decision.actions[1].model == "o"
+
+
+def test_balloon_leaves_idle_models_alone_when_nothing_is_short() -> None:
+    decision = Balloon()(device(model("a"), model("b"), free=0), None)
+    assert decision.actions == ()
+
+
+def test_balloon_spares_pinned_models() -> None:
+    wanting = model("w", ABSENT, waiting=(request(9, arrival=10),))
+    decision = Balloon()(device(model("p", pinned=True), wanting, free=0), None)
+    assert decision.actions == ()
+
+
+def test_balloon_waits_for_reclaiming_pages_instead_of_evicting_twice() -> None:
+    wanting = model("w", ABSENT, waiting=(request(9, arrival=10),))
+    decision = Balloon()(device(model("idle"), wanting, free=0, reclaiming=10), None)
+    assert decision.actions == ()
+
+
+def test_balloon_preempts_younger_work_only_for_the_overdue() -> None:
+    busy = model("b", kv=20, running=(request(5, arrival=9.9, pages=20),))
+    waiting = request(4, arrival=9.8)
+    wanting = model("w", ABSENT, pages=10, waiting=(waiting,), first=1)
+    patient = Balloon(patience=0.5)(device(busy, wanting, free=0, now=10.0), None)
+    assert patient.actions == ()
+    assert patient.wake_at == pytest.approx(9.8 + 0.5)
+    overdue = Balloon(patience=0.5)(device(busy, wanting, free=0, now=10.4), None)
+    assert kinds(overdue.actions) == ["Preempt", "Activate"]
+
+
+def test_balloon_never_preempts_older_work() -> None:
+    busy = model("b", kv=20, running=(request(3, arrival=1.0, pages=20),))
+    wanting = model("w", ABSENT, waiting=(request(4, arrival=2.0),))
+    assert Balloon()(device(busy, wanting, free=0), None).actions == ()
+
+
+def test_balloon_running_request_short_of_pages_preempts_the_youngest_at_once() -> None:
+    old, young, youngest = (request(i, arrival=float(i), pages=4) for i in (1, 2, 3))
+    m = model("a", kv=12, running=(old, young, youngest))
+    lack = Shortage("a", old.id, 2, limited=False)
+    decision = Balloon()(device(m, free=0, shortages=(lack,)), None)
+    assert [(type(a), getattr(a, "request_id", None)) for a in decision.actions] == [
+        (Preempt, youngest.id)
+    ]
+
+
+def test_an_uncovered_older_claim_keeps_free_pages_from_younger_ones() -> None:
+    old = model("old", ABSENT, pages=50, waiting=(request(1, arrival=9.9),))
+    young = model("young", ABSENT, pages=5, waiting=(request(2, arrival=10.0),))
+    assert Balloon()(device(old, young, free=10), None).actions == ()
+
+
+def test_one_idle_model_is_not_given_to_two_claims() -> None:
+    a = model("a", ABSENT, waiting=(request(1, arrival=10),))
+    b = model("b", ABSENT, waiting=(request(2, arrival=10),))
+    decision = Balloon()(device(model("idle"), a, b, free=0), None)
+    assert kinds(decision.actions) == ["Evict", "Activate"]
+    assert decision.actions[1].model == "a"
+
+
+# -- static -----------------------------------------------------------------------------------
+
+
+def test_static_divides_what_the_weights_leave() -> None:
+    a, b = model("a", ABSENT, share=3), model("b", ABSENT, share=1)
+    view = device(a, b, free=96, total=100, arena=4)
+    assert shares(view) == {"a": 57, "b": 19}
+    decision = FixedShares()(view, None)
+    assert [a for a in decision.actions if isinstance(a, Limit)] == [
+        Limit("a", 57, why="fixed share"),
+        Limit("b", 19, why="fixed share"),
+    ]
+    assert FixedShares()(view, decision.memo).actions == ()
+
+
+def test_static_refuses_requests_of_models_without_a_place() -> None:
+    a = model("a", ABSENT, pages=60, share=2)
+    b = model("b", ABSENT, pages=60, waiting=(request(1),))
+    decision = FixedShares()(device(a, b, free=96), None)
+    refused = [a for a in decision.actions if isinstance(a, Refuse)]
+    assert [r.model for r in refused] == ["b"]
+    assert "no place" in refused[0].why
+
+
+def test_static_preempts_within_the_share_only() -> None:
+    old, young = request(1, arrival=1, pages=4), request(2, arrival=2, pages=4)
+    tight = model("a", kv=8, limit=8, running=(old, young))
+    other = model("b", kv=8, limit=8, running=(request(3, arrival=3, pages=8),))
+    lack = Shortage("a", old.id, 1, limited=True)
+    view = device(tight, other, free=50, shortages=(lack,))
+    decision = FixedShares()(view, {"a": 8, "b": 8})
+    assert decision.actions == (Preempt("a", young.id, why="a came first"),)
+
+
+# -- swap -------------------------------------------------------------------------------------
+
+
+def test_swap_starts_with_the_oldest_request() -> None:
+    a = model("a", ABSENT, waiting=(request(2, arrival=2),))
+    b = model("b", ABSENT, waiting=(request(1, arrival=1),))
+    decision = WholeModels()(device(a, b, free=90), None)
+    assert decision.actions == (Activate("b", why="its turn"),)
+    assert decision.memo == Turn("b", 10.0)
+
+
+def test_swap_replaces_an_idle_model_at_once() -> None:
+    a, b = model("a"), model("b", ABSENT, waiting=(request(1),))
+    decision = WholeModels()(device(a, b, free=0), Turn("a", 9.9))
+    assert kinds(decision.actions) == ["Hold", "Evict", "Activate"]
+
+
+def test_swap_lets_a_turn_run_its_quantum_then_ends_what_runs() -> None:
+    a = model("a", running=(request(1),), waiting=(request(2),))
+    b = model("b", ABSENT, waiting=(request(3),))
+    early = WholeModels(quantum=1.0)(device(a, b, free=0, now=10.0), Turn("a", 9.5))
+    assert early.actions == ()
+    assert early.wake_at == pytest.approx(10.5)
+    late = WholeModels(quantum=1.0)(device(a, b, free=0, now=10.6), Turn("a", 9.5))
+    assert [(type(x), getattr(x, "held", None)) for x in late.actions] == [(Hold, True)]
+    drained = model("a", waiting=(request(2),), held=True)
+    go = WholeModels(quantum=1.0)(device(drained, b, free=0, now=10.7), Turn("a", 9.5))
+    assert kinds(go.actions) == ["Hold", "Evict", "Activate"]
+
+
+def test_swap_tries_again_when_the_activation_was_refused() -> None:
+    b = model("b", ABSENT, waiting=(request(1),))
+    decision = WholeModels()(device(b, free=90), Turn("b", 9.0))
+    assert kinds(decision.actions) == ["Activate"]
+
+
+# -- common -----------------------------------------------------------------------------------
+
+
+def test_policies_are_pure() -> None:
+    busy = model("b", kv=20, cached=3, running=(request(5, arrival=9.9, pages=17),))
+    wanting = model("w", ABSENT, waiting=(request(4, arrival=1.0),), first=1)
+    view = device(busy, model("i"), wanting, free=2)
+    for name in PRESETS:
+        policy = resolve(name).device
+        assert policy(view, None) == policy(view, None)
+
+
+def test_unknown_presets_and_options_say_what_is_allowed() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'balloon'"):
+        resolve("baloon")
+    with pytest.raises(ConfigError, match="patience"):
+        resolve("balloon", {"patient": 1})
+
+
+def test_actions_carry_reasons() -> None:
+    wanting = model("w", ABSENT, waiting=(request(9, arrival=10),))
+    decision = Balloon()(device(model("idle"), wanting, free=0), None)
+    assert all(a.why for a in decision.actions)
+    assert any(isinstance(a, Evict) and "idle for 10.0 s" in a.why for a in decision.actions)
+    assert not any(isinstance(a, DropCache) for a in decision.actions)

@@ -1,0 +1,94 @@
+"""Views made by hand, for tests of policies."""
+
+from __future__ import annotations
+
+from ballast.core.cost import UNMEASURED
+from ballast.core.model import ModelSpec
+from ballast.core.settings import Slo
+from ballast.core.view import DeviceView, ModelView, RequestView, Residency, Shortage
+
+PAGE = 65536
+
+
+def spec(name: str = "m", *, pages: int = 10, share: float = 1.0, pinned: bool = False) -> ModelSpec:
+    """A small model whose weights take `pages` pages."""
+    return ModelSpec(
+        name=name,
+        n_layers=2,
+        n_heads=4,
+        kv_heads=2,
+        head_dim=32,
+        hidden=128,
+        intermediate=256,
+        vocab=512,
+        dtype="float32",
+        max_model_len=512,
+        block_tokens=16,
+        segment_bytes=(pages * PAGE,),
+        fingerprint=name,
+        slo=Slo(ttft=1.0, tpot=0.1),
+        share=share,
+        pinned=pinned,
+    )
+
+
+def request(
+    sequence: int, *, arrival: float = 0.0, pages: int = 0, tokens: int = 32, flying: bool = False
+) -> RequestView:
+    return RequestView(f"r{sequence}", (arrival, sequence), 0, tokens, tokens - 1, pages, flying)
+
+
+def model(
+    name: str,
+    residency: Residency = Residency.RESIDENT,
+    *,
+    pages: int = 10,
+    kv: int = 0,
+    cached: int = 0,
+    waiting: tuple[RequestView, ...] = (),
+    running: tuple[RequestView, ...] = (),
+    first: int = 0,
+    last_used: float = 0.0,
+    limit: int | None = None,
+    held: bool = False,
+    share: float = 1.0,
+    pinned: bool = False,
+) -> ModelView:
+    return ModelView(
+        spec=spec(name, pages=pages, share=share, pinned=pinned),
+        residency=residency,
+        weight_pages=pages,
+        kv_pages=kv,
+        cached_pages=cached,
+        limit=limit,
+        held=held,
+        busy=False,
+        waiting=waiting,
+        running=running,
+        first_pages=first,
+        last_used=last_used,
+        costs=UNMEASURED,
+    )
+
+
+def device(
+    *models: ModelView,
+    free: int,
+    total: int = 100,
+    arena: int = 4,
+    reclaiming: int = 0,
+    now: float = 10.0,
+    shortages: tuple[Shortage, ...] = (),
+) -> DeviceView:
+    return DeviceView(
+        now=now,
+        page_bytes=PAGE,
+        total=total,
+        arena=arena,
+        free=free,
+        reclaiming=reclaiming,
+        promised=0,
+        link_bytes_per_second=1e9,
+        models=models,
+        shortages=shortages,
+    )

@@ -1,0 +1,204 @@
+"""The engine's loop in virtual time: every preset answers everything, and the books add up."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from ballast.core.cost import StepCosts, activation_bytes
+from ballast.core.event import Failed, Finished, Output, TokenOut
+from ballast.core.model import ModelSpec
+from ballast.core.request import Submission
+from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, Slo
+from ballast.core.units import KiB
+from ballast.engine.state import DeviceState
+from ballast.policy.presets import PRESETS
+from ballast.sim.simulate import Profile, Simulated, simulate
+
+PAGE = 64 * KiB
+COSTS = StepCosts(2e-3, 5e-5, 2e-4, 1e-7, 1e-9)
+
+
+def spec(name: str, weight_pages: int = 20, **changes: object) -> ModelSpec:
+    plain = ModelSpec(
+        name=name,
+        n_layers=2,
+        n_heads=4,
+        kv_heads=2,
+        head_dim=32,
+        hidden=128,
+        intermediate=256,
+        vocab=512,
+        dtype="float32",
+        max_model_len=512,
+        block_tokens=16,
+        segment_bytes=(weight_pages * PAGE,),
+        fingerprint=name,
+        eos_token_ids=(0,),
+        slo=Slo(ttft=1.0, tpot=0.1),
+    )
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def submissions(models: list[str], n: int, seed: int, rate: float = 20.0) -> list[Submission]:
+    rng = random.Random(seed)
+    at, made = 0.0, []
+    for i in range(n):
+        at += rng.expovariate(rate)
+        prompt = tuple(rng.randrange(1, 512) for _ in range(rng.randrange(1, 300)))
+        model = rng.choices(models, [1 / (k + 1) for k in range(len(models))])[0]
+        made.append(
+            Submission(
+                id=f"q{i}", model=model, prompt=prompt, max_tokens=rng.randrange(1, 80), arrival=at
+            )
+        )
+    return made
+
+
+def fleet(preset: str, specs: list[ModelSpec], pages: int, **device: object) -> FleetSettings:
+    arena = max(activation_bytes(s, 128, 16) for s in specs)
+    settings = DeviceSettings(
+        budget_bytes=pages * PAGE + arena + PAGE, page_bytes=PAGE, step_tokens=128, step_logits=16
+    )
+    return FleetSettings(
+        models=(),
+        device=replace(settings, **device),  # type: ignore[arg-type]
+        link=LinkSettings(bytes_per_second=1e8),
+        preset=preset,
+    )
+
+
+class Heard:
+    """Everything clients were told, checked as it comes."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, int] = {}
+        self.ended: dict[str, Output] = {}
+
+    def __call__(self, now: float, output: Output) -> None:
+        assert output.request_id not in self.ended, "something was said after the end"
+        if isinstance(output, TokenOut):
+            assert output.index == self.tokens.get(output.request_id, 0)
+            self.tokens[output.request_id] = output.index + 1
+        else:
+            self.ended[output.request_id] = output
+
+
+def watch(now: float, state: DeviceState) -> None:
+    """The invariants that must hold after every turn (DESIGN section 5)."""
+    state.pool.validate()
+    for m in state.models.values():
+        m.kv.validate([r.blocks for r in m.running])
+        assert state.pool.owned(f"kv:{m.spec.name}") == m.kv.pages
+        if m.kv.limit is not None:
+            assert m.kv.pages <= m.kv.limit
+    assert state.pool.free >= 0
+
+
+def run(
+    preset: str, pages: int = 90, n: int = 60, n_models: int = 4, seed: int = 0
+) -> tuple[Simulated, Heard, list[Submission]]:
+    specs = [spec(f"m{i}", weight_pages=10 + 5 * i) for i in range(n_models)]
+    arrivals = submissions([s.name for s in specs], n, seed)
+    heard = Heard()
+    profile = Profile(
+        costs={s.name: COSTS for s in specs}, link_bytes_per_second=1e8, overhead=1e-4
+    )
+    result = simulate(fleet(preset, specs, pages), specs, arrivals, profile, heard, observe=watch)
+    return result, heard, arrivals
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("pages", [90, 130, 400])
+def test_every_request_is_answered_completely_or_with_a_reason(preset: str, pages: int) -> None:
+    result, heard, arrivals = run(preset, pages)
+    assert set(heard.ended) == {s.id for s in arrivals}
+    for s in arrivals:
+        end = heard.ended[s.id]
+        if isinstance(end, Finished):
+            assert (end.output_tokens, end.reason) == (s.max_tokens, "length")
+            assert heard.tokens[s.id] == s.max_tokens
+        else:
+            assert isinstance(end, Failed)
+            assert end.reason
+    if preset != "static":
+        assert all(isinstance(e, Finished) for e in heard.ended.values())
+    state = result.state
+    assert not state.requests
+    for m in state.models.values():
+        m.kv.drop_cached(m.kv.pages)
+        assert m.kv.pages == 0, "blocks leaked"
+
+
+def test_a_tight_pool_evicts_and_preempts_under_balloon() -> None:
+    result, _, _ = run("balloon", pages=70)
+    models = result.state.models.values()
+    assert sum(m.evictions for m in models) > 0
+    assert sum(m.preemptions for m in models) > 0
+
+
+def test_swap_keeps_one_model_on_the_device() -> None:
+    specs = [spec(f"m{i}") for i in range(3)]
+    profile = Profile(costs={}, link_bytes_per_second=1e9, overhead=0.0)
+    profile = replace(profile, costs={s.name: COSTS for s in specs})
+
+    def one(now: float, state: DeviceState) -> None:
+        backed = [m for m in state.models.values() if m.weights.backed]
+        assert len(backed) <= 1
+
+    arrivals = submissions([s.name for s in specs], 40, 3)
+    heard = Heard()
+    simulate(fleet("swap", specs, 400), specs, arrivals, profile, heard, observe=one)
+    assert len(heard.ended) == 40
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_same_run_is_the_same_to_the_last_entry(preset: str) -> None:
+    stories = []
+    for _ in range(2):
+        entries: list[dict[str, object]] = []
+        specs = [spec(f"m{i}") for i in range(3)]
+        profile = Profile(
+            costs={s.name: COSTS for s in specs}, link_bytes_per_second=1e8, overhead=1e-4
+        )
+        simulate(
+            fleet(preset, specs, 80),
+            specs,
+            submissions([s.name for s in specs], 40, 1),
+            profile,
+            Heard(),
+            sink=entries.append,
+        )
+        stories.append(entries)
+    assert stories[0] == stories[1]
+    assert len(stories[0]) > 100
+
+
+def test_a_request_that_can_never_fit_fails_at_once_and_says_why() -> None:
+    specs = [spec("m", weight_pages=20)]
+    heard = Heard()
+    profile = Profile(costs={"m": COSTS}, link_bytes_per_second=1e8, overhead=0.0)
+    long = Submission(id="long", model="m", prompt=(1,) * 400, max_tokens=100)
+    short = Submission(id="short", model="m", prompt=(1,) * 30, max_tokens=4)
+    simulate(fleet("balloon", specs, 24), specs, [long, short], profile, heard)
+    end = heard.ended["long"]
+    assert isinstance(end, Failed)
+    assert end.code == "insufficient_memory"
+    assert isinstance(heard.ended["short"], Finished)
+
+
+def test_prefixes_are_reused_between_requests() -> None:
+    specs = [spec("m")]
+    profile = Profile(costs={"m": COSTS}, link_bytes_per_second=1e8, overhead=0.0)
+    prompt = tuple(range(1, 101))
+    asked = [
+        Submission(id=f"q{i}", model="m", prompt=prompt, max_tokens=4, arrival=float(i))
+        for i in range(2)
+    ]
+    heard = Heard()
+    simulate(fleet("balloon", specs, 100), specs, asked, profile, heard)
+    cached = [heard.ended[f"q{i}"].cached_tokens for i in range(2)]  # type: ignore[union-attr]
+    assert cached == [0, 96]
+
