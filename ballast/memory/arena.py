@@ -1,0 +1,76 @@
+"""Activations count against the budget too: an arena owns the pages that they stand for."""
+
+from __future__ import annotations
+
+from ballast.core.actions import Short
+from ballast.core.units import MiB, ceil_div
+from ballast.memory import syscalls
+from ballast.memory.pool import Pool
+from ballast.memory.range import BackedRange
+from ballast.memory.vm import Fence, Vm
+
+
+class Arena:
+    """Pages of `owner`, mapped like anyone's, but bare and never touched.
+
+    On a CPU, PyTorch takes activations from the C allocator, as anonymous memory. The arena keeps
+    as many bytes of the pool without physical memory as the largest job may allocate there, so
+    that weights + KV + activations never exceed the budget in physical memory.
+    """
+
+    def __init__(self, pool: Pool, vm: Vm, owner: str, n_bytes: int) -> None:
+        """Addresses for up to `n_bytes`; `take` or `resize` leases the pages."""
+        self._range = BackedRange(pool, vm, owner, n_bytes, bare=True)
+
+    @property
+    def owner(self) -> str:
+        return self._range.owner
+
+    @property
+    def n_pages(self) -> int:
+        """Most it can have."""
+        return self._range.n_pages
+
+    @property
+    def backed(self) -> int:
+        """Pages it has."""
+        return self._range.backed
+
+    def take(self) -> Short | None:
+        """Lease all that it was made for, or nothing."""
+        return self.resize(self._range.range.n_bytes)
+
+    def resize(self, n_bytes: int, fence: Fence | None = None) -> Short | None:
+        """Have pages for `n_bytes`: lease what is missing or give back what is too much."""
+        wanted = ceil_div(n_bytes, self._range.page_bytes)
+        if wanted < self.backed:
+            self._range.release(wanted, self.backed - wanted, fence)
+            return None
+        return self._range.back(self.backed, wanted - self.backed)
+
+    def os_backed(self) -> int:
+        return self._range.os_backed()
+
+    def validate(self) -> None:
+        self._range.validate()
+
+    def close(self) -> None:
+        self._range.close()
+
+
+def confine_allocator(mmap_threshold: int = 1024 * MiB, keep: int = 1024 * MiB) -> None:
+    """Make the C allocator re-use what activations free. Call once, before threads start.
+
+    By default glibc takes blocks above 128 KiB (later: up to 32 MiB) from the system and returns
+    them when freed, so that every step's activations are faulted in anew, at about 0.4 GB/s.
+
+    - M_MMAP_THRESHOLD: blocks below it come from the heap, where they are re-used;
+    - M_TRIM_THRESHOLD: up to `keep` free bytes at the heap's top stay with the process;
+    - M_ARENA_MAX 1: one heap for all threads; several would each keep their own peak.
+
+    Raises DeviceError where the C library is not glibc.
+    """
+    # Each is an int in C, and M_MMAP_THRESHOLD is refused above half of a heap's largest size.
+    syscalls.mallopt(syscalls.M_ARENA_MAX, 1)
+    syscalls.mallopt(syscalls.M_MMAP_THRESHOLD, mmap_threshold)
+    syscalls.mallopt(syscalls.M_TRIM_THRESHOLD, keep)

@@ -1,0 +1,215 @@
+"""The book of a device's pages: who owns each, who uses it, who was promised how many.
+
+Pure counting; no memory is touched here. Invariants, checked by `validate`:
+
+- every page is free, owned by one owner, or reclaiming (given back, its last use not yet over);
+- `free + reclaiming + sum(owned)` is the number of pages;
+- `promised <= free + reclaiming`;
+- only an owned page can be lent; owner and holder differ, and the owner answers for it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from ballast.core.actions import Short
+from ballast.core.errors import BrokenPromise
+
+_FREE = -1
+# A page of owner k holds the code 2k; once reclaiming, 2k + 1.
+
+
+class Ledger:
+    """Every change is checked first and made wholly or not at all; O(1) a page."""
+
+    def __init__(self, n_pages: int) -> None:
+        self.total = n_pages
+        self.free = n_pages
+        self.reclaiming = 0
+        self.promised = 0
+        self._codes = array("i", [_FREE]) * n_pages
+        self._ids: dict[str, int] = {}
+        self._names: list[str] = []
+        self._owned: list[int] = []
+        self._reclaimed: list[int] = []
+        self._promises: dict[str, int] = {}
+        self._holders: dict[int, str] = {}
+
+    def owned(self, owner: str) -> int:
+        """Pages of `owner`, lent ones included, reclaiming ones not."""
+        key = self._ids.get(owner)
+        return 0 if key is None else self._owned[key]
+
+    def reclaiming_of(self, owner: str) -> int:
+        """Pages that `owner` gave back and whose last use is not over."""
+        key = self._ids.get(owner)
+        return 0 if key is None else self._reclaimed[key]
+
+    def promised_to(self, owner: str) -> int:
+        return self._promises.get(owner, 0)
+
+    def owners(self) -> dict[str, int]:
+        """Pages by owner, owners of none left out; adds up to total - free - reclaiming."""
+        return {name: n for name, n in zip(self._names, self._owned, strict=True) if n}
+
+    def owner_of(self, page: int) -> str | None:
+        """None: free or reclaiming."""
+        code = self._codes[page]
+        return None if code < 0 or code & 1 else self._names[code >> 1]
+
+    def holder_of(self, page: int) -> str | None:
+        """Who uses the page: who borrowed it, else its owner."""
+        return self._holders.get(page) or self.owner_of(page)
+
+    def lent(self, owner: str) -> dict[str, int]:
+        """Pages of `owner` that others hold, by holder."""
+        found: dict[str, int] = {}
+        for page, holder in self._holders.items():
+            if self.owner_of(page) == owner:
+                found[holder] = found.get(holder, 0) + 1
+        return found
+
+    def available(self, owner: str) -> int:
+        """Free pages that are not promised to others."""
+        return max(0, self.free - (self.promised - self._promises.get(owner, 0)))
+
+    def promise(self, owner: str, n: int) -> Short | None:
+        """Set `n` more pages aside for `owner`, out of what is free or will be."""
+        if n < 0:
+            raise BrokenPromise(f"promised {n} pages to {owner}")
+        short = n - (self.free + self.reclaiming - self.promised)
+        if short > 0:
+            return Short(short)
+        if n:
+            self.promised += n
+            self._promises[owner] = self._promises.get(owner, 0) + n
+        return None
+
+    def withdraw(self, owner: str) -> int:
+        """Forget what is promised to `owner`; the pages that were."""
+        n = self._promises.pop(owner, 0)
+        self.promised -= n
+        return n
+
+    def lease(self, owner: str, pages: Sequence[int]) -> None:
+        """Free pages become the owner's; its promise is used up first."""
+        self._check(pages, _FREE, "is not free")
+        if len(pages) > self.available(owner):
+            raise BrokenPromise(f"{owner} leases {len(pages)} pages, some promised to others")
+        key = self._key(owner)
+        self._write(pages, 2 * key)
+        self._owned[key] += len(pages)
+        self.free -= len(pages)
+        if used := min(len(pages), self._promises.get(owner, 0)):
+            self._promises[owner] -= used
+            self.promised -= used
+            if not self._promises[owner]:
+                del self._promises[owner]
+
+    def give_back(self, owner: str, pages: Sequence[int]) -> None:
+        """The owner's pages become reclaiming; `freed` ends that."""
+        key = self._check_owned(owner, pages)
+        self._write(pages, 2 * key + 1)
+        self._owned[key] -= len(pages)
+        self._reclaimed[key] += len(pages)
+        self.reclaiming += len(pages)
+
+    def freed(self, owner: str, pages: Sequence[int]) -> None:
+        """The last use of reclaiming pages is over: they are free."""
+        key = self._key(owner)
+        self._check(pages, 2 * key + 1, f"is not reclaiming from {owner}")
+        self._write(pages, _FREE)
+        self._reclaimed[key] -= len(pages)
+        self.reclaiming -= len(pages)
+        self.free += len(pages)
+
+    def hand_over(self, source: str, target: str, pages: Sequence[int]) -> None:
+        """Pages change owner without being free in between."""
+        source_key = self._check_owned(source, pages)
+        key = self._key(target)
+        self._write(pages, 2 * key)
+        self._owned[source_key] -= len(pages)
+        self._owned[key] += len(pages)
+
+    def lend(self, owner: str, pages: Sequence[int], holder: str) -> None:
+        """`holder` uses pages that stay the owner's and cannot be given back until recalled."""
+        self._check_owned(owner, pages)
+        if holder == owner:
+            raise BrokenPromise(f"{owner} lends pages to itself")
+        self._holders.update(dict.fromkeys(pages, holder))
+
+    def recall(self, owner: str, pages: Sequence[int]) -> None:
+        """Lent pages are used by their owner again; the caller knows the holder has let go."""
+        key = self._ids.get(owner, -1)
+        self._check(pages, 2 * key, f"is not owned by {owner}")
+        for page in pages:
+            if page not in self._holders:
+                raise BrokenPromise(f"page {page} of {owner} is not lent")
+        for page in pages:
+            del self._holders[page]
+
+    def free_mask(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """(total,) bool: which pages are free."""
+        return np.equal(np.frombuffer(self._codes, dtype=np.int32), _FREE)
+
+    def validate(self) -> None:
+        """Raises BrokenPromise unless the counts follow from the pages. One vectorised pass."""
+        codes = np.frombuffer(self._codes, dtype=np.int32)
+        counts = np.bincount(codes + 1, minlength=2 * len(self._names) + 1)
+        found = (int(counts[0]), counts[1::2].tolist(), counts[2::2].tolist())
+        if found != (self.free, self._owned, self._reclaimed):
+            raise BrokenPromise(
+                f"pages say {found}, the book says {(self.free, self._owned, self._reclaimed)}"
+            )
+        if self.reclaiming != sum(self._reclaimed):
+            raise BrokenPromise(f"reclaiming {self.reclaiming}, not {sum(self._reclaimed)}")
+        if self.free + self.reclaiming + sum(self._owned) != self.total:
+            raise BrokenPromise("owners' pages do not add up to the pool")
+        if (
+            self.promised != sum(self._promises.values())
+            or min(self._promises.values(), default=1) <= 0
+        ):
+            raise BrokenPromise(f"promised {self.promised}, by owner {self._promises}")
+        if self.promised > self.free + self.reclaiming:
+            raise BrokenPromise(f"promised {self.promised} of {self.free} + {self.reclaiming}")
+        for page, holder in self._holders.items():
+            if self.owner_of(page) in (None, holder):
+                raise BrokenPromise(f"page {page} is lent to {holder} but its owner is gone")
+
+    def _key(self, owner: str) -> int:
+        key = self._ids.get(owner)
+        if key is None:
+            key = self._ids[owner] = len(self._names)
+            self._names.append(owner)
+            self._owned.append(0)
+            self._reclaimed.append(0)
+        return key
+
+    def _check(self, pages: Sequence[int], code: int, fault: str) -> None:
+        if len(pages) > 1 and len(set(pages)) != len(pages):
+            raise BrokenPromise("a page occurs twice in one call")
+        codes, total = self._codes, self.total
+        for page in pages:
+            if not 0 <= page < total or codes[page] != code:
+                raise BrokenPromise(f"page {page} {fault}")
+
+    def _check_owned(self, owner: str, pages: Sequence[int]) -> int:
+        key = self._ids.get(owner)
+        if key is None:
+            if pages:
+                raise BrokenPromise(f"{owner} owns no pages")
+            return self._key(owner)
+        self._check(pages, 2 * key, f"is not owned by {owner}")
+        if self._holders:
+            for page in pages:
+                if page in self._holders:
+                    raise BrokenPromise(f"page {page} is lent to {self._holders[page]}")
+        return key
+
+    def _write(self, pages: Sequence[int], code: int) -> None:
+        codes = self._codes
+        for page in pages:
+            codes[page] = code

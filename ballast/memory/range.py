@@ -1,0 +1,215 @@
+"""Virtual addresses of one owner, backed by pages of the pool where and when it needs them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ballast.core.actions import Short
+from ballast.core.errors import BrokenPromise, DeviceError
+from ballast.memory.pool import Pool
+from ballast.memory.vm import Fence, Range, Vm
+
+_EMPTY = -1
+_LEAVING = -2
+"""Still mapped, its pages reclaiming: neither readable by new work nor free to be backed anew."""
+
+
+class BackedRange:
+    """`n_pages` indices from address `base`, each backed by a page of the owner or by nothing.
+
+    Backing more than one index happens wholly or not at all. Pages the operating system shows
+    mapped here are `backed + leaving`; `leaving` ones wait for a fence.
+    """
+
+    def __init__(self, pool: Pool, vm: Vm, owner: str, n_bytes: int, *, bare: bool = False) -> None:
+        """`bare`: pages come without physical memory and are not to be touched (see Arena)."""
+        self.owner = owner
+        self.backed = 0
+        self.leaving = 0
+        self._pool, self._vm, self._bare = pool, vm, bare
+        self._range = vm.reserve(n_bytes)
+        self._slots = array("i", [_EMPTY]) * self._range.n_pages
+        self._closed = False
+
+    @property
+    def base(self) -> int:
+        """Address of index 0; never changes."""
+        return self._range.base
+
+    @property
+    def n_pages(self) -> int:
+        return self._range.n_pages
+
+    @property
+    def page_bytes(self) -> int:
+        return self._range.page_bytes
+
+    @property
+    def range(self) -> Range:
+        return self._range
+
+    def address(self, at: int) -> int:
+        return self._range.address(at)
+
+    def pages(self, at: int, n: int) -> tuple[int, ...]:
+        """Pages that back `n` indices from `at`. Raises BrokenPromise if one is not backed."""
+        pages = tuple(self._within(at, n))
+        if pages and min(pages) < 0:
+            raise BrokenPromise(f"{self.owner}: not all of {at} .. {at + n} is backed")
+        return pages
+
+    def is_backed(self, at: int) -> bool:
+        return self._within(at, 1)[0] >= 0
+
+    def back(self, at: int, n: int) -> Short | None:
+        """Lease and map `n` pages at indices `at ..`, or nothing."""
+        return self.back_many(((at, n),))
+
+    def back_many(self, where: Sequence[tuple[int, int]]) -> Short | None:
+        """Lease and map pages at all of several `(at, n)`, or nothing.
+
+        Short also while an index still holds a page that waits for its fence. A failing map raises
+        DeviceError with nothing leased or mapped.
+        """
+        leaving = self._check_empty(where)
+        if leaving:
+            return Short(leaving)
+        total = sum(n for _, n in where)
+        if total == 0:
+            return None
+        first = where[0][0]
+        near = self._slots[first - 1] if first else _EMPTY
+        leased = self._pool.lease(
+            self.owner, total, bare=self._bare, near=near if near >= 0 else None
+        )
+        if isinstance(leased, Short):
+            return leased
+        self._map_all(where, leased)
+        return None
+
+    def release(self, at: int, n: int, fence: Fence | None = None) -> None:
+        """Unmap `n` indices and give their pages back, once `fence` is done (`Pool.reap`)."""
+        pages = self.pages(at, n)
+        if not n:
+            return
+        self._slots[at : at + n] = array("i", [_LEAVING]) * n
+        self.backed -= n
+        self.leaving += n
+        try:
+            self._pool.give_back(self.owner, pages, fence, lambda: self._leave(at, n))
+        except BrokenPromise:
+            self._slots[at : at + n] = array("i", pages)
+            self.backed += n
+            self.leaving -= n
+            raise
+
+    def hand_to(self, at: int, n: int, target: BackedRange, to: int) -> None:
+        """Pages at `at ..` move to another range and its owner, contents kept, never free between.
+
+        Nothing in flight may use them. Raises BrokenPromise if the target is backed there.
+        """
+        pages = self.pages(at, n)
+        if target._check_empty(((to, n),)):
+            raise BrokenPromise(f"{target.owner}: pages at {to} .. {to + n} are still leaving")
+        self._pool.hand_over(self.owner, target.owner, pages)
+        self._vm.unmap(self._range, at, n)
+        try:
+            self._vm.map(target._range, to, pages)
+        except DeviceError:
+            self._vm.map(self._range, at, pages)
+            self._pool.hand_over(target.owner, self.owner, pages)
+            raise
+        self._slots[at : at + n] = array("i", [_EMPTY]) * n
+        self.backed -= n
+        target._slots[to : to + n] = array("i", pages)
+        target.backed += n
+
+    def close(self, fence: Fence | None = None) -> None:
+        """Release everything; the addresses go once the last page has left."""
+        if self._closed:
+            return
+        for at, n in self._stretches():
+            self.release(at, n, fence)
+        self._closed = True
+        self._release_addresses()
+
+    def os_backed(self) -> int:
+        """Pages the operating system shows mapped here; equals `backed + leaving`."""
+        return 0 if self._closed and not self.leaving else self._vm.os_mapped(self._range)
+
+    def validate(self) -> None:
+        """Raises BrokenPromise unless every backed page is the owner's and the counts are right."""
+        backed = [page for page in self._slots if page >= 0]
+        counts = (len(backed), self._slots.count(_LEAVING))
+        if counts != (self.backed, self.leaving):
+            raise BrokenPromise(f"{self.owner}: slots say {counts}")
+        for page in backed:
+            if self._pool.owner_of(page) != self.owner:
+                raise BrokenPromise(f"{self.owner}: page {page} is {self._pool.owner_of(page)}'s")
+
+    def _map_all(self, where: Sequence[tuple[int, int]], pages: tuple[int, ...]) -> None:
+        done: list[tuple[int, int]] = []
+        start = 0
+        try:
+            for at, n in where:
+                self._vm.map(self._range, at, pages[start : start + n])
+                done.append((at, n))
+                start += n
+        except DeviceError:
+            for at, n in done:
+                self._vm.unmap(self._range, at, n)
+            self._pool.give_back(self.owner, pages)
+            raise
+        start = 0
+        for at, n in where:
+            self._slots[at : at + n] = array("i", pages[start : start + n])
+            start += n
+        self.backed += len(pages)
+
+    def _leave(self, at: int, n: int) -> None:
+        self._vm.unmap(self._range, at, n)
+        self._slots[at : at + n] = array("i", [_EMPTY]) * n
+        self.leaving -= n
+        self._release_addresses()
+
+    def _release_addresses(self) -> None:
+        if self._closed and not self.leaving:
+            self._vm.release(self._range)
+
+    def _check_empty(self, where: Sequence[tuple[int, int]]) -> int:
+        """How many of the indices still hold a leaving page; none may be backed or named twice."""
+        leaving = 0
+        for at, n in where:
+            slots = self._within(at, n)
+            leaving += slots.count(_LEAVING)
+            if slots.count(_EMPTY) + slots.count(_LEAVING) != n:
+                raise BrokenPromise(f"{self.owner}: part of {at} .. {at + n} is backed already")
+        if len(where) > 1:
+            ordered = sorted(where)
+            for (at, n), (after, _) in pairwise(ordered):
+                if at + n > after:
+                    raise BrokenPromise(f"{self.owner}: index {after} is named twice")
+        return leaving
+
+    def _within(self, at: int, n: int) -> array[int]:
+        if self._closed:
+            raise BrokenPromise(f"{self.owner}: the range is closed")
+        if not 0 <= at <= at + n <= len(self._slots):
+            raise BrokenPromise(
+                f"{self.owner}: {at} .. {at + n} is outside {len(self._slots)} pages"
+            )
+        return self._slots[at : at + n]
+
+    def _stretches(self) -> list[tuple[int, int]]:
+        """Maximal `(at, n)` of backed indices."""
+        found: list[tuple[int, int]] = []
+        for at, page in enumerate(self._slots):
+            if page < 0:
+                continue
+            if found and found[-1][0] + found[-1][1] == at:
+                found[-1] = (found[-1][0], found[-1][1] + 1)
+            else:
+                found.append((at, 1))
+        return found

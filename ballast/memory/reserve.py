@@ -1,0 +1,79 @@
+"""A background thread that keeps free pages populated ahead of need.
+
+First touch of fresh memory runs at about 0.4 GB/s where re-use runs at 12, so a lease that finds
+its pages populated saves some 0.6 ms per 256 KiB. Live only: a simulation has no such cost.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+
+from ballast.core.actions import Short
+from ballast.core.units import KiB
+from ballast.memory.pool import Pool
+
+_STEP_BYTES = 256 * KiB
+"""Populated at a time; a lease in need of the very last pages waits for at most one step."""
+
+
+class PopulatedReserve:
+    """Keeps up to `n_pages` free pages of the pool populated, from `start` to `close`.
+
+    It never holds the GIL while the system works, and `close` (also called at exit) waits for no
+    more than one step. When the machine has no memory left it rests until the next lease.
+    """
+
+    def __init__(self, pool: Pool, n_pages: int) -> None:
+        self._pool = pool
+        self._target = n_pages
+        self._step = max(1, _STEP_BYTES // pool.vm.page_bytes)
+        self._wake = threading.Event()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self.short: Short | None = None
+        """What the last step could not get, if it failed."""
+
+    def start(self) -> None:
+        """Begin in the background; once."""
+        if self._thread is not None or self._closing:
+            return
+        self._thread = threading.Thread(target=self._run, name="ballast-reserve", daemon=True)
+        self._pool.on_taken(self._wake.set)
+        self._wake.set()
+        self._thread.start()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """End the thread and wait for it. Pages stay populated."""
+        self._closing = True
+        if self._thread is None:
+            return
+        self._pool.on_taken(None)
+        self._wake.set()
+        self._thread.join()
+        self._thread = None
+        atexit.unregister(self.close)
+
+    def populate_all(self) -> Short | None:
+        """Populate every free page now, in the calling thread: for start-up and benchmarks."""
+        while True:
+            done = self._pool.populate_some(self._step)
+            if isinstance(done, Short):
+                self.short = done
+                return done
+            if done == 0:
+                return None
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._wake.wait()
+            self._wake.clear()
+            self._fill()
+
+    def _fill(self) -> None:
+        while not self._closing and (missing := self._target - self._pool.populated) > 0:
+            done = self._pool.populate_some(min(self._step, missing))
+            self.short = done if isinstance(done, Short) else None
+            if self.short or done == 0:
+                return

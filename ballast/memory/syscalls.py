@@ -1,0 +1,93 @@
+"""The few Linux calls the memory needs that Python does not offer. ctypes drops the GIL in each."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+from ballast.core.errors import DeviceError
+
+PROT_NONE, PROT_READ, PROT_WRITE = 0, 1, 2
+MAP_SHARED, MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS = 0x1, 0x2, 0x10, 0x20
+MAP_NORESERVE, MAP_POPULATE = 0x4000, 0x8000
+MADV_DONTNEED, MADV_DONTDUMP, MADV_POPULATE_WRITE = 4, 16, 23
+FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE = 1, 2
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_FAILED = ctypes.c_void_p(-1).value
+
+_mmap = _libc.mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_munmap = _libc.munmap
+_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_madvise = _libc.madvise
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_fallocate = _libc.fallocate
+_fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+
+
+def mmap(address: int, n_bytes: int, prot: int, flags: int, fd: int = -1, offset: int = 0) -> int:
+    """The address mapped. Raises OSError."""
+    found = _mmap(address or None, n_bytes, prot, flags, fd, offset)
+    if found is None or found == _FAILED:
+        raise _error()
+    return int(found)
+
+
+def munmap(address: int, n_bytes: int) -> None:
+    """Raises OSError."""
+    if _munmap(address, n_bytes):
+        raise _error()
+
+
+def madvise(address: int, n_bytes: int, advice: int) -> None:
+    """Raises OSError."""
+    if _madvise(address, n_bytes, advice):
+        raise _error()
+
+
+def fallocate(fd: int, mode: int, offset: int, n_bytes: int) -> None:
+    """Raises OSError."""
+    if _fallocate(fd, mode, offset, n_bytes):
+        raise _error()
+
+
+def mallopt(parameter: int, value: int) -> None:
+    """glibc only. Raises DeviceError where the C library has no mallopt or refuses the value."""
+    call = getattr(_libc, "mallopt", None)
+    if call is None:
+        raise DeviceError("mallopt", "this C library has none; run on glibc")
+    if not call(ctypes.c_int(parameter), ctypes.c_int(value)):
+        raise DeviceError("mallopt", f"refused parameter {parameter} = {value}")
+
+
+def max_map_count() -> int:
+    """Mappings Linux allows this process (65,530 unless the administrator said otherwise)."""
+    try:
+        with open("/proc/sys/vm/max_map_count", "rb") as file:
+            return int(file.read())
+    except OSError:
+        return 65_530
+
+
+def maps() -> bytes:
+    """/proc/self/maps, one mapping a line."""
+    with open("/proc/self/maps", "rb", buffering=0) as file:
+        parts = []
+        while part := file.read(1 << 20):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def _error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))

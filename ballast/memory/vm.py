@@ -1,0 +1,121 @@
+"""What the pool asks of a device's virtual memory. One page; `vm_null` is its fake.
+
+::
+
+    virtual   range A  [ 7 ][ 8 ][ - ][ 2 ]      reserved once, addresses never move
+              range B  [ - ][ 5 ][ 6 ][ - ]      - : backed by nothing, touching it is a fault
+    physical  pages    0 1 2 3 4 5 6 7 8 ...     a page is in one range, or in several as an alias
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ballast.core.actions import Short
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Reserved virtual addresses `[base, base + n_pages * page_bytes)`."""
+
+    base: int
+    n_pages: int
+    page_bytes: int
+
+    @property
+    def n_bytes(self) -> int:
+        return self.n_pages * self.page_bytes
+
+    @property
+    def end(self) -> int:
+        return self.base + self.n_bytes
+
+    def address(self, at: int) -> int:
+        """Of the page at index `at`, 0 <= at <= n_pages."""
+        return self.base + at * self.page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """Physical pages another process may map: hand it over with `ballast.memory.share`."""
+
+    page_bytes: int
+    n_pages: int
+    """Of the whole device; `pages` lie below it."""
+    pages: tuple[int, ...]
+    fd: int | None
+    """Borrowed from the vm that exported, owned by whoever received; None: nothing to share."""
+
+
+class Fence(Protocol):
+    """Work in flight that may still use some pages."""
+
+    def done(self) -> bool: ...
+
+
+class Latch:
+    """A fence that is done once someone says so. Safe to set from another thread."""
+
+    __slots__ = ("_set",)
+
+    def __init__(self, done: bool = False) -> None:
+        self._set = done
+
+    def set(self) -> None:
+        self._set = True
+
+    def done(self) -> bool:
+        return self._set
+
+
+class Vm(Protocol):
+    """Physical pages `0 .. n_pages` of `page_bytes` each, and ranges they are mapped into.
+
+    A call that breaks its promise (a double map, an unmap of the unmapped, an index out of range)
+    raises BrokenPromise; a failing system call raises DeviceError. Either way the books and the
+    mappings are as they were before the call.
+    """
+
+    page_bytes: int
+    n_pages: int
+
+    def reserve(self, n_bytes: int) -> Range:
+        """Addresses for `n_bytes`, rounded up to pages, aligned to a page, backed by nothing."""
+
+    def release(self, range: Range) -> None:
+        """Give addresses back. Nothing may be mapped in them any more."""
+
+    def map(self, range: Range, at: int, pages: Sequence[int], *, alias: bool = False) -> None:
+        """Back range indices `at ..` by `pages`, in order; runs of adjacent pages cost one call.
+
+        Without `alias`, a page that is mapped anywhere already is refused.
+        """
+
+    def unmap(self, range: Range, at: int, n: int) -> None:
+        """Take the backing of `n` indices away. The pages keep their contents."""
+
+    def populate(self, pages: Sequence[int]) -> Short | None:
+        """Give pages physical memory ahead of their first use; contents are kept.
+
+        Needs no mapping by an owner. Short when the machine has no more; never a fatal signal.
+        """
+
+    def discard(self, pages: Sequence[int]) -> None:
+        """Give the physical memory of unmapped pages back to the machine; contents are lost."""
+
+    def os_mapped(self, range: Range) -> int:
+        """Pages of this device mapped in the range, asked of the operating system, not a book."""
+
+    def mappings(self) -> int:
+        """Mappings the whole process has now (the operating system allows so many)."""
+
+    def export(self, pages: Sequence[int]) -> Exported:
+        """Physical pages that another process can map."""
+
+    def fence(self) -> Fence:
+        """Done when all memory operations issued so far have taken effect."""
+
+    def close(self) -> None:
+        """Give everything back. Nothing may touch the device's addresses any more."""
