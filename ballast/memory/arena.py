@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ballast.core.actions import Short
+from ballast.core.errors import DeviceError
 from ballast.core.units import MiB, ceil_div
 from ballast.memory import syscalls
 from ballast.memory.pool import Pool
@@ -19,34 +20,35 @@ class Arena:
     """
 
     def __init__(self, pool: Pool, vm: Vm, owner: str, n_bytes: int) -> None:
-        """Addresses for up to `n_bytes`; `take` or `resize` leases the pages."""
-        self._range = BackedRange(pool, vm, owner, n_bytes, bare=True)
+        """Leases pages for `n_bytes` at once; where they are short it holds none and says so."""
+        self._range = BackedRange(pool, vm, owner, max(n_bytes, 1), bare=True)
+        self.short: Short | None = self.resize(n_bytes)
+        """What the last `resize` could not get, if it failed."""
 
     @property
     def owner(self) -> str:
         return self._range.owner
 
     @property
-    def n_pages(self) -> int:
-        """Most it can have."""
-        return self._range.n_pages
-
-    @property
-    def backed(self) -> int:
+    def pages(self) -> int:
         """Pages it has."""
         return self._range.backed
 
-    def take(self) -> Short | None:
-        """Lease all that it was made for, or nothing."""
-        return self.resize(self._range.range.n_bytes)
+    @property
+    def most_pages(self) -> int:
+        """Pages it was made for."""
+        return self._range.n_pages
 
     def resize(self, n_bytes: int, fence: Fence | None = None) -> Short | None:
-        """Have pages for `n_bytes`: lease what is missing or give back what is too much."""
+        """Have pages for `n_bytes`, at most those it was made for: lease what is missing (wholly or
+        not at all) or give back what is too much, once `fence` is done."""
         wanted = ceil_div(n_bytes, self._range.page_bytes)
-        if wanted < self.backed:
-            self._range.release(wanted, self.backed - wanted, fence)
-            return None
-        return self._range.back(self.backed, wanted - self.backed)
+        if wanted < self.pages:
+            self._range.release(wanted, self.pages - wanted, fence)
+            self.short = None
+        else:
+            self.short = self._range.back(self.pages, wanted - self.pages)
+        return self.short
 
     def os_backed(self) -> int:
         return self._range.os_backed()
@@ -70,7 +72,10 @@ def confine_allocator(mmap_threshold: int = 1024 * MiB, keep: int = 1024 * MiB) 
 
     Raises DeviceError where the C library is not glibc.
     """
-    # Each is an int in C, and M_MMAP_THRESHOLD is refused above half of a heap's largest size.
     syscalls.mallopt(syscalls.M_ARENA_MAX, 1)
-    syscalls.mallopt(syscalls.M_MMAP_THRESHOLD, mmap_threshold)
+    try:
+        syscalls.mallopt(syscalls.M_MMAP_THRESHOLD, mmap_threshold)
+    except DeviceError:
+        # glibc before 2.35 allows no more than half of a heap.
+        syscalls.mallopt(syscalls.M_MMAP_THRESHOLD, 32 * MiB)
     syscalls.mallopt(syscalls.M_TRIM_THRESHOLD, keep)

@@ -24,9 +24,10 @@ class PopulatedReserve:
     more than one step. When the machine has no memory left it rests until the next lease.
     """
 
-    def __init__(self, pool: Pool, n_pages: int) -> None:
+    def __init__(self, pool: Pool, n_pages: int | None = None) -> None:
+        """`n_pages` None: all that are free, since the budget is the device's anyway."""
         self._pool = pool
-        self._target = n_pages
+        self._target = pool.total if n_pages is None else n_pages
         self._step = max(1, _STEP_BYTES // pool.vm.page_bytes)
         self._wake = threading.Event()
         self._closing = False
