@@ -50,13 +50,13 @@ def build_state(
         (activation_bytes(h.spec, settings.step_tokens, settings.step_logits) for h in hosted),
         default=0,
     )
-    if activations >= settings.budget_bytes:
+    arena = Arena(pool, vm, "arena:lane0", activations)
+    if arena.take() is not None:
         raise ConfigError(
             "devices[0].budget",
             format_bytes(settings.budget_bytes),
             f"the activations of one job alone need {format_bytes(activations)}",
         )
-    arena = Arena(pool, vm, "arena:lane0", activations)
     models = []
     for h in hosted:
         kv = KvCache(h.spec, pool, vm, prefix=settings.prefix_cache, copy=copy)

@@ -67,11 +67,11 @@ class LiveDevice:
         )
         self._reserve = PopulatedReserve(self.state.pool)
         self._reserve.start()
-        executors = {}
+        self.executors: dict[str, ServedModel] = {}
         for host, m in zip(self._hosts, self.state.models.values(), strict=True):
             segments = [m.weights.segment_address(i) for i in range(len(host.spec.segment_bytes))]
-            executors[host.spec.name] = ServedModel(host, segments, m.kv.base, m.kv.layout)
-        self._runner = CpuRunner(executors, self.post, self.clock, device.threads)
+            self.executors[host.spec.name] = ServedModel(host, segments, m.kv.base, m.kv.layout)
+        self._runner = CpuRunner(self.executors, self.post, self.clock, device.threads)
         self._story_file = open(fleet.story_path, "w") if fleet.story_path else None  # noqa: SIM115
         self.story = Story(sink=self._write_story if self._story_file else None)
         self.loop = Loop(

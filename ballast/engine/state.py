@@ -176,7 +176,7 @@ class DeviceState:
         if len(m.waiting) >= m.spec.max_waiting:
             return "queue_full", f"{m.spec.max_waiting} requests of {s.model!r} wait already"
         most = m.kv.most_pages(ceil_div(len(s.prompt) + s.max_tokens - 1, m.spec.block_tokens))
-        room = self.pool.total - self.arena.pages - m.weights.pages
+        room = self.pool.total - self.arena.backed - m.weights.pages
         room -= sum(
             o.weights.pages for o in self.models.values() if o.spec.pinned and o is not m
         )
@@ -440,7 +440,7 @@ class DeviceState:
             now=self.clock.now(),
             page_bytes=self.settings.page_bytes,
             total=self.pool.total,
-            arena=self.arena.pages,
+            arena=self.arena.backed,
             free=self.pool.free,
             reclaiming=self.pool.reclaiming + deferred,
             promised=self.pool.promised,

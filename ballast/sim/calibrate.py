@@ -1,0 +1,140 @@
+"""Measure this machine: what jobs of each model cost, what the link carries, what the loop adds."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from scipy.optimize import nnls
+
+from ballast.core.actions import Short
+from ballast.core.cost import StepCosts
+from ballast.core.errors import DeviceError
+from ballast.core.event import Arrival, Drain, TransferDone
+from ballast.core.job import Job, SequenceWork
+from ballast.core.request import Sampling, Submission
+from ballast.core.settings import FleetSettings
+from ballast.engine.device import LiveDevice
+from ballast.engine.state import ModelState
+from ballast.sim.simulate import Profile
+
+Shape = Sequence[tuple[int, int]]
+"""A job: (new tokens, context before them) of each sequence."""
+
+
+def calibrate(fleet: FleetSettings, repeats: int = 5, seed: int = 0) -> Profile:
+    """A profile of this machine for the fleet's models.
+
+    Runs a grid of jobs of each model alone and fits `StepCosts` to their medians, times each
+    model's activation over the (paced) link, and takes the engine's own time per job from a short
+    run of its loop. Takes a few seconds per model; the device must be otherwise idle.
+    """
+    device = LiveDevice(replace(fleet, preset="balloon", options={}), lambda outputs: None)
+    try:
+        costs, moved, seconds = {}, 0, 0.0
+        for m in device.state.models.values():
+            done = _activate(device, m)
+            moved += done.n_bytes
+            seconds += done.seconds
+            points = list(_measure(device, m, repeats, random.Random(seed)))
+            costs[m.spec.name] = fit(points)
+            m.weights.evict()
+        overhead = _loop_overhead(device)
+    finally:
+        device.close()
+    return Profile(costs=costs, link_bytes_per_second=moved / seconds, overhead=overhead)
+
+
+def fit(points: Sequence[tuple[Job, float]]) -> StepCosts:
+    """Non-negative coefficients with least squares of the relative error over (job, seconds)."""
+    unit = StepCosts(1, 1, 1, 1, 1)
+    rows = np.array([[x / seconds for x in unit.features(job)] for job, seconds in points])
+    scale = rows.max(axis=0)
+    scale[scale == 0] = 1.0
+    solution, _ = nnls(rows / scale, np.ones(len(points)))
+    return StepCosts(*(float(x) for x in solution / scale))
+
+
+def relative_errors(costs: StepCosts, points: Sequence[tuple[Job, float]]) -> list[float]:
+    """Of the fit, point by point: |predicted / measured - 1|."""
+    return [abs(costs.seconds(job) / seconds - 1) for job, seconds in points]
+
+
+def overhead_of(entries: Iterable[dict[str, Any]]) -> float:
+    """The engine's own seconds per job, from a story: the median gap between back-to-back jobs.
+
+    The gap between two ends, less the second job's time on the lane.
+    """
+    ends = [(e["at"], e["seconds"]) for e in entries if e.get("event") == "JobDone"]
+    gaps = [at - before - seconds for (before, _), (at, seconds) in zip(ends, ends[1:], strict=False)]
+    return max(0.0, statistics.median(gaps)) if gaps else 0.0
+
+
+def _activate(device: LiveDevice, m: ModelState) -> TransferDone:
+    short = m.weights.activate(device.state.next_transfer())
+    if isinstance(short, Short):
+        raise DeviceError("calibrate", f"{m.spec.name} alone is short of {short.pages} pages")
+    event = device.inbox.take(None)[0]
+    assert isinstance(event, TransferDone)
+    return event
+
+
+def _shapes(most_tokens: int, most_sequences: int, most_context: int) -> Iterator[Shape]:
+    for tokens in (16, 64, 192, most_tokens):
+        yield [(min(tokens, most_tokens, most_context), 0)]
+    half = min(most_tokens, most_context // 2)
+    yield [(half, most_context - half)]
+    for sequences in (1, 2, 4, 8, 16):
+        if sequences <= most_sequences:
+            yield [(1, 15)] * sequences
+            yield [(1, most_context - 1)] * sequences
+    yield [(half // 2, 0), *[(1, most_context // 2)] * min(4, most_sequences)]
+
+
+def _measure(
+    device: LiveDevice, m: ModelState, repeats: int, rng: random.Random
+) -> Iterator[tuple[Job, float]]:
+    settings, spec = device.fleet.device, m.spec
+    room = device.state.pool.free * settings.page_bytes // spec.kv_bytes_per_token // 2
+    sequences = min(16, settings.step_logits, spec.max_running)
+    context = max(32, min(spec.max_model_len, 512, room // sequences))
+    for shape in _shapes(settings.step_tokens, sequences, context):
+        job, tables = _job(m, shape, rng)
+        times = []
+        for _ in range(repeats + 1):
+            begun = device.clock.now()
+            device.executors[spec.name].run(job.work)
+            times.append(device.clock.now() - begun)
+        for table in tables:
+            m.kv.free(table)
+        yield job, statistics.median(times[1:])
+
+
+def _job(m: ModelState, shape: Shape, rng: random.Random) -> tuple[Job, list[list[int]]]:
+    tables, work = [], []
+    for i, (tokens, context) in enumerate(shape):
+        table: list[int] = []
+        short = m.kv.grow(table, tokens + context)
+        if short is not None:
+            raise DeviceError("calibrate", f"short of {short.pages} pages for {m.spec.name}")
+        tables.append(table)
+        ids = [rng.randrange(m.spec.vocab) for _ in range(tokens)]
+        work.append(SequenceWork(f"c{i}", ids, context, table, Sampling()))
+    return Job(0, 0, m.spec.name, tuple(work)), tables
+
+
+def _loop_overhead(device: LiveDevice, n_tokens: int = 64) -> float:
+    """Serve one request at a time on the idle device and look at the gaps between its jobs."""
+    for m in device.state.models.values():
+        n = min(n_tokens, m.spec.max_model_len - 8)
+        submission = Submission(
+            id=f"o-{m.spec.name}", model=m.spec.name, prompt=(1,) * 8, max_tokens=n, ignore_eos=True
+        )
+        device.post(Arrival(submission))
+    device.post(Drain())
+    device.run()
+    return overhead_of(device.story.entries)
