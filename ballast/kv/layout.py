@@ -1,0 +1,110 @@
+"""Where the blocks of one model lie: block-major, at one stride, in slabs of whole pages.
+
+The KV cache of a model is one array over reserved addresses::
+
+    (blocks, layers, 2, block_tokens, kv_heads, head_dim)
+
+where index 2 tells K (0) from V (1). Only the first axis has padding: block `b` begins at byte
+`b * stride_bytes`. A *slab* is the unit in which the array is backed by memory::
+
+    pages    |  page 0  |  page 1  |  page 2  |  page 3  |  page 4  |  page 5  |
+    slabs    |             slab 0             |             slab 1             |
+    blocks   |   0   |   1   |   2   |   3    |   4   |   5   |   6   |   7    |
+
+A slab ends where a block ends and where a page ends, so that slabs come and go one by one, while
+blocks keep one stride, which is all that kernels need to know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ballast.core.errors import ConfigError
+from ballast.core.model import ModelSpec
+from ballast.core.units import ceil_div
+
+ALIGNMENT = 64
+"""Bytes: a cache line, and more than any element size; a stride is a multiple of it."""
+GOOD_WASTE = 0.05
+"""Waste that is small enough to prefer a smaller slab over less waste."""
+MOST_PAGES = MOST_BLOCKS = 8
+"""Slabs have at most so many pages, or as many as so many blocks need, if that is more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of blocks and slabs. `shape` is that of one block: (layers, 2, block_tokens, ...)."""
+
+    shape: tuple[int, int, int, int, int]
+    """(layers, 2, block_tokens, kv_heads, head_dim)."""
+    block_bytes: int
+    """Of one block's data, padding not included."""
+    page_bytes: int
+    slab_pages: int
+    blocks_per_slab: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec, page_bytes: int) -> Layout:
+        """The layout of `spec` on a device with pages of `page_bytes`."""
+        shape = (spec.n_layers, 2, spec.block_tokens, spec.kv_heads, spec.head_dim)
+        slab_pages, blocks_per_slab = choose(spec.block_bytes, page_bytes)
+        return cls(shape, spec.block_bytes, page_bytes, slab_pages, blocks_per_slab)
+
+    @property
+    def slab_bytes(self) -> int:
+        return self.slab_pages * self.page_bytes
+
+    @property
+    def stride_bytes(self) -> int:
+        """From the beginning of one block to that of the next; a multiple of `ALIGNMENT`."""
+        return self.slab_bytes // self.blocks_per_slab
+
+    @property
+    def block_tokens(self) -> int:
+        return self.shape[2]
+
+    @property
+    def waste(self) -> float:
+        """Share of a slab that no block's data uses, 0 <= waste < 1."""
+        return 1.0 - self.blocks_per_slab * self.block_bytes / self.slab_bytes
+
+    def pages(self, n_blocks: int) -> int:
+        """Pages that `n_blocks` take if no slab holds anything else."""
+        return ceil_div(n_blocks, self.blocks_per_slab) * self.slab_pages
+
+
+def choose(block_bytes: int, page_bytes: int) -> tuple[int, int]:
+    """(pages, blocks) of a slab for blocks of `block_bytes`.
+
+    The smallest slab that wastes at most `GOOD_WASTE`; if none does, the one with the least waste,
+    the smaller of two equals. Raises ConfigError for sizes that cannot be laid out.
+    """
+    if block_bytes <= 0:
+        raise ConfigError("block_bytes", block_bytes, "a block holds at least one byte")
+    if page_bytes <= 0 or page_bytes % ALIGNMENT:
+        raise ConfigError("page_bytes", page_bytes, f"a multiple of {ALIGNMENT} is needed")
+    least = ceil_div(_aligned(block_bytes), page_bytes)
+    most = max(MOST_PAGES, ceil_div(MOST_BLOCKS * block_bytes, page_bytes))
+    best: tuple[float, int, int] | None = None
+    for pages in range(least, most + 1):
+        slab_bytes = pages * page_bytes
+        blocks = _most_blocks(block_bytes, slab_bytes)
+        waste = 1.0 - blocks * block_bytes / slab_bytes
+        if waste <= GOOD_WASTE:
+            return pages, blocks
+        best = min(best, (waste, pages, blocks)) if best else (waste, pages, blocks)
+    assert best is not None  # least <= most
+    return best[1], best[2]
+
+
+def _aligned(n_bytes: int) -> int:
+    return ceil_div(n_bytes, ALIGNMENT) * ALIGNMENT
+
+
+def _most_blocks(block_bytes: int, slab_bytes: int) -> int:
+    """The most blocks that divide a slab into equal, aligned strides of at least a block."""
+    lines = slab_bytes // ALIGNMENT
+    blocks = slab_bytes // _aligned(block_bytes)
+    while lines % blocks:
+        blocks -= 1
+    return blocks

@@ -1,0 +1,114 @@
+"""Which block holds which tokens: the names by which cached prefixes are found again.
+
+The *name* of a full block is a SHA-256 chain: the name of a sequence's block is the digest of the
+name of the block before it and of its own token ids; the chain starts from the model's fingerprint
+and a salt. Equal names mean equal contents (but for the order of floating-point sums), whoever
+computed them; different models or salts never share a name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+from ballast.core.errors import BrokenPromise
+
+
+class PrefixIndex:
+    """Names of blocks. A block is *named* if its name is known, and *kept* if the name leads to it.
+
+    Of several blocks with one name the first is kept; the others are private duplicates. No
+    reference counts here: whose blocks these are is the business of `KvCache`.
+    """
+
+    def __init__(self, fingerprint: str, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self._fingerprint = fingerprint.encode()
+        self._names: dict[int, bytes] = {}
+        self._kept: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        """Blocks that can be found by name."""
+        return len(self._kept)
+
+    def find(self, tokens: Sequence[int], salt: str) -> list[int]:
+        """Kept blocks of the longest known prefix of `tokens`, in order.
+
+        Whole blocks only, and never the last token: at least one is left to be computed. Cost: one
+        digest for each block found, and one more.
+        """
+        found: list[int] = []
+        if not self._kept:
+            return found
+        name = self._root(salt)
+        for at in range((len(tokens) - 1) // self.block_tokens):
+            name = self._next(name, tokens, at)
+            block = self._kept.get(name)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def name(self, tokens: Sequence[int], blocks: Sequence[int], full: int, salt: str) -> None:
+        """Name the first `full` blocks of a table that holds `tokens`, those without a name yet.
+
+        A table is named from its beginning, always under one salt. Nothing to do costs one look-up.
+        """
+        if not 0 <= full <= len(blocks) or full * self.block_tokens > len(tokens):
+            raise BrokenPromise(f"{full} full blocks of {len(blocks)} for {len(tokens)} tokens")
+        names = self._names
+        at = full
+        while at > 0 and blocks[at - 1] not in names:
+            at -= 1
+        if at == full:
+            return
+        name = names[blocks[at - 1]] if at else self._root(salt)
+        for i in range(at, full):
+            name = self._next(name, tokens, i)
+            names[blocks[i]] = name
+            self._kept.setdefault(name, blocks[i])
+
+    def keep(self, block: int) -> bool:
+        """Whether the block is kept; a duplicate whose original is gone takes its place."""
+        name = self._names.get(block)
+        return name is not None and self._kept.setdefault(name, block) == block
+
+    def is_named(self, block: int) -> bool:
+        return block in self._names
+
+    def forget(self, block: int) -> None:
+        """The block's contents are gone."""
+        name = self._names.pop(block, None)
+        if name is not None and self._kept.get(name) == block:
+            del self._kept[name]
+
+    def move(self, source: int, target: int) -> None:
+        """The contents of `source` are in `target` now."""
+        name = self._names.pop(source, None)
+        if name is None:
+            return
+        self._names[target] = name
+        if self._kept.get(name) == source:
+            self._kept[name] = target
+
+    def validate(self) -> None:
+        """Raises BrokenPromise unless every name leads to a block that bears it."""
+        for name, block in self._kept.items():
+            if self._names.get(block) != name:
+                raise BrokenPromise(f"a prefix leads to block {block}, which has another name")
+
+    def named(self) -> set[int]:
+        return set(self._names)
+
+    def kept(self) -> set[int]:
+        return set(self._kept.values())
+
+    def _root(self, salt: str) -> bytes:
+        # The length keeps (fingerprint, salt) apart from other splits of the same characters.
+        head = len(self._fingerprint).to_bytes(8, "little") + self._fingerprint
+        return hashlib.sha256(head + salt.encode()).digest()
+
+    def _next(self, parent: bytes, tokens: Sequence[int], at: int) -> bytes:
+        ids = array("q", tokens[at * self.block_tokens : (at + 1) * self.block_tokens])
+        return hashlib.sha256(parent + ids.tobytes()).digest()

@@ -1,0 +1,224 @@
+"""The book of slabs: which blocks of each are used, cached or free, and which to take next.
+
+::
+
+    slab   in use                idle                  (not in the book)
+           [used][cach][free]    [cach][free][cach]    [    ][    ][    ]
+           holds referenced      holds cached          backed by nothing,
+           blocks                blocks only           or about to be given back
+
+Invariants: each block of a slab in the book is in exactly one of the three states; between calls
+of `KvCache` every slab has a block that is not free. Every operation costs O(1) a block.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from ballast.core.errors import BrokenPromise
+
+
+class Slab:
+    """One slab. Whoever changes it calls `Slabs.settle` before anything else is asked."""
+
+    __slots__ = ("_at_hand", "_bucket", "_level", "_queue", "cached", "free", "index", "used")
+
+    def __init__(self, index: int, blocks_per_slab: int) -> None:
+        first = index * blocks_per_slab
+        self.index = index
+        self.free = list(range(first + blocks_per_slab - 1, first - 1, -1))
+        """Block numbers; the last one is taken next."""
+        self.used = 0
+        """Blocks with at least one reference."""
+        self.cached: dict[int, None] = {}
+        """Blocks without references that hold a cached prefix, least recently used first."""
+        self._bucket: _ByFree | None = None
+        self._level = 0
+        self._queue: OrderedDict[int, Slab] | None = None
+        self._at_hand = 0
+
+    @property
+    def occupied(self) -> int:
+        return self.used + len(self.cached)
+
+
+class _ByFree:
+    """Slabs with free blocks, by how many they have; `fullest` has the fewest."""
+
+    __slots__ = ("_levels", "_mask", "blocks")
+
+    def __init__(self, blocks_per_slab: int) -> None:
+        self.blocks = 0
+        self._levels: list[dict[int, Slab]] = [{} for _ in range(blocks_per_slab + 1)]
+        self._mask = 0
+        """Bit k: some slab has k free blocks."""
+
+    def add(self, slab: Slab, level: int) -> None:
+        self._levels[level][slab.index] = slab
+        self._mask |= 1 << level
+        self.blocks += level
+
+    def remove(self, slab: Slab, level: int) -> None:
+        slabs = self._levels[level]
+        del slabs[slab.index]
+        if not slabs:
+            self._mask &= ~(1 << level)
+        self.blocks -= level
+
+    def fullest(self) -> Slab | None:
+        """Of equals, the one that came last."""
+        if not self._mask:
+            return None
+        level = (self._mask & -self._mask).bit_length() - 1
+        slabs = self._levels[level]
+        return slabs[next(reversed(slabs))]
+
+
+class Slabs:
+    """All slabs that are backed now. Pure counting: no pages, no references, no names."""
+
+    def __init__(self, blocks_per_slab: int) -> None:
+        self.blocks_per_slab = blocks_per_slab
+        self.of: dict[int, Slab] = {}
+        """By index."""
+        self.idle: OrderedDict[int, Slab] = OrderedDict()
+        """Slabs of cached blocks only, least recently used first."""
+        self.at_hand = 0
+        """Blocks that could be had without a new slab or an idle one: free, or cached, in a slab
+        in use."""
+        self._mixed: OrderedDict[int, Slab] = OrderedDict()
+        """Slabs in use that hold cached blocks, least recently used first."""
+        self._in_use = _ByFree(blocks_per_slab)
+        self._others = _ByFree(blocks_per_slab)
+
+    @property
+    def free(self) -> int:
+        """Free blocks of all slabs."""
+        return self._in_use.blocks + self._others.blocks
+
+    @property
+    def holes(self) -> int:
+        """Free blocks of slabs in use."""
+        return self._in_use.blocks
+
+    def home(self, block: int) -> Slab:
+        """The slab of a block. Raises BrokenPromise if it is not backed."""
+        slab = self.of.get(block // self.blocks_per_slab)
+        if slab is None:
+            raise BrokenPromise(f"block {block} is in no slab")
+        return slab
+
+    def open(self, indices: Iterable[int]) -> None:
+        """Slabs that have just been backed; all their blocks are free. Given in ascending order,
+        blocks will be taken in ascending order."""
+        for index in reversed(list(indices)):
+            slab = self.of[index] = Slab(index, self.blocks_per_slab)
+            self.settle(slab)
+
+    def close(self, slab: Slab) -> None:
+        """A slab without used or cached blocks goes."""
+        if slab.occupied or slab._bucket is None:
+            raise BrokenPromise(f"slab {slab.index} is given back while it holds something")
+        slab._bucket.remove(slab, slab._level)
+        del self.of[slab.index]
+
+    def take(self, n: int) -> list[int]:
+        """`n` free blocks, now used: of the fullest slabs in use first, then of the others."""
+        taken: list[int] = []
+        while len(taken) < n:
+            slab = self._in_use.fullest() or self._others.fullest()
+            if slab is None:
+                raise BrokenPromise(f"{n} blocks taken, only {len(taken)} were free")
+            k = min(n - len(taken), len(slab.free))
+            taken += slab.free[: -k - 1 : -1]
+            del slab.free[-k:]
+            slab.used += k
+            self.settle(slab)
+        return taken
+
+    def sacrifice(self, n: int) -> list[int]:
+        """At least `n` cached blocks become free: of slabs in use first, then whole idle slabs.
+
+        Least recently used slab first, within a slab the least recently used block first. Returns
+        the blocks; fewer than `n` if no more are cached.
+        """
+        gone: list[int] = []
+        while len(gone) < n:
+            if self._mixed:
+                slab = next(iter(self._mixed.values()))
+                lost = list(slab.cached)[: n - len(gone)]
+            elif self.idle:
+                slab = next(iter(self.idle.values()))
+                lost = list(slab.cached)
+            else:
+                break
+            self.uncache(slab, lost)
+            gone += lost
+        return gone
+
+    def uncache(self, slab: Slab, blocks: list[int]) -> None:
+        """Cached blocks become free."""
+        for block in blocks:
+            del slab.cached[block]
+        slab.free += blocks
+        self.settle(slab)
+
+    def relocate(self, source: int, target: int) -> None:
+        """A used or cached block and a free one of another slab change places."""
+        old, new = self.home(source), self.home(target)
+        new.free.remove(target)
+        if source in old.cached:
+            del old.cached[source]
+            new.cached[target] = None
+        else:
+            old.used -= 1
+            new.used += 1
+        old.free.append(source)
+        self.settle(old)
+        self.settle(new)
+
+    def settle(self, slab: Slab, *, touched: bool = False) -> None:
+        """File a slab by what it holds now. `touched`: its cached blocks were used just now."""
+        level, n_cached = len(slab.free), len(slab.cached)
+        bucket = (self._in_use if slab.used else self._others) if level else None
+        if bucket is not slab._bucket or level != slab._level:
+            if slab._bucket is not None:
+                slab._bucket.remove(slab, slab._level)
+            if bucket is not None:
+                bucket.add(slab, level)
+            slab._bucket, slab._level = bucket, level
+        queue = (self._mixed if slab.used else self.idle) if n_cached else None
+        if queue is not slab._queue:
+            if slab._queue is not None:
+                del slab._queue[slab.index]
+            if queue is not None:
+                queue[slab.index] = slab
+            slab._queue = queue
+        elif touched and queue is not None:
+            queue.move_to_end(slab.index)
+        at_hand = level + n_cached if slab.used else 0
+        self.at_hand += at_hand - slab._at_hand
+        slab._at_hand = at_hand
+
+    def validate(self) -> None:
+        """Raises BrokenPromise unless every count and every queue follows from the slabs."""
+        size = self.blocks_per_slab
+        for index, slab in self.of.items():
+            blocks = {*slab.free, *slab.cached}
+            within = all(b // size == index for b in blocks)
+            if not within or len(slab.free) + slab.occupied != size or slab.occupied == 0:
+                raise BrokenPromise(f"slab {index}: {slab.used} used, {blocks} free or cached")
+            if len(blocks) != len(slab.free) + len(slab.cached):
+                raise BrokenPromise(f"slab {index}: a block is both free and cached")
+        slabs = self.of.values()
+        idle = {s.index for s in slabs if not s.used}
+        mixed = {s.index for s in slabs if s.used and s.cached}
+        if set(self.idle) != idle or set(self._mixed) != mixed:
+            raise BrokenPromise("a slab is in the wrong queue")
+        if self.at_hand != sum(len(s.free) + len(s.cached) for s in slabs if s.used):
+            raise BrokenPromise(f"{self.at_hand} blocks at hand is a miscount")
+        if self.holes != sum(len(s.free) for s in slabs if s.used):
+            raise BrokenPromise(f"{self.holes} holes is a miscount")
+        if self.free != sum(len(s.free) for s in slabs):
+            raise BrokenPromise(f"{self.free} free blocks is a miscount")
