@@ -45,7 +45,6 @@ class Pool:
         # such pages are free in the ledger and in neither set.
         self._step = threading.Lock()
         self._books = threading.Lock()
-        self._stepping: list[int] = []
         self._on_taken: Callable[[], None] | None = None
 
     @property
@@ -116,9 +115,16 @@ class Pool:
             raise BrokenPromise("free pages of the ledger are nowhere to be found")
         if isinstance(picked, Short):
             return picked
-        if bare:
-            self._strip(picked)
-        elif short := self._fill(picked):
+        try:
+            short = None
+            if bare:
+                self._strip(picked)
+            else:
+                short = self._fill(picked)
+        except DeviceError:
+            self._undo(owner, picked, promised)
+            raise
+        if short is not None:
             self._undo(owner, picked, promised)
             return short
         if self._on_taken is not None:
@@ -194,15 +200,17 @@ class Pool:
         """Give up to `n` free bare pages physical memory; how many got it (0: none was bare)."""
         with self._step:
             with self._books:
-                self._stepping = self._bare.take(n)
-            short = self.vm.populate(self._stepping)
-            with self._books:
-                done, self._stepping = self._stepping, []
-                target = self._bare if short else self._populated
-                for page in done:
-                    self._has_memory[page] = not short
-                    target.add(page)
-            return short or len(done)
+                taken = self._bare.take(n)
+            had = False
+            try:
+                short = self._populate(taken)
+                had = short is None
+            finally:
+                with self._books:
+                    for page in taken:
+                        self._has_memory[page] = had
+                        (self._populated if had else self._bare).add(page)
+            return len(taken) if short is None else short
 
     def on_taken(self, call: Callable[[], None] | None) -> None:
         """`call` after each lease; for the reserve."""
@@ -246,10 +254,17 @@ class Pool:
         bare = [page for page in pages if not self._has_memory[page]]
         if not bare:
             return None
-        short = self.vm.populate(bare)
+        short = self._populate(bare)
         if short is None:
             for page in bare:
                 self._has_memory[page] = True
+        return short
+
+    def _populate(self, bare: Sequence[int]) -> Short | None:
+        """All of them or none: what was had before memory ran out goes back to the machine."""
+        short = self.vm.populate(bare)
+        if short is not None:
+            self.vm.discard(bare)
         return short
 
     def _strip(self, pages: Sequence[int]) -> None:

@@ -8,12 +8,18 @@ from itertools import pairwise
 
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise, DeviceError
+from ballast.core.units import MiB
 from ballast.memory.pool import Pool
 from ballast.memory.vm import Fence, Range, Vm
 
 _EMPTY = -1
 _LEAVING = -2
 """Still mapped, its pages reclaiming: neither readable by new work nor free to be backed anew."""
+
+
+_PREFAULT_BYTES = 4 * MiB
+"""Backed by one call, up to so much is prefaulted at once: KV, about to be touched by a job. More
+is weights, filled by a link, which prefaults in its own thread while the loop goes on."""
 
 
 class BackedRange:
@@ -116,7 +122,8 @@ class BackedRange:
         self._pool.hand_over(self.owner, target.owner, pages)
         self._vm.unmap(self._range, at, n)
         try:
-            self._vm.map(target._range, to, pages)
+            small = n * self.page_bytes <= _PREFAULT_BYTES
+            self._vm.map(target._range, to, pages, prefault=small)
         except DeviceError:
             self._vm.map(self._range, at, pages)
             self._pool.hand_over(target.owner, self.owner, pages)
@@ -152,9 +159,10 @@ class BackedRange:
     def _map_all(self, where: Sequence[tuple[int, int]], pages: tuple[int, ...]) -> None:
         done: list[tuple[int, int]] = []
         start = 0
+        prefault = not self._bare and len(pages) * self.page_bytes <= _PREFAULT_BYTES
         try:
             for at, n in where:
-                self._vm.map(self._range, at, pages[start : start + n])
+                self._vm.map(self._range, at, pages[start : start + n], prefault=prefault)
                 done.append((at, n))
                 start += n
         except DeviceError:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
+from mmap import PAGESIZE
 
 from ballast.core.errors import DeviceError
 
@@ -53,6 +55,32 @@ def madvise(address: int, n_bytes: int, advice: int) -> None:
     """Raises OSError."""
     if _madvise(address, n_bytes, advice):
         raise _error()
+
+
+def prefault(address: int, n_bytes: int) -> None:
+    """Enter mapped, writable memory into the page tables, so that writing to it is no fault.
+
+    Raises OSError: ENOMEM where nothing is mapped or no memory is left, EINVAL where it may not be
+    written, EFAULT where touching it would be a fatal signal. Does nothing before Linux 5.14.
+    """
+    if can_populate():
+        start = address - address % PAGESIZE
+        size = -(-(address + n_bytes - start) // PAGESIZE) * PAGESIZE
+        madvise(start, size, MADV_POPULATE_WRITE)
+
+
+@functools.cache
+def can_populate() -> bool:
+    """Whether this Linux knows MADV_POPULATE_WRITE. Asked of a page of our own: on other memory
+    the answer "unknown" (EINVAL) also means "may not be written"."""
+    page = mmap(0, PAGESIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS)
+    try:
+        madvise(page, PAGESIZE, MADV_POPULATE_WRITE)
+    except OSError:
+        return False
+    finally:
+        munmap(page, PAGESIZE)
+    return True
 
 
 def fallocate(fd: int, mode: int, offset: int, n_bytes: int) -> None:

@@ -14,7 +14,8 @@ from typing import Protocol
 from ballast.core.clock import Clock
 from ballast.core.errors import BallastError, DeviceError
 from ballast.core.event import TransferDone
-from ballast.core.units import MiB
+from ballast.core.units import KiB, MiB
+from ballast.memory import syscalls
 
 PRIOR_BYTES_PER_SECOND = 4e9
 """Taken for an unpaced link's bandwidth until it has copied something."""
@@ -55,11 +56,32 @@ class _Transfer:
         return sum(copy.n_bytes for copy in self.copies)
 
 
+_PREFAULT_BYTES = 256 * KiB
+"""The target of a copy is entered into the page tables so much at a time: a fresh mapping fills
+about 1.5 times faster than by faults, and a missing one is an error instead of a fatal signal."""
+
+
 def copy_now(dst: int, src: int, n_bytes: int) -> None:
-    """Copy and return. The GIL is free meanwhile. Raises DeviceError for a senseless request."""
+    """Copy and return. The GIL is free meanwhile. Raises DeviceError for a senseless request.
+
+    Both sides must be mapped: for pages that may have gone, use a link.
+    """
     if n_bytes < 0 or dst <= 0 or src <= 0:
         raise DeviceError("memmove", f"{n_bytes} bytes from {src:#x} to {dst:#x}")
     ctypes.memmove(dst, src, n_bytes)
+
+
+def _copy_checked(copy: Copy) -> None:
+    """As `copy_now`, for a target that is freshly mapped, or, by someone's fault, not mapped."""
+    if copy.n_bytes < 0 or copy.dst <= 0 or copy.src <= 0:
+        raise DeviceError("memmove", f"{copy.n_bytes} bytes from {copy.src:#x} to {copy.dst:#x}")
+    for at in range(0, copy.n_bytes, _PREFAULT_BYTES):
+        n = min(_PREFAULT_BYTES, copy.n_bytes - at)
+        try:
+            syscalls.prefault(copy.dst + at, n)
+        except OSError as error:
+            raise DeviceError("madvise", f"{copy.dst + at:#x}: {error.strerror}") from error
+        ctypes.memmove(copy.dst + at, copy.src + at, n)
 
 
 class HostLink:
@@ -137,19 +159,21 @@ class HostLink:
         began = self._clock.now()
         # Never before it was asked for, never before the link was due to be free.
         origin = max(transfer.started, self._due)
-        done, error = 0, None
+        done, slept, error = 0, False, None
         try:
             for batch in self._batches(transfer.copies):
                 if self._closing.is_set():
                     raise DeviceError("link", "it was closed during the transfer")
                 self._move(batch)
                 done += sum(copy.n_bytes for copy in batch)
-                self._sleep_until(origin, done)
+                slept = self._sleep_until(origin, done)
         except (BallastError, ctypes.ArgumentError, OverflowError) as failure:
             error = str(failure)
-        seconds = self._clock.now() - began
+        ended = self._clock.now()
+        seconds = ended - began
         if self._pace is not None:
-            self._due = origin + done / self._pace
+            # Sleeping too long is made good by the next transfer; copying too slowly is not.
+            self._due = origin + done / self._pace if slept else ended
         elif seconds > 0 and done >= self._chunk_bytes:
             self._measured += (done / seconds - self._measured) / 4
         return TransferDone(transfer.id, done, seconds, error)
@@ -173,15 +197,18 @@ class HostLink:
     def _move(self, batch: Sequence[Copy]) -> None:
         if self._helpers is None or len(batch) == 1:
             for copy in batch:
-                copy_now(copy.dst, copy.src, copy.n_bytes)
+                _copy_checked(copy)
             return
-        jobs = [self._helpers.submit(copy_now, c.dst, c.src, c.n_bytes) for c in batch]
+        jobs = [self._helpers.submit(_copy_checked, copy) for copy in batch]
         for job in jobs:
             job.result()
 
-    def _sleep_until(self, origin: float, done: int) -> None:
-        if self._pace is None:
-            return
-        while (left := origin + done / self._pace - self._clock.now()) > 0:
-            if self._closing.wait(left):
-                return
+    def _sleep_until(self, origin: float, done: int) -> bool:
+        """Whether there was anything to wait for."""
+        slept = False
+        if self._pace is not None:
+            while (left := origin + done / self._pace - self._clock.now()) > 0:
+                slept = True
+                if self._closing.wait(left):
+                    break
+        return slept

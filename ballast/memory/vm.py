@@ -87,10 +87,20 @@ class Vm(Protocol):
     def release(self, range: Range) -> None:
         """Give addresses back. Nothing may be mapped in them any more."""
 
-    def map(self, range: Range, at: int, pages: Sequence[int], *, alias: bool = False) -> None:
+    def map(
+        self,
+        range: Range,
+        at: int,
+        pages: Sequence[int],
+        *,
+        alias: bool = False,
+        prefault: bool = False,
+    ) -> None:
         """Back range indices `at ..` by `pages`, in order; runs of adjacent pages cost one call.
 
-        Without `alias`, a page that is mapped anywhere already is refused.
+        Without `alias`, a page that is mapped anywhere already is refused. `prefault`: enter the
+        (populated) pages into the page tables now, at a quarter of what faulting them in one by
+        one would cost whoever touches them first.
         """
 
     def unmap(self, range: Range, at: int, n: int) -> None:

@@ -89,18 +89,27 @@ class MemfdVm:
         _call("munmap", lambda: sys.munmap(range.base, range.n_bytes))
         self._book.close(range)
 
-    def map(self, range: Range, at: int, pages: Sequence[int], *, alias: bool = False) -> None:
+    def map(
+        self,
+        range: Range,
+        at: int,
+        pages: Sequence[int],
+        *,
+        alias: bool = False,
+        prefault: bool = False,
+    ) -> None:
         self._book.check_map(range, at, pages, alias)
         runs = list(_runs(pages))
         self._guard(2 * len(runs))
         address = range.address(at)
         try:
             for first, n in runs:
-                self._map_run(address, first, n)
+                self._map_run(address, first, n, prefault)
                 address += n * self.page_bytes
         except OSError as error:
             with contextlib.suppress(OSError):
-                _unback(range.address(at), address - range.address(at))
+                # All of it: a fixed map that fails may have removed what was there before.
+                _unback(range.address(at), len(pages) * self.page_bytes)
             raise DeviceError("mmap", _reason(error)) from error
         self._book.map(range, at, pages)
 
@@ -180,20 +189,18 @@ class MemfdVm:
             sys.madvise(window, size, sys.MADV_DONTDUMP)
         return window
 
-    def _map_run(self, address: int, first: int, n: int) -> None:
+    def _map_run(self, address: int, first: int, n: int, prefault: bool) -> None:
         size = self.page_bytes
-        flags = sys.MAP_SHARED | sys.MAP_FIXED
+        flags = sys.MAP_SHARED | sys.MAP_FIXED | (sys.MAP_POPULATE if prefault else 0)
         prot = sys.PROT_READ | sys.PROT_WRITE
         sys.mmap(address, n * size, prot, flags, self._fd, first * size)
 
     def _populate_run(self, offset: int, n_bytes: int) -> None:
         for start in range(offset, offset + n_bytes, _POPULATE_STEP):
             step = min(_POPULATE_STEP, offset + n_bytes - start)
-            try:
+            if sys.can_populate():
                 sys.madvise(self._window + start, step, sys.MADV_POPULATE_WRITE)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
+            else:
                 sys.fallocate(self._fd, 0, start, step)
             sys.madvise(self._window + start, step, sys.MADV_DONTNEED)
 

@@ -38,7 +38,15 @@ class NullVm:
     def release(self, range: Range) -> None:
         self._book.close(range)
 
-    def map(self, range: Range, at: int, pages: Sequence[int], *, alias: bool = False) -> None:
+    def map(
+        self,
+        range: Range,
+        at: int,
+        pages: Sequence[int],
+        *,
+        alias: bool = False,
+        prefault: bool = False,
+    ) -> None:
         self._book.check_map(range, at, pages, alias)
         self._book.map(range, at, pages)
 
