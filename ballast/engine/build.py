@@ -51,7 +51,7 @@ def build_state(
         default=0,
     )
     arena = Arena(pool, vm, "arena:lane0", activations)
-    if arena.take() is not None:
+    if arena.short is not None:
         raise ConfigError(
             "devices[0].budget",
             format_bytes(settings.budget_bytes),
@@ -59,7 +59,17 @@ def build_state(
         )
     models = []
     for h in hosted:
-        kv = KvCache(h.spec, pool, vm, prefix=settings.prefix_cache, copy=copy)
+        kv = KvCache(h.spec, pool, vm, prefix=settings.prefix_cache)
+        kv.move = _mover(kv, copy)
         weights = WeightsOnDevice(h.spec, pool, vm, link, h.addresses)
         models.append(ModelState(h.spec, weights, kv, costs.get(h.spec.name, UNMEASURED)))
     return DeviceState(settings, models, pool, arena, link, clock)
+
+
+def _mover(kv: KvCache, copy: CopyNow) -> Callable[[int, int], None]:
+    """Copies one block of `kv` onto another."""
+
+    def move(source: int, target: int) -> None:
+        copy(kv.block_address(target), kv.block_address(source), kv.layout.block_bytes)
+
+    return move

@@ -10,7 +10,7 @@ from ballast.engine.state import DeviceState, ModelState
 def report(state: DeviceState, device: str) -> DeviceReport:
     """A report of single numbers, each true when it was read; safe from any thread."""
     models = tuple(_model(m) for m in state.models.values())
-    owners = {"arena:lane0": state.arena.backed}
+    owners = {"arena:lane0": state.arena.pages}
     for m in models:
         owners[f"weights:{m.name}"] = m.weight_pages
         owners[f"kv:{m.name}"] = m.kv_pages

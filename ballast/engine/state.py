@@ -176,7 +176,7 @@ class DeviceState:
         if len(m.waiting) >= m.spec.max_waiting:
             return "queue_full", f"{m.spec.max_waiting} requests of {s.model!r} wait already"
         most = m.kv.most_pages(ceil_div(len(s.prompt) + s.max_tokens - 1, m.spec.block_tokens))
-        room = self.pool.total - self.arena.backed - m.weights.pages
+        room = self.pool.total - self.arena.pages - m.weights.pages
         room -= sum(
             o.weights.pages for o in self.models.values() if o.spec.pinned and o is not m
         )
@@ -344,10 +344,10 @@ class DeviceState:
         if m.shortages:
             m.shortages = [s for s in m.shortages if s.request_id != request.id]
 
-    def release(self, m: ModelState, request: Request) -> None:
-        """Give a request's blocks back."""
+    def release(self, m: ModelState, request: Request, *, surrender: bool = False) -> None:
+        """Give a request's blocks back; `surrender`: cached prefixes go where that frees pages."""
         if request.blocks:
-            m.kv.free(request.blocks)
+            m.kv.free(request.blocks, surrender=surrender)
             request.blocks = []
             self.freed += 1
         request.computed = 0
@@ -355,7 +355,7 @@ class DeviceState:
     def preempt(self, m: ModelState, request: Request) -> None:
         """Back to the queue without KV; it will be recomputed, token for token."""
         m.running.remove(request)
-        self.release(m, request)
+        self.release(m, request, surrender=True)
         self._forget_shortage(m, request)
         request.to(State.WAITING)
         request.preemptions += 1
@@ -440,7 +440,7 @@ class DeviceState:
             now=self.clock.now(),
             page_bytes=self.settings.page_bytes,
             total=self.pool.total,
-            arena=self.arena.backed,
+            arena=self.arena.pages,
             free=self.pool.free,
             reclaiming=self.pool.reclaiming + deferred,
             promised=self.pool.promised,

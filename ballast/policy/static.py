@@ -60,4 +60,4 @@ class FixedShares:
 def _within(view: DeviceView, m: ModelView) -> DeviceView:
     """The device as a model with a fixed share sees it: nothing is free beyond its limit."""
     limit = m.limit if m.limit is not None else view.total
-    return replace(view, free=max(0, limit - m.kv_pages), reclaiming=0, promised=0)
+    return replace(view, free=max(0, limit - m.kv_pages + m.cached_pages), reclaiming=0, promised=0)
