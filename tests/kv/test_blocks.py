@@ -1,0 +1,382 @@
+"""KvCache by example: what comes from where, what goes when, and who is told what."""
+
+import random
+
+import pytest
+
+from ballast.core.actions import Short
+from ballast.core.errors import BrokenPromise
+from ballast.core.model import ModelSpec
+from ballast.kv.blocks import KvCache
+from ballast.memory.pool import Pool
+from ballast.memory.vm_null import NullVm
+
+PAGE = 256
+TOKENS = [random.Random(1).randrange(1000) for _ in range(64)]
+
+
+def make_spec(name: str = "m", *, head_dim: int = 4, fingerprint: str = "f") -> ModelSpec:
+    """Blocks of 2 tokens; `head_dim` 4: four to a page, 12: four to three pages, 16: one a page."""
+    return ModelSpec(
+        name=name,
+        n_layers=1,
+        n_heads=1,
+        kv_heads=1,
+        head_dim=head_dim,
+        hidden=4,
+        intermediate=4,
+        vocab=1000,
+        dtype="float32",
+        max_model_len=64,
+        block_tokens=2,
+        segment_bytes=(1,),
+        fingerprint=fingerprint,
+    )
+
+
+def make(
+    n_pages: int = 8, *, head_dim: int = 4, capacity_blocks: int | None = None, prefix: bool = True
+) -> tuple[KvCache, Pool]:
+    vm = NullVm(PAGE, n_pages)
+    pool = Pool(vm, n_pages)
+    spec = make_spec(head_dim=head_dim)
+    return KvCache(spec, pool, vm, capacity_blocks=capacity_blocks, prefix=prefix), pool
+
+
+def grown(kv: KvCache, n_blocks: int) -> list[int]:
+    table: list[int] = []
+    assert kv.grow(table, n_blocks * 2) is None
+    return table
+
+
+def cached(kv: KvCache, first_token: int, n_blocks: int) -> list[int]:
+    """Leaves `n_blocks` cached and unused; returns their tokens and one more."""
+    tokens = [first_token, *TOKENS[: 2 * n_blocks]]
+    table = grown(kv, n_blocks)
+    kv.remember(tokens, table, 2 * n_blocks)
+    kv.free(table)
+    return tokens
+
+
+def test_a_table_grows_by_whole_blocks_and_slabs() -> None:
+    kv, pool = make()
+    table: list[int] = []
+    assert kv.grow(table, 1) is None
+    assert (len(table), kv.pages, pool.owned("kv:m")) == (1, 1, 1)
+    assert kv.grow(table, 2) is None
+    assert len(table) == 1
+    assert kv.grow(table, 9) is None
+    assert (table, kv.pages) == ([0, 1, 2, 3, 4], 2)
+    assert kv.block_address(4) == kv.base + PAGE
+    kv.validate([table])
+    kv.free(table)
+    assert (kv.pages, pool.free) == (0, pool.total)
+    kv.validate([])
+
+
+def test_slabs_of_several_pages_come_and_go_whole() -> None:
+    kv, pool = make(8, head_dim=12)
+    assert (kv.layout.slab_pages, kv.layout.blocks_per_slab) == (3, 4)
+    table = grown(kv, 5)
+    assert kv.pages == 6
+    assert kv.grow(table, 18) == Short(3)
+    kv.free(table)
+    assert pool.free == 8
+
+
+def test_partly_used_slabs_fill_first_and_the_fullest_of_them() -> None:
+    kv, _ = make()
+    a, b = grown(kv, 4), grown(kv, 4)
+    kv.free(a[1:])
+    kv.free(b[:1])
+    assert grown(kv, 1) == b[:1]
+    assert set(grown(kv, 3)) == set(a[1:])
+    assert kv.pages == 2
+
+
+def test_growth_is_all_or_nothing() -> None:
+    kv, pool = make(3)
+    table = grown(kv, 9)
+    before = list(table)
+    assert kv.grow(table, 2 * 17) == Short(2)
+    assert (table, kv.pages, pool.free) == (before, 3, 0)
+    assert kv.grow(table, 2 * 12) is None
+
+
+def test_a_short_counts_what_was_asked_for_so_that_free_pages_can_be_set_against_it() -> None:
+    kv, pool = make(4)
+    pool.lease("other", 2)
+    table: list[int] = []
+    short = kv.grow(table, 2 * 12)
+    assert short == Short(3)
+    assert kv.pages_for(12) == 3
+    assert not kv.limited(short)
+
+
+def test_a_limit_bounds_growth_and_says_so() -> None:
+    kv, pool = make(8)
+    kv.limit = 2
+    table = grown(kv, 8)
+    short = kv.grow(table, 18)
+    assert short == Short(1)
+    assert kv.limited(short)
+    kv.limit = None
+    assert kv.grow(table, 18) is None
+    kv.limit = 1
+    pool.lease("other", 5)
+    kv.free(table[4:])
+    assert kv.pages == 1
+
+
+def test_a_limit_is_not_blamed_for_an_empty_pool() -> None:
+    kv, pool = make(8)
+    kv.limit = 7
+    pool.lease("other", 6)
+    table = grown(kv, 4)
+    short = kv.grow(table, 2 * 12)
+    assert short == Short(2)
+    assert not kv.limited(short)
+
+
+def test_capacity_is_a_limit_for_ever() -> None:
+    kv, _ = make(8, capacity_blocks=6)
+    table = grown(kv, 8)
+    short = kv.grow(table, 18)
+    assert short is not None
+    assert kv.limited(short)
+    assert kv.range.n_pages == 2
+
+
+def test_promised_pages_are_not_taken() -> None:
+    kv, pool = make(4)
+    pool.promise("weights:x", 3)
+    table: list[int] = []
+    assert kv.grow(table, 16) == Short(2)
+    assert kv.grow(table, 8) is None
+
+
+def test_a_cached_prefix_survives_and_is_shared() -> None:
+    kv, _ = make()
+    tokens = cached(kv, 1, 4)
+    assert (kv.pages, kv.cached_pages, kv.cached_blocks, kv.used_blocks) == (1, 1, 4, 0)
+    a = kv.match(tokens)
+    b = kv.match(tokens)
+    assert a == b == [0, 1, 2, 3]
+    assert (kv.cached_pages, kv.hit_tokens, kv.asked_tokens) == (0, 16, 18)
+    kv.validate([a, b])
+    kv.free(a)
+    assert kv.cached_pages == 0
+    kv.free(b)
+    assert kv.cached_pages == 1
+
+
+def test_one_token_is_always_left_to_compute() -> None:
+    kv, _ = make()
+    tokens = cached(kv, 1, 4)
+    assert len(kv.match(tokens[:8])) == 3
+
+
+def test_salts_models_and_a_cache_switched_off_find_nothing() -> None:
+    kv, pool = make()
+    table = grown(kv, 2)
+    kv.remember(TOKENS, table, 4, "tenant-a")
+    assert kv.match(TOKENS, "tenant-b") == []
+    assert kv.match(TOKENS) == []
+    assert kv.match(TOKENS, "tenant-a") == table
+    other = KvCache(make_spec("n", fingerprint="g"), pool, pool.vm)
+    assert other.match(TOKENS, "tenant-a") == []
+    off, _ = make(prefix=False)
+    cached(off, 1, 4)
+    assert off.pages == 0
+    assert off.match([1, *TOKENS]) == []
+    off.validate([])
+
+
+def test_an_equal_block_stays_private_until_the_first_is_gone() -> None:
+    kv, _ = make()
+    a, b = grown(kv, 4), grown(kv, 4)
+    kv.remember(TOKENS, a, 8)
+    kv.remember(TOKENS, b, 8)
+    kv.free(a)
+    assert kv.cached_pages == 1
+    assert kv.drop_cached(1) == 1
+    assert kv.match(TOKENS) == []
+    kv.free(b)
+    assert kv.match(TOKENS) == b
+
+
+def test_cached_prefixes_are_kept_while_the_pool_has_pages() -> None:
+    kv, _ = make(4)
+    tokens = cached(kv, 1, 4)
+    grown(kv, 12)
+    assert kv.pages == 4
+    assert len(kv.match(tokens)) == 4
+
+
+def test_a_short_pool_costs_cached_prefixes_oldest_slab_first() -> None:
+    kv, pool = make(3)
+    old, new = cached(kv, 1, 4), cached(kv, 2, 4)
+    table = grown(kv, 4)
+    assert (kv.pages_for(1), kv.cached_pages) == (1, 2)
+    assert kv.grow(table, 2 * 5) is None
+    assert kv.match(old) == []
+    found = kv.match(new)
+    assert len(found) == 4
+    assert (kv.pages, pool.free) == (3, 0)
+    kv.validate([table, found])
+
+
+def test_a_limit_costs_own_cached_prefixes_too() -> None:
+    kv, pool = make(8)
+    cached(kv, 1, 8)
+    kv.limit = 2
+    table = grown(kv, 8)
+    assert (kv.pages, kv.cached_blocks, pool.free) == (2, 0, 6)
+    short = kv.grow(table, 18)
+    assert short is not None
+    assert kv.limited(short)
+
+
+def test_scattered_cached_blocks_are_reused_before_whole_slabs() -> None:
+    kv, _ = make(2)
+    whole = cached(kv, 1, 4)
+    mixed = grown(kv, 4)
+    kv.remember(TOKENS, mixed, 2)
+    kv.free(mixed[:1])
+    assert kv.pages_for(1) == 0
+    table = [*mixed[1:], *grown(kv, 1)]
+    assert table[-1] == mixed[0]
+    assert len(kv.match(whole)) == 4
+    assert kv.match(TOKENS) == []
+
+
+def test_dropping_takes_whole_slabs_least_recently_used_first() -> None:
+    kv, pool = make(8)
+    a, b, c = (cached(kv, first, 4) for first in (1, 2, 3))
+    kv.free(kv.match(a))
+    assert kv.drop_cached(1) == 1
+    assert (kv.pages, pool.free, kv.match(b)) == (2, 6, [])
+    assert len(kv.match(a)) == 4
+    assert kv.drop_cached(100) == 1
+    assert kv.match(c) == []
+    assert kv.drop_cached(1) == 0
+    assert kv.drop_cached(0) == 0
+
+
+def test_surrender_gives_pages_back_and_keeps_what_frees_none() -> None:
+    kv, pool = make(8)
+    mine, other = grown(kv, 6), grown(kv, 1)
+    assert other[0] // 4 == 1
+    kv.remember(TOKENS, mine, 12)
+    assert kv.pages_if_freed(mine) == 1
+    kv.free(mine, surrender=True)
+    assert (kv.pages, pool.free, kv.cached_blocks) == (1, 7, 2)
+    kv.validate([other])
+
+
+def test_shared_blocks_free_nothing_while_the_other_holds_them() -> None:
+    kv, _ = make(8)
+    a = grown(kv, 4)
+    kv.remember(TOKENS, a, 8)
+    b = kv.match(TOKENS)
+    assert kv.pages_if_freed(a) == kv.pages_if_freed(b) == 0
+    kv.free(a, surrender=True)
+    assert kv.pages_if_freed(b) == 1
+
+
+def test_compaction_frees_slabs_and_edits_every_table() -> None:
+    kv, pool = make(8)
+    moved: list[tuple[int, int]] = []
+    kv.move = lambda source, target: moved.append((source, target))
+    first, second, third = grown(kv, 4), grown(kv, 4), grown(kv, 4)
+    kv.remember(TOKENS, third, 2)
+    shared = kv.match(TOKENS[:3])
+    assert shared == third[:1]
+    kv.free(first[2:])
+    kv.free(second[3:])
+    kv.free(third[1:])
+    tables = [first[:2], second[:3], third[:1], shared]
+    assert kv.compact(tables, 5) == 1
+    assert moved == [(third[0], second[3])]
+    assert tables[2] == tables[3] == [second[3]]
+    assert (kv.pages, pool.free) == (2, 6)
+    assert kv.match(TOKENS[:3]) == [second[3]]
+    kv.validate([*tables, [second[3]]])
+    assert kv.compact([*tables, [second[3]]], 5) == 0
+
+
+def test_compaction_leaves_fixed_blocks_where_they_are() -> None:
+    kv, _ = make(8)
+    a, b = grown(kv, 4), grown(kv, 4)
+    kv.free(a[1:])
+    kv.free(b[2:])
+    tables = [a[:1], b[:2]]
+    assert kv.compact(tables, 1, fixed={*a[:1], *b[:2]}) == 0
+    assert kv.compact(tables, 1, fixed=set(a[:1])) == 1
+    assert tables[0] == a[:1]
+    assert all(block // 4 == a[0] // 4 for block in tables[1])
+    kv.validate(tables)
+
+
+def test_compaction_refuses_references_it_cannot_see() -> None:
+    kv, _ = make(8)
+    a, b = grown(kv, 4), grown(kv, 4)
+    kv.free(a[1:])
+    kv.free(b[1:])
+    with pytest.raises(BrokenPromise, match="references"):
+        kv.compact([], 1)
+    kv.validate([a[:1], b[:1]])
+
+
+def test_a_move_that_fails_leaves_books_and_tables_in_step() -> None:
+    kv, _ = make(8)
+    a, b = grown(kv, 4), grown(kv, 4)
+    kv.free(a[2:])
+    kv.free(b[2:])
+    tables = [a[:2], b[:2]]
+    calls = []
+
+    def move(source: int, target: int) -> None:
+        calls.append((source, target))
+        if len(calls) == 2:
+            raise OSError
+
+    kv.move = move
+    with pytest.raises(OSError):
+        kv.compact(tables, 1)
+    kv.validate(tables)
+
+
+def test_clear_gives_everything_back_but_not_from_under_a_request() -> None:
+    kv, pool = make(8)
+    tokens = cached(kv, 1, 6)
+    table = kv.match(tokens)
+    with pytest.raises(BrokenPromise, match="used"):
+        kv.clear()
+    kv.free(table)
+    kv.clear()
+    assert (kv.pages, pool.free, kv.match(tokens)) == (0, 8, [])
+    kv.validate([])
+    kv.close()
+
+
+def test_freeing_twice_is_a_broken_promise() -> None:
+    kv, _ = make()
+    table = grown(kv, 1)
+    kv.free(table)
+    with pytest.raises(BrokenPromise, match="nobody uses it"):
+        kv.free(table)
+
+
+def test_validate_sees_a_table_that_is_not_counted() -> None:
+    kv, _ = make()
+    table = grown(kv, 2)
+    with pytest.raises(BrokenPromise, match="references"):
+        kv.validate([table, table])
+
+
+def test_a_pool_smaller_than_a_slab_is_short_for_ever() -> None:
+    kv, _ = make(2, head_dim=12)
+    table: list[int] = []
+    assert kv.grow(table, 1) == Short(3)
+    kv.validate([table])

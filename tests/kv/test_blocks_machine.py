@@ -1,0 +1,254 @@
+"""KvCache against a model of what its blocks hold, under any sequence of calls.
+
+The model keeps, for each block, what was written to each of its places: the salt and all tokens up
+to there, as KV depends on them. A block whose page goes loses its contents. After every call each
+table must read what its request computed, and all books must agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from ballast.core.actions import Short
+from ballast.core.model import ModelSpec
+from ballast.core.units import ceil_div
+from ballast.kv.blocks import KvCache
+from ballast.memory.pool import Pool
+from ballast.memory.vm_null import NullVm
+
+PAGE = 256
+BLOCK_TOKENS = 2
+# Head dimensions and what they make: four blocks to a page, four to three pages, one to a page, one
+# to three pages, eight to a page.
+GEOMETRIES = [4, 12, 16, 48, 2]
+Content = tuple[str, tuple[int, ...]]
+
+
+@dataclass
+class Sequence:
+    """One request: KV exists for `tokens[:computed]`."""
+
+    tokens: list[int]
+    salt: str
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+
+
+tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+picks = st.integers(0, 1000)
+
+
+class Machine(RuleBasedStateMachine):
+    kv: KvCache
+
+    @initialize(
+        head_dim=st.sampled_from(GEOMETRIES),
+        n_pages=st.integers(1, 12),
+        prefix=st.sampled_from([True, True, True, False]),
+    )
+    def begin(self, head_dim: int, n_pages: int, prefix: bool) -> None:
+        spec = ModelSpec(
+            name="m",
+            n_layers=1,
+            n_heads=1,
+            kv_heads=1,
+            head_dim=head_dim,
+            hidden=4,
+            intermediate=4,
+            vocab=2,
+            dtype="float32",
+            max_model_len=64,
+            block_tokens=BLOCK_TOKENS,
+            segment_bytes=(1,),
+            fingerprint="f",
+        )
+        vm = NullVm(PAGE, n_pages)
+        self.pool = Pool(vm, n_pages)
+        self.kv = KvCache(spec, self.pool, vm, prefix=prefix, move=self.move)
+        self.memory: dict[int, list[Content | None]] = {}
+        self.open: list[Sequence] = []
+        self.others: list[tuple[int, ...]] = []
+
+    # -- the model ----------------------------------------------------------------------------
+
+    def move(self, source: int, target: int) -> None:
+        assert all(target not in s.blocks for s in self.open)
+        self.memory[target] = list(self.memory.get(source, [None] * BLOCK_TOKENS))
+        self.memory[source] = [None] * BLOCK_TOKENS
+
+    def forget_unbacked(self) -> None:
+        layout = self.kv.layout
+        for block in list(self.memory):
+            page = block // layout.blocks_per_slab * layout.slab_pages
+            if not self.kv.range.is_backed(page):
+                del self.memory[block]
+
+    def read(self, s: Sequence, i: int) -> Content | None:
+        block = self.memory.get(s.blocks[i // BLOCK_TOKENS])
+        return block[i % BLOCK_TOKENS] if block else None
+
+    def tables(self) -> list[list[int]]:
+        return [s.blocks for s in self.open]
+
+    def pick(self, i: int) -> Sequence:
+        return self.open[i % len(self.open)]
+
+    def books(self) -> tuple[object, ...]:
+        kv = self.kv
+        return (
+            kv.pages,
+            kv.cached_pages,
+            kv.cached_blocks,
+            kv.used_blocks,
+            self.pool.free,
+            kv.pages_for(3),
+            list(kv._slabs.idle),
+            sorted(kv._prefix.kept()) if kv._prefix else None,
+        )
+
+    def grow(self, blocks: list[int], n_tokens: int) -> Short | None:
+        """Grow, and check that exactly what the sizes said has happened."""
+        kv = self.kv
+        n = ceil_div(n_tokens, BLOCK_TOKENS) - len(blocks)
+        asked = kv.pages_for(n)
+        fresh = max(0, asked - kv.cached_pages)
+        refused = fresh > self.pool.available(kv.owner) or (
+            kv.limit is not None and fresh > 0 and kv.pages + fresh > kv.limit
+        )
+        before, table, pages = self.books(), list(blocks), kv.pages
+        short = kv.grow(blocks, n_tokens)
+        if refused:
+            assert short == Short(asked)
+            assert (self.books(), blocks) == (before, table)
+            beyond = kv.limit is not None and kv.pages + fresh > kv.limit
+            assert kv.limited(short) == beyond
+        else:
+            assert short is None
+            assert blocks[: len(table)] == table
+            assert len(blocks) == max(len(table), ceil_div(n_tokens, BLOCK_TOKENS))
+            assert kv.limit is None or kv.pages <= max(kv.limit, pages)
+            for block in blocks[len(table) :]:
+                self.memory[block] = [None] * BLOCK_TOKENS
+        return short
+
+    # -- what the engine does -----------------------------------------------------------------
+
+    @rule(prompt=tokens, salt=st.sampled_from(["", "", "a"]))
+    def admit(self, prompt: list[int], salt: str) -> None:
+        s = Sequence(list(prompt), salt, self.kv.match(prompt, salt))
+        s.computed = len(s.blocks) * BLOCK_TOKENS
+        assert s.computed < len(prompt)
+        self.open.append(s)
+        self.check_contents()
+        if self.grow(s.blocks, len(prompt)) is not None:
+            self.kv.free(s.blocks)
+            self.open.remove(s)
+
+    @precondition(lambda self: self.open)
+    @rule(i=picks, n=st.integers(1, 6))
+    def compute(self, i: int, n: int) -> None:
+        s = self.pick(i)
+        room = min(len(s.tokens), len(s.blocks) * BLOCK_TOKENS)
+        for at in range(s.computed, min(room, s.computed + n)):
+            block = self.memory[s.blocks[at // BLOCK_TOKENS]]
+            block[at % BLOCK_TOKENS] = (s.salt, tuple(s.tokens[: at + 1]))
+            s.computed = at + 1
+        self.kv.remember(s.tokens, s.blocks, s.computed, s.salt)
+
+    @precondition(lambda self: self.open)
+    @rule(i=picks, more=tokens)
+    def extend(self, i: int, more: list[int]) -> None:
+        s = self.pick(i)
+        if self.grow(s.blocks, len(s.tokens) + len(more)) is None:
+            s.tokens += more
+
+    @precondition(lambda self: self.open)
+    @rule(i=picks, surrender=st.booleans())
+    def end(self, i: int, surrender: bool) -> None:
+        s = self.pick(i)
+        would_free, cached, pages = self.kv.pages_if_freed(s.blocks), self.kv.cached_pages, None
+        pages = self.kv.pages
+        self.kv.free(s.blocks, surrender=surrender)
+        self.open.remove(s)
+        freed = pages - self.kv.pages
+        if surrender:
+            assert (freed, self.kv.cached_pages) == (would_free, cached)
+        else:
+            assert freed + self.kv.cached_pages - cached == would_free
+
+    # -- what policies ask for ----------------------------------------------------------------
+
+    @rule(pages=st.integers(0, 6))
+    def drop_cached(self, pages: int) -> None:
+        before, cached = self.kv.pages, self.kv.cached_pages
+        freed = self.kv.drop_cached(pages)
+        slab = self.kv.layout.slab_pages
+        assert freed == before - self.kv.pages == min(cached, ceil_div(pages, slab) * slab)
+
+    @rule(pages=st.integers(1, 6), fixed=st.lists(picks, max_size=2))
+    def compact(self, pages: int, fixed: list[int]) -> None:
+        in_flight = [self.pick(i) for i in fixed if self.open]
+        nailed = {b for s in in_flight for b in s.blocks}
+        before, tables = self.kv.pages, [list(s.blocks) for s in in_flight]
+        freed = self.kv.compact(self.tables(), pages, fixed=nailed)
+        assert freed == before - self.kv.pages <= pages + self.kv.layout.slab_pages - 1
+        assert [s.blocks for s in in_flight] == tables
+
+    @rule(limit=st.none() | st.integers(0, 12))
+    def limit(self, limit: int | None) -> None:
+        self.kv.limit = limit
+
+    @rule()
+    def evict(self) -> None:
+        for s in self.open:
+            self.kv.free(s.blocks, surrender=True)
+        self.open.clear()
+        self.kv.clear()
+        assert self.kv.pages == self.kv.cached_blocks == self.kv.used_blocks == 0
+        assert self.pool.owned(self.kv.owner) == 0
+
+    @rule(n=st.integers(1, 6))
+    def others_lease(self, n: int) -> None:
+        pages = self.pool.lease("other", n)
+        if not isinstance(pages, Short):
+            self.others.append(pages)
+
+    @precondition(lambda self: self.others)
+    @rule(i=picks)
+    def others_give_back(self, i: int) -> None:
+        self.pool.give_back("other", self.others.pop(i % len(self.others)))
+
+    # -- what must hold -----------------------------------------------------------------------
+
+    @invariant()
+    def check_contents(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        self.forget_unbacked()
+        for s in self.open:
+            for i in range(s.computed):
+                assert self.read(s, i) == (s.salt, tuple(s.tokens[: i + 1]))
+
+    @invariant()
+    def check_books(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        self.kv.validate(self.tables())
+        self.pool.validate()
+        self.kv.range.validate()
+        assert self.kv.range.os_backed() == self.kv.pages
+        assert self.pool.free + self.kv.pages + sum(map(len, self.others)) == self.pool.total
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
