@@ -1,0 +1,56 @@
+"""The doctor: is this machine, and optionally this fleet, fit for Ballast?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from ballast.bench import doctor_machine, doctor_memory
+from ballast.bench.finding import Finding, Verdict
+from ballast.core.clock import Clock
+from ballast.core.settings import FleetSettings
+from ballast.core.units import KiB, MiB
+
+DEFAULT_BUDGET = 512 * MiB
+DEFAULT_PAGE = 256 * KiB
+_COLOURS = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
+
+
+def examine(fleet: FleetSettings | None, clock: Clock) -> Iterator[Finding]:
+    """Findings, as they are made. Without a fleet, a budget of 512 MiB is taken as wanted.
+
+    Times what it measures by `clock`. Loads every model of the fleet, one after the other; only
+    then is the machinery for models imported.
+    """
+    budget = fleet.device.budget_bytes if fleet else DEFAULT_BUDGET
+    page = fleet.device.page_bytes if fleet else DEFAULT_PAGE
+    yield from doctor_machine.software()
+    yield from doctor_machine.processor()
+    yield from doctor_machine.limits()
+    yield doctor_memory.room(budget, "the budget")
+    yield doctor_memory.mappings(budget, page)
+    yield from doctor_memory.pages(page, clock)
+    if fleet is not None:
+        from ballast.bench import doctor_fleet
+
+        yield from doctor_fleet.fleet(fleet)
+
+
+def table(findings: list[Finding]) -> Table:
+    """For the terminal; cures stand beneath what they cure."""
+    result = Table(title="ballast doctor", title_justify="left")
+    for column in ("check", "", "found"):
+        result.add_column(column, overflow="fold")
+    for finding in findings:
+        colour = _COLOURS[finding.verdict]
+        result.add_row(
+            finding.check, f"[{colour}]{finding.verdict.value}[/]", _escaped(finding.found)
+        )
+        if finding.cure:
+            result.add_row("", "", f"[{colour}]->[/] {_escaped(finding.cure)}")
+    return result
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", r"\[")

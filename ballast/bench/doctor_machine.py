@@ -1,0 +1,128 @@
+"""Software, processor and limits of this machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from ballast.bench.finding import Finding, judged
+
+_LEAST_TORCH = (2, 11)
+_LEAST_FILES = 1024
+_LEAST_THREADS = 256
+
+
+def software() -> Iterator[Finding]:
+    """Operating system, Python, PyTorch and what else decides whether anything runs."""
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    yield judged(
+        "system",
+        system,
+        "Ballast's page pool needs Linux (memfd, fixed mappings)",
+        fail=platform.system() != "Linux",
+    )
+    yield judged(
+        "python",
+        platform.python_version(),
+        "install Python 3.11 or newer and run `make setup` again",
+        fail=sys.version_info < (3, 11),
+    )
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    idle_cuda = torch.version.cuda is not None and not torch.cuda.is_available()
+    yield judged(
+        "torch",
+        f"{torch.__version__}, {build}" + (", but no GPU is usable" if idle_cuda else ""),
+        "install torch 2.13.0 (`make setup`); on a machine without a GPU from the CPU index "
+        "(BALLAST_TORCH_INDEX, see scripts/setup)",
+        fail=version < _LEAST_TORCH,
+        warn=idle_cuda,
+    )
+    names = ("transformers", "numba", "pyzmq", "fastapi")
+    yield judged("libraries", ", ".join(f"{n} {importlib.metadata.version(n)}" for n in names), "")
+
+
+def processor() -> Iterator[Finding]:
+    """Cores this process may use, and instructions that decide the speed of bfloat16."""
+    cores = len(os.sched_getaffinity(0))
+    quota = _cpu_quota()
+    found = f"{cores} cores"
+    if quota is not None:
+        found += f", of which the control group grants {quota:.4g}"
+    usable = min(cores, quota) if quota is not None else cores
+    yield judged(
+        "cores",
+        found,
+        "engine, server and client share the cores: give this process two or more, "
+        "and set `devices[0].threads` to no more than are granted",
+        warn=usable < 2 or (quota is not None and quota < cores),
+    )
+    capability = torch.backends.cpu.get_cpu_capability()
+    bf16 = _bf16()
+    yield judged(
+        "instructions",
+        f"{capability}, {'bfloat16 in hardware' if bf16 else 'no bfloat16 instructions'}",
+        "bfloat16 models will be slow here: serve them with `dtype: float32`",
+        warn=not bf16,
+    )
+
+
+def limits() -> Iterator[Finding]:
+    """What the administrator or the shell allow this process."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    yield judged(
+        "open files",
+        _limit(files),
+        f"each client takes one: `ulimit -n {_LEAST_FILES * 4}`",
+        warn=files != resource.RLIM_INFINITY and files < _LEAST_FILES,
+    )
+    threads = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    yield judged(
+        "threads",
+        _limit(threads),
+        f"`ulimit -u {_LEAST_THREADS * 16}`",
+        warn=threads != resource.RLIM_INFINITY and threads < _LEAST_THREADS,
+    )
+    addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
+    yield judged(
+        "addresses",
+        _limit(addresses),
+        "ranges are reserved far beyond what is used: `ulimit -v unlimited`",
+        fail=addresses != resource.RLIM_INFINITY,
+    )
+    mode = _read("/proc/sys/vm/overcommit_memory")
+    yield judged(
+        "overcommit",
+        f"vm.overcommit_memory = {mode or 'unknown'}",
+        "strict accounting counts reserved addresses: `sysctl vm.overcommit_memory=0`",
+        warn=mode == "2",
+    )
+
+
+def _bf16() -> bool:
+    flags = set((_read("/proc/cpuinfo") or "").replace("\n", " ").split())
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def _cpu_quota() -> float | None:
+    """Cores' worth of time granted by the control group (version 2); None: no bound."""
+    parts = (_read("/sys/fs/cgroup/cpu.max") or "max").split()
+    return None if parts[0] == "max" else int(parts[0]) / int(parts[1])
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else f"{value}"
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None
