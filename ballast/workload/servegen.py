@@ -1,0 +1,243 @@
+"""Requests drawn from ServeGen's public client statistics (windowed rates, length distributions).
+
+The data holds no requests: for each client of a model and each 600 s window a rate, a CV and a
+fitted distribution of gaps (Gamma or Weibull, as shape and scale). What is drawn keeps the rate of
+each window and the *shape* of its gaps; the fitted scales disagree with the stated rates, and the
+rates win. Gaps run on across the ends of windows in operational time (expected requests so far),
+so that a client does not start afresh every ten minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gamma
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from ballast.workload.lengths import Empirical
+from ballast.workload.reading import naming, number, read_lines, read_rows
+from ballast.workload.workload import Workload, WorkloadError, WorkloadRequest
+
+WINDOW_SECONDS = 600.0
+DAY_SECONDS = 86_400.0
+_MODEL_WIDE = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeGenSample:
+    """What to draw."""
+
+    start: float = 0.0
+    """Seconds into the data."""
+    seconds: float = 600.0
+    rate: float | None = 10.0
+    """Mean requests per second over all models; None: as recorded (thousands)."""
+    models: tuple[str, ...] | None = None
+    """Which models; None: all."""
+    lengths: Path | None = None
+    """File of token-length distributions; None: the one `*length*.jsonl*` beside the rates."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.start >= 0 and 0 < self.seconds < float("inf")):
+            raise WorkloadError(f"servegen: no {self.seconds!r} s from {self.start!r} s on")
+        if self.rate is not None and not 0 < self.rate < float("inf"):
+            raise WorkloadError(f"servegen: rate {self.rate!r} is not allowed; positive")
+
+
+@dataclass(frozen=True, slots=True)
+class ClientWindow:
+    """One client's behaviour for WINDOW_SECONDS from `start` on."""
+
+    start: float
+    rate: float
+    """Requests per second."""
+    cv: float
+    pattern: str
+    """`Gamma`, `Weibull`, or empty where too few requests were seen to fit one."""
+    shape: float
+
+    def gap(self, rng: np.random.Generator) -> float:
+        """One gap between requests, in units of the mean gap."""
+        if self.pattern == "Gamma" and self.shape > 0:
+            return rng.gamma(self.shape) / self.shape
+        if self.pattern == "Weibull" and self.shape > 0:
+            return rng.weibull(self.shape) / gamma(1 + 1 / self.shape)
+        return rng.exponential()
+
+
+Client = tuple[str, str]
+"""Model and client id."""
+
+
+class LengthBook:
+    """Prompt and output lengths by client and time of day, with the model's pool for the rest."""
+
+    def __init__(self, path: Path) -> None:
+        self._windows: dict[Client, list[tuple[float, Empirical, Empirical]]] = {}
+        pools: dict[tuple[str, float], list[tuple[dict[int, float], dict[int, float]]]] = {}
+        decode = msgspec.json.Decoder(_LengthLine, strict=False).decode
+        for line, text in read_lines(path):
+            with naming(path, line):
+                told = decode(text)
+                pair = (_pdf(told.input_tokens), _pdf(told.output_tokens))
+                if not (pair[0] and pair[1]):
+                    continue
+                time_of_day = told.window_start % DAY_SECONDS
+                self._add((told.model, str(told.client_id)), time_of_day, *pair)
+                pools.setdefault((told.model, time_of_day), []).append(pair)
+        for (model, time_of_day), pairs in pools.items():
+            self._add(
+                (model, _MODEL_WIDE),
+                time_of_day,
+                _mixture([p for p, _ in pairs]),
+                _mixture([o for _, o in pairs]),
+            )
+        if not self._windows:
+            raise WorkloadError("holds no length distributions", str(path))
+
+    def _add(
+        self, client: Client, time_of_day: float, prompt: dict[int, float], output: dict[int, float]
+    ) -> None:
+        samplers = (time_of_day, Empirical.of_pdf(prompt), Empirical.of_pdf(output))
+        self._windows.setdefault(client, []).append(samplers)
+
+    def knows(self, client: Client) -> bool:
+        """Whether this client's own distributions are there."""
+        return client in self._windows
+
+    def samplers(self, client: Client, at: float) -> tuple[Empirical, Empirical]:
+        """Of the latest window that began before this time of day; raises WorkloadError."""
+        windows = self._windows.get(client) or self._windows.get((client[0], _MODEL_WIDE))
+        if windows is None:
+            raise WorkloadError(f"no token lengths for model {client[0]!r}")
+        time_of_day = at % DAY_SECONDS
+        _, prompt, output = min(windows, key=lambda w: (time_of_day - w[0]) % DAY_SECONDS)
+        return prompt, output
+
+
+class _LengthLine(msgspec.Struct):
+    model: str
+    client_id: str | int
+    window_start: float
+    input_tokens: str
+    output_tokens: str
+
+
+def sample_servegen(rates: Path, sample: ServeGenSample) -> Workload:
+    """Draws requests for `sample.seconds` from `sample.start` on. Raises WorkloadError."""
+    clients = _read_clients(rates, sample)
+    expected = sum(w.rate * _overlap(w, sample) for windows in clients.values() for w in windows)
+    if not expected:
+        raise WorkloadError("no client sends anything in the time asked for", str(rates))
+    scale = 1.0 if sample.rate is None else sample.rate * sample.seconds / expected
+    book = LengthBook(sample.lengths or _lengths_beside(rates))
+    drawn: list[tuple[float, str, str, int, int]] = []
+    pooled = 0
+    for place, client in enumerate(sorted(clients)):
+        rng = np.random.default_rng([sample.seed, place])
+        times = list(_arrivals(clients[client], sample, scale, rng))
+        pooled += 0 if book.knows(client) else len(times)
+        for at in times:
+            prompt, output = book.samplers(client, at)
+            lengths = (int(prompt.sample(rng, 1)[0]), int(output.sample(rng, 1)[0]))
+            drawn.append((at - sample.start, *client, *lengths))
+    requests = (
+        WorkloadRequest(
+            id=n,
+            at=at,
+            model=model,
+            prompt_tokens=prompt,
+            output_tokens=output,
+            session=f"{model}/{client}",
+        )
+        for n, (at, model, client, prompt, output) in enumerate(sorted(drawn))
+    )
+    labels = [
+        f"drawn from client statistics, seconds {sample.start:g} to "
+        f"{sample.start + sample.seconds:g}, seed {sample.seed}"
+    ]
+    if sample.rate is not None:
+        labels.append(f"rates x{scale:.4g}")
+    if pooled:
+        labels.append(f"{pooled} requests of clients without lengths of their own: the model's")
+    source = "Alibaba ServeGen, Apache-2.0"
+    return Workload.of(rates.name.split(".")[0], requests, source, tuple(labels))
+
+
+def _read_clients(path: Path, sample: ServeGenSample) -> dict[Client, list[ClientWindow]]:
+    """Windows that overlap the sample, by client."""
+    clients: dict[Client, list[ClientWindow]] = {}
+    for line, row in read_rows(path):
+        with naming(path, line):
+            if sample.models is not None and row["model"] not in sample.models:
+                continue
+            window = ClientWindow(
+                number(row, "timestamp"),
+                number(row, "rate"),
+                number(row, "cv"),
+                row["pat_name"],
+                number(row, "pat_arg1"),
+            )
+            if window.pattern not in ("", "Gamma", "Weibull"):
+                raise ValueError(f"pat_name: {window.pattern!r} is neither Gamma nor Weibull")
+        if window.rate > 0 and _overlap(window, sample) > 0:
+            clients.setdefault((row["model"], row["client_id"]), []).append(window)
+    for windows in clients.values():
+        windows.sort(key=lambda w: w.start)
+    return clients
+
+
+def _overlap(window: ClientWindow, sample: ServeGenSample) -> float:
+    """Seconds of the window inside the sample; 0 or less: none."""
+    begin = max(window.start, sample.start)
+    return max(0.0, min(window.start + WINDOW_SECONDS, sample.start + sample.seconds) - begin)
+
+
+def _arrivals(
+    windows: list[ClientWindow], sample: ServeGenSample, scale: float, rng: np.random.Generator
+) -> Iterator[float]:
+    """Arrival times of one client; gaps carry over from window to window."""
+    left = windows[0].gap(rng) * rng.random()
+    for window in windows:
+        at = max(window.start, sample.start)
+        end = at + _overlap(window, sample)
+        rate = window.rate * scale
+        while at + left / rate < end:
+            at += left / rate
+            yield at
+            left = window.gap(rng)
+        left -= (end - at) * rate
+
+
+def _lengths_beside(rates: Path) -> Path:
+    found = sorted(rates.parent.glob("*length*.jsonl*"))
+    if len(found) != 1:
+        told = f"{len(found)} files *length*.jsonl* beside it; name the one to use"
+        raise WorkloadError(told, str(rates))
+    return found[0]
+
+
+def _pdf(text: str) -> dict[int, float]:
+    """`{tokens: probability}` as the data spells it, empty for an idle window; or ValueError."""
+    pdf: dict[int, float] = {}
+    try:
+        inside = text.strip().removeprefix("{").removesuffix("}")
+        for entry in inside.split(",") if inside else ():
+            tokens, probability = entry.split(":")
+            pdf[int(tokens)] = float(probability)
+    except ValueError as error:
+        raise ValueError(f"not a distribution: {text[:40]!r}") from error
+    return {tokens: p for tokens, p in pdf.items() if p > 0}
+
+
+def _mixture(pdfs: list[dict[int, float]]) -> dict[int, float]:
+    """Their mean, each client counting alike."""
+    mixed: dict[int, float] = {}
+    for pdf in pdfs:
+        for tokens, probability in pdf.items():
+            mixed[tokens] = mixed.get(tokens, 0.0) + probability
+    return mixed
