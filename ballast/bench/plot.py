@@ -1,0 +1,89 @@
+"""Reports as one picture: latency distributions, attainment per model, memory over time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from ballast.bench.record import RequestRecord
+from ballast.bench.report import Report
+from ballast.core.errors import ConfigError
+from ballast.core.units import MiB
+
+
+def plot(reports: Sequence[Report], path: str | Path) -> None:
+    """Write a PNG of one or more reports, told apart by their names."""
+    if not reports:
+        raise ConfigError("reports", [], "at least one")
+    with_memory = [r for r in reports if r.memory]
+    rows = 2 + len(with_memory)
+    figure = Figure(figsize=(12, 3.6 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(rows, 3)
+    latencies: tuple[tuple[str, Callable[[RequestRecord], float | None]], ...] = (
+        ("time to first token, s", lambda r: r.ttft),
+        ("time per output token, s", lambda r: r.tpot),
+        ("end to end, s", lambda r: r.e2e),
+    )
+    for column, (label, of) in enumerate(latencies):
+        _distribution(figure.add_subplot(grid[0, column]), reports, label, of)
+    _attainment(figure.add_subplot(grid[1, :]), reports)
+    for row, report in enumerate(with_memory, start=2):
+        _memory(figure.add_subplot(grid[row, :]), report)
+    figure.savefig(path, dpi=110, format="png")
+
+
+def _distribution(
+    axes: Axes,
+    reports: Sequence[Report],
+    label: str,
+    of: Callable[[RequestRecord], float | None],
+) -> None:
+    """Share of all requests below a latency: curves of runs with failures end below 1."""
+    for report in reports:
+        values = sorted(v for r in report.records if r.answered and (v := of(r)) is not None)
+        if values:
+            shares = np.arange(1, len(values) + 1) / len(report.records)
+            axes.step(np.maximum(values, 1e-4), shares, where="post", label=report.name)
+    axes.set_xscale("log")
+    axes.set_ylim(0, 1.02)
+    axes.set_xlabel(label)
+    axes.set_ylabel("share of requests")
+    axes.grid(alpha=0.3)
+    if axes.get_lines():
+        axes.legend(fontsize="small")
+
+
+def _attainment(axes: Axes, reports: Sequence[Report]) -> None:
+    models = sorted({m for r in reports for m in r.models})
+    names = [*models, "all"]
+    width = 0.8 / len(reports)
+    for place, report in enumerate(reports):
+        shares = [report.models[m].attainment if m in report.models else 0.0 for m in models]
+        shares.append(report.total.attainment)
+        offset = (place - (len(reports) - 1) / 2) * width
+        axes.bar(np.arange(len(names)) + offset, shares, width, label=report.name)
+    axes.set_xticks(np.arange(len(names)), names, rotation=20, ha="right", fontsize="small")
+    axes.set_ylim(0, 1.02)
+    axes.set_ylabel("share in SLO")
+    axes.legend(fontsize="small")
+
+
+def _memory(axes: Axes, report: Report) -> None:
+    """Owners stacked over time, in MiB; free memory is what is left white."""
+    owners = sorted({o for s in report.memory for o in s.owners if o != "free"})
+    times = [s.at for s in report.memory]
+    series = [[s.owners.get(o, 0) / MiB for s in report.memory] for o in owners]
+    colours = [colormaps["tab20"](n % 20) for n in range(len(owners))]
+    axes.stackplot(times, series, labels=owners, colors=colours, step="post")
+    totals = [sum(s.owners.values()) / MiB for s in report.memory]
+    axes.step(times, totals, where="post", color="black", linewidth=0.8, label="all, with free")
+    axes.set_xlabel("seconds")
+    axes.set_ylabel(f"MiB, {report.name}")
+    axes.legend(fontsize="x-small", ncols=2, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -1,0 +1,209 @@
+"""What happened to each request of a run, written down as it happens, live or in virtual time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ballast.core.event import Cancelled, Failed, Finished, Output, TokenOut
+from ballast.core.report import DeviceReport
+from ballast.core.request import Submission
+from ballast.workload.prompts import prompt_for
+from ballast.workload.workload import WorkloadRequest
+
+Prompts = Callable[[WorkloadRequest], tuple[int, ...]]
+"""Makes the token ids of a request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """One request. All times in seconds from the start of the workload."""
+
+    id: int
+    """Of the `WorkloadRequest`."""
+    model: str
+    at: float
+    """When the workload wanted it sent; all latencies count from here."""
+    sent: float
+    """When it was sent: later than `at` only by the sender's own lateness."""
+    first_token: float | None
+    end: float | None
+    """When it was answered, or had failed; None if neither had happened at the end of the run."""
+    prompt_tokens: int
+    output_tokens: int
+    """Received; for a failed request those before the failure."""
+    token_times: tuple[float, ...] = ()
+    """Arrival of each token; over HTTP, of each chunk, which may hold several."""
+    cached_tokens: int = 0
+    preemptions: int = 0
+    error: str | None = None
+    """Why there is no complete answer; None: answered."""
+
+    @property
+    def answered(self) -> bool:
+        return self.error is None
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token; None if none came."""
+        return None if self.first_token is None else self.first_token - self.at
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean time per output token after the first; None for fewer than two tokens."""
+        if self.first_token is None or not self.token_times or self.output_tokens < 2:
+            return None
+        return (self.token_times[-1] - self.first_token) / (self.output_tokens - 1)
+
+    @property
+    def e2e(self) -> float | None:
+        """From `at` to the last token of a complete answer; None for a failed request."""
+        return None if self.end is None or self.error is not None else self.end - self.at
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySample:
+    """Who held how much at one moment."""
+
+    at: float
+    """Seconds from the start of the workload."""
+    owners: dict[str, int]
+    """Bytes by owner, `free` included where it is known."""
+
+
+def bytes_by_owner(report: DeviceReport) -> dict[str, int]:
+    """A device's memory in bytes, free and reclaiming pages included."""
+    pages = {**report.owners, "reclaiming": report.reclaiming, "free": report.free}
+    return {owner: n * report.page_bytes for owner, n in pages.items()}
+
+
+def submission_for(request: WorkloadRequest, prompt: tuple[int, ...]) -> Submission:
+    """A greedy submission that generates exactly the workload's number of tokens."""
+    return Submission(
+        id=f"w{request.id}",
+        model=request.model,
+        prompt=prompt,
+        max_tokens=request.output_tokens,
+        arrival=request.at,
+        ignore_eos=True,
+    )
+
+
+def prompts_of(vocab: dict[str, int], seed: int = 0, lowest: int = 0) -> Prompts:
+    """Prompts with token ids in [lowest, vocab of the request's model)."""
+    return lambda request: prompt_for(request, vocab[request.model], seed, lowest)
+
+
+@dataclass(slots=True)
+class _Entry:
+    request: WorkloadRequest
+    sent: float
+    token_times: list[float] = field(default_factory=list)
+    end: float | None = None
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    error: str | None = None
+
+
+class Recorder:
+    """The book of one run, by submission id. Safe from any thread.
+
+    `origin` is the clock's time at the start of the workload. `told` has the shape that the
+    simulator wants of its listener.
+    """
+
+    def __init__(self, origin: float = 0.0) -> None:
+        self.origin = origin
+        self._entries: dict[str, _Entry] = {}
+        self._lock = threading.Lock()
+
+    def sent(self, request: WorkloadRequest, submission_id: str, now: float) -> None:
+        """`request` goes out now, under this id."""
+        with self._lock:
+            self._entries[submission_id] = _Entry(request, now - self.origin)
+
+    def told(self, now: float, output: Output) -> bool:
+        """The engine said something; whether it was its last word on that request."""
+        if isinstance(output, TokenOut):
+            self.token(output.request_id, now)
+            return False
+        if isinstance(output, Finished):
+            self.finished(
+                output.request_id,
+                now,
+                output.prompt_tokens,
+                output.output_tokens,
+                output.cached_tokens,
+                output.preemptions,
+            )
+        elif isinstance(output, Failed):
+            self.failed(output.request_id, now, f"{output.code}: {output.reason}")
+        elif isinstance(output, Cancelled):
+            self.failed(output.request_id, now, "cancelled")
+        return True
+
+    def token(self, submission_id: str, now: float) -> None:
+        """A token, or a chunk of them, arrived."""
+        with self._lock:
+            entry = self._entries[submission_id]
+            if entry.end is None:
+                entry.token_times.append(now - self.origin)
+
+    def finished(
+        self,
+        submission_id: str,
+        now: float,
+        prompt_tokens: int,
+        output_tokens: int,
+        cached_tokens: int = 0,
+        preemptions: int = 0,
+    ) -> None:
+        """The answer is complete."""
+        with self._lock:
+            entry = self._entries[submission_id]
+            if entry.end is None:
+                entry.end = now - self.origin
+                entry.prompt_tokens, entry.output_tokens = prompt_tokens, output_tokens
+                entry.cached_tokens, entry.preemptions = cached_tokens, preemptions
+
+    def failed(self, submission_id: str, now: float, reason: str) -> None:
+        """There will be no complete answer. Whatever is said later of the request is ignored."""
+        with self._lock:
+            entry = self._entries[submission_id]
+            if entry.end is None:
+                entry.end, entry.error = now - self.origin, reason
+
+    def answered(self, submission_id: str) -> bool:
+        """Whether it has a complete answer."""
+        with self._lock:
+            entry = self._entries[submission_id]
+            return entry.end is not None and entry.error is None
+
+    def records(self) -> tuple[RequestRecord, ...]:
+        """All requests sent, in the workload's order; unanswered ones are failures."""
+        with self._lock:
+            entries = sorted(self._entries.values(), key=lambda e: (e.request.at, e.request.id))
+            return tuple(_record(e) for e in entries)
+
+
+def _record(entry: _Entry) -> RequestRecord:
+    complete = entry.end is not None and entry.error is None
+    error = "not answered by the end of the run" if entry.end is None else entry.error
+    first = entry.token_times[0] if entry.token_times else (entry.end if complete else None)
+    return RequestRecord(
+        id=entry.request.id,
+        model=entry.request.model,
+        at=entry.request.at,
+        sent=entry.sent,
+        first_token=first,
+        end=entry.end,
+        prompt_tokens=entry.prompt_tokens if complete else entry.request.prompt_tokens,
+        output_tokens=entry.output_tokens if complete else len(entry.token_times),
+        token_times=tuple(entry.token_times),
+        cached_tokens=entry.cached_tokens,
+        preemptions=entry.preemptions,
+        error=error,
+    )

@@ -1,0 +1,190 @@
+"""Open-loop replay: requests go out at the workload's times, whatever becomes of earlier ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ballast.bench.record import (
+    MemorySample,
+    Prompts,
+    Recorder,
+    RequestRecord,
+    bytes_by_owner,
+    submission_for,
+)
+from ballast.core.clock import Clock
+from ballast.core.errors import BallastError
+from ballast.core.event import Output
+from ballast.core.report import DeviceReport
+from ballast.core.request import Submission
+from ballast.workload.workload import Workload, WorkloadRequest
+
+Sleep = Callable[[float], Awaitable[None]]
+
+
+class TargetError(BallastError):
+    """The target did not answer a request completely; says what it did instead."""
+
+
+class Target(Protocol):
+    """Something that serves requests."""
+
+    @property
+    def clock(self) -> Clock:
+        """Times of the records are this clock's."""
+
+    async def run(self, submission: Submission, recorder: Recorder) -> None:
+        """Send it, record its tokens and its end; raise TargetError where it fails.
+
+        Must give the request up when cancelled.
+        """
+
+    async def memory(self) -> Mapping[str, int]:
+        """Bytes by owner now; empty where that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What came of a replay."""
+
+    records: tuple[RequestRecord, ...]
+    wall_seconds: float
+    """From the start of the workload to the last answer."""
+    memory: tuple[MemorySample, ...]
+
+
+async def replay(
+    workload: Workload,
+    target: Target,
+    prompts: Prompts,
+    *,
+    timeout: float = 600.0,
+    memory_every: float = 0.5,
+    progress: bool = False,
+    sleep: Sleep = asyncio.sleep,
+) -> Replayed:
+    """Send every request at its time and wait for the answers, each at most `timeout` seconds.
+
+    Prompts are made while waiting for their moment. A request that fails is recorded as failed,
+    never raised. `memory_every` is the time between memory samples, in seconds.
+    """
+    clock = target.clock
+    recorder = Recorder(clock.now())
+    samples: list[MemorySample] = []
+    with _bar(workload, progress) as bar:
+        task_id = bar.add_task(workload.name, total=len(workload.requests), failed=0)
+        failed = 0
+
+        async def one(request: WorkloadRequest, prompt: tuple[int, ...]) -> None:
+            nonlocal failed
+            submission = submission_for(request, prompt)
+            recorder.sent(request, submission.id, clock.now())
+            reason = None
+            try:
+                async with asyncio.timeout(timeout):
+                    await target.run(submission, recorder)
+            except TimeoutError:
+                reason = f"no complete answer within {timeout:g} s"
+            except BallastError as error:
+                reason = str(error)
+            if reason is not None:
+                recorder.failed(submission.id, clock.now(), reason)
+            failed += not recorder.answered(submission.id)
+            bar.update(task_id, advance=1, failed=failed)
+
+        watcher = asyncio.create_task(_watch(target, recorder.origin, samples, memory_every))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for request in workload.requests:
+                    prompt = prompts(request)
+                    wait = recorder.origin + request.at - clock.now()
+                    await sleep(max(0.0, wait))
+                    group.create_task(one(request, prompt))
+            wall_seconds = clock.now() - recorder.origin
+        finally:
+            watcher.cancel()
+            with suppress(asyncio.CancelledError):
+                await watcher
+    return Replayed(recorder.records(), wall_seconds, tuple(samples))
+
+
+async def _watch(target: Target, origin: float, samples: list[MemorySample], every: float) -> None:
+    while True:
+        owners = await target.memory()
+        if owners:
+            samples.append(MemorySample(target.clock.now() - origin, dict(owners)))
+        await asyncio.sleep(every)
+
+
+def _bar(workload: Workload, shown: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("answered or failed, {task.fields[failed]} failed"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        disable=not shown,
+    )
+
+
+class EngineTarget:
+    """An engine in this process. Whatever it says must reach `listen`, on any thread.
+
+    ::
+
+        with InProcess(fleet) as server:
+            device = server.device
+            target = EngineTarget(device.clock, server.submit, server.cancel, device.snapshot)
+            server.listen = target.listen
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        submit: Callable[[Submission], None],
+        cancel: Callable[[str], None],
+        snapshot: Callable[[], DeviceReport] | None = None,
+    ) -> None:
+        self._clock = clock
+        self._submit, self._cancel, self._snapshot = submit, cancel, snapshot
+        self._open: dict[str, tuple[Recorder, asyncio.AbstractEventLoop, asyncio.Event]] = {}
+
+    @property
+    def clock(self) -> Clock:
+        return self._clock
+
+    def listen(self, now: float, output: Output) -> None:
+        """Records it; wakes the sender for last words only, so that tokens stay cheap."""
+        found = self._open.get(output.request_id)
+        if found is None:
+            return
+        recorder, loop, done = found
+        if recorder.told(now, output):
+            # The sender may have given up meanwhile, and its event loop have gone with it.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(done.set)
+
+    async def run(self, submission: Submission, recorder: Recorder) -> None:
+        """Submit it and wait for the engine's last word on it."""
+        done = asyncio.Event()
+        self._open[submission.id] = (recorder, asyncio.get_running_loop(), done)
+        try:
+            self._submit(submission)
+            await done.wait()
+        except asyncio.CancelledError:
+            self._cancel(submission.id)
+            raise
+        finally:
+            del self._open[submission.id]
+
+    async def memory(self) -> Mapping[str, int]:
+        """From the device's snapshot."""
+        return {} if self._snapshot is None else bytes_by_owner(self._snapshot())

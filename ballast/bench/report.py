@@ -1,0 +1,199 @@
+"""What a run amounts to: latencies, service levels, throughput, memory; as numbers and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ballast.bench.record import MemorySample, RequestRecord
+from ballast.core.errors import ConfigError
+from ballast.core.settings import Slo
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A latency over the requests that have one, in seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Spread | None:
+        """None where there are no values. Percentiles interpolate linearly."""
+        there = np.array([v for v in values if v is not None], dtype=np.float64)
+        if not there.size:
+            return None
+        p50, p90, p99 = np.percentile(there, (50, 90, 99))
+        return cls(float(there.mean()), float(p50), float(p90), float(p99))
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """How some requests (one model's, or all) were served."""
+
+    requests: int
+    answered: int
+    failed: int
+    attained: int
+    """Answered within both service levels. A failed request attains nothing."""
+    attained_ttft: int
+    attained_tpot: int
+    prompt_tokens: int
+    """Of answered requests; likewise below."""
+    cached_tokens: int
+    output_tokens: int
+    preemptions: int
+    ttft: Spread | None
+    """Over answered requests; likewise below."""
+    tpot: Spread | None
+    e2e: Spread | None
+
+    @property
+    def attainment(self) -> float:
+        """Share of all requests that attained; 1 where there are none."""
+        return self.attained / self.requests if self.requests else 1.0
+
+    @classmethod
+    def of(cls, records: Iterable[RequestRecord], slos: Mapping[str, Slo]) -> Served:
+        """Counts and spreads of `records`."""
+        every = list(records)
+        done = [r for r in every if r.answered]
+        ttft = [r for r in done if _ttft_holds(r, slos[r.model])]
+        tpot = [r for r in done if _tpot_holds(r, slos[r.model])]
+        return cls(
+            requests=len(every),
+            answered=len(done),
+            failed=len(every) - len(done),
+            attained=sum(_tpot_holds(r, slos[r.model]) for r in ttft),
+            attained_ttft=len(ttft),
+            attained_tpot=len(tpot),
+            prompt_tokens=sum(r.prompt_tokens for r in done),
+            cached_tokens=sum(r.cached_tokens for r in done),
+            output_tokens=sum(r.output_tokens for r in done),
+            preemptions=sum(r.preemptions for r in done),
+            ttft=Spread.of(r.ttft for r in done),
+            tpot=Spread.of(r.tpot for r in done),
+            e2e=Spread.of(r.e2e for r in done),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One run of one workload, under one preset."""
+
+    name: str
+    """What sets this run apart, for example its preset."""
+    workload: str
+    """What was run, with every change to the trace."""
+    wall_seconds: float
+    total: Served
+    models: dict[str, Served]
+    """By model, in order of name; models with a service level but no request included."""
+    slos: dict[str, Slo]
+    errors: dict[str, int]
+    """Requests by reason of failure, most frequent first."""
+    latest_send: float
+    """Seconds by which the sender was late at worst: large values make a run invalid."""
+    records: tuple[RequestRecord, ...]
+    memory: tuple[MemorySample, ...]
+
+    @classmethod
+    def of(
+        cls,
+        records: Sequence[RequestRecord],
+        slos: Mapping[str, Slo],
+        wall_seconds: float,
+        memory: Sequence[MemorySample] = (),
+        *,
+        name: str = "run",
+        workload: str = "",
+    ) -> Report:
+        """Raises ConfigError where a model has no service level or no time has passed.
+
+        `wall_seconds` is what throughput is divided by: from the start of the workload to the
+        last answer.
+        """
+        if not wall_seconds > 0:
+            raise ConfigError("wall_seconds", wall_seconds, "positive")
+        unknown = sorted({r.model for r in records} - set(slos))
+        if unknown:
+            raise ConfigError("slos", unknown, "every model of the run needs a service level")
+        by_model: dict[str, list[RequestRecord]] = {name: [] for name in sorted(slos)}
+        for record in records:
+            by_model[record.model].append(record)
+        return cls(
+            name=name,
+            workload=workload,
+            wall_seconds=wall_seconds,
+            total=Served.of(records, slos),
+            models={m: Served.of(rs, slos) for m, rs in by_model.items()},
+            slos=dict(slos),
+            errors=dict(Counter(r.error for r in records if r.error).most_common()),
+            latest_send=max((r.sent - r.at for r in records), default=0.0),
+            records=tuple(records),
+            memory=tuple(memory),
+        )
+
+    @property
+    def requests_per_second(self) -> float:
+        """Answered requests over wall time."""
+        return self.total.answered / self.wall_seconds
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        """Output tokens of answered requests over wall time."""
+        return self.total.output_tokens / self.wall_seconds
+
+    @property
+    def worst_attainment(self) -> float:
+        """Of the model served worst: the mean over all requests hides starved models."""
+        return min((m.attainment for m in self.models.values()), default=1.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data with stable keys; times in seconds, memory in bytes, no single records."""
+        owners = sorted({owner for s in self.memory for owner in s.owners})
+        return {
+            "name": self.name,
+            "workload": self.workload,
+            "wall_seconds": self.wall_seconds,
+            "requests_per_second": self.requests_per_second,
+            "output_tokens_per_second": self.output_tokens_per_second,
+            "worst_attainment": self.worst_attainment,
+            "latest_send": self.latest_send,
+            "total": _served_json(self.total),
+            "models": {
+                name: {**_served_json(served), "slo": asdict(self.slos[name])}
+                for name, served in self.models.items()
+            },
+            "errors": self.errors,
+            "memory": {
+                "at": [s.at for s in self.memory],
+                "bytes": {o: [s.owners.get(o, 0) for s in self.memory] for o in owners},
+                "peak": {o: max(s.owners.get(o, 0) for s in self.memory) for o in owners},
+            },
+        }
+
+    def write_json(self, path: str | Path) -> None:
+        """`to_json` as a file."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+
+
+def _served_json(served: Served) -> dict[str, Any]:
+    return {"attainment": served.attainment, **asdict(served)}
+
+
+def _ttft_holds(record: RequestRecord, slo: Slo) -> bool:
+    return record.ttft is not None and record.ttft <= slo.ttft
+
+
+def _tpot_holds(record: RequestRecord, slo: Slo) -> bool:
+    """Holds for answers of a single token, which have no time per further token."""
+    return record.tpot is None or record.tpot <= slo.tpot
