@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from mmap import PAGESIZE
+from mmap import PAGESIZE as PAGESIZE
 
 from ballast.core.errors import DeviceError
 
@@ -96,6 +96,13 @@ def mallopt(parameter: int, value: int) -> None:
         raise DeviceError("mallopt", "this C library has none; run on glibc")
     if not call(ctypes.c_int(parameter), ctypes.c_int(value)):
         raise DeviceError("mallopt", f"refused parameter {parameter} = {value}")
+
+
+def malloc_trim() -> None:
+    """Give free memory of the C allocator back to the machine; nothing where it cannot."""
+    call = getattr(_libc, "malloc_trim", None)
+    if call is not None:
+        call(ctypes.c_size_t(0))
 
 
 def max_map_count() -> int:

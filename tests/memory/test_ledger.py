@@ -1,0 +1,127 @@
+"""The book alone: what it allows, what it refuses, and that refusing changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ballast.core.actions import Short
+from ballast.core.errors import BrokenPromise
+from ballast.memory.ledger import Ledger
+
+
+def _snapshot(book: Ledger) -> object:
+    return (
+        book.free,
+        book.reclaiming,
+        book.promised,
+        book.owners(),
+        [(book.owner_of(p), book.holder_of(p)) for p in range(book.total)],
+    )
+
+
+def test_the_life_of_a_page() -> None:
+    book = Ledger(4)
+    book.lease("a", [1, 2])
+    assert (book.free, book.owned("a"), book.owner_of(1), book.owner_of(0)) == (2, 2, "a", None)
+    book.give_back("a", [2])
+    assert (book.free, book.reclaiming, book.reclaiming_of("a"), book.owned("a")) == (2, 1, 1, 1)
+    book.freed("a", [2])
+    book.hand_over("a", "b", [1])
+    assert book.owners() == {"b": 1}
+    assert (book.free, book.reclaiming) == (3, 0)
+    book.validate()
+
+
+def test_promises_count_reclaiming_pages_and_bind_the_others() -> None:
+    book = Ledger(6)
+    book.lease("a", [0, 1, 2, 3])
+    book.give_back("a", [0, 1])
+    assert book.promise("arena", 3) is None
+    assert book.promise("other", 2) == Short(1)
+    assert book.available("a") == 0
+    assert book.available("arena") == 2
+    book.lease("arena", [4, 5])
+    assert (book.promised_to("arena"), book.promised) == (1, 1)
+    assert book.withdraw("arena") == 1
+    assert book.withdraw("arena") == 0
+    book.validate()
+
+
+def test_a_lease_does_not_take_what_is_promised_to_others() -> None:
+    book = Ledger(4)
+    assert book.promise("b", 2) is None
+    with pytest.raises(BrokenPromise, match="promised to others"):
+        book.lease("a", [0, 1, 2])
+    book.lease("a", [0, 1])
+    book.lease("b", [2, 3])
+    assert book.promised == 0
+    book.validate()
+
+
+def test_a_lent_page_stays_its_owners() -> None:
+    book = Ledger(4)
+    book.lease("a", [0, 1])
+    book.lend("a", [0], "peer")
+    assert (book.owner_of(0), book.holder_of(0), book.holder_of(1)) == ("a", "peer", "a")
+    assert (book.owned("a"), book.lent("a"), book.lent("b")) == (2, {"peer": 1}, {})
+    for attempt in (
+        lambda: book.give_back("a", [0, 1]),
+        lambda: book.hand_over("a", "b", [0]),
+        lambda: book.lend("a", [0], "third"),
+        lambda: book.recall("a", [1]),
+        lambda: book.recall("b", [0]),
+        lambda: book.lend("a", [1], "a"),
+    ):
+        before = _snapshot(book)
+        with pytest.raises(BrokenPromise):
+            attempt()
+        assert _snapshot(book) == before
+    book.recall("a", [0])
+    book.give_back("a", [0, 1])
+    book.freed("a", [0, 1])
+    book.validate()
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        lambda b: b.lease("b", [0]),
+        lambda b: b.lease("b", [2, 2]),
+        lambda b: b.lease("b", [4]),
+        lambda b: b.lease("b", [-1]),
+        lambda b: b.give_back("b", [0]),
+        lambda b: b.give_back("nobody", [0]),
+        lambda b: b.give_back("a", [0, 0]),
+        lambda b: b.freed("a", [0]),
+        lambda b: b.freed("a", [3]),
+        lambda b: b.hand_over("a", "b", [0, 2]),
+        lambda b: b.promise("a", -1),
+    ],
+)
+def test_a_refused_call_changes_nothing(attempt: Callable[[Ledger], object]) -> None:
+    book = Ledger(4)
+    book.lease("a", [0, 1])
+    book.lease("b", [3])
+    before = _snapshot(book)
+    with pytest.raises(BrokenPromise):
+        attempt(book)
+    assert _snapshot(book) == before
+    book.validate()
+
+
+def test_validate_sees_each_kind_of_damage() -> None:
+    def damaged(damage: Callable[[Ledger], None]) -> None:
+        book = Ledger(4)
+        book.lease("a", [0, 1])
+        damage(book)
+        with pytest.raises(BrokenPromise):
+            book.validate()
+
+    damaged(lambda b: setattr(b, "free", 3))
+    damaged(lambda b: setattr(b, "promised", 1))
+    damaged(lambda b: b._owned.__setitem__(0, 1))
+    damaged(lambda b: b._codes.__setitem__(0, -1))
+    damaged(lambda b: b._holders.__setitem__(3, "peer"))
+    damaged(lambda b: b._promises.__setitem__("x", 3))

@@ -1,0 +1,195 @@
+"""Leases, promises, fences: what the pool adds to the book."""
+
+from __future__ import annotations
+
+import pytest
+
+from ballast.core.actions import Short
+from ballast.core.errors import BrokenPromise, DeviceError
+from ballast.core.units import KiB
+from ballast.memory.pool import Pool
+from ballast.memory.vm import Latch, Vm
+from ballast.memory.vm_memfd import MemfdVm
+from ballast.memory.vm_null import NullVm
+
+PAGE = 64 * KiB
+
+
+def _lease(pool: Pool, owner: str, n: int, **options: bool) -> tuple[int, ...]:
+    leased = pool.lease(owner, n, **options)
+    assert isinstance(leased, tuple)
+    return leased
+
+
+def _counts(pool: Pool) -> object:
+    return pool.free, pool.reclaiming, pool.promised, pool.owners()
+
+
+def test_all_or_nothing(vm: Vm) -> None:
+    pool = Pool(vm, 10)
+    got = _lease(pool, "a", 7)
+    before = _counts(pool)
+    assert pool.lease("b", 5) == Short(2)
+    assert _counts(pool) == before
+    assert pool.lease("b", 0) == ()
+    pool.give_back("a", got)
+    assert (pool.free, pool.owners()) == (10, {})
+    pool.validate()
+
+
+def test_a_lease_comes_in_one_run_where_there_is_one(vm: Vm) -> None:
+    pool = Pool(vm, 32)
+    _lease(pool, "a", 3)
+    middle = _lease(pool, "b", 5)
+    _lease(pool, "c", 2)
+    pool.give_back("b", middle)
+    assert sorted(_lease(pool, "d", 5)) == sorted(middle)
+
+
+def test_reclaiming_until_the_fence_is_done(vm: Vm) -> None:
+    pool = Pool(vm, 4)
+    pages = _lease(pool, "a", 3)
+    fence, told = Latch(), []
+    pool.give_back("a", pages[:2], fence, lambda: told.append("released"))
+    assert _counts(pool) == (1, 2, 0, {"a": 1})
+    assert pool.lease("b", 2) == Short(1)
+    assert pool.reap() == 0
+    assert told == []
+    fence.set()
+    assert pool.reclaiming == 2
+    assert pool.reap() == 2
+    assert told == ["released"]
+    assert _counts(pool) == (3, 0, 0, {"a": 1})
+    pool.give_back("a", pages[2:], fence)
+    assert pool.free == 4
+    pool.validate()
+
+
+def test_reap_frees_what_is_done_and_leaves_the_rest(vm: Vm) -> None:
+    pool = Pool(vm, 6)
+    first, second = Latch(), Latch()
+    pool.give_back("a", _lease(pool, "a", 2), first)
+    pool.give_back("b", _lease(pool, "b", 3), second)
+    second.set()
+    assert pool.reap() == 3
+    assert (pool.reclaiming_of("a"), pool.reclaiming_of("b")) == (2, 0)
+    first.set()
+    assert pool.reap() == 2
+    pool.validate()
+
+
+def test_a_failing_release_is_tried_again(vm: Vm) -> None:
+    pool = Pool(vm, 4)
+    pages = _lease(pool, "a", 2)
+    faults = [DeviceError("mmap", "no more mappings")]
+
+    def release() -> None:
+        if faults:
+            raise faults.pop()
+
+    with pytest.raises(DeviceError):
+        pool.give_back("a", pages, None, release)
+    assert (pool.reclaiming, pool.free) == (2, 2)
+    pool.validate()
+    assert pool.reap() == 2
+    assert pool.free == 4
+
+
+def test_promises(vm: Vm) -> None:
+    pool = Pool(vm, 8)
+    pages = _lease(pool, "a", 6)
+    fence = Latch()
+    pool.give_back("a", pages[:4], fence)
+    assert pool.promise("arena", 5) is None
+    assert pool.promise("b", 2) == Short(1)
+    assert pool.lease("b", 1) == Short(1)
+    assert len(_lease(pool, "arena", 2)) == 2
+    assert pool.lease("arena", 1) == Short(1)
+    fence.set()
+    pool.reap()
+    assert (pool.available("b"), pool.available("arena")) == (1, 4)
+    assert len(_lease(pool, "arena", 3)) == 3
+    assert pool.promised == 0
+    assert pool.withdraw("arena") == 0
+    pool.validate()
+
+
+def test_hand_over_and_loans(vm: Vm) -> None:
+    pool = Pool(vm, 8)
+    pages = _lease(pool, "a", 4)
+    pool.hand_over("a", "b", pages[:1])
+    assert pool.owners() == {"a": 3, "b": 1}
+    pool.lend("a", pages[2:], "peer")
+    assert (pool.lent("a"), pool.holder_of(pages[2]), pool.owner_of(pages[2])) == (
+        {"peer": 2},
+        "peer",
+        "a",
+    )
+    with pytest.raises(BrokenPromise, match="is lent to peer"):
+        pool.give_back("a", pages[2:])
+    pool.recall("a", pages[2:])
+    pool.give_back("a", pages[1:])
+    pool.validate()
+
+
+def test_leased_pages_have_memory_and_bare_ones_have_none(memfd: MemfdVm) -> None:
+    pool = Pool(memfd, 16)
+    pages = _lease(pool, "a", 6)
+    assert memfd.physical_bytes() == 6 * PAGE
+    arena = _lease(pool, "arena", 8, bare=True)
+    assert memfd.physical_bytes() == 6 * PAGE
+    pool.give_back("a", pages)
+    assert pool.populated == 6
+    more = _lease(pool, "arena2", 5, bare=True)
+    assert memfd.physical_bytes() == 3 * PAGE, "two were bare, three gave their memory up"
+    with pytest.raises(BrokenPromise, match="is bare"):
+        pool.hand_over("arena", "a", arena[:1])
+    pool.give_back("arena", arena)
+    assert pool.populated == 3
+    assert len(set(_lease(pool, "a", 3)) & set(pages) - set(more)) == 3, "populated ones first"
+    pool.validate()
+
+
+def test_no_memory_for_a_lease_is_short_and_undone(
+    memfd: MemfdVm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = Pool(memfd, 8)
+    assert pool.promise("a", 3) is None
+    before = _counts(pool)
+    monkeypatch.setattr(memfd, "populate", lambda pages: Short(len(pages)))
+    assert pool.lease("a", 4) == Short(4)
+    assert _counts(pool) == before
+    assert pool.populate_some(2) == Short(2)
+    pool.validate()
+
+    def fail(_: object) -> None:
+        raise DeviceError("madvise", "broken")
+
+    monkeypatch.setattr(memfd, "populate", fail)
+    with pytest.raises(DeviceError):
+        pool.lease("a", 4)
+    with pytest.raises(DeviceError):
+        pool.populate_some(2)
+    assert _counts(pool) == before
+    monkeypatch.undo()
+    assert len(_lease(pool, "a", 8)) == 8
+    pool.validate()
+
+
+def test_a_pool_no_larger_than_its_device() -> None:
+    with pytest.raises(BrokenPromise):
+        Pool(NullVm(PAGE, 4), 5)
+
+
+def test_the_same_calls_lease_the_same_pages() -> None:
+    def run() -> list[object]:
+        pool = Pool(NullVm(PAGE, 64), 64)
+        told: list[object] = []
+        for i in range(40):
+            pages = pool.lease(f"m{i % 3}", i % 7)
+            told.append(pages)
+            if i % 2 and isinstance(pages, tuple):
+                pool.give_back(f"m{i % 3}", pages[::2])
+        return told
+
+    assert run() == run()

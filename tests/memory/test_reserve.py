@@ -1,0 +1,104 @@
+"""The reserve works beside the loop, and ends when told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from ballast.core.actions import Short
+from ballast.core.units import KiB
+from ballast.memory.arena import Arena
+from ballast.memory.pool import Pool
+from ballast.memory.reserve import PopulatedReserve
+from ballast.memory.vm_memfd import MemfdVm
+
+PAGE = 64 * KiB
+
+
+def test_populate_all(memfd: MemfdVm) -> None:
+    pool = Pool(memfd, 32)
+    arena = Arena(pool, memfd, "arena", 4 * PAGE)
+    assert PopulatedReserve(pool).populate_all() is None
+    assert pool.populated == 28
+    assert memfd.physical_bytes() == 28 * PAGE
+    arena.close()
+    pool.validate()
+
+
+def test_it_fills_up_in_the_background_and_after_each_lease(memfd: MemfdVm) -> None:
+    pool = Pool(memfd, 32)
+    stepped = threading.Semaphore(0)
+    real = pool.populate_some
+
+    def watched(n: int) -> int | Short:
+        done = real(n)
+        stepped.release()
+        return done
+
+    pool.populate_some = watched  # type: ignore[method-assign]
+    reserve = PopulatedReserve(pool, 8)
+    reserve.start()
+    reserve.start()
+    assert stepped.acquire(timeout=30)
+    assert stepped.acquire(timeout=30)
+    assert isinstance(pool.lease("a", 5), tuple)
+    assert stepped.acquire(timeout=30)
+    reserve.close()
+    reserve.close()
+    assert pool.populated >= 4
+    pool.validate()
+
+
+def test_beside_a_busy_loop() -> None:
+    vm = MemfdVm(PAGE, 128)
+    pool = Pool(vm, 128)
+    reserve = PopulatedReserve(pool)
+    reserve.start()
+    for i in range(400):
+        everything = pool.lease("a", 120)
+        assert isinstance(everything, tuple)
+        arena = pool.lease("arena", 8, bare=True)
+        assert isinstance(arena, tuple)
+        assert vm.physical_bytes() <= 120 * PAGE
+        pool.validate()
+        pool.give_back("a", everything)
+        pool.give_back("arena", arena)
+        if i % 8 == 0:
+            vm.discard(range(0))
+    reserve.close()
+    pool.validate()
+    vm.close()
+
+
+def test_no_memory_lets_it_rest(memfd: MemfdVm, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(memfd, 32)
+    monkeypatch.setattr(memfd, "populate", lambda pages: Short(len(pages)))
+    reserve = PopulatedReserve(pool)
+    assert reserve.populate_all() == Short(4)
+    assert reserve.short == Short(4)
+    reserve.start()
+    reserve.close()
+    assert pool.populated == 0
+    pool.validate()
+
+
+def test_the_interpreter_ends_with_a_reserve_and_a_link_at_work() -> None:
+    code = """
+from ballast.memory.pool import Pool
+from ballast.memory.reserve import PopulatedReserve
+from ballast.memory.transfer import Copy, HostLink
+from ballast.memory.vm_memfd import MemfdVm
+from ballast.core.clock import VirtualClock
+vm = MemfdVm(65536, 4096)
+r = vm.reserve(64 * 65536)
+vm.map(r, 0, range(64))
+PopulatedReserve(Pool(vm, 4096)).start()
+link = HostLink(VirtualClock(), print, 1.0, threads=2)
+link.start(1, [Copy(r.base, r.base + 32 * 65536, 32 * 65536)])
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""

@@ -1,0 +1,119 @@
+"""Two processes, one memory."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from ballast.core.errors import DeviceError
+from ballast.core.units import KiB
+from ballast.memory.share import Imports, receive_pages, send_pages
+from ballast.memory.tensor import array_at
+from ballast.memory.vm import Exported
+from ballast.memory.vm_memfd import MemfdVm
+from ballast.memory.vm_null import NullVm
+
+PAGE = 64 * KiB
+
+_CHILD = """
+import socket, sys
+from ballast.memory.share import Imports, receive_pages
+from ballast.memory.tensor import array_at
+
+connection, imports = socket.socket(fileno=int(sys.argv[1])), Imports()
+first = receive_pages(connection)
+vm = imports.vm(first)
+r = vm.reserve(8 * vm.page_bytes)
+vm.map(r, 2, first.pages)
+seen = array_at(r.address(2), (len(first.pages), vm.page_bytes), "uint8")
+connection.sendall(bytes(seen[:, 0]))
+seen[:, 1] = [41, 42, 43]
+connection.recv(1)
+connection.sendall(bytes(seen[:, 2]))
+second = receive_pages(connection)
+assert imports.vm(second) is vm
+vm.map(r, 0, second.pages)
+array_at(r.base, (vm.page_bytes,), "uint8")[:] = 77
+imports.close()
+connection.sendall(b"k")
+"""
+
+
+def test_two_processes_see_each_others_writes(memfd: MemfdVm) -> None:
+    r = memfd.reserve(8 * PAGE)
+    memfd.map(r, 0, [5, 9, 10, 20])
+    mine = array_at(r.base, (4, PAGE), "uint8")
+    mine[:3, 0] = [1, 2, 3]
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    child = subprocess.Popen(
+        [sys.executable, "-c", _CHILD, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+    )
+    theirs.close()
+    ours.settimeout(60)
+    send_pages(ours, memfd.export([5, 9, 10]))
+    assert ours.recv(3) == bytes([1, 2, 3])
+    mine[:3, 2] = [7, 8, 9]
+    ours.sendall(b"g")
+    assert ours.recv(3) == bytes([7, 8, 9])
+    assert mine[:3, 1].tolist() == [41, 42, 43]
+    send_pages(ours, memfd.export([20]))
+    assert ours.recv(1) == b"k"
+    assert (mine[3] == 77).all()
+    assert child.wait(60) == 0
+    ours.close()
+
+
+def test_a_device_is_imported_once(memfd: MemfdVm) -> None:
+    a, b = socket.socketpair()
+    imports = Imports()
+    open_before = len(os.listdir("/proc/self/fd"))
+    for pages in ([1, 2], [3]):
+        send_pages(a, memfd.export(pages))
+    first, second = receive_pages(b), receive_pages(b)
+    assert (first.pages, second.pages) == ((1, 2), (3,))
+    vm = imports.vm(first)
+    assert imports.vm(second) is vm
+    assert len(os.listdir("/proc/self/fd")) == open_before + 1
+    imports.close()
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    a.close()
+    b.close()
+
+
+def test_what_cannot_be_shared() -> None:
+    a, b = socket.socketpair()
+    null = NullVm(PAGE, 4).export([1])
+    with pytest.raises(DeviceError, match="without memory"):
+        send_pages(a, null)
+    with pytest.raises(DeviceError):
+        Imports().vm(null)
+    a.sendall(b"\0\0\0\2{}")
+    with pytest.raises(DeviceError, match="not a description"):
+        receive_pages(b)
+    b.close()
+    a.close()
+
+
+def test_half_a_message(memfd: MemfdVm) -> None:
+    a, b = socket.socketpair()
+    open_before = len(os.listdir("/proc/self/fd"))
+    socket.send_fds(a, [b"\0\0\0\x09{"], [memfd.export([0]).fd or -1])
+    a.close()
+    with pytest.raises(DeviceError, match="ended early"):
+        receive_pages(b)
+    b.close()
+    assert len(os.listdir("/proc/self/fd")) == open_before - 2
+
+
+def test_a_file_that_could_shrink_is_refused() -> None:
+    fd = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4 * PAGE)
+    with pytest.raises(DeviceError, match="not sealed"):
+        MemfdVm.attach(Exported(PAGE, 4, (0,), fd))
+    with pytest.raises(DeviceError, match="not what was said"):
+        MemfdVm.attach(Exported(PAGE, 5, (0,), fd))
+    os.close(fd)

@@ -1,0 +1,160 @@
+"""Copies arrive, in order, at the pace asked for; what cannot be copied is told."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from ballast.core.errors import DeviceError
+from ballast.core.event import TransferDone
+from ballast.core.units import KiB, MiB
+from ballast.memory.transfer import PRIOR_BYTES_PER_SECOND, Copy, HostLink, copy_now
+from ballast.memory.vm_memfd import MemfdVm
+
+PAGE = 64 * KiB
+
+
+class Stepping:
+    """A clock of its own: each look at it is `step` seconds later."""
+
+    def __init__(self, step: float) -> None:
+        self.step, self.looks = step, 0
+
+    def now(self) -> float:
+        self.looks += 1
+        return self.step * self.looks
+
+
+class Told:
+    """Collects what a link tells."""
+
+    def __init__(self) -> None:
+        self.queue: queue.Queue[TransferDone] = queue.Queue()
+
+    def __call__(self, done: TransferDone) -> None:
+        self.queue.put(done)
+
+    def next(self) -> TransferDone:
+        return self.queue.get(timeout=60)
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture(params=[1, 3])
+def link(request: pytest.FixtureRequest, told: Told) -> Iterator[HostLink]:
+    made = HostLink(Stepping(1e-3), told, threads=request.param, chunk_bytes=10_000)
+    yield made
+    made.close()
+
+
+def _pair(n: int) -> tuple[np.ndarray, np.ndarray]:
+    source = np.random.default_rng(0).integers(0, 255, n, dtype=np.uint8)
+    return source, np.zeros(n, dtype=np.uint8)
+
+
+def test_all_copies_land_before_the_end_is_told(link: HostLink, told: Told) -> None:
+    source, target = _pair(123_457)
+    base, to = source.ctypes.data, target.ctypes.data
+    cuts = [0, 1, 500, 30_000, 30_001, 123_457]
+    link.start(9, [Copy(to + a, base + a, b - a) for a, b in pairwise(cuts)])
+    done = told.next()
+    assert (done.transfer_id, done.n_bytes, done.error) == (9, 123_457, None)
+    assert done.seconds > 0
+    assert (source == target).all()
+
+
+def test_first_come_first_served(link: HostLink, told: Told) -> None:
+    source, target = _pair(50_000)
+    for i in range(20):
+        link.start(i, [Copy(target.ctypes.data, source.ctypes.data, 50_000 - 1_000 * i)])
+    assert [told.next().transfer_id for _ in range(20)] == list(range(20))
+
+
+def test_nothing_to_copy(link: HostLink, told: Told) -> None:
+    link.start(1, [])
+    link.start(2, [Copy(8, 8, 0)])
+    assert [(d.n_bytes, d.error) for d in (told.next(), told.next())] == [(0, None), (0, None)]
+
+
+def test_a_target_that_is_gone_is_an_error_not_a_signal(
+    link: HostLink, told: Told, memfd: MemfdVm
+) -> None:
+    source, target = _pair(PAGE)
+    r = memfd.reserve(2 * PAGE)
+    memfd.map(r, 0, [0])
+    copy = Copy(r.base, source.ctypes.data, PAGE)
+    link.start(1, [copy, Copy(r.address(1), source.ctypes.data, PAGE)])
+    link.start(2, [Copy(target.ctypes.data, source.ctypes.data, -5)])
+    link.start(3, [Copy(0, source.ctypes.data, 5)])
+    link.start(4, [copy])
+    first, second, third, fourth = (told.next() for _ in range(4))
+    assert first.error is not None
+    assert "madvise" in first.error
+    assert second.error is not None
+    assert third.error is not None
+    assert (fourth.n_bytes, fourth.error) == (PAGE, None)
+
+
+def test_the_pace_is_kept_over_chunks_and_transfers(told: Told) -> None:
+    """Against a clock that runs by being looked at: the link looks until the time is up."""
+    clock = Stepping(1e-4)
+    link = HostLink(clock, told, bytes_per_second=1e6, chunk_bytes=1000)
+    source, target = _pair(20_000)
+    assert link.bytes_per_second == 1e6
+    for i in range(3):
+        link.start(i, [Copy(target.ctypes.data, source.ctypes.data, 20_000)])
+    seconds = [told.next().seconds for _ in range(3)]
+    link.close()
+    # 20,000 bytes at 1e6 a second, and a few looks at 1e-4 s each around them.
+    assert sum(seconds) == pytest.approx(0.06, rel=0.1)
+    assert clock.now() >= 0.06
+
+
+def test_an_unpaced_link_measures_itself(told: Told) -> None:
+    clock = Stepping(0.5)
+    link = HostLink(clock, told, chunk_bytes=MiB)
+    assert link.bytes_per_second == PRIOR_BYTES_PER_SECOND
+    source, target = _pair(MiB)
+    for _ in range(30):
+        link.start(0, [Copy(target.ctypes.data, source.ctypes.data, MiB)])
+    for _ in range(30):
+        told.next()
+    assert link.bytes_per_second < 0.1 * PRIOR_BYTES_PER_SECOND
+    link.close()
+
+
+def test_closing_tells_what_was_not_finished(told: Told) -> None:
+    source, target = _pair(10_000)
+    link = HostLink(Stepping(1e-9), told, bytes_per_second=1.0, chunk_bytes=1000)
+    link.start(1, [Copy(target.ctypes.data, source.ctypes.data, 10_000)])
+    link.start(2, [Copy(target.ctypes.data, source.ctypes.data, 10_000)])
+    link.close()
+    link.close()
+    done = [told.next(), told.next()]
+    assert [d.transfer_id for d in done] == [1, 2]
+    assert all(d.error and "closed" in d.error for d in done)
+    assert all(d.n_bytes < 10_000 for d in done)
+    with pytest.raises(DeviceError, match="closed"):
+        link.start(3, [])
+
+
+def test_senseless_settings_and_copies(told: Told) -> None:
+    for bad in ({"threads": 0}, {"chunk_bytes": 0}, {"bytes_per_second": 0.0}):
+        with pytest.raises(DeviceError):
+            HostLink(Stepping(1.0), told, **bad)  # type: ignore[arg-type]
+    with pytest.raises(DeviceError):
+        copy_now(0, 1, 1)
+
+
+def test_copy_now() -> None:
+    source, target = _pair(1000)
+    copy_now(target.ctypes.data, source.ctypes.data, 999)
+    assert (source[:999] == target[:999]).all()
+    assert target[999] == 0

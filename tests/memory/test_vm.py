@@ -1,0 +1,227 @@
+"""Both vms keep the same promises; the one of memory keeps its contents too."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+
+import pytest
+
+from ballast.core.actions import Short
+from ballast.core.errors import BrokenPromise, DeviceError
+from ballast.core.units import KiB
+from ballast.memory import syscalls
+from ballast.memory.tensor import array_at
+from ballast.memory.vm import Range, Vm
+from ballast.memory.vm_memfd import MemfdVm
+from ballast.memory.vm_null import NullVm
+
+PAGE = 64 * KiB
+
+
+def _fill(range: Range, at: int, value: int) -> None:
+    array_at(range.address(at), (PAGE,), "uint8")[:] = value
+
+
+def _read(range: Range, at: int) -> int:
+    view = array_at(range.address(at), (PAGE,), "uint8")
+    assert (view == view[0]).all()
+    return int(view[0])
+
+
+def test_a_range_is_rounded_up_aligned_and_alone(vm: Vm) -> None:
+    a, b = vm.reserve(PAGE + 1), vm.reserve(3 * PAGE)
+    assert (a.n_pages, b.n_pages) == (2, 3)
+    assert a.base % PAGE == b.base % PAGE == 0
+    assert a.end <= b.base or b.end <= a.base
+    assert vm.os_mapped(a) == 0
+
+
+def test_mapping_is_what_the_system_shows(vm: Vm) -> None:
+    a, b = vm.reserve(8 * PAGE), vm.reserve(8 * PAGE)
+    vm.map(a, 1, [4, 5, 6, 2])
+    vm.map(b, 0, [10], prefault=True)
+    assert (vm.os_mapped(a), vm.os_mapped(b)) == (4, 1)
+    vm.unmap(a, 2, 2)
+    assert vm.os_mapped(a) == 2
+    vm.unmap(a, 1, 1)
+    vm.unmap(a, 4, 1)
+    vm.release(a)
+    vm.unmap(b, 0, 1)
+    assert vm.os_mapped(b) == 0
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        lambda vm, r: vm.map(r, 0, [9]),
+        lambda vm, r: vm.map(r, 2, [0]),
+        lambda vm, r: vm.map(r, 2, [8, 8]),
+        lambda vm, r: vm.map(r, 3, [8, 9]),
+        lambda vm, r: vm.map(r, -1, [8]),
+        lambda vm, r: vm.map(r, 2, [32]),
+        lambda vm, r: vm.map(r, 2, [-1]),
+        lambda vm, r: vm.unmap(r, 1, 2),
+        lambda vm, r: vm.unmap(r, 0, 5),
+        lambda vm, r: vm.release(r),
+        lambda vm, r: vm.discard([0]),
+        lambda vm, r: vm.populate([32]),
+        lambda vm, r: vm.export([32]),
+        lambda vm, r: vm.reserve(0),
+        lambda vm, r: vm.map(Range(r.base + PAGE, 1, PAGE), 0, [8]),
+        lambda vm, r: vm.os_mapped(Range(7, 1, PAGE)) or vm.release(Range(7, 1, PAGE)),
+    ],
+)
+def test_a_broken_promise_changes_nothing(vm: Vm, attempt: Callable[[Vm, Range], object]) -> None:
+    if isinstance(vm, NullVm | MemfdVm):
+        r = vm.reserve(4 * PAGE)
+        vm.map(r, 0, [0, 1])
+        with pytest.raises(BrokenPromise):
+            attempt(vm, r)
+        assert vm.os_mapped(r) == 2
+
+
+def test_an_alias_shares_a_page(vm: Vm) -> None:
+    a, b = vm.reserve(PAGE), vm.reserve(2 * PAGE)
+    vm.map(a, 0, [3])
+    vm.map(b, 0, [3, 3], alias=True)
+    assert (vm.os_mapped(a), vm.os_mapped(b)) == (1, 2)
+    vm.unmap(b, 0, 2)
+    with pytest.raises(BrokenPromise):
+        vm.map(b, 0, [3])
+    vm.unmap(a, 0, 1)
+    vm.map(b, 0, [3])
+
+
+def test_contents_follow_the_page_and_aliases_are_one_memory(memfd: MemfdVm) -> None:
+    a, b = memfd.reserve(4 * PAGE), memfd.reserve(4 * PAGE)
+    memfd.map(a, 0, [7, 8])
+    _fill(a, 0, 11)
+    _fill(a, 1, 22)
+    memfd.map(b, 3, [7], alias=True)
+    assert _read(b, 3) == 11
+    _fill(b, 3, 33)
+    assert _read(a, 0) == 33
+    memfd.unmap(a, 0, 2)
+    memfd.map(a, 2, [8])
+    assert _read(a, 2) == 22
+
+
+def test_adjacent_pages_are_one_mapping(memfd: MemfdVm) -> None:
+    r = memfd.reserve(16 * PAGE)
+    before = memfd.mappings()
+    memfd.map(r, 0, range(8))
+    memfd.map(r, 8, range(8, 16))
+    assert memfd.mappings() <= before + 1
+
+
+def test_populate_needs_no_mapping_and_discard_undoes_it(memfd: MemfdVm) -> None:
+    assert memfd.physical_bytes() == 0
+    assert memfd.populate([3, 4, 9]) is None
+    assert memfd.physical_bytes() == 3 * PAGE
+    r = memfd.reserve(PAGE)
+    memfd.map(r, 0, [4])
+    _fill(r, 0, 5)
+    assert memfd.populate([4]) is None
+    assert _read(r, 0) == 5
+    memfd.unmap(r, 0, 1)
+    memfd.discard([3, 4, 9])
+    assert memfd.physical_bytes() == 0
+
+
+def test_the_window_is_not_resident(memfd: MemfdVm) -> None:
+    """Populated pages that nobody maps do not count as this process's."""
+
+    def shared() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[2]) * os.sysconf("SC_PAGESIZE")
+
+    before = shared()
+    assert memfd.populate(range(32)) is None
+    assert shared() - before < 16 * PAGE
+
+
+def test_populating_past_the_end_of_memory_is_short() -> None:
+    """A device larger than its file: what the kernel says where memory runs out, for real."""
+    fd = os.memfd_create("small")
+    os.ftruncate(fd, 4 * PAGE)
+    vm = MemfdVm(PAGE, 8, fd=fd)
+    assert vm.populate([0, 1, 3]) is None
+    assert vm.populate([2, 3, 5, 6]) == Short(2)
+    vm.close()
+
+
+def test_no_memory_is_short_and_other_faults_are_not(
+    memfd: MemfdVm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(number: int) -> Callable[..., None]:
+        def call(*_: int) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return call
+
+    monkeypatch.setattr(syscalls, "can_populate", lambda: True)
+    monkeypatch.setattr(syscalls, "madvise", fail(errno.ENOMEM))
+    assert memfd.populate([0, 1]) == Short(2)
+    monkeypatch.setattr(syscalls, "madvise", fail(errno.EPERM))
+    with pytest.raises(DeviceError, match="Operation not permitted"):
+        memfd.populate([0])
+
+
+def test_populate_without_the_kernels_help(memfd: MemfdVm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(syscalls, "can_populate", lambda: False)
+    assert memfd.populate([1, 2]) is None
+    assert memfd.physical_bytes() == 2 * PAGE
+
+
+def test_a_failing_map_leaves_nothing_mapped(
+    memfd: MemfdVm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = memfd.reserve(8 * PAGE)
+    real, calls = syscalls.mmap, []
+
+    def fail_second(*args: int) -> int:
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError(errno.ENOMEM, "no more mappings")
+        return real(*args)
+
+    monkeypatch.setattr(syscalls, "mmap", fail_second)
+    with pytest.raises(DeviceError, match="no more mappings"):
+        memfd.map(r, 0, [0, 1, 5, 6, 9])
+    assert memfd.os_mapped(r) == 0
+    memfd.map(r, 0, [0, 1, 5, 6, 9])
+    assert memfd.os_mapped(r) == 5
+
+
+def test_mappings_stay_below_half_of_the_limit(
+    memfd: MemfdVm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(syscalls, "max_map_count", lambda: 2 * (memfd.mappings() + 20))
+    tight = MemfdVm(PAGE, 64)
+    r = tight.reserve(64 * PAGE)
+
+    def map_scattered() -> None:
+        for page in range(64):
+            tight.map(r, page, [63 - page])
+
+    with pytest.raises(DeviceError, match=r"sysctl -w vm\.max_map_count") as raised:
+        map_scattered()
+    assert raised.value.call == "mmap"
+    assert 0 < tight.os_mapped(r) < 64
+    tight.close()
+
+
+def test_odd_sizes_are_refused() -> None:
+    with pytest.raises(DeviceError):
+        MemfdVm(1000, 4)
+    with pytest.raises(DeviceError):
+        MemfdVm(PAGE, 0)
+
+
+def test_null_addresses_are_no_ones_else() -> None:
+    a, b = NullVm(PAGE, 4), NullVm(PAGE, 4)
+    ranges = [a.reserve(PAGE), a.reserve(5 * PAGE), b.reserve(PAGE)]
+    assert len({r.base for r in ranges}) == 3
+    assert min(r.base for r in ranges) >= 1 << 60
