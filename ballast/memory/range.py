@@ -69,6 +69,10 @@ class BackedRange:
     def is_backed(self, at: int) -> bool:
         return self._within(at, 1)[0] >= 0
 
+    def is_leaving(self, at: int) -> bool:
+        """Whether the index holds a page that waits for its fence, and cannot be backed yet."""
+        return self._within(at, 1)[0] == _LEAVING
+
     def back(self, at: int, n: int) -> Short | None:
         """Lease and map `n` pages at indices `at ..`, or nothing."""
         return self.back_many(((at, n),))
