@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ballast.core.event import Cancelled, Failed, Finished, Output, TokenOut
+from ballast.core.event import Failed, Finished, Output, TokenOut
 from ballast.core.report import DeviceReport
 from ballast.core.request import Submission
 from ballast.workload.prompts import prompt_for
@@ -125,12 +125,11 @@ class Recorder:
         with self._lock:
             self._entries[submission_id] = _Entry(request, now - self.origin)
 
-    def told(self, now: float, output: Output) -> bool:
-        """The engine said something; whether it was its last word on that request."""
+    def told(self, now: float, output: Output) -> None:
+        """The engine said something."""
         if isinstance(output, TokenOut):
             self.token(output.request_id, now)
-            return False
-        if isinstance(output, Finished):
+        elif isinstance(output, Finished):
             self.finished(
                 output.request_id,
                 now,
@@ -141,9 +140,8 @@ class Recorder:
             )
         elif isinstance(output, Failed):
             self.failed(output.request_id, now, f"{output.code}: {output.reason}")
-        elif isinstance(output, Cancelled):
+        else:
             self.failed(output.request_id, now, "cancelled")
-        return True
 
     def token(self, submission_id: str, now: float) -> None:
         """A token, or a chunk of them, arrived."""

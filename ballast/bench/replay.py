@@ -20,8 +20,8 @@ from ballast.bench.record import (
     submission_for,
 )
 from ballast.core.clock import Clock
-from ballast.core.errors import BallastError
-from ballast.core.event import Output
+from ballast.core.errors import BallastError, BrokenPromise
+from ballast.core.event import Arrival, Cancel, Event, Output, TokenOut
 from ballast.core.report import DeviceReport
 from ballast.core.request import Submission
 from ballast.workload.workload import Workload, WorkloadRequest
@@ -92,6 +92,8 @@ async def replay(
                     await target.run(submission, recorder)
             except TimeoutError:
                 reason = f"no complete answer within {timeout:g} s"
+            except BrokenPromise:
+                raise
             except BallastError as error:
                 reason = str(error)
             if reason is not None:
@@ -136,51 +138,56 @@ def _bar(workload: Workload, shown: bool) -> Progress:
 
 
 class EngineTarget:
-    """An engine in this process. Whatever it says must reach `listen`, on any thread.
+    """An engine in this process. Whatever it says must reach `outbox`, on any thread.
 
     ::
 
-        with InProcess(fleet) as server:
-            device = server.device
-            target = EngineTarget(device.clock, server.submit, server.cancel, device.snapshot)
-            server.listen = target.listen
+        target = EngineTarget(clock)
+        device = LiveDevice(fleet, target.outbox, clock=clock)
+        target.connect(device.post, device.snapshot)
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        submit: Callable[[Submission], None],
-        cancel: Callable[[str], None],
-        snapshot: Callable[[], DeviceReport] | None = None,
-    ) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._submit, self._cancel, self._snapshot = submit, cancel, snapshot
+        self._post: Callable[[Event], None] | None = None
+        self._snapshot: Callable[[], DeviceReport] | None = None
         self._open: dict[str, tuple[Recorder, asyncio.AbstractEventLoop, asyncio.Event]] = {}
 
     @property
     def clock(self) -> Clock:
         return self._clock
 
-    def listen(self, now: float, output: Output) -> None:
-        """Records it; wakes the sender for last words only, so that tokens stay cheap."""
-        found = self._open.get(output.request_id)
-        if found is None:
-            return
-        recorder, loop, done = found
-        if recorder.told(now, output):
-            # The sender may have given up meanwhile, and its event loop have gone with it.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(done.set)
+    def connect(
+        self, post: Callable[[Event], None], snapshot: Callable[[], DeviceReport] | None = None
+    ) -> None:
+        """Where events go, and where memory can be read."""
+        self._post, self._snapshot = post, snapshot
+
+    def outbox(self, outputs: list[Output]) -> None:
+        """Records them; wakes a sender for last words only, so that tokens stay cheap."""
+        now = self._clock.now()
+        for output in outputs:
+            found = self._open.get(output.request_id)
+            if found is None:
+                continue
+            recorder, loop, done = found
+            recorder.told(now, output)
+            if not isinstance(output, TokenOut):
+                # The sender may have given up meanwhile, and its event loop have gone with it.
+                with suppress(RuntimeError):
+                    loop.call_soon_threadsafe(done.set)
 
     async def run(self, submission: Submission, recorder: Recorder) -> None:
-        """Submit it and wait for the engine's last word on it."""
+        """Post it and wait for the engine's last word on it."""
+        if self._post is None:
+            raise BrokenPromise("a replay on an engine that is not connected")
         done = asyncio.Event()
         self._open[submission.id] = (recorder, asyncio.get_running_loop(), done)
         try:
-            self._submit(submission)
+            self._post(Arrival(submission))
             await done.wait()
         except asyncio.CancelledError:
-            self._cancel(submission.id)
+            self._post(Cancel(submission.id))
             raise
         finally:
             del self._open[submission.id]

@@ -27,13 +27,13 @@ from ballast.workload.workload import Workload, WorkloadError
 class BurstyGroups:
     """Knobs; the defaults meet the paper's statistics for 16 to 129 models.
 
-    Changes of the active set grow with the number of models: about 5.8 per hour and tail model.
+    Changes of the active set grow with the number of models: about 5.6 per hour and tail model.
     Fewer models need shorter spells and pauses (and so more changes each) to reach 54 per hour.
     """
 
     head: float = 0.25
     """Share of the models that are always in use, rounded, at least one model."""
-    spell_seconds: float = 240.0
+    spell_seconds: float = 200.0
     """Mean spell of a tail model."""
     pause_seconds: float = 1000.0
     """Mean pause of a tail model."""

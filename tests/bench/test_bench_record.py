@@ -1,0 +1,123 @@
+"""Records, from what an engine says or a client sees."""
+
+from __future__ import annotations
+
+import pytest
+
+from ballast.bench.record import (
+    Recorder,
+    RequestRecord,
+    bytes_by_owner,
+    prompts_of,
+    submission_for,
+)
+from ballast.core.event import Cancelled, Failed, Finished, TokenOut
+from ballast.core.report import DeviceReport
+from ballast.workload.workload import WorkloadRequest
+
+
+def request(n: int = 0, at: float = 1.0) -> WorkloadRequest:
+    return WorkloadRequest(id=n, at=at, model="a", prompt_tokens=4, output_tokens=3)
+
+
+def recorded(*tokens: float, start: float = 101.5) -> Recorder:
+    book = Recorder(origin=100.0)
+    book.sent(request(), "x", start)
+    for n, when in enumerate(tokens):
+        book.told(when, TokenOut("x", 9, n))
+    return book
+
+
+def only(book: Recorder) -> RequestRecord:
+    (record,) = book.records()
+    return record
+
+
+def test_latencies_count_from_the_wanted_moment() -> None:
+    book = recorded(102.0, 102.5, 104.0)
+    book.told(104.0, Finished("x", "length", 4, 3, 2, 1))
+    r = only(book)
+    assert (r.at, r.sent, r.first_token, r.end) == (1.0, 1.5, 2.0, 4.0)
+    assert (r.ttft, r.tpot, r.e2e) == (1.0, 1.0, 3.0)
+    assert (r.prompt_tokens, r.output_tokens, r.cached_tokens, r.preemptions) == (4, 3, 2, 1)
+    assert r.answered
+    assert book.answered("x")
+
+
+def test_tpot_divides_by_tokens_not_by_chunks() -> None:
+    book = recorded(102.0, 104.0)
+    book.finished("x", 104.0, 4, 5)
+    assert only(book).tpot == 0.5
+
+
+def test_a_single_token_has_no_tpot() -> None:
+    book = recorded(102.0)
+    book.finished("x", 102.0, 4, 1)
+    r = only(book)
+    assert (r.ttft, r.tpot, r.e2e) == (1.0, None, 1.0)
+
+
+def test_an_answer_without_seen_tokens_came_at_its_end() -> None:
+    book = recorded()
+    book.finished("x", 103.0, 4, 2)
+    r = only(book)
+    assert (r.ttft, r.tpot) == (2.0, None)
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        (Failed("x", "insufficient_memory", "too long"), "insufficient_memory: too long"),
+        (Cancelled("x"), "cancelled"),
+    ],
+)
+def test_failures_keep_their_reason_and_tokens(output: Failed | Cancelled, reason: str) -> None:
+    book = recorded(102.0)
+    book.told(103.0, output)
+    r = only(book)
+    assert (r.error, r.output_tokens, r.end, r.e2e) == (reason, 1, 3.0, None)
+    assert not book.answered("x")
+
+
+def test_the_first_end_counts() -> None:
+    book = recorded(102.0)
+    book.failed("x", 103.0, "timed out")
+    book.told(104.0, TokenOut("x", 9, 1))
+    book.told(105.0, Finished("x", "stop", 4, 2, 0, 0))
+    book.failed("x", 106.0, "late")
+    r = only(book)
+    assert (r.error, r.end, r.token_times) == ("timed out", 3.0, (2.0,))
+
+
+def test_the_unanswered_are_failures() -> None:
+    r = only(recorded(102.0))
+    assert r.error == "not answered by the end of the run"
+    assert r.end is None
+    assert not r.answered
+
+
+def test_records_come_in_the_workloads_order() -> None:
+    book = Recorder()
+    for n, at in ((3, 1.0), (1, 2.0), (0, 1.0)):
+        book.sent(request(n, at), f"w{n}", at)
+    assert [r.id for r in book.records()] == [0, 3, 1]
+
+
+def test_submission_asks_for_exactly_the_workloads_tokens() -> None:
+    prompts = prompts_of({"a": 500}, seed=1, lowest=3)
+    submission = submission_for(request(7), prompts(request(7)))
+    assert (submission.id, submission.model, submission.max_tokens) == ("w7", "a", 3)
+    assert submission.ignore_eos
+    assert submission.arrival == 1.0
+    assert len(submission.prompt) == 4
+    assert min(submission.prompt) >= 3
+
+
+def test_bytes_by_owner_adds_up_to_the_pool() -> None:
+    report = DeviceReport(
+        device="d", now=0.0, page_bytes=10, total=10, free=3, reclaiming=1,
+        owners={"weights:a": 4, "kv:a": 2}, models=(), jobs=0, draining=False,
+    )  # fmt: skip
+    told = bytes_by_owner(report)
+    assert told == {"weights:a": 40, "kv:a": 20, "reclaiming": 10, "free": 30}
+    assert sum(told.values()) == report.total * report.page_bytes

@@ -1,0 +1,153 @@
+"""Numbers, tables, JSON and pictures of runs."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ballast.bench.plot import plot
+from ballast.bench.record import MemorySample, RequestRecord
+from ballast.bench.report import Report, Served, Spread
+from ballast.bench.show import comparison_table, percent, report_table, seconds
+from ballast.core.errors import ConfigError
+from ballast.core.settings import Slo
+from ballast.core.units import MiB
+
+SLOS = {"a": Slo(ttft=1.0, tpot=0.1), "b": Slo(ttft=2.0, tpot=0.2), "quiet": Slo()}
+
+
+def record(
+    n: int,
+    model: str = "a",
+    ttft: float = 0.5,
+    tpot: float = 0.05,
+    tokens: int = 11,
+    error: str | None = None,
+) -> RequestRecord:
+    at = float(n)
+    first, end = at + ttft, at + ttft + tpot * (tokens - 1)
+    return RequestRecord(
+        id=n, model=model, at=at, sent=at + 0.01, first_token=first, end=end, prompt_tokens=100,
+        output_tokens=tokens, token_times=(first, end), error=error, cached_tokens=10,
+    )  # fmt: skip
+
+
+RECORDS = (
+    record(0),
+    record(1, ttft=1.5),
+    record(2, tpot=0.15),
+    record(3, error="HTTP 503: draining"),
+    record(4, "b", ttft=1.5, tpot=0.15),
+    record(5, "b", tokens=1),
+)
+MEMORY = (
+    MemorySample(0.0, {"weights:a": 4 * MiB, "free": 6 * MiB}),
+    MemorySample(1.0, {"weights:a": 4 * MiB, "kv:a": 5 * MiB, "free": MiB}),
+)
+
+
+def report(name: str = "balloon") -> Report:
+    return Report.of(RECORDS, SLOS, 10.0, MEMORY, name=name, workload="made up")
+
+
+def test_attainment_takes_both_levels_and_all_requests() -> None:
+    r = report()
+    a = r.models["a"]
+    assert (a.requests, a.answered, a.failed) == (4, 3, 1)
+    assert (a.attained, a.attained_ttft, a.attained_tpot) == (1, 2, 2)
+    assert a.attainment == 0.25
+    assert r.models["b"].attainment == 1.0
+    assert r.total.attainment == 3 / 6
+    assert r.worst_attainment == 0.25
+    assert r.models["quiet"].attainment == 1.0
+
+
+def test_throughput_counts_answered_requests() -> None:
+    r = report()
+    assert r.requests_per_second == 0.5
+    assert r.output_tokens_per_second == (11 * 4 + 1) / 10
+    assert r.errors == {"HTTP 503: draining": 1}
+    assert r.latest_send == pytest.approx(0.01)
+
+
+def test_spreads_leave_out_what_failed_and_what_has_no_value() -> None:
+    served = Served.of(RECORDS, SLOS)
+    assert served.ttft is not None
+    assert served.ttft.mean == pytest.approx((0.5 + 1.5 + 0.5 + 1.5 + 0.5) / 5)
+    assert served.tpot is not None
+    assert served.tpot.p50 == pytest.approx(0.1)
+    assert Spread.of([None]) is None
+    hundred = Spread.of(float(i) for i in range(101))
+    assert hundred == Spread(50.0, 50.0, 90.0, 99.0)
+
+
+def test_reports_need_levels_and_time() -> None:
+    with pytest.raises(ConfigError, match="service level"):
+        Report.of(RECORDS, {"a": Slo()}, 1.0)
+    with pytest.raises(ConfigError, match="wall_seconds"):
+        Report.of(RECORDS, SLOS, 0.0)
+
+
+def test_json_has_stable_keys(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    report().write_json(path)
+    told = json.loads(path.read_text())
+    assert list(told) == [
+        "name", "workload", "wall_seconds", "requests_per_second", "output_tokens_per_second",
+        "worst_attainment", "latest_send", "total", "models", "errors", "memory",
+    ]  # fmt: skip
+    assert set(told["total"]) == {
+        "attainment", "requests", "answered", "failed", "attained", "attained_ttft",
+        "attained_tpot", "prompt_tokens", "cached_tokens", "output_tokens", "preemptions",
+        "ttft", "tpot", "e2e",
+    }  # fmt: skip
+    assert set(told["total"]["ttft"]) == {"mean", "p50", "p90", "p99"}
+    assert told["models"]["a"]["slo"] == {"ttft": 1.0, "tpot": 0.1}
+    assert told["models"]["quiet"]["ttft"] is None
+    assert told["memory"]["at"] == [0.0, 1.0]
+    assert told["memory"]["bytes"]["kv:a"] == [0, 5 * MiB]
+    assert told["memory"]["peak"]["free"] == 6 * MiB
+
+
+def test_an_empty_run_has_a_report(tmp_path: Path) -> None:
+    empty = Report.of((), SLOS, 1.0, name="empty")
+    assert empty.total.requests == 0
+    assert empty.total.attainment == 1.0
+    assert shown(report_table(empty))
+    plot([empty], tmp_path / "p.png")
+
+
+def shown(table: object) -> str:
+    written = io.StringIO()
+    Console(width=160, file=written).print(table)
+    return written.getvalue()
+
+
+def test_tables_show_every_model_and_every_run() -> None:
+    text = shown(report_table(report()))
+    for word in ("balloon", "quiet", "all", "25.0 %", "1 x HTTP 503: draining"):
+        assert word in text
+    other = Report.of(RECORDS[:3], {"a": SLOS["a"]}, 10.0, name="static")
+    side_by_side = shown(comparison_table([report(), other]))
+    for word in ("balloon", "static", "TTFT p99", "in SLO, worst model", "in SLO, b", "33.3 %"):
+        assert word in side_by_side
+
+
+def test_numbers_for_people() -> None:
+    assert percent(0.99999) == "99.9 %"
+    assert percent(1.0) == "100.0 %"
+    assert [seconds(s) for s in (2e-5, 0.0123, 1.234, 12345.6)] == [
+        "20 us", "12.3 ms", "1.23 s", "12346 s",
+    ]  # fmt: skip
+
+
+def test_plot_writes_a_png(tmp_path: Path) -> None:
+    path = tmp_path / "p.png"
+    plot([report("balloon"), Report.of(RECORDS, SLOS, 10.0, name="static")], path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError):
+        plot([], path)

@@ -1,0 +1,216 @@
+"""HttpTarget against a small server on loopback that can also behave badly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ballast.bench.http import HttpTarget, pages_of
+from ballast.bench.record import Recorder, RequestRecord, prompts_of, submission_for
+from ballast.bench.replay import Replayed, replay
+from ballast.core.clock import Clock
+from ballast.engine.inbox import MonotonicClock
+from ballast.workload.workload import Workload, WorkloadRequest
+
+seen: list[dict[str, Any]] = []
+arrived = threading.Event()
+disconnected = threading.Event()
+
+METRICS = """# TYPE ballast_page_bytes gauge
+ballast_page_bytes 1024.0
+# TYPE ballast_pages gauge
+ballast_pages{owner="kv",model="a"} 3.0
+ballast_pages{owner="free",model=""} 2.0
+# TYPE other gauge
+other 1.0
+"""
+
+
+def event(**fields: Any) -> str:
+    return f"data: {json.dumps(fields)}\n\n"
+
+
+def chunk(text: str, finish: str | None = None) -> str:
+    return event(choices=[{"index": 0, "text": text, "finish_reason": finish}], usage=None)
+
+
+async def stream(model: str, n: int) -> AsyncIterator[str]:
+    if model == "hang":
+        arrived.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            disconnected.set()
+    yield ": a comment\n\n"
+    if model == "bytes":
+        yield event(choices=3)
+        return
+    for _ in range(n - 1):
+        yield chunk("x")
+    if model == "broken":
+        yield event(error={"message": "the worker died", "type": "server_error"})
+        return
+    if model == "cut":
+        return
+    yield chunk("x", "length")
+    usage = {"prompt_tokens": 5, "completion_tokens": n, "total_tokens": n + 5}
+    if model == "cached":
+        usage["prompt_tokens_details"] = {"cached_tokens": 4}  # type: ignore[assignment]
+    if model != "unmeasured":
+        yield event(choices=[], usage=usage)
+    yield "data: [DONE]\n\n"
+
+
+async def completions(request: Request) -> Response:
+    body = await request.json()
+    seen.append({**body, "authorization": request.headers.get("authorization")})
+    if body["model"] == "absent":
+        error = {"message": "no such model", "type": "invalid_request_error", "code": "x"}
+        return JSONResponse({"error": error}, 404)
+    if body["model"] == "proxy":
+        return PlainTextResponse("bad gateway", 502)
+    return StreamingResponse(
+        stream(body["model"], body["max_tokens"]), media_type="text/event-stream"
+    )
+
+
+async def metrics(request: Request) -> Response:
+    return PlainTextResponse(METRICS)
+
+
+@pytest.fixture(scope="module")
+def base_url() -> Iterator[str]:
+    app = Starlette(
+        routes=[
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/metrics", metrics),
+        ]
+    )
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, ws="none", lifespan="off", log_level="error"))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+    listener.close()
+
+
+def send(base_url: str, model: str, n: int = 3, count: int = 1, **more: Any) -> Replayed:
+    requests = [
+        WorkloadRequest(id=i, at=0.0, model=model, prompt_tokens=5, output_tokens=n)
+        for i in range(count)
+    ]
+
+    async def go() -> Replayed:
+        clock: Clock = MonotonicClock()
+        async with HttpTarget(base_url, clock, more.pop("api_key", None)) as target:
+            workload = Workload.of("w", requests)
+            return await replay(workload, target, prompts_of({model: 99}), **more)
+
+    return asyncio.run(go())
+
+
+def one(base_url: str, model: str, n: int = 3, **more: Any) -> RequestRecord:
+    return send(base_url, model, n, **more).records[0]
+
+
+def test_a_streamed_answer(base_url: str) -> None:
+    seen.clear()
+    record = one(f"{base_url}/v1/", "fine", api_key="secret")
+    assert record.answered, record.error
+    assert (record.prompt_tokens, record.output_tokens, len(record.token_times)) == (5, 3, 3)
+    assert record.ttft is not None
+    assert record.e2e is not None
+    assert 0 <= record.ttft <= record.e2e
+    assert list(record.token_times) == sorted(record.token_times)
+    (body,) = seen
+    assert len(body.pop("prompt")) == 5
+    assert body == {
+        "model": "fine",
+        "max_tokens": 3,
+        "temperature": 0.0,
+        "seed": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+        "authorization": "Bearer secret",
+    }
+
+
+def test_many_at_once(base_url: str) -> None:
+    result = send(base_url, "fine", n=4, count=40)
+    assert [r.output_tokens for r in result.records] == [4] * 40
+
+
+def test_usage_is_optional_and_may_tell_of_cached_tokens(base_url: str) -> None:
+    record = one(base_url, "unmeasured")
+    assert (record.prompt_tokens, record.output_tokens) == (5, 3)
+    assert one(base_url, "cached").cached_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("model", "reason", "tokens"),
+    [
+        ("absent", "HTTP 404: no such model", 0),
+        ("proxy", "HTTP 502: bad gateway", 0),
+        ("broken", "the worker died", 2),
+        ("cut", "the stream ended before [DONE]", 2),
+    ],
+)
+def test_failures_say_why(base_url: str, model: str, reason: str, tokens: int) -> None:
+    record = one(base_url, model)
+    assert (record.error, record.output_tokens) == (reason, tokens)
+
+
+def test_a_stream_of_something_else(base_url: str) -> None:
+    assert "something else than chunks" in (one(base_url, "bytes").error or "")
+
+
+def test_nobody_listens() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        record = one(f"http://127.0.0.1:{taken.getsockname()[1]}", "fine")
+    assert record.error is not None
+    assert record.error.startswith("ConnectError")
+
+
+def test_giving_up_closes_the_connection(base_url: str) -> None:
+    request = WorkloadRequest(id=0, at=0.0, model="hang", prompt_tokens=1, output_tokens=1)
+
+    async def go() -> None:
+        async with HttpTarget(base_url, MonotonicClock()) as target:
+            run = asyncio.create_task(target.run(submission_for(request, (1,)), Recorder()))
+            assert await asyncio.to_thread(arrived.wait, 30)
+            run.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await run
+            assert await asyncio.to_thread(disconnected.wait, 30)
+
+    asyncio.run(go())
+
+
+def test_memory_from_metrics(base_url: str) -> None:
+    result = send(base_url, "fine")
+    assert result.memory[0].owners == {"kv:a": 3072, "free": 2048}
+    assert pages_of("# nothing\n") == {}
+
+
+def test_no_memory_where_there_are_no_metrics() -> None:
+    async def ask() -> object:
+        async with HttpTarget("http://127.0.0.1:9", MonotonicClock()) as target:
+            return await target.memory()
+
+    assert asyncio.run(ask()) == {}

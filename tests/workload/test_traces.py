@@ -1,0 +1,299 @@
+"""Every format, on rows made up here; and on the public files where BALLAST_TRACES names them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ballast.workload.prompts import prompt_for
+from ballast.workload.servegen import ServeGenSample
+from ballast.workload.traces import load_trace
+from ballast.workload.workload import WorkloadError
+
+ARENA = """req_id,model_dir,adapter_dir,prompt_len,output_len,req_time
+0,base,tall,12,30,1.5
+1,base,small,7,0,2.25
+"""
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2030-01-01 00:00:01.2500000,100,20
+2030-01-01 00:00:03.7500000,50,10
+"""
+GENTD = """gmt_create,predict_type,predict_status,exec_time_seconds,groupId,prompt_length,\
+negative_prompt_length,num_images_per_prompt,num_inference_steps,checkpoint_model_version_id,num_lora
+2030-01-01 00:00:10,DRAW,DONE,3.0,u1,41.0,,1.0,20.0,cat,0
+2030-01-01 00:00:40,DRAW,WAITS,0.0,u2,,,,,,0
+2030-01-01 00:01:10,DRAW,DONE,3.0,u2,,,1.0,20.0,dog,0
+"""
+MOONCAKE = """{"timestamp": 500, "input_length": 700, "output_length": 3, "hash_ids": [0, 1]}
+{"timestamp": 2000, "input_length": 600, "output_length": 4, "hash_ids": [0, 2]}
+"""
+
+
+def turn(t: float, blocks: Iterable[int], **more: Any) -> dict[str, Any]:
+    ids = list(blocks)
+    return {
+        "t": t,
+        "type": "n",
+        "model": "m1",
+        "in": len(ids) * 4 + 1,
+        "out": 6,
+        "hash_ids": ids,
+    } | more
+
+
+AGENTIC = "".join(
+    json.dumps(session) + "\n"
+    for session in (
+        {
+            "id": "s1",
+            "block_size": 4,
+            "requests": [
+                turn(0.0, [1, 2]),
+                {"t": 5.0, "type": "subagent", "requests": [turn(0.0, [8]), turn(7.0, [8, 9])]},
+                turn(6.0, [1, 2, 3], model="m2"),
+            ],
+        },
+        {"id": "s2", "block_size": 4, "requests": [turn(0.0, [1, 2])]},
+    )
+)
+RATES_HEADER = "category,model,client_id,timestamp,rate,cv,pat_name,pat_arg1,pat_arg2\n"
+RATES = (
+    RATES_HEADER
+    + "\n".join(
+        f"language,{model},{client},{start},{rate},{cv},{pattern},{shape},1.0"
+        for start in (0, 600, 1200)
+        for model, client, rate, cv, pattern, shape in (
+            ("big", 0, 2.0, 1.0, "Gamma", 0.5),
+            ("big", 1, 1.0, 1.0, "Weibull", 0.6),
+            ("small", 0, 1.0, 0, "", 0),
+            ("idle", 0, 0, 0, "", 0),
+        )
+    )
+    + "\n"
+)
+PDFS = "".join(
+    json.dumps(
+        {
+            "category": "language",
+            "model": model,
+            "client_id": client,
+            "window_start": start,
+            "input_tokens": f"{{{n}: 0.25, {n + 2}: 0.75}}",
+            "output_tokens": "{7: 1.0}",
+        }
+    )
+    + "\n"
+    for model, client, start, n in (
+        ("big", 0, 86_400, 100),
+        ("big", 0, 87_600, 500),
+        ("small", "0", "86400", 10),
+    )
+)
+
+
+def write(path: Path, text: str) -> Path:
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["csv", "csv.gz"])
+def test_arena(tmp_path: Path, suffix: str) -> None:
+    w = load_trace(write(tmp_path / f"some.{suffix}", ARENA))
+    told = [(r.at, r.model, r.prompt_tokens, r.output_tokens) for r in w.requests]
+    assert told == [(0.0, "tall", 12, 30), (0.75, "small", 7, 1)]
+    assert w.name == "some"
+
+
+def test_azure_takes_its_model_from_the_file_name(tmp_path: Path) -> None:
+    w = load_trace(write(tmp_path / "azure_code.csv", AZURE))
+    assert [(r.at, r.model) for r in w.requests] == [(0.0, "azure-code"), (2.5, "azure-code")]
+    assert load_trace(write(tmp_path / "x.csv", AZURE)).models == ("azure",)
+
+
+def test_gentd_says_what_it_made_up(tmp_path: Path) -> None:
+    w = load_trace(write(tmp_path / "g.csv", GENTD))
+    told = [(r.at, r.model, r.prompt_tokens, r.session) for r in w.requests]
+    assert told == [(0.0, "cat", 10, "u1"), (60.0, "dog", 1, "u2")]
+    assert "synthetic mix" in w.labels[0]
+    assert w.labels[1] == "1 requests without a model left out"
+
+
+def test_mooncake_shares_prefixes(tmp_path: Path) -> None:
+    w = load_trace(write(tmp_path / "m.jsonl", MOONCAKE))
+    assert [r.at for r in w.requests] == [0.0, 1.5]
+    a, b = (prompt_for(r, 30_000) for r in w.requests)
+    assert a[:512] == b[:512]
+    assert a[512] != b[512]
+
+
+def test_agentic_flattens_subagents_and_keeps_sessions_apart(tmp_path: Path) -> None:
+    w = load_trace(write(tmp_path / "a.jsonl.gz", AGENTIC), session_gap=100.0)
+    told = [(r.at, r.model, r.session) for r in w.requests]
+    assert told == [
+        (0.0, "m1", "s1"),
+        (5.0, "m1", "s1"),
+        (6.0, "m2", "s1"),
+        (12.0, "m1", "s1"),
+        (100.0, "m1", "s2"),
+    ]
+    prompts = [prompt_for(r, 30_000) for r in w.requests]
+    assert prompts[0][:8] == prompts[2][:8]
+    assert prompts[0][:8] != prompts[4][:8]
+    with pytest.raises(WorkloadError, match="session_gap"):
+        load_trace(tmp_path / "a.jsonl.gz", session_gap=-1)
+
+
+def servegen_files(folder: Path) -> Path:
+    write(folder / "length_pdfs.jsonl.gz", PDFS)
+    return write(folder / "rates.csv.gz", RATES)
+
+
+def test_servegen_draws_at_the_rate_asked_for(tmp_path: Path) -> None:
+    path = servegen_files(tmp_path)
+    sample = ServeGenSample(start=300, seconds=1200, rate=8.0, seed=3)
+    w = load_trace(path, servegen=sample)
+    assert w.stats().rate == pytest.approx(8.0, rel=0.1)
+    big = sum(r.model == "big" for r in w.requests) / len(w.requests)
+    assert big == pytest.approx(0.75, abs=0.05)
+    assert {r.prompt_tokens for r in w.requests if r.model == "small"} == {10, 12}
+    # The lengths of a client change with the time of day (1,200 s here).
+    known = [r for r in w.requests if r.session == "big/0"]
+    assert {r.prompt_tokens for r in known if r.at < 900} == {100, 102}
+    assert {r.prompt_tokens for r in known if r.at >= 900} == {500, 502}
+    assert any("without lengths of their own" in label for label in w.labels)
+    assert w == load_trace(path, servegen=sample)
+    assert w != load_trace(path, servegen=ServeGenSample(start=300, seconds=1200, rate=8.0, seed=4))
+
+
+def test_servegen_as_recorded_for_one_model(tmp_path: Path) -> None:
+    sample = ServeGenSample(seconds=1800, rate=None, models=("small",))
+    w = load_trace(servegen_files(tmp_path), servegen=sample)
+    assert w.models == ("small",)
+    assert len(w.requests) == pytest.approx(1800, rel=0.1)
+
+
+def test_servegen_needs_lengths_and_demand(tmp_path: Path) -> None:
+    alone = write(tmp_path / "rates.csv", RATES)
+    with pytest.raises(WorkloadError, match="0 files"):
+        load_trace(alone)
+    path = servegen_files(tmp_path)
+    with pytest.raises(WorkloadError, match="no client sends"):
+        load_trace(path, servegen=ServeGenSample(models=("idle",)))
+    with pytest.raises(WorkloadError, match="only token lengths"):
+        load_trace(tmp_path / "length_pdfs.jsonl.gz")
+    with pytest.raises(WorkloadError, match="rate"):
+        ServeGenSample(rate=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line", "told"),
+    [
+        ("a.csv", ARENA + "2,base,tall,x,1,3.0\n", 4, "prompt_len: 'x' is not a number"),
+        ("a.csv", ARENA + "2,base,tall,1.5,1,3.0\n", 4, "whole number"),
+        ("a.csv", ARENA + "2,base,tall,1,1,nan\n", 4, "finite"),
+        ("a.csv", ARENA + "2,base\n", 4, "2 columns where the header has 6"),
+        ("a.csv", AZURE + "yesterday,1,1\n", 4, "'yesterday' is not a time"),
+        ("a.csv", AZURE + "2030-01-01 00:00:09,-4,1\n", 4, "not negative"),
+        ("g.csv", GENTD.replace("41.0", "long"), 2, "prompt_length"),
+        ("m.jsonl", MOONCAKE + '{"timestamp": 1}\n', 3, "input_length"),
+        ("m.jsonl", MOONCAKE + "{\n", 3, "truncated"),
+        ("m.jsonl", MOONCAKE.replace("600", "-600"), 2, "input_length"),
+        ("a.jsonl", AGENTIC + '{"id": "s3", "block_size": 0, "requests": []}\n', 3, "block_size"),
+        ("r.csv", RATES.replace("Weibull", "Pareto", 1), 3, "Pareto"),
+        ("x.csv", "a,b\n1,2\n", 1, "not a known trace format"),
+        ("x.csv", "", 1, "not a known trace format"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path: Path, name: str, text: str, line: int, told: str) -> None:
+    path = write(tmp_path / name, text)
+    with pytest.raises(WorkloadError, match=told) as caught:
+        load_trace(path)
+    assert (caught.value.file, caught.value.line) == (str(path), line)
+    assert f"{path}, line {line}: " in str(caught.value)
+
+
+def test_bad_length_distribution_is_named(tmp_path: Path) -> None:
+    path = servegen_files(tmp_path)
+    write(tmp_path / "length_pdfs.jsonl.gz", PDFS.replace("7: 1.0", "seven: 1.0", 1))
+    with pytest.raises(WorkloadError, match="not a distribution") as caught:
+        load_trace(path)
+    assert caught.value.line == 1
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    packed = gzip.compress(ARENA.encode() * 50)
+    (tmp_path / "cut.csv.gz").write_bytes(packed[: len(packed) // 2])
+    for name in ("cut.csv.gz", "absent.csv"):
+        with pytest.raises(WorkloadError, match="cannot be read"):
+            load_trace(tmp_path / name)
+    (tmp_path / "latin.csv").write_bytes(b"\xff\xfe" * 10)
+    with pytest.raises(WorkloadError, match="cannot be read"):
+        load_trace(tmp_path / "latin.csv")
+
+
+def test_empty_trace_and_unknown_kind(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", ARENA.splitlines()[0] + "\n")
+    with pytest.raises(WorkloadError, match="holds no requests"):
+        load_trace(path)
+    with pytest.raises(WorkloadError, match="kind: 'csv' is not allowed; one of arena"):
+        load_trace(path, kind="csv")
+    with pytest.raises(WorkloadError, match="column 'TIMESTAMP' is missing"):
+        load_trace(write(tmp_path / "b.csv", ARENA), kind="azure")
+
+
+PUBLIC: dict[str, dict[str, float]] = {
+    # From the descriptions published with the files: requests, rate, CV, mean lengths, models.
+    "arena27_vtc_prism_0-300s.csv.gz": {
+        "requests": 713, "rate": 2.38, "cv": 1.16, "prompt": 143, "output": 239, "models": 22,
+        "active": 0.73, "switches": 372, "active_10s": 0.37, "switches_10s": 2847,
+    },
+    "azure2023_code_until1845.csv.gz": {
+        "requests": 5100, "rate": 3.10, "cv": 13.7, "prompt": 2052, "output": 27,
+    },
+    "azure2023_conv_until1845.csv.gz": {
+        "requests": 9754, "rate": 5.56, "cv": 1.07, "prompt": 1238, "output": 221,
+    },
+    "mooncake_conversation_0-1770s.jsonl.gz": {
+        "requests": 5606, "rate": 3.17, "prompt": 12935, "output": 346,
+    },
+    "mooncake_synthetic.jsonl.gz": {
+        "requests": 3993, "rate": 3.91, "prompt": 15325, "output": 149,
+    },
+    "claudecode_agentic_open.jsonl.gz": {
+        "requests": 13136, "prompt": 108736, "output": 426, "models": 6,
+    },
+    # 15 of the 15,630 rows name no model.
+    "gentd26_lora_requests_20241115-20241201.csv.gz": {
+        "requests": 15615, "rate": 0.0111, "cv": 11.6, "models": 77, "active": 0.011,
+        "switches": 30,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.skipif("BALLAST_TRACES" not in os.environ, reason="BALLAST_TRACES names no folder")
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_traces_have_their_published_statistics(name: str) -> None:
+    s = load_trace(Path(os.environ["BALLAST_TRACES"]) / name).stats()
+    seen = {
+        "requests": s.requests,
+        "models": s.models,
+        "rate": s.rate,
+        "cv": s.cv,
+        "prompt": s.prompt.mean,
+        "output": s.output.mean,
+        "active": s.active.share,
+        "switches": s.active.switches_per_hour,
+        "active_10s": s.active_10s.share,
+        "switches_10s": s.active_10s.switches_per_hour,
+    }
+    for key, value in PUBLIC[name].items():
+        assert seen[key] == pytest.approx(value, rel=0.02), key
