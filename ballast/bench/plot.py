@@ -52,6 +52,7 @@ def _distribution(
             shares = np.arange(1, len(values) + 1) / len(report.records)
             axes.step(np.maximum(values, 1e-4), shares, where="post", label=report.name)
     axes.set_xscale("log")
+    axes.tick_params(axis="x", which="both", labelsize=7, labelrotation=30)
     axes.set_ylim(0, 1.02)
     axes.set_xlabel(label)
     axes.set_ylabel("share of requests")
@@ -72,18 +73,40 @@ def _attainment(axes: Axes, reports: Sequence[Report]) -> None:
     axes.set_xticks(np.arange(len(names)), names, rotation=20, ha="right", fontsize="small")
     axes.set_ylim(0, 1.02)
     axes.set_ylabel("share in SLO")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _memory(axes: Axes, report: Report) -> None:
     """Owners stacked over time, in MiB; free memory is what is left white."""
-    owners = sorted({o for s in report.memory for o in s.owners if o != "free"})
+    owners = sorted({o for s in report.memory for o in s.owners if o != "free"}, key=_order)
     times = [s.at for s in report.memory]
     series = [[s.owners.get(o, 0) / MiB for s in report.memory] for o in owners]
-    colours = [colormaps["tab20"](n % 20) for n in range(len(owners))]
-    axes.stackplot(times, series, labels=owners, colors=colours, step="post")
+    axes.stackplot(times, series, labels=owners, colors=_colours(owners), step="post")
     totals = [sum(s.owners.values()) / MiB for s in report.memory]
     axes.step(times, totals, where="post", color="black", linewidth=0.8, label="all, with free")
     axes.set_xlabel("seconds")
     axes.set_ylabel(f"MiB, {report.name}")
     axes.legend(fontsize="x-small", ncols=2, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _order(owner: str) -> tuple[str, int, str]:
+    """What is no model's first, then each model's weights and KV together."""
+    kind, _, model = owner.partition(":")
+    return (model, 0 if kind == "weights" else 1, kind) if kind in _SHADES else ("", 0, owner)
+
+
+_SHADES = {"weights": 0, "kv": 1}
+"""Of a model's colour pair: weights dark, KV light."""
+
+
+def _colours(owners: Sequence[str]) -> list[tuple[float, float, float, float]]:
+    models: dict[str, int] = {}
+    colours = []
+    for n, owner in enumerate(owners):
+        kind, _, model = owner.partition(":")
+        if kind in _SHADES:
+            place = models.setdefault(model, len(models))
+            colours.append(colormaps["tab20"]((2 * place + _SHADES[kind]) % 20))
+        else:
+            colours.append(colormaps["Greys"](0.5 + 0.1 * (n % 4)))
+    return colours
