@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ FULL_REQUESTS = 8
 """Full-length requests that a fixed share has room for, where shares are compared."""
 BUDGET_FRACTION = 0.4
 """Budget over (all weights + peak KV)."""
-_TUNE_FRACTION = 3
-"""A fine-tune takes one step for so many of the base's."""
+_HELD_OUT = 10
+"""Every so-manieth document is kept from training, to measure on."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Progress = Callable[[str, int, int, float], None]
@@ -75,7 +76,7 @@ def make_fleet(
 ) -> MadeFleet:
     """Write `n_models` checkpoints and `fleet.yaml` into `directory`.
 
-    Up to four models are trained for `steps` steps (a fine-tune: a third of them); with 0 steps,
+    Up to four models are trained for `steps` steps (fine-tunes: a part of them); with 0 steps,
     or where the plan has no text for it, a model keeps random weights, large enough, and with a
     head of its own, for its greedy output not to repeat one token. `budget` (bytes or ``"512MiB"``)
     is by default 40 % of what fixed shares would need. The same arguments give the same files on
@@ -100,8 +101,7 @@ def make_fleet(
         if plan.diet is not None and steps > 0:
             if plan.parent is not None:
                 model.load_state_dict(weights[plan.parent])
-            stream = _tokens(tokenizer, docs, plan.diet, seed + plan.seed)
-            training = _train(model, plan, stream, steps, progress)
+            training = _train(model, plan, tokenizer, docs, seed, steps, progress)
         if plan.name in parents:
             weights[plan.name] = {k: v.clone() for k, v in model.state_dict().items()}
         path = directory / plan.name
@@ -146,13 +146,13 @@ def _budget(budget: str | int | None, fixed: int, floor: int) -> int:
     return n_bytes
 
 
-def _tokenizer(docs: list[str], scale: Scale, seed: int) -> Any:
+def _tokenizer(docs: Sequence[str], scale: Scale, seed: int) -> Any:
     talk = itertools.islice(conversations(seed), 1000)
     return train_tokenizer([*docs, *map(chat_text, talk)], scale.vocab, scale.context)
 
 
 def _build(plan: Plan, scale: Scale, vocab: int, seed: int, *, tied: bool) -> Any:
-    """A float32 model. Random ones are initialised wide: at the usual 0.02 they echo."""
+    """A float32 model. Those that stay random start wide: at the usual 0.02 they echo."""
     config = LlamaConfig(
         hidden_size=plan.hidden,
         num_hidden_layers=plan.layers,
@@ -162,7 +162,7 @@ def _build(plan: Plan, scale: Scale, vocab: int, seed: int, *, tied: bool) -> An
         vocab_size=vocab,
         max_position_embeddings=scale.context,
         tie_word_embeddings=tied,
-        initializer_range=0.02 if tied else 0.08,
+        initializer_range=0.02 if tied else 1.6 / math.sqrt(plan.hidden),
         bos_token_id=None,
         eos_token_id=0,
         pad_token_id=1,
@@ -172,7 +172,7 @@ def _build(plan: Plan, scale: Scale, vocab: int, seed: int, *, tied: bool) -> An
         return LlamaForCausalLM(config)
 
 
-def _tokens(tokenizer: Any, docs: list[str], diet: Diet, seed: int) -> Iterator[int]:
+def _tokens(tokenizer: Any, docs: Sequence[str], diet: Diet, seed: int) -> Iterator[int]:
     rng = random.Random(seed)
     talk = stories(seed) if diet is Diet.STORIES else conversations(seed)
     while True:
@@ -182,13 +182,22 @@ def _tokens(tokenizer: Any, docs: list[str], diet: Diet, seed: int) -> Iterator[
 
 
 def _train(
-    model: Any, plan: Plan, stream: Iterator[int], steps: int, progress: Progress | None
+    model: Any,
+    plan: Plan,
+    tokenizer: Any,
+    docs: Sequence[str],
+    seed: int,
+    steps: int,
+    progress: Progress | None,
 ) -> Trained:
-    own = steps if plan.parent is None else ceil_div(steps, _TUNE_FRACTION)
-    held_out = next(batches(stream, size=8))
+    assert plan.diet is not None
+    own = math.ceil(plan.effort * steps)
+    learnt = [doc for i, doc in enumerate(docs) if i % _HELD_OUT]
+    first = 1000 * seed + 2 * plan.seed
+    stream = batches(_tokens(tokenizer, learnt, plan.diet, first))
+    held_out = next(batches(_tokens(tokenizer, docs[::_HELD_OUT], plan.diet, first + 1), size=8))
     tell = None if progress is None else lambda i, loss: progress(plan.name, i, own, loss)
-    rate = 1.0 if plan.parent is None else 0.5
-    return train(model, batches(stream), held_out, own, rate=rate, progress=tell)
+    return train(model, stream, held_out, own, progress=tell)
 
 
 def _save(model: Any, tokenizer: Any, path: Path) -> None:

@@ -32,7 +32,9 @@ class Plan:
     diet: Diet | None = None
     """None: weights stay random."""
     parent: str | None = None
-    """Start from this model's weights and train for a third of the steps."""
+    """Start from this model's weights."""
+    effort: float = 1.0
+    """Share of the fleet's training steps that this model gets."""
     priority: int = 0
     seed: int = 0
 
@@ -68,8 +70,8 @@ def _atlas(layers: int, hidden: int, heads: int, kv_heads: int, intermediate: in
     tuned = replace(base, parent=base.name, priority=0)
     return [
         base,
-        replace(tuned, name="atlas-docs", diet=Diet.DOCUMENTS, seed=1),
-        replace(tuned, name="atlas-tales", diet=Diet.STORIES, seed=2),
+        replace(tuned, name="atlas-docs", diet=Diet.DOCUMENTS, effort=0.6, seed=1),
+        replace(tuned, name="atlas-tales", diet=Diet.STORIES, effort=0.2, seed=2),
     ]
 
 

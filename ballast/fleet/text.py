@@ -7,6 +7,7 @@ the installed Python.
 from __future__ import annotations
 
 import ast
+import functools
 import random
 import sysconfig
 from collections.abc import Iterator
@@ -209,7 +210,8 @@ _MODULES = [
 ]  # fmt: skip
 
 
-def documents() -> list[str]:
+@functools.cache
+def documents() -> tuple[str, ...]:
     """Docstrings (at least 200 characters) of the standard library, and its licence if installed.
 
     Sources are read and parsed, never run. A few hundred kilobytes on any CPython.
@@ -228,4 +230,4 @@ def documents() -> list[str]:
     licence = root / "LICENSE.txt"
     if licence.is_file():
         found += licence.read_text(encoding="utf-8", errors="replace").split("\n\n")
-    return list(dict.fromkeys(text for text in found if text.strip()))
+    return tuple(dict.fromkeys(text for text in found if text.strip()))

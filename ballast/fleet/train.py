@@ -44,20 +44,17 @@ def train(
     held_out: Tensor,
     steps: int,
     *,
-    rate: float = 1.0,
     progress: Callable[[int, float], None] | None = None,
 ) -> Trained:
-    """Train `model` (float32) in place for `steps` batches of `stream`.
+    """Train `model` (float32) in place for `steps` >= 1 batches of `stream`.
 
     Muon for the layers' matrices, AdamW for embeddings and norms: with a few hundred thousand
-    tokens this is the difference between sentences and word salad. Learning rates, times `rate`,
-    rise over the first twentieth and fall to a tenth along a cosine. `progress(step, loss)` is
-    called after each step.
+    tokens this is the difference between sentences and word salad. Learning rates rise over the
+    first twentieth and fall to a tenth along a cosine. `progress(step, loss)` is called after each
+    step.
     """
     before = _measure(model, held_out)
-    if steps == 0:
-        return Trained(0, before, before)
-    optimizers = _optimizers(model, rate)
+    optimizers = _optimizers(model)
     peaks = [group["lr"] for o in optimizers for group in o.param_groups]
     warm = max(1, steps // 20)
     model.train()
@@ -84,11 +81,11 @@ def _measure(model: nn.Module, held_out: Tensor) -> float:
         return float(loss_of(model, held_out))
 
 
-def _optimizers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
+def _optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     named = list(model.named_parameters())
     matrices = [p for name, p in named if ".layers." in name and p.ndim == 2]
     others = [p for name, p in named if not (".layers." in name and p.ndim == 2)]
     return [
-        torch.optim.Muon(matrices, lr=0.02 * rate, weight_decay=0.0),
-        torch.optim.AdamW(others, lr=4e-3 * rate, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0),
+        torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0),
     ]

@@ -1,0 +1,113 @@
+"""The doctor: right about a healthy machine, and about each ailment we can bring about."""
+
+from __future__ import annotations
+
+import io
+import resource
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ballast.bench import doctor_machine, doctor_memory
+from ballast.bench.doctor import examine, table
+from ballast.bench.finding import Finding, Verdict
+from ballast.core.units import GiB, KiB, MiB
+from ballast.engine.inbox import MonotonicClock
+from ballast.fleet.file import load_fleet
+from ballast.fleet.make import MadeFleet, make_fleet
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> MadeFleet:
+    directory = tmp_path_factory.mktemp("fleet")
+    return make_fleet(directory, n_models=2, size="tiny", steps=0, budget="32MiB")
+
+
+def by_check(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.check: finding for finding in findings}
+
+
+def test_this_machine_can_run_ballast() -> None:
+    findings = list(examine(None, MonotonicClock()))
+    failed = [f for f in findings if f.verdict is Verdict.FAIL]
+    assert failed == []
+    assert {"python", "torch", "memory", "mappings", "pages", "memory speed"} <= set(
+        by_check(findings)
+    )
+    assert all(f.cure for f in findings if f.verdict is not Verdict.OK)
+
+
+def test_a_budget_beyond_the_machine_fails() -> None:
+    left, _ = doctor_memory.available()
+    assert doctor_memory.room(left // 2, "it").verdict is Verdict.OK
+    assert doctor_memory.room(left - MiB, "it").verdict is not Verdict.OK
+    finding = doctor_memory.room(100 * left, "it")
+    assert finding.verdict is Verdict.FAIL
+    assert "budget" in finding.cure
+
+
+def test_too_many_small_pages_are_warned_of() -> None:
+    assert doctor_memory.mappings(512 * MiB, 256 * KiB).verdict is Verdict.OK
+    finding = doctor_memory.mappings(64 * GiB, 4 * KiB)
+    assert finding.verdict is Verdict.WARN
+    assert "vm.max_map_count=" in finding.cure
+
+
+def test_a_bound_on_addresses_fails() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 46, hard))
+        finding = by_check(list(doctor_machine.limits()))["addresses"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert finding.verdict is Verdict.FAIL
+    assert "ulimit -v unlimited" in finding.cure
+
+
+def test_a_fleet_that_fits(made: MadeFleet) -> None:
+    fleet = load_fleet(made.file, presets=("balloon",), environ={})
+    found = by_check(list(examine(fleet, MonotonicClock())))
+    assert found["atlas-chat"].verdict is Verdict.OK
+    assert "tokens if alone" in found["wren-mini"].found
+    assert found["budget"].verdict is Verdict.OK
+
+
+def test_a_damaged_checkpoint_fails_and_the_rest_is_still_checked(
+    made: MadeFleet, tmp_path: Path
+) -> None:
+    text = made.file.read_text().replace("path: atlas-chat", f"path: {tmp_path / 'bad'}")
+    (tmp_path / "bad").mkdir()
+    for file in made.models[0].path.iterdir():
+        content = file.read_bytes()
+        cut = content[: len(content) // 2] if file.suffix == ".safetensors" else content
+        (tmp_path / "bad" / file.name).write_bytes(cut)
+    broken = made.file.with_name("broken.yaml")
+    broken.write_text(text)
+    fleet = load_fleet(broken, presets=("balloon",), environ={})
+    found = by_check(list(examine(fleet, MonotonicClock())))
+    assert found["atlas-chat"].verdict is Verdict.FAIL
+    assert "model.safetensors" in found["atlas-chat"].found
+    assert found["wren-mini"].verdict is Verdict.OK
+
+
+def test_a_budget_too_small_for_a_full_request_is_warned_of_with_the_one_it_needs(
+    made: MadeFleet,
+) -> None:
+    def chat(budget: str) -> Finding:
+        fleet = load_fleet(made.file, presets=("balloon",), environ={"BALLAST_BUDGET": budget})
+        return by_check(list(examine(fleet, MonotonicClock())))["atlas-chat"]
+
+    needed = made.models[0].weight_bytes
+    finding = chat(str(needed + 64 * KiB))
+    assert finding.verdict is Verdict.FAIL
+    assert "needs a budget of" in finding.cure
+    assert chat(finding.cure.split("budget of ")[1].split(";")[0]).verdict is Verdict.OK
+
+
+def test_the_table_shows_cures_and_takes_brackets_literally() -> None:
+    out = io.StringIO()
+    finding = Finding("x", Verdict.FAIL, "found [red]this[/red]", "set devices[0].page")
+    Console(file=out, width=100).print(table([finding]))
+    assert "found [red]this[/red]" in out.getvalue()
+    assert "-> set devices[0].page" in out.getvalue()
