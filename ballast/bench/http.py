@@ -126,7 +126,7 @@ class HttpTarget:
         )
 
     async def memory(self) -> Mapping[str, int]:
-        """Bytes by owner, from `ballast_pages` and `ballast_page_bytes` of `/metrics`."""
+        """Bytes by owner, from the pool's gauges in `/metrics`."""
         try:
             response = await self._client.get("/metrics")
             response.raise_for_status()
@@ -143,10 +143,11 @@ def pages_of(exposition: str) -> dict[str, int]:
         for sample in family.samples:
             if sample.name == "ballast_page_bytes":
                 page_bytes = sample.value
+            elif sample.name in ("ballast_free_pages", "ballast_reclaiming_pages"):
+                pages[sample.name.split("_")[1]] = sample.value
             elif sample.name == "ballast_pages":
                 parts = (sample.labels.get("owner", ""), sample.labels.get("model", ""))
-                owner = ":".join(part for part in parts if part)
-                pages[owner] = pages.get(owner, 0.0) + sample.value
+                pages[":".join(part for part in parts if part)] = sample.value
     return {owner: int(n * page_bytes) for owner, n in pages.items()}
 
 

@@ -191,6 +191,8 @@ def _record(entry: _Entry) -> RequestRecord:
     complete = entry.end is not None and entry.error is None
     error = "not answered by the end of the run" if entry.end is None else entry.error
     first = entry.token_times[0] if entry.token_times else (entry.end if complete else None)
+    # Over HTTP the end of an answer may come as a chunk of its own, of text held back until then.
+    times = entry.token_times[: entry.output_tokens] if complete else entry.token_times
     return RequestRecord(
         id=entry.request.id,
         model=entry.request.model,
@@ -200,7 +202,7 @@ def _record(entry: _Entry) -> RequestRecord:
         end=entry.end,
         prompt_tokens=entry.prompt_tokens if complete else entry.request.prompt_tokens,
         output_tokens=entry.output_tokens if complete else len(entry.token_times),
-        token_times=tuple(entry.token_times),
+        token_times=tuple(times),
         cached_tokens=entry.cached_tokens,
         preemptions=entry.preemptions,
         error=error,

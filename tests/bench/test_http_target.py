@@ -31,7 +31,11 @@ METRICS = """# TYPE ballast_page_bytes gauge
 ballast_page_bytes 1024.0
 # TYPE ballast_pages gauge
 ballast_pages{owner="kv",model="a"} 3.0
-ballast_pages{owner="free",model=""} 2.0
+ballast_pages{owner="arena",model=""} 1.0
+# TYPE ballast_free_pages gauge
+ballast_free_pages 2.0
+# TYPE ballast_reclaiming_pages gauge
+ballast_reclaiming_pages 0.0
 # TYPE other gauge
 other 1.0
 """
@@ -63,7 +67,11 @@ async def stream(model: str, n: int) -> AsyncIterator[str]:
         return
     if model == "cut":
         return
-    yield chunk("x", "length")
+    if model == "held":
+        yield chunk("")
+        yield chunk("xx", "length")
+    else:
+        yield chunk("x", "length")
     usage = {"prompt_tokens": 5, "completion_tokens": n, "total_tokens": n + 5}
     if model == "cached":
         usage["prompt_tokens_details"] = {"cached_tokens": 4}  # type: ignore[assignment]
@@ -150,6 +158,11 @@ def test_a_streamed_answer(base_url: str) -> None:
     }
 
 
+def test_text_held_back_to_the_end_is_no_token_more(base_url: str) -> None:
+    record = one(base_url, "held")
+    assert (record.output_tokens, len(record.token_times)) == (3, 3)
+
+
 def test_many_at_once(base_url: str) -> None:
     result = send(base_url, "fine", n=4, count=40)
     assert [r.output_tokens for r in result.records] == [4] * 40
@@ -204,7 +217,9 @@ def test_giving_up_closes_the_connection(base_url: str) -> None:
 
 def test_memory_from_metrics(base_url: str) -> None:
     result = send(base_url, "fine")
-    assert result.memory[0].owners == {"kv:a": 3072, "free": 2048}
+    assert result.memory[0].owners == {
+        "kv:a": 3072, "arena": 1024, "free": 2048, "reclaiming": 0,
+    }  # fmt: skip
     assert pages_of("# nothing\n") == {}
 
 
