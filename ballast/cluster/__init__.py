@@ -1,1 +1,1 @@
-
+"""Worker processes, and the controller that knows them."""

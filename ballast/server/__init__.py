@@ -1,1 +1,1 @@
-
+"""HTTP in front of a worker: text in, token ids to the worker, text out."""

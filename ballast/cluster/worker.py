@@ -1,0 +1,242 @@
+"""The process of one device: `python -m ballast.cluster.worker --dir DIR --parent PID`.
+
+Two threads of our own: the main thread owns the socket, the device's thread builds the device and
+runs its loop. They meet in two queues, so that the loop never waits for the socket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from ballast.cluster.orphan import die_with
+from ballast.core.clock import Clock
+from ballast.core.errors import BallastError
+from ballast.core.event import Arrival, Cancel, Drain, Event, Output, Stop
+from ballast.core.model import ModelSpec
+from ballast.core.report import DeviceReport
+from ballast.core.settings import FleetSettings
+from ballast.transport.messages import (
+    Configure,
+    DrainDevice,
+    Drained,
+    Hello,
+    NotReady,
+    Outputs,
+    Ready,
+    Status,
+    StopDevice,
+    Submit,
+    ToServer,
+    ToWorker,
+    Withdraw,
+)
+from ballast.transport.zmq import WorkerSocket
+
+log = logging.getLogger(__name__)
+
+REPORT_SECONDS = 0.1
+"""A changed report is sent this often at most."""
+STALE_SECONDS = 1.0
+"""An unchanged one is repeated this often, so that its age tells whether the process lives."""
+
+
+class Device(Protocol):
+    """What a worker runs; `ballast.engine.device.LiveDevice` in earnest."""
+
+    @property
+    def specs(self) -> dict[str, ModelSpec]: ...
+
+    @property
+    def failed(self) -> dict[str, str]: ...
+
+    def post(self, event: Event) -> None: ...
+
+    def run(self) -> None: ...
+
+    def snapshot(self) -> DeviceReport: ...
+
+    def close(self) -> None: ...
+
+
+Outbox = Callable[[list[Output]], None]
+MakeDevice = Callable[[FleetSettings, Outbox], Device]
+
+
+class Outgoing:
+    """What is to be sent: put in by any thread without waiting, taken out by the main thread."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[ToServer | list[Output]] = queue.SimpleQueue()
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable when something was put in."""
+
+    def put(self, item: ToServer | list[Output]) -> None:
+        self._queue.put(item)
+        self.wake()
+
+    def wake(self) -> None:
+        """Have the main thread look around."""
+        os.eventfd_write(self.fd, 1)
+
+    def take(self) -> list[ToServer]:
+        """All there is, in order; neighbouring outputs in one message."""
+        with contextlib.suppress(BlockingIOError):  # nothing was put in since the last time
+            os.eventfd_read(self.fd)
+        messages: list[ToServer] = []
+        outputs: list[Output] = []
+        while True:
+            try:
+                item = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if isinstance(item, list):
+                outputs += item
+                continue
+            if outputs:
+                messages.append(Outputs.of(outputs))
+                outputs = []
+            messages.append(item)
+        if outputs:
+            messages.append(Outputs.of(outputs))
+        return messages
+
+
+class Worker:
+    """Joins a device to the socket. `run` returns the exit code of the process."""
+
+    def __init__(self, socket: WorkerSocket, make_device: MakeDevice, clock: Clock) -> None:
+        self._socket = socket
+        self._make_device = make_device
+        self._clock = clock
+        self._outgoing = Outgoing()
+        self._thread: threading.Thread | None = None
+        self._device: Device | None = None
+        self._lock = threading.Lock()
+        """Held while `_device` changes or is used by the main thread."""
+        self._code = 0
+        self.abandoned = False
+        """The device's thread was left behind, loading."""
+        self._reported: DeviceReport | None = None
+        self._reported_at = float("-inf")
+
+    def run(self) -> int:
+        """Serve until the device's loop has returned and all it said is sent."""
+        socket, outgoing = self._socket, self._outgoing
+        socket.also_wake_on(outgoing.fd)
+        socket.send(Hello(os.getpid()))
+        while not self.abandoned:
+            # Asked before the queue is emptied: what a dead thread has said is in the queue.
+            over = self._thread is not None and not self._thread.is_alive()
+            for message in outgoing.take():
+                socket.send(message)
+            if over:
+                break
+            self._report()
+            socket.wait(None if self._device is None else REPORT_SECONDS)
+            socket.receive_all(self._handle)
+        return self._code
+
+    def _handle(self, message: ToWorker) -> None:
+        match message:
+            case Configure():
+                logging.getLogger().setLevel(message.log_level)
+                self._thread = threading.Thread(
+                    target=self._serve, args=(message.fleet,), name="device", daemon=True
+                )
+                self._thread.start()
+            case Submit():
+                for submission in message.submissions:
+                    self._post(Arrival(submission))
+            case Withdraw():
+                for request_id in message.request_ids:
+                    self._post(Cancel(request_id))
+            case DrainDevice():
+                self._post(Drain())
+            case StopDevice():
+                self._post(Stop(message.reason))
+
+    def _post(self, event: Event) -> None:
+        with self._lock:
+            if self._device is not None:
+                self._device.post(event)
+            elif isinstance(event, Drain | Stop):
+                self.abandoned = True  # still loading: nothing was accepted, nothing is lost
+
+    def _serve(self, fleet: FleetSettings) -> None:
+        """The device's thread."""
+        try:
+            try:
+                device = self._make_device(fleet, self._outgoing.put)
+            except (BallastError, OSError, MemoryError) as error:
+                log.error("the device could not be built: %s", error)
+                self._code = 1
+                self._outgoing.put(NotReady(f"{error}" or type(error).__name__))
+                return
+            with self._lock:
+                self._outgoing.put(Ready(device.specs, device.failed, device.snapshot()))
+                self._device = device
+            device.run()
+            with self._lock:
+                self._device = None
+            self._outgoing.put(Drained())
+            device.close()
+        except BaseException:
+            self._code = 1
+            raise
+        finally:
+            self._outgoing.wake()
+
+    def _report(self) -> None:
+        now = self._clock.now()
+        with self._lock:
+            if self._device is None or now - self._reported_at < REPORT_SECONDS:
+                return
+            report = self._device.snapshot()
+        same = self._reported is not None and report == replace(self._reported, now=report.now)
+        if same and now - self._reported_at < STALE_SECONDS:
+            return
+        self._reported, self._reported_at = report, now
+        self._socket.send(Status(report))
+
+
+def live_device(fleet: FleetSettings, outbox: Outbox) -> Device:
+    """The real thing; imported only here, so that the process answers before it has loaded."""
+    from ballast.engine.device import LiveDevice
+
+    return LiveDevice(fleet, outbox)
+
+
+def main(argv: Sequence[str] | None = None, make_device: MakeDevice = live_device) -> int:
+    """The process. Only its server ends it: by a message, or by ending itself."""
+    parser = argparse.ArgumentParser(prog="ballast.cluster.worker")
+    parser.add_argument("--dir", type=Path, required=True, help="holds the socket")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the server")
+    arguments = parser.parse_args(argv)
+    die_with(arguments.parent)
+    # A terminal or a service manager signals the whole group; the server decides what that means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(format="%(asctime)s worker %(levelname)s %(name)s: %(message)s")
+    from ballast.engine.inbox import MonotonicClock
+
+    with WorkerSocket(arguments.dir) as socket:
+        worker = Worker(socket, make_device, MonotonicClock())
+        code = worker.run()
+    if worker.abandoned:
+        os._exit(code)  # its thread cannot be asked to end
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

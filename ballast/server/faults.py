@@ -1,0 +1,82 @@
+"""What went wrong, as status codes and error bodies of the OpenAI API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+from ballast.core.errors import BallastError, RequestError, Unavailable, UnknownModel
+from ballast.core.event import Failed
+from ballast.server.responses import Error, ErrorBody, encode
+
+_STATUS = {
+    "invalid_request": 400,
+    "context_length_exceeded": 400,
+    "insufficient_memory": 400,
+    "model_not_found": 404,
+    "queue_full": 429,
+    "unavailable": 503,
+}
+"""By code of `Failed` or `RequestError`; any other is 500."""
+
+
+class Fault(Exception):
+    """Ends the handling of a request with an error response."""
+
+    def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+
+    @classmethod
+    def of(cls, error: Exception) -> Fault:
+        """Any exception; of one that is not ours, clients are not told more than its kind."""
+        if isinstance(error, Fault):
+            return error
+        if isinstance(error, RequestError):
+            param = "model" if isinstance(error, UnknownModel) else error.param
+            return cls(_STATUS.get(error.code, 400), str(error), error.code, param)
+        if isinstance(error, Unavailable):
+            return cls(503, str(error), "unavailable")
+        if isinstance(error, BallastError):
+            return cls(500, str(error), "internal_error")
+        return cls(500, f"internal error ({type(error).__name__})", "internal_error")
+
+    @classmethod
+    def of_failed(cls, failed: Failed) -> Fault:
+        """What the worker said."""
+        return cls(_STATUS.get(failed.code, 500), failed.reason, failed.code)
+
+    @classmethod
+    def of_validation(cls, errors: Sequence[Any]) -> Fault:
+        """From pydantic's list: the field at fault, and what was wrong with it."""
+        first = errors[0]
+        # ("body", field, index or branch of a union ...): clients know the field.
+        path = [str(part) for part in first["loc"] if part != "body"]
+        if first["type"] == "json_invalid":
+            return cls(400, f"the body is not JSON: {first['msg']}", "invalid_request")
+        if not path:
+            return cls(400, str(first["msg"]), "invalid_request")
+        param = path[0]
+        return cls(400, f"{param}: {_reason(param, first)}", "invalid_request", param)
+
+    def body(self) -> bytes:
+        """As JSON."""
+        kind = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+        told = kind.get(self.status, "invalid_request_error")
+        return encode(ErrorBody(Error(self.message, told, self.param, self.code)))
+
+    def response(self) -> Response:
+        """The whole response. Where trying again may help, it says when."""
+        headers = {"retry-after": "1"} if self.status in (429, 503) else None
+        return Response(self.body(), self.status, headers, "application/json")
+
+
+def _reason(param: str, error: Any) -> str:
+    if param == "prompt" and error["type"] != "missing":
+        return "must be a text, a list of texts, a list of token ids or a list of such lists"
+    where = ".".join(str(part) for part in error["loc"][2:])
+    value = error.get("input")
+    shown = "" if isinstance(value, dict | list) or value is None else f"; it was {value!r:.80}"
+    return f"{where + ': ' if where else ''}{error['msg']}{shown}"

@@ -1,0 +1,155 @@
+"""Responses of the OpenAI API: plain records, encoded by msgspec."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+UNSET = msgspec.UNSET
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Token counts. A prompt with several choices counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+    @classmethod
+    def of(cls, prompt: int, completion: int, cached: int) -> Usage:
+        return cls(prompt, completion, prompt + completion, PromptDetails(cached))
+
+
+# -- completions --------------------------------------------------------------------------------
+
+
+class TextLogprobs(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    text_offset: list[int]
+    top_logprobs: None = None
+
+
+class TextChoice(msgspec.Struct):
+    index: int
+    text: str
+    finish_reason: str | None = None
+    logprobs: TextLogprobs | None = None
+
+
+class TextCompletion(msgspec.Struct, kw_only=True):
+    """A whole answer, or one chunk of a stream: they look alike."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    """Seconds since 1970."""
+    model: str
+    system_fingerprint: str
+    choices: list[TextChoice]
+    usage: Usage | msgspec.UnsetType | None = UNSET
+
+
+# -- chat ---------------------------------------------------------------------------------------
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[None] = []
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class ChatMessage(msgspec.Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatMessage
+    finish_reason: str | None
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    """A whole answer."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(msgspec.Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChunkChoice(msgspec.Struct):
+    index: int
+    delta: Delta
+    finish_reason: str | None = None
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    """One chunk of a stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    usage: Usage | msgspec.UnsetType | None = UNSET
+
+
+Chunk = TextCompletion | ChatChunk
+Answer = TextCompletion | ChatCompletion
+
+
+# -- models, errors -----------------------------------------------------------------------------
+
+
+class Model(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    """When this server began to serve it."""
+    owned_by: str = "ballast"
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Error(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(msgspec.Struct):
+    error: Error
+
+
+encode = msgspec.json.Encoder().encode

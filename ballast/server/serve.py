@@ -1,0 +1,237 @@
+"""A server from start to end: bind, start the worker, answer, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import uvicorn
+
+from ballast.cluster.controller import Controller
+from ballast.cluster.local import COMMAND, LocalWorker
+from ballast.core.errors import CheckpointError, ConfigError, Unavailable
+from ballast.core.settings import FleetSettings
+from ballast.engine.inbox import MonotonicClock
+from ballast.server.app import create_app
+from ballast.server.service import Service
+from ballast.server.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+LAST_SECONDS = 5.0
+"""For connections to close, and then for the worker to end, once nothing is left to answer."""
+
+
+class WallClock:
+    """Seconds since 1970, to date answers with; never to measure."""
+
+    def now(self) -> float:
+        return time.time()
+
+
+def serve(
+    fleet: FleetSettings,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    drain_seconds: float = 30.0,
+    ready: Callable[[int], None] | None = None,
+    *,
+    worker_command: Sequence[str] = COMMAND,
+) -> int:
+    """Serve until SIGTERM or SIGINT, then drain; returns the exit code.
+
+    `port` 0 takes a free one; `ready` is told which when requests are answered. On the first
+    signal new requests are refused and those open have `drain_seconds` to finish; a second signal
+    cuts that short. In a thread other than the main one no signals are handled.
+
+    Raises ConfigError if the address cannot be bound, Unavailable if no model can be served.
+    """
+    return asyncio.run(_serve(fleet, host, port, drain_seconds, ready, worker_command))
+
+
+async def _serve(
+    fleet: FleetSettings,
+    host: str,
+    port: int,
+    drain_seconds: float,
+    ready: Callable[[int], None] | None,
+    worker_command: Sequence[str],
+) -> int:
+    asked = Asked()
+    with bound(host, port) as listener, asked.by_signals():
+        controller = Controller(LocalWorker(worker_command))
+        starting = asyncio.ensure_future(_start(fleet, controller))
+        try:
+            if await _first(starting, asked.to_stop):
+                await _answer(starting.result(), listener, asked, drain_seconds, ready)
+            return 0
+        finally:
+            starting.cancel()
+            await asyncio.wait({starting})
+            await controller.close(LAST_SECONDS)
+
+
+async def _start(fleet: FleetSettings, controller: Controller) -> Service:
+    """Start the worker and load tokenizers meanwhile."""
+    loading = asyncio.ensure_future(asyncio.to_thread(_tokenizers, fleet))
+    try:
+        await controller.start(fleet)
+    except BaseException:
+        loading.cancel()
+        raise
+    tokenizers, failed = await loading
+    controller.failed = {**failed, **controller.failed}
+    service = Service(controller, tokenizers, MonotonicClock(), WallClock())
+    for name, why in controller.failed.items():
+        print(f"ballast: {name} is not served: {why}", file=sys.stderr, flush=True)
+    if not service.models:
+        raise Unavailable("no model of the fleet can be served")
+    return service
+
+
+def _tokenizers(fleet: FleetSettings) -> tuple[dict[str, Tokenizer], dict[str, str]]:
+    """By model; and for models without a usable one, why."""
+    loaded: dict[str, Tokenizer] = {}
+    failed: dict[str, str] = {}
+    for model in fleet.models:
+        try:
+            loaded[model.name] = Tokenizer.load(model.path)
+        except CheckpointError as error:
+            failed[model.name] = str(error)
+    return loaded, failed
+
+
+async def _answer(
+    service: Service,
+    listener: socket.socket,
+    asked: Asked,
+    drain_seconds: float,
+    ready: Callable[[int], None] | None,
+) -> None:
+    """Answer requests until asked to stop and drained."""
+    gate = create_app(service)
+    http = HttpServer(
+        uvicorn.Config(
+            gate,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_graceful_shutdown=int(LAST_SECONDS),
+        )
+    )
+    host, port = listener.getsockname()[:2]
+    running = asyncio.ensure_future(http.serve(sockets=[listener]))
+    if await _first(running, http.up):
+        running.result()  # it has ended: say why
+    _announce(service, host, port)
+    if ready is not None:
+        ready(port)
+    if not await _first(running, asked.to_stop):
+        gate.draining = True
+        log.warning("draining: %d requests are open", gate.open)
+        idle = asyncio.ensure_future(gate.idle.wait())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_seconds):
+                await _first(idle, asked.to_hurry)
+        idle.cancel()
+        service.controller.fail_all("unavailable", "the server stopped before this was finished")
+        http.should_exit = True
+    await running
+
+
+async def _first(task: asyncio.Future[Any], event: asyncio.Event) -> bool:
+    """Waits for the task or the event; whether it was the task. If not, the task goes on."""
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+    return task.done()
+
+
+class HttpServer(uvicorn.Server):
+    """Leaves signals to us, and tells when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+
+class Asked:
+    """What the operator wants: to stop (first signal), and to stop now (second)."""
+
+    def __init__(self) -> None:
+        self.to_stop = asyncio.Event()
+        self.to_hurry = asyncio.Event()
+
+    @contextlib.contextmanager
+    def by_signals(self) -> Iterator[None]:
+        """Listen to SIGTERM and SIGINT meanwhile, where this is the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGTERM, signal.SIGINT)
+        for number in signals:
+            loop.add_signal_handler(number, self._once_more)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+    def _once_more(self) -> None:
+        (self.to_hurry if self.to_stop.is_set() else self.to_stop).set()
+
+
+@contextlib.contextmanager
+def bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket bound before anything slow begins; connections are refused until it listens.
+
+    Raises ConfigError.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(
+            "host", host, f"it must be an address of this machine ({error})"
+        ) from None
+    with listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            allowed = f"it must be free and allowed on {host} ({error.strerror})"
+            raise ConfigError("port", port, allowed) from None
+        yield listener
+
+
+def _announce(service: Service, host: str, port: int) -> None:
+    loopback = ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    if not loopback:
+        log.warning("listening on %s: whoever reaches it can use it", host)
+    shown = f"[{host}]" if ":" in host else host
+    names = ", ".join(service.models)
+    print(f"ballast: serving {names} at http://{shown}:{port}/v1", flush=True)

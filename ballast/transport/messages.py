@@ -1,0 +1,176 @@
+"""What server and worker say to each other: schema-checked on receipt, never pickled.
+
+Two unions, one per direction, each member tagged by its name. Vocabulary of `ballast.core` travels
+as it is; outputs, of which there is one per token, get a tagged wrapper each, since plain
+dataclasses carry no tag that would tell them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import msgspec
+
+from ballast import __version__
+from ballast.core.errors import BallastError
+from ballast.core.event import Cancelled, Failed, Finished, Output, TokenOut
+from ballast.core.model import ModelSpec
+from ballast.core.report import DeviceReport
+from ballast.core.request import Submission
+from ballast.core.settings import FleetSettings
+
+
+class MalformedMessage(BallastError):
+    """A message does not follow the schema: the two processes are of different versions."""
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    pass
+
+
+# -- to the worker ------------------------------------------------------------------------------
+
+
+class Configure(_Message, frozen=True):
+    """First message: build this device and serve it."""
+
+    fleet: FleetSettings
+    log_level: int = 30
+    """As in `logging`; 30: warnings."""
+
+
+class Submit(_Message, frozen=True):
+    """Requests, in order of arrival."""
+
+    submissions: tuple[Submission, ...]
+
+
+class Withdraw(_Message, frozen=True):
+    """Requests whose client is gone, or has what it wanted."""
+
+    request_ids: tuple[str, ...]
+
+
+class DrainDevice(_Message, frozen=True):
+    """Finish what was accepted, take nothing new, then exit."""
+
+
+class StopDevice(_Message, frozen=True):
+    """Exit after the job in flight; what is open fails with `reason`."""
+
+    reason: str
+
+
+ToWorker = Configure | Submit | Withdraw | DrainDevice | StopDevice
+
+
+# -- from the worker ----------------------------------------------------------------------------
+
+
+class Hello(_Message, frozen=True):
+    """The process is up and waits for `Configure`."""
+
+    pid: int
+    version: str = __version__
+
+
+class Ready(_Message, frozen=True):
+    """The device serves `specs`; the models of `failed` could not be loaded, for these reasons."""
+
+    specs: dict[str, ModelSpec]
+    failed: dict[str, str]
+    report: DeviceReport
+
+
+class NotReady(_Message, frozen=True):
+    """The device could not be built; the worker exits."""
+
+    reason: str
+
+
+class Status(_Message, frozen=True):
+    """The device as it was a moment ago."""
+
+    report: DeviceReport
+
+
+class Drained(_Message, frozen=True):
+    """The device's loop has returned; the worker exits."""
+
+
+class _Wrapper(msgspec.Struct, frozen=True, array_like=True):
+    pass
+
+
+class WrappedToken(_Wrapper, frozen=True, tag="t"):
+    output: TokenOut
+
+
+class WrappedFinished(_Wrapper, frozen=True, tag="f"):
+    output: Finished
+
+
+class WrappedFailed(_Wrapper, frozen=True, tag="e"):
+    output: Failed
+
+
+class WrappedCancelled(_Wrapper, frozen=True, tag="c"):
+    output: Cancelled
+
+
+Wrapped = WrappedToken | WrappedFinished | WrappedFailed | WrappedCancelled
+
+_WRAPPERS: dict[type, type[Wrapped]] = {
+    TokenOut: WrappedToken,
+    Finished: WrappedFinished,
+    Failed: WrappedFailed,
+    Cancelled: WrappedCancelled,
+}
+
+
+class Outputs(_Message, frozen=True):
+    """Outputs, in the order in which the loop told them."""
+
+    wrapped: tuple[Wrapped, ...]
+
+    @classmethod
+    def of(cls, outputs: Iterable[Output]) -> Outputs:
+        return cls(tuple(_WRAPPERS[type(o)](o) for o in outputs))  # type: ignore[arg-type]
+
+    def unwrap(self) -> list[Output]:
+        return [w.output for w in self.wrapped]
+
+
+ToServer = Hello | Ready | NotReady | Status | Outputs | Drained
+
+
+M = TypeVar("M")
+
+# -- bytes --------------------------------------------------------------------------------------
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_to_server: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
+
+
+def encode(message: ToWorker | ToServer) -> bytes:
+    """The message as MessagePack."""
+    return _encoder.encode(message)
+
+
+def decode_to_worker(data: bytes) -> ToWorker:
+    """Raises MalformedMessage where `data` is not a message to a worker."""
+    return _decode(_to_worker, data)
+
+
+def decode_to_server(data: bytes) -> ToServer:
+    """Raises MalformedMessage where `data` is not a message to the server."""
+    return _decode(_to_server, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[M], data: bytes) -> M:
+    try:
+        return decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise MalformedMessage(f"malformed message: {error}") from error
