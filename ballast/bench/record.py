@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ballast.core.event import Failed, Finished, Output, TokenOut
@@ -90,7 +90,7 @@ def submission_for(request: WorkloadRequest, prompt: tuple[int, ...]) -> Submiss
     )
 
 
-def prompts_of(vocab: dict[str, int], seed: int = 0, lowest: int = 0) -> Prompts:
+def prompts_of(vocab: Mapping[str, int], seed: int = 0, lowest: int = 0) -> Prompts:
     """Prompts with token ids in [lowest, vocab of the request's model)."""
     return lambda request: prompt_for(request, vocab[request.model], seed, lowest)
 

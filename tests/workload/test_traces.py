@@ -279,7 +279,20 @@ PUBLIC: dict[str, dict[str, float]] = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif("BALLAST_TRACES" not in os.environ, reason="BALLAST_TRACES names no folder")
+public = pytest.mark.skipif("BALLAST_TRACES" not in os.environ, reason="no BALLAST_TRACES")
+
+
+@public
+def test_public_servegen_can_be_drawn_from() -> None:
+    path = Path(os.environ["BALLAST_TRACES"]) / (
+        "servegen_client_rates_week1_plus_deepseek-r1.csv.gz"
+    )
+    w = load_trace(path, servegen=ServeGenSample(seconds=600, rate=10.0))
+    assert set(w.models) == {"m-large", "m-mid", "m-small", "deepseek-r1"}
+    assert w.stats().rate == pytest.approx(10.0, rel=0.1)
+
+
+@public
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_traces_have_their_published_statistics(name: str) -> None:
     s = load_trace(Path(os.environ["BALLAST_TRACES"]) / name).stats()
