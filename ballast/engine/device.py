@@ -7,13 +7,14 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ballast.core.clock import Clock
 from ballast.core.cost import StepCosts
 from ballast.core.errors import BallastError
 from ballast.core.event import Event, Output
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.settings import FleetSettings
-from ballast.core.story import Story
+from ballast.core.story import Sink, Story
 from ballast.engine.build import Hosted, build_state
 from ballast.engine.inbox import MonotonicClock, QueueInbox
 from ballast.engine.loop import Loop
@@ -36,7 +37,8 @@ class LiveDevice:
 
     `outbox` gets outputs on the loop's thread and must not block. Checkpoints are loaded by the
     constructor; a model that fails to load is listed in `failed`, with the reason, and does not
-    stop the rest. `costs` are what policies may know of each model's speed.
+    stop the rest. `costs` are what policies may know of each model's speed; `sink` gets the story
+    where no file does.
     """
 
     def __init__(
@@ -45,13 +47,15 @@ class LiveDevice:
         outbox: Callable[[list[Output]], None],
         *,
         costs: Mapping[str, StepCosts] | None = None,
+        clock: Clock | None = None,
+        sink: Sink | None = None,
     ) -> None:
         preset = resolve(fleet.preset, fleet.options)
         confine_allocator()
         self.fleet = fleet
         self.failed: dict[str, str] = {}
         self._hosts = self._load()
-        self.clock = MonotonicClock()
+        self.clock = clock or MonotonicClock()
         self.inbox = QueueInbox(self.clock)
         device = fleet.device
         self._vm = MemfdVm(device.page_bytes, device.budget_bytes // device.page_bytes)
@@ -73,7 +77,7 @@ class LiveDevice:
             self.executors[host.spec.name] = ServedModel(host, segments, m.kv.base, m.kv.layout)
         self._runner = CpuRunner(self.executors, self.post, self.clock, device.threads)
         self._story_file = open(fleet.story_path, "w") if fleet.story_path else None  # noqa: SIM115
-        self.story = Story(sink=self._write_story if self._story_file else None)
+        self.story = Story(sink=self._write_story if self._story_file else sink)
         self.loop = Loop(
             self.state, preset, self.inbox, self._runner, self.clock, outbox, self.story
         )
@@ -86,6 +90,10 @@ class LiveDevice:
     def post(self, event: Event) -> None:
         """Hand an event in, from any thread."""
         self.inbox.post(event)
+
+    def populate(self) -> None:
+        """Give all free pages physical memory now instead of in the background."""
+        self._reserve.populate_all()
 
     def run(self) -> None:
         """The loop, on the calling thread; returns once drained or stopped."""

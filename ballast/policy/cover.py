@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 
-from ballast.core.actions import Action, Activate, DropCache, Evict, Preempt
+from ballast.core.actions import Action, Activate, Evict, Offer, Preempt
 from ballast.core.view import DeviceView, Residency
 from ballast.policy.offers import Claim, Source
 
@@ -13,31 +14,30 @@ class Ground:
     """Pages that claims can still count on during one decision, and what was already taken."""
 
     def __init__(self, view: DeviceView) -> None:
-        self.view = view
         self.coming = view.coming
         self.free = view.free - view.promised
-        self.taken: set[tuple[str, str | None]] = set()
+        self.taken: dict[str, dict[str | None, int]] = {}
+        """Pages taken of each model, by request; under None, of its cached prefixes."""
         self.evicted: set[str] = set()
 
-    def take(self, action: Action) -> bool:
-        """Note that `action`'s pages are used; False where they already were."""
-        match action:
-            case DropCache(model):
-                key: tuple[str, str | None] = (model, "cache")
-            case Preempt(model, request_id):
-                key = (model, request_id)
-            case Evict(model):
-                key = (model, None)
-            case _:
-                return False
-        if key in self.taken or model in self.evicted:
-            return False
-        if isinstance(action, Evict):
-            if any(name == model for name, _ in self.taken):
-                return False
+    def take(self, offer: Offer) -> int:
+        """Use an offer up; how many pages that adds to those taken before."""
+        model = offer.action.model
+        if model in self.evicted:
+            return 0
+        taken = self.taken.setdefault(model, {})
+        if isinstance(offer.action, Evict):
             self.evicted.add(model)
-        self.taken.add(key)
-        return True
+            return max(0, offer.pages - sum(taken.values()))
+        key = offer.action.request_id if isinstance(offer.action, Preempt) else None
+        if key in taken:
+            return 0
+        taken[key] = offer.pages
+        return offer.pages
+
+    def copy(self) -> Ground:
+        """As it is now, to go back to."""
+        return deepcopy(self)
 
 
 def cover(view: DeviceView, claims: Sequence[Claim], sources: Sequence[Source]) -> list[Action]:
@@ -50,28 +50,27 @@ def cover(view: DeviceView, claims: Sequence[Claim], sources: Sequence[Source]) 
     ground = Ground(view)
     actions: list[Action] = []
     for claim in sorted(claims, key=lambda c: (c.order, c.model)):
-        missing = claim.pages - ground.coming
-        chosen: list[tuple[int, Action]] = []
-        before = (set(ground.taken), set(ground.evicted))
+        before = ground.copy()
+        chosen: list[Action] = []
         for source in sources:
-            if missing <= 0:
+            if ground.coming >= claim.pages:
                 break
             for offer in source(view, claim):
-                if missing <= 0:
+                if ground.coming >= claim.pages:
                     break
-                if ground.take(offer.action):
-                    chosen.append((offer.pages, offer.action))
-                    missing -= offer.pages
-        if missing > 0:
-            ground.taken, ground.evicted = before
+                pages = ground.take(offer)
+                if pages:
+                    chosen.append(offer.action)
+                    ground.coming += pages
+                    ground.free += pages
+        if ground.coming < claim.pages:
+            ground = before
             ground.coming = ground.free = 0
             continue
-        freed = sum(pages for pages, _ in chosen)
-        ground.coming += freed - claim.pages
-        ground.free += freed
-        actions += [action for _, action in chosen]
+        actions += chosen
         if claim.activate and claim.pages <= ground.free:
             actions.append(Activate(claim.model, why="requests wait for it"))
+        ground.coming -= claim.pages
         ground.free -= claim.pages
     return actions
 

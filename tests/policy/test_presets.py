@@ -104,6 +104,15 @@ def test_one_idle_model_is_not_given_to_two_claims() -> None:
     assert decision.actions[1].model == "a"
 
 
+def test_an_idle_models_weights_go_even_where_its_cache_went_first() -> None:
+    wanting = model("w", ABSENT, pages=40, waiting=(request(9, arrival=10),))
+    idle = model("i", pages=30, kv=10, cached=10)
+    decision = Balloon()(device(idle, wanting, free=0), None)
+    assert kinds(decision.actions) == ["DropCache", "Evict", "Activate"]
+    too_big = model("w", ABSENT, pages=41, waiting=(request(9, arrival=10),))
+    assert Balloon()(device(idle, too_big, free=0), None).actions == ()
+
+
 # -- static -----------------------------------------------------------------------------------
 
 

@@ -1,0 +1,122 @@
+"""A live device in this process, with its loop on a thread: for benchmarks and exactness checks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from ballast.core.cost import StepCosts
+from ballast.core.event import Arrival, Cancel, Drain, Finished, Output, Stop, TokenOut
+from ballast.core.request import Submission
+from ballast.core.settings import FleetSettings
+from ballast.engine.device import LiveDevice
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came back for one request. Times are seconds on the device's clock."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    """When each token left the loop."""
+    end: Output | None = None
+
+    @property
+    def finished(self) -> Finished:
+        """The successful end; raises AssertionError with the reason for any other."""
+        assert isinstance(self.end, Finished), self.end
+        return self.end
+
+
+class InProcess:
+    """Context manager: builds the device, runs its loop, drains on exit.
+
+    `listen(now, output)` is called on the loop's thread for every output.
+    """
+
+    def __init__(
+        self, fleet: FleetSettings, *, costs: Mapping[str, StepCosts] | None = None
+    ) -> None:
+        self.answers: dict[str, Answer] = {}
+        self.listen: Callable[[float, Output], None] | None = None
+        self._ended = threading.Condition()
+        self._open = 0
+        self.device = LiveDevice(fleet, self._hear, costs=costs)
+        self._crash: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="loop", daemon=True)
+
+    def __enter__(self) -> InProcess:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.device.post(Drain() if kind is None else Stop("the caller failed"))
+        self._thread.join()
+        self.device.close()
+        if self._crash is not None:
+            raise self._crash
+
+    @property
+    def now(self) -> float:
+        """Seconds on the device's clock."""
+        return self.device.clock.now()
+
+    def submit(self, submission: Submission) -> None:
+        """Hand a request in; its answer grows in `answers`."""
+        with self._ended:
+            self.answers[submission.id] = Answer()
+            self._open += 1
+        self.device.post(Arrival(submission))
+
+    def cancel(self, request_id: str) -> None:
+        """The client has gone."""
+        self.device.post(Cancel(request_id))
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until every request submitted has ended; False where that took longer."""
+        with self._ended:
+            done = self._ended.wait_for(lambda: self._open == 0 or self._crash, timeout)
+        if self._crash is not None:
+            raise self._crash
+        return bool(done)
+
+    def generate(self, submissions: Sequence[Submission]) -> dict[str, Answer]:
+        """All of them at once; returns when all have ended."""
+        for submission in submissions:
+            self.submit(submission)
+        self.wait()
+        return {s.id: self.answers[s.id] for s in submissions}
+
+    def _run(self) -> None:
+        try:
+            self.device.run()
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
+            with self._ended:
+                self._crash = error
+                self._ended.notify_all()
+
+    def _hear(self, outputs: list[Output]) -> None:
+        now = self.device.clock.now()
+        for output in outputs:
+            answer = self.answers[output.request_id]
+            if isinstance(output, TokenOut):
+                answer.tokens.append(output.token)
+                answer.logprobs.append(output.logprob)
+                answer.times.append(now)
+            else:
+                answer.end = output
+            if self.listen is not None:
+                self.listen(now, output)
+        ended = sum(not isinstance(o, TokenOut) for o in outputs)
+        if ended:
+            with self._ended:
+                self._open -= ended
+                self._ended.notify_all()

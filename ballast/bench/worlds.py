@@ -1,0 +1,123 @@
+"""Run a workload on a fleet, live in this process or in virtual time, and report it alike."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ballast.bench.record import MemorySample, Recorder, bytes_by_owner, prompts_of, submission_for
+from ballast.bench.replay import EngineTarget, Replayed, replay
+from ballast.bench.report import Report
+from ballast.core.cost import StepCosts
+from ballast.core.event import Drain, Output, Stop
+from ballast.core.model import ModelSpec
+from ballast.core.settings import FleetSettings, Slo
+from ballast.engine.device import LiveDevice
+from ballast.engine.inbox import MonotonicClock
+from ballast.engine.report import report
+from ballast.engine.state import DeviceState
+from ballast.sim.simulate import Profile, simulate
+from ballast.workload.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One run: what clients saw, and what the device did."""
+
+    report: Report
+    story: list[dict[str, Any]]
+    """Every event and decision, in order."""
+    counts: dict[str, int]
+    """Over all models: activations, evictions, preemptions; and jobs."""
+
+
+def run_live(
+    fleet: FleetSettings,
+    workload: Workload,
+    slos: Mapping[str, Slo],
+    costs: Mapping[str, StepCosts] | None = None,
+    *,
+    timeout: float = 120.0,
+    progress: bool = False,
+) -> Ran:
+    """Open loop, on this machine, in this process. The device is made for the run."""
+    clock = MonotonicClock()
+    target = EngineTarget(clock)
+    entries: list[dict[str, Any]] = []
+    device = LiveDevice(fleet, target.outbox, costs=costs, clock=clock, sink=entries.append)
+    target.connect(device.post, device.snapshot)
+    loop = threading.Thread(target=device.run, name="loop", daemon=True)
+    loop.start()
+    try:
+        device.populate()
+        prompts = prompts_of({name: spec.vocab for name, spec in device.specs.items()})
+        done = asyncio.run(replay(workload, target, prompts, timeout=timeout, progress=progress))
+        device.post(Drain())
+    except BaseException:
+        device.post(Stop("the replay failed"))
+        raise
+    finally:
+        loop.join()
+        device.close()
+    return _ran(fleet.preset, workload, slos, done, entries, device.state)
+
+
+def run_virtual(
+    fleet: FleetSettings,
+    specs: Sequence[ModelSpec],
+    workload: Workload,
+    slos: Mapping[str, Slo],
+    profile: Profile,
+    *,
+    memory_every: float = 0.5,
+) -> Ran:
+    """The same workload in virtual time."""
+    recorder = Recorder()
+    prompts = prompts_of({spec.name: spec.vocab for spec in specs})
+    arrivals = []
+    for request in workload.requests:
+        submission = submission_for(request, prompts(request))
+        recorder.sent(request, submission.id, request.at)
+        arrivals.append(submission)
+    entries: list[dict[str, Any]] = []
+    samples: list[MemorySample] = []
+
+    def said(now: float, output: Output) -> None:
+        recorder.told(now, output)
+
+    def observe(now: float, state: DeviceState) -> None:
+        if not samples or now >= samples[-1].at + memory_every:
+            samples.append(MemorySample(now, bytes_by_owner(report(state, fleet.device.name))))
+
+    ended = simulate(fleet, specs, arrivals, profile, said, entries.append, observe)
+    done = Replayed(recorder.records(), ended.seconds, tuple(samples))
+    return _ran(fleet.preset, workload, slos, done, entries, ended.state)
+
+
+def _ran(
+    name: str,
+    workload: Workload,
+    slos: Mapping[str, Slo],
+    done: Replayed,
+    entries: list[dict[str, Any]],
+    state: DeviceState,
+) -> Ran:
+    told = Report.of(
+        done.records,
+        slos,
+        done.wall_seconds,
+        done.memory,
+        name=name,
+        workload=workload.describe(),
+    )
+    models = state.models.values()
+    counts = {
+        "jobs": state.jobs,
+        "activations": sum(m.activations for m in models),
+        "evictions": sum(m.evictions for m in models),
+        "preemptions": sum(m.preemptions for m in models),
+    }
+    return Ran(told, entries, counts)

@@ -1,0 +1,211 @@
+"""Moving memory never changes a token (DESIGN section 5, invariant 1), in float32.
+
+- `families`: a random Llama (untied head, larger initialisation), 8 prompts at once of different
+  lengths, 64 greedy tokens each, against `transformers`.
+- `pressure`: three models in a pool so small that models are evicted and requests preempted in
+  mid-generation, against `transformers`.
+- `sampling`: seeded sampling, the pressured run against the same requests served alone.
+
+Every token of ours is compared with the reference's choice after the *same* tokens, so one
+difference does not hide those behind it. Where the reference's two best candidates differ by less
+than 1e-4, a difference is a tie: counted, and the comparison goes on. Log-probabilities within 1e-4.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from ballast.bench.inprocess import Answer, InProcess
+from ballast.core.request import Sampling, Submission
+from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings, Slo
+from ballast.core.units import KiB, MiB
+from benchmarks.common import finish, options
+
+MARGIN = 1e-4
+NEW_TOKENS = 64
+VOCAB = 1000
+
+
+@dataclass
+class Verdict:
+    """Of a comparison with the reference, token by token."""
+
+    tokens: int = 0
+    wrong: int = 0
+    ties: int = 0
+    logprob_error: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.tokens > 0 and self.wrong == 0 and self.logprob_error <= MARGIN
+
+
+def make_llama(directory: Path, seed: int, **changes: int | float | bool) -> Path:
+    """A random Llama whose greedy output does not repeat one token."""
+    torch.manual_seed(seed)
+    sizes: dict[str, int | float | bool] = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": False,
+        **changes,
+    }
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(directory)
+    return directory
+
+
+def prompts(n: int, seed: int) -> list[tuple[int, ...]]:
+    """`n` prompts of lengths spread over 1 .. 200."""
+    rng = random.Random(seed)
+    lengths = [1 + i * 199 // max(1, n - 1) for i in range(n)]
+    return [tuple(rng.randrange(VOCAB) for _ in range(length)) for length in lengths]
+
+
+def compare(reference: torch.nn.Module, prompt: tuple[int, ...], answer: Answer, v: Verdict) -> None:
+    """Our greedy tokens against the reference's choice after the same tokens."""
+    assert answer.finished.output_tokens == len(answer.tokens)
+    ids = torch.tensor([[*prompt, *answer.tokens]])
+    with torch.inference_mode():
+        logits = reference(ids[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :].float()
+    best = logits.topk(2, dim=-1)
+    logprobs = logits.log_softmax(-1)
+    for i, token in enumerate(answer.tokens):
+        v.tokens += 1
+        if token != int(best.indices[i, 0]):
+            if float(logits[i].max() - logits[i, token]) < MARGIN:
+                v.ties += 1
+            else:
+                v.wrong += 1
+        ours = answer.logprobs[i]
+        assert ours is not None
+        v.logprob_error = max(v.logprob_error, abs(ours - float(logprobs[i, token])))
+
+
+def fleet(paths: dict[str, Path], budget: int) -> FleetSettings:
+    models = tuple(
+        ModelSettings(name=name, path=str(path), dtype="float32", slo=Slo(ttft=0.5, tpot=0.1))
+        for name, path in paths.items()
+    )
+    device = DeviceSettings(
+        budget_bytes=budget, page_bytes=64 * KiB, step_tokens=96, step_logits=16
+    )
+    return FleetSettings(models=models, device=device)
+
+
+def asked(
+    models: list[str], n: int, seed: int, temperature: float = 0.0, tag: str = ""
+) -> list[Submission]:
+    """`n` requests for each model, interleaved."""
+    made = []
+    for i, prompt in enumerate(prompts(n, seed)):
+        for model in models:
+            sampling = Sampling(temperature=temperature, top_p=0.95, seed=1000 + i, logprobs=True)
+            made.append(
+                Submission(
+                    id=f"{tag}{model}-{i}",
+                    model=model,
+                    prompt=prompt,
+                    max_tokens=NEW_TOKENS,
+                    sampling=sampling,
+                    ignore_eos=True,
+                )
+            )
+    return made
+
+
+def reference(path: Path) -> torch.nn.Module:
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    return model
+
+
+def check_alone(path: Path) -> Verdict:
+    verdict = Verdict()
+    model = reference(path)
+    requests = asked(["llama"], 8, seed=1)
+    with InProcess(fleet({"llama": path}, 256 * MiB)) as server:
+        answers = server.generate(requests)
+    for r in requests:
+        compare(model, r.prompt, answers[r.id], verdict)
+    return verdict
+
+
+def tight(paths: dict[str, Path]) -> FleetSettings:
+    """A budget for the arena, the weights of two models and the KV of a few requests."""
+    roomy = fleet(paths, 512 * MiB)
+    with InProcess(roomy) as server:
+        state = server.device.state
+        page = roomy.device.page_bytes
+        weights = max(m.weights.pages for m in state.models.values())
+        kv = max(m.kv.most_pages(-(-264 // m.spec.block_tokens)) for m in state.models.values())
+        pages = state.arena.pages + 2 * weights + 4 * kv
+    return replace(roomy, device=replace(roomy.device, budget_bytes=pages * page))
+
+
+def run_tight(settings: FleetSettings, requests: list[Submission]) -> tuple[dict[str, Answer], dict]:
+    with InProcess(settings) as server:
+        answers = server.generate(requests)
+        report = server.device.snapshot()
+    moved = {
+        key: sum(getattr(m, key) for m in report.models)
+        for key in ("activations", "evictions", "preemptions")
+    }
+    return answers, moved
+
+
+def main() -> None:
+    args = options(__doc__)
+    with tempfile.TemporaryDirectory() as scratch:
+        paths = {
+            "llama": make_llama(Path(scratch) / "a", 0),
+            "second": make_llama(Path(scratch) / "b", 1, num_hidden_layers=3),
+            "third": make_llama(Path(scratch) / "c", 2, num_key_value_heads=8),
+        }
+        alone = check_alone(paths["llama"])
+        settings = tight(paths)
+        n = 4 if args.quick else 10
+        greedy = asked(list(paths), n, seed=2)
+        answers, moved = run_tight(settings, greedy)
+        pressure = Verdict()
+        models = {name: reference(path) for name, path in paths.items()}
+        for r in greedy:
+            compare(models[r.model], r.prompt, answers[r.id], pressure)
+        sampled = asked(list(paths), n, seed=3, temperature=0.8)
+        disturbed, moved_sampling = run_tight(settings, sampled)
+        undisturbed: dict[str, Answer] = {}
+        with InProcess(fleet(paths, 512 * MiB)) as server:
+            for r in sampled:
+                undisturbed |= server.generate([r])
+        differing = [r.id for r in sampled if disturbed[r.id].tokens != undisturbed[r.id].tokens]
+    result = {
+        "families": {"llama": {"ok": alone.ok, **vars(alone)}},
+        "pressure": {
+            "ok": pressure.ok and moved["evictions"] > 0 and moved["preemptions"] > 0,
+            **vars(pressure),
+            **moved,
+        },
+        "sampling": {
+            "ok": not differing and moved_sampling["preemptions"] > 0,
+            "requests": len(sampled),
+            "differing": differing,
+            **moved_sampling,
+        },
+        "ties": alone.ties + pressure.ties,
+    }
+    finish(args, "exactness", result)
+
+
+if __name__ == "__main__":
+    main()
