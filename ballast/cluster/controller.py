@@ -57,10 +57,13 @@ class Outlet:
         self._outputs: deque[Output] = deque()
         self._news = asyncio.Event()
 
+    @property
+    def more(self) -> bool:
+        """Whether `take` will have something."""
+        return bool(self.open or self._outputs)
+
     async def take(self) -> list[Output]:
-        """The outputs there are; waits for one. Call only while some of the requests are open
-        or outputs are left, or it waits for ever.
-        """
+        """The outputs there are; waits for one (for ever, where there is no `more`)."""
         await self._news.wait()
         self._news.clear()
         outputs = list(self._outputs)

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from ballast.core.errors import Unavailable
 from ballast.core.settings import FleetSettings
@@ -37,6 +38,16 @@ class LocalWorker:
             raise
         self._process: asyncio.subprocess.Process | None = None
         self._exited: asyncio.Task[int] | None = None
+
+    @property
+    def directory(self) -> Path:
+        """Holds the socket; gone after `close`."""
+        return self._directory.path
+
+    @property
+    def started(self) -> bool:
+        """Whether there is, or was, a process."""
+        return self._exited is not None
 
     @property
     def pid(self) -> int:

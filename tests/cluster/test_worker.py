@@ -1,0 +1,238 @@
+"""A worker process with a device that only echoes: the protocol, and how either side ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from tests.cluster import fake_device
+from tests.cluster.fake_device import BREAK, DIE, HOLD, REFUSE
+
+from ballast.cluster.controller import WORKER_LOST, Controller, Outlet
+from ballast.cluster.local import LocalWorker
+from ballast.core.errors import Unavailable
+from ballast.core.event import Failed, Finished, Output, TokenOut
+from ballast.core.request import Sampling, Submission
+from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
+
+FAKE = (sys.executable, str(Path(fake_device.__file__)))
+FLEET = FleetSettings(
+    models=(
+        ModelSettings(name="a", path="a"),
+        ModelSettings(name="b", path="broken"),
+    ),
+    device=DeviceSettings(budget_bytes=2**20),
+)
+DEADLINE = 60.0
+
+
+def submission(request_id: str, seed: int = 0, max_tokens: int = 4) -> Submission:
+    return Submission(
+        id=request_id,
+        model="a",
+        prompt=(10, 11, 12),
+        max_tokens=max_tokens,
+        sampling=Sampling(seed=seed),
+    )
+
+
+@contextlib.asynccontextmanager
+async def running(fleet: FleetSettings = FLEET) -> AsyncIterator[tuple[Controller, LocalWorker]]:
+    worker = LocalWorker(FAKE)
+    controller = Controller(worker)
+    async with asyncio.timeout(DEADLINE):
+        try:
+            await controller.start(fleet)
+            yield controller, worker
+        finally:
+            await controller.close(10.0)
+
+
+async def all_of(outlet: Outlet) -> list[Output]:
+    found: list[Output] = []
+    while outlet.more:
+        found += await outlet.take()
+    return found
+
+
+def tokens(outputs: list[Output]) -> list[int]:
+    return [o.token for o in outputs if isinstance(o, TokenOut)]
+
+
+def test_requests_are_answered_and_the_worker_leaves_in_peace() -> None:
+    async def scenario() -> None:
+        async with running() as (controller, worker):
+            assert list(controller.specs) == ["a"]
+            assert controller.failed == {"b": "it is broken"}
+            one = controller.submit([submission("1"), submission("2", max_tokens=2)])
+            two = controller.submit([submission("3", max_tokens=5)])
+            told = await all_of(one)
+            assert {type(o) for o in told} == {TokenOut, Finished}
+            assert tokens([o for o in told if o.request_id == "1"]) == [10, 11, 12, 10]
+            assert tokens([o for o in told if o.request_id == "2"]) == [10, 11]
+            assert tokens(await all_of(two)) == [10, 11, 12, 10, 11]
+            assert controller.open_requests == 0
+        assert worker.epitaph() == "exit code 0"
+        assert not worker.directory.exists()
+
+    asyncio.run(scenario())
+
+
+def test_failures_reach_their_request_only() -> None:
+    async def scenario() -> None:
+        async with running() as (controller, _):
+            refused = controller.submit([submission("1", REFUSE)])
+            broken = controller.submit([submission("2", BREAK)])
+            fine = controller.submit([submission("3")])
+            assert await all_of(refused) == [Failed("1", "queue_full", "too many wait")]
+            assert isinstance((await all_of(broken))[-1], Failed)
+            assert isinstance((await all_of(fine))[-1], Finished)
+
+    asyncio.run(scenario())
+
+
+def test_withdrawn_requests_leave_the_device() -> None:
+    async def scenario() -> None:
+        async with running() as (controller, _):
+            outlet = controller.submit([submission("1", HOLD)])
+            assert tokens(await outlet.take()) == [10, 11]
+            await reported(controller, running=1)
+            outlet.close()
+            assert controller.open_requests == 0
+            await reported(controller, running=0)
+
+    asyncio.run(scenario())
+
+
+async def reported(controller: Controller, running: int) -> None:
+    """Returns when the device reports so; the test's deadline bounds it."""
+    while controller.report is None or controller.report.models[0].running != running:
+        await asyncio.sleep(0.01)
+
+
+def test_a_worker_that_dies_fails_what_is_open() -> None:
+    async def scenario() -> None:
+        async with running() as (controller, worker):
+            held = controller.submit([submission("1", HOLD)])
+            await held.take()
+            killed = controller.submit([submission("2", DIE)])
+            for outlet in (held, killed):
+                told = await all_of(outlet)
+                assert isinstance(told[-1], Failed)
+                assert told[-1].code == WORKER_LOST
+                assert "signal 9" in told[-1].reason
+            with pytest.raises(Unavailable, match="signal 9"):
+                controller.submit([submission("3")])
+        assert not worker.directory.exists()
+
+    asyncio.run(scenario())
+
+
+def test_closing_fails_what_does_not_end() -> None:
+    async def scenario() -> None:
+        worker = LocalWorker(FAKE)
+        controller = Controller(worker)
+        await controller.start(FLEET)
+        held = controller.submit([submission("1", HOLD)])
+        await held.take()
+        await controller.close(0.3)
+        told = await all_of(held)
+        assert [type(o) for o in told] == [Failed]
+        assert not worker.directory.exists()
+
+    asyncio.run(scenario())
+
+
+def test_a_device_that_cannot_be_built_says_why() -> None:
+    async def scenario() -> None:
+        fleet = FleetSettings(models=(), device=FLEET.device, options={"unbuildable": 1})
+        with pytest.raises(Unavailable, match="no room for the pool"):
+            async with running(fleet):
+                pass
+
+    asyncio.run(scenario())
+
+
+def test_a_start_can_be_given_up() -> None:
+    async def scenario() -> None:
+        worker = LocalWorker(FAKE)
+        fleet = FleetSettings(models=(), device=FLEET.device, options={"mute": 1})
+        controller = Controller(worker)
+        starting = asyncio.ensure_future(controller.start(fleet))
+        while not worker.started:
+            await asyncio.sleep(0.01)
+        starting.cancel()
+        await asyncio.wait({starting})
+        await controller.close(10.0)
+        assert worker.epitaph() == "killed by signal 9"
+        assert not worker.directory.exists()
+
+    asyncio.run(scenario())
+
+
+ORPHANING = """
+import asyncio, sys
+from ballast.cluster.local import LocalWorker
+from tests.cluster.test_worker import FAKE, FLEET
+
+async def main():
+    worker = LocalWorker(FAKE)
+    await worker.start(FLEET)
+    print(worker.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_a_worker_does_not_outlive_its_server(tmp_path: Path) -> None:
+    """The directory stays behind in this one case; nobody is left to remove it."""
+    with subprocess.Popen(
+        (sys.executable, "-c", ORPHANING),
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as server:
+        assert server.stdout is not None
+        pid = int(server.stdout.readline())
+        watch = os.pidfd_open(pid)
+        try:
+            server.send_signal(signal.SIGKILL)
+            server.wait(DEADLINE)
+            assert ended(watch), "the worker runs on"
+        finally:
+            os.close(watch)
+
+
+def ended(pidfd: int) -> bool:
+    """Whether the process has ended, at the latest by the deadline."""
+    import select
+
+    return bool(select.select([pidfd], [], [], DEADLINE)[0])
+
+
+def test_the_socket_is_for_this_user_alone() -> None:
+    async def scenario() -> None:
+        worker = LocalWorker(FAKE)
+        try:
+            assert worker.directory.stat().st_mode & 0o777 == 0o700
+        finally:
+            await worker.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_ignores_the_signals_of_its_group() -> None:
+    async def scenario() -> None:
+        async with running() as (controller, worker):
+            os.kill(worker.pid, signal.SIGINT)
+            os.kill(worker.pid, signal.SIGTERM)
+            assert isinstance((await all_of(controller.submit([submission("1")])))[-1], Finished)
+
+    asyncio.run(scenario())

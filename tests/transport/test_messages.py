@@ -1,0 +1,143 @@
+"""Messages arrive as they were sent, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.cluster.fake_device import spec
+
+from ballast.core.event import Cancelled, Failed, Finished, TokenOut
+from ballast.core.report import DeviceReport, ModelReport
+from ballast.core.request import Sampling, Submission
+from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, ModelSettings, Slo
+from ballast.transport.messages import (
+    Configure,
+    DrainDevice,
+    Drained,
+    Hello,
+    MalformedMessage,
+    NotReady,
+    Outputs,
+    Ready,
+    Status,
+    StopDevice,
+    Submit,
+    ToServer,
+    ToWorker,
+    Withdraw,
+    decode_to_server,
+    decode_to_worker,
+    encode,
+)
+
+FLEET = FleetSettings(
+    models=(ModelSettings(name="a", path="p", slo=Slo(ttft=1.5), max_model_len=128, pinned=True),),
+    device=DeviceSettings(budget_bytes=2**33, threads=2),
+    link=LinkSettings(bytes_per_second=1e9),
+    options={"x": 0.5},
+)
+SUBMISSION = Submission(
+    id="r-0",
+    model="a",
+    prompt=(1, 2, 3),
+    max_tokens=7,
+    sampling=Sampling(temperature=0.7, top_p=0.9, top_k=5, seed=2**63 - 1, choice=2),
+    stop_token_ids=(9,),
+    ignore_eos=True,
+    salt="s",
+)
+REPORT = DeviceReport(
+    device="cpu:0",
+    now=1.25,
+    page_bytes=4096,
+    total=10,
+    free=3,
+    reclaiming=1,
+    owners={"kv:a": 6},
+    models=(
+        ModelReport(
+            name="a",
+            residency="resident",
+            weight_pages=0,
+            kv_pages=6,
+            cached_pages=2,
+            waiting=1,
+            running=2,
+            activations=3,
+            evictions=4,
+            preemptions=5,
+            prompt_tokens=6,
+            cached_tokens=7,
+            output_tokens=8,
+        ),
+    ),
+    jobs=11,
+    draining=False,
+)
+OUTPUTS = [
+    TokenOut("r-0", 5, 0, -0.25),
+    TokenOut("r-0", 6, 1),
+    Finished("r-0", "length", 3, 2, 1, 0),
+    Failed("r-1", "internal_error", "why"),
+    Cancelled("r-2"),
+]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Configure(FLEET, 10),
+        Submit((SUBMISSION,)),
+        Withdraw(("r-0", "r-1")),
+        DrainDevice(),
+        StopDevice("why"),
+    ],
+)
+def test_messages_to_the_worker_arrive_as_sent(message: ToWorker) -> None:
+    assert decode_to_worker(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Hello(123),
+        Ready({"a": spec("a")}, {"b": "why"}, REPORT),
+        NotReady("why"),
+        Status(REPORT),
+        Outputs.of(OUTPUTS),
+        Drained(),
+    ],
+)
+def test_messages_to_the_server_arrive_as_sent(message: ToServer) -> None:
+    assert decode_to_server(encode(message)) == message
+
+
+def test_outputs_keep_their_kind_and_order() -> None:
+    arrived = decode_to_server(encode(Outputs.of(OUTPUTS)))
+    assert isinstance(arrived, Outputs)
+    assert arrived.unwrap() == OUTPUTS
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode({"type": "Nonsense"}),
+        msgspec.msgpack.encode({"type": "Withdraw", "request_ids": [1]}),
+        msgspec.msgpack.encode({"type": "Withdraw"}),
+        msgspec.msgpack.encode({"type": "DrainDevice", "more": 1}),
+        encode(Status(REPORT)),
+    ],
+)
+def test_what_breaks_the_schema_is_refused(data: bytes) -> None:
+    with pytest.raises(MalformedMessage):
+        decode_to_worker(data)
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_refused_not_believed(data: bytes) -> None:
+    with pytest.raises(MalformedMessage):
+        decode_to_worker(data)
