@@ -1,0 +1,192 @@
+"""Attention over a paged KV cache on CPU: decodes and prefill chunks of many sequences at once.
+
+One `PagedBatch` per job prepares what all layers share; per layer, `write` puts the new keys and
+values into their blocks and `attend` reads the blocks in place. Queries of a chunk see the cached
+prefix and, causally, the chunk itself. float32 and bfloat16, grouped-query attention, float32
+accumulation.
+
+The block-major layout, and the term *block*, are those of `kv/layout.py`:
+(blocks, layers, 2, block_tokens, kv_heads, head_dim), with a stride of its own between blocks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ballast.core.errors import BrokenPromise
+from ballast.kernels import attention_code as code
+from ballast.kernels import team
+
+Array = np.ndarray[Any, Any]
+
+TILE_ROWS = 32
+"""Rows (query tokens times heads sharing a KV head) that go through the KV cache together."""
+WRITE_TOKENS = 32
+"""Tokens written per item."""
+ALONE = 1 << 15
+"""Elements up to which a write is done by the calling thread: waking others costs more."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvArray:
+    """Where the KV cache of a model is; nothing here touches it.
+
+    `base`: its address; `block_stride`: elements from a block to the next.
+    """
+
+    base: int
+    block_stride: int
+    n_layers: int
+    block_tokens: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def layer_bytes(self) -> int:
+        """K and V of one layer in one block."""
+        return 2 * self.block_tokens * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class PagedBatch:
+    """The sequences of one job: `counts[i]` new tokens of sequence i, from position `starts[i]`.
+
+    The batch's rows are these tokens in order, T = sum(counts). `tables[i]` are the blocks of
+    sequence i, which cover positions 0 .. starts[i] + counts[i] - 1. Raises BrokenPromise if they
+    do not.
+    """
+
+    def __init__(
+        self,
+        kv: KvArray,
+        heads: int,
+        starts: Sequence[int],
+        counts: Sequence[int],
+        tables: Sequence[Sequence[int]],
+    ) -> None:
+        self.kv = kv
+        self.heads = heads
+        self.n_tokens = sum(counts)
+        group = heads // kv.kv_heads
+        self._tables = np.concatenate([np.asarray(t, np.int32) for t in tables])
+        sizes = [len(t) for t in tables]
+        for start, count, size in zip(starts, counts, sizes, strict=True):
+            if count < 1 or start < 0 or start + count > size * kv.block_tokens:
+                raise BrokenPromise(
+                    f"{count} tokens from position {start} do not fit into {size} blocks"
+                )
+        per_tile = max(1, TILE_ROWS // group)
+        self._attend_tiles = _tiles(starts, counts, sizes, per_tile)
+        self._write_tiles = _tiles(starts, counts, sizes, WRITE_TOKENS)
+        self._attend = self._table(self._attend_tiles, len(self._attend_tiles) * kv.kv_heads)
+        rows = min(per_tile, max(counts)) * group
+        rows += rows % 2
+        self._workers = min(int(self._attend[code.ITEMS]), torch.get_num_threads())
+        n_bytes = code.scratch_bytes(rows, kv.head_dim)
+        self._scratch = np.empty(self._workers * n_bytes, np.uint8)
+        self._attend[code.MAX_ROWS] = rows
+        self._attend[code.SCRATCH] = self._scratch.ctypes.data
+        self._attend[code.SCRATCH_BYTES] = n_bytes
+        self._write = self._table(self._write_tiles, len(self._write_tiles))
+        self._scale = np.ones(1, np.float32)
+        self._attend[code.SCALE] = self._scale.ctypes.data
+        self._writers = 1 if self.n_tokens * kv.kv_heads * kv.head_dim <= ALONE else 1 << 16
+        # The address of an array costs a microsecond to ask for.
+        self._attend_at, self._write_at = self._attend.ctypes.data, self._write.ctypes.data
+        self._attend_code = _kernel("attend", kv.dtype)
+        self._write_code = _kernel("write", kv.dtype)
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put new keys and values, each (T, kv_heads, head_dim), into the blocks of `layer`.
+
+        Of the KV's dtype; any strides, except that a head's elements lie side by side.
+        """
+        self._check(key, self.kv.kv_heads)
+        self._check(value, self.kv.kv_heads)
+        table = self._write
+        table[code.NEXT] = 0
+        table[code.KV] = self.kv.base + layer * self.kv.layer_bytes
+        table[code.SOURCE] = key.data_ptr()
+        table[code.SOURCE_TOKEN], table[code.SOURCE_HEAD] = key.stride()[:2]
+        table[code.VALUE] = value.data_ptr()
+        table[code.VALUE_TOKEN], table[code.VALUE_HEAD] = value.stride()[:2]
+        team.run(self._write_code, self._write_at, min(self._writers, len(self._write_tiles)))
+
+    def attend(self, layer: int, query: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+        """softmax(scale * query K^T) V into `out`, for query (T, heads, head_dim).
+
+        `out` has that shape and is contiguous. The new tokens' keys and values have been written.
+        """
+        self._check(query, self.heads)
+        if out.shape != query.shape or out.dtype != query.dtype or not out.is_contiguous():
+            raise BrokenPromise("attention's output is not like its query, and contiguous")
+        table = self._attend
+        table[code.NEXT] = table[code.WORKERS] = 0
+        table[code.KV] = self.kv.base + layer * self.kv.layer_bytes
+        table[code.SOURCE] = query.data_ptr()
+        table[code.SOURCE_TOKEN], table[code.SOURCE_HEAD] = query.stride()[:2]
+        table[code.TARGET] = out.data_ptr()
+        self._scale[0] = scale
+        team.run(self._attend_code, self._attend_at, self._workers)
+
+    def _check(self, given: torch.Tensor, heads: int) -> None:
+        shape = (self.n_tokens, heads, self.kv.head_dim)
+        if given.shape != shape or given.dtype != self.kv.dtype or given.stride(2) != 1:
+            raise BrokenPromise(
+                f"attention got {given.dtype} {tuple(given.shape)} {given.stride()}; "
+                f"the batch is {self.kv.dtype} {shape}"
+            )
+
+    def _table(self, tiles: Array, items: int) -> Array:
+        table = np.zeros(code.N_FIELDS, np.int64)
+        table[code.ITEMS] = items
+        table[code.TILES] = tiles.ctypes.data
+        table[code.TABLES] = self._tables.ctypes.data
+        table[code.BLOCK_STRIDE] = self.kv.block_stride
+        table[code.BLOCK_TOKENS] = self.kv.block_tokens
+        table[code.HEADS] = self.heads
+        table[code.KV_HEADS] = self.kv.kv_heads
+        table[code.HEAD_DIM] = self.kv.head_dim
+        return table
+
+
+def warm_up(dtype: torch.dtype | None = None) -> None:
+    """Compile the kernels of `dtype`, or of all, unless Numba's cache has them (seconds)."""
+    for kind in _NAMES if dtype is None else (dtype,):
+        _kernel("attend", kind)
+        _kernel("write", kind)
+
+
+def scratch_bytes(heads: int, kv_heads: int, head_dim: int) -> int:
+    """Most bytes of scratch memory that one thread needs to attend."""
+    rows = max(TILE_ROWS, heads // kv_heads) + 1
+    return code.scratch_bytes(rows, head_dim)
+
+
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_compiling = threading.Lock()
+
+
+def _kernel(name: str, dtype: torch.dtype) -> int:
+    with _compiling:
+        return code.address_of(f"{name}_{_NAMES[dtype]}")
+
+
+def _tiles(
+    starts: Sequence[int], counts: Sequence[int], sizes: Sequence[int], per_tile: int
+) -> Array:
+    """int64 (tiles, 4): first row of the batch, rows, position of the first, where its table is."""
+    tiles: list[tuple[int, int, int, int]] = []
+    row = table = 0
+    for start, count, size in zip(starts, counts, sizes, strict=True):
+        for i in range(0, count, per_tile):
+            tiles.append((row + i, min(per_tile, count - i), start + i, table))
+        row += count
+        table += size
+    return np.array(tiles, np.int64).reshape(-1, 4)
