@@ -1,0 +1,224 @@
+"""What a configuration asks for, learned from its module on the meta device.
+
+Names and shapes come from the module itself, and what its attention does from *running* it there:
+a probe stands in for attention and records every call. So sizes are those the model really uses,
+and a model that would not go through our attention, or would ask more of it than it can do, is
+refused when it is loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from ballast.core.errors import UnsupportedModel
+
+_PROBE = "ballast_probe"
+_CALLS = "ballast_calls"
+_HARMLESS = {"dropout", "position_ids", "use_cache", "scaling", "sliding_window", "is_causal"}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tensor of the architecture; tied parameters are several `names` of one."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """Sizes and tensors of a decoder."""
+
+    config: Any
+    n_layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+    vocab: int
+    positions: int
+    """Most tokens of one sequence."""
+    window: int | None
+    """Smallest window of its attention layers; None: all see everything."""
+    segments: tuple[tuple[str, tuple[Wanted, ...]], ...]
+    """(name, tensors), in load order: embeddings, layer 0 .. n-1, head if it is not tied."""
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output head is the embedding."""
+        return self.segments[-1][0] != "head"
+
+    def untied(self) -> Architecture:
+        """The same with a head of its own."""
+        config = copy.deepcopy(self.config)
+        config.tie_word_embeddings = False
+        return learn(config)
+
+
+def build(config: Any) -> nn.Module:
+    """The module of `config` on the meta device: no memory, no weights, for evaluation."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()  # type: ignore[no-any-return]
+
+
+def learn(config: Any) -> Architecture:
+    """Build and probe. Raises UnsupportedModel with the reason."""
+    kind = config.model_type
+    _check_config(config)
+    try:
+        module = build(config)
+    except Exception as error:
+        raise UnsupportedModel(f"{kind}: transformers cannot build it: {error}") from error
+    text = config.get_text_config()
+    prefix, n_layers = _layers(module, kind)
+    calls = _probe(module, kind)
+    query, key = _check_calls(calls, n_layers, kind)
+    embedding = module.get_input_embeddings()  # type: ignore[operator]
+    vocab, hidden = embedding.weight.shape
+    segments = _segments(module, prefix, n_layers)
+    layer = [t.shape for t in segments[1][1]]
+    return Architecture(
+        config=config,
+        n_layers=n_layers,
+        heads=query[1],
+        kv_heads=key[1],
+        head_dim=query[3],
+        hidden=hidden,
+        intermediate=getattr(text, "intermediate_size", None) or max(max(s) for s in layer),
+        vocab=vocab,
+        positions=int(text.max_position_embeddings),
+        window=min((c["sliding_window"] for c in calls if c["sliding_window"]), default=None),
+        segments=segments,
+    )
+
+
+def _check_config(config: Any) -> None:
+    kind = config.model_type
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModel(f"{kind}: quantised weights are not supported")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{kind}: it is not a decoder")
+    if not getattr(config.get_text_config(), "max_position_embeddings", None):
+        raise UnsupportedModel(f"{kind}: its configuration bounds no context length")
+    for parameters in _ropes(getattr(config.get_text_config(), "rope_parameters", None)):
+        if parameters.get("rope_type") in ("dynamic", "longrope"):
+            raise UnsupportedModel(
+                f"{kind}: rotary embeddings of type {parameters['rope_type']} depend on the "
+                "longest sequence of a batch"
+            )
+
+
+def _ropes(parameters: Any) -> Iterator[dict[str, Any]]:
+    """The rotary settings: one, or one per kind of layer."""
+    if isinstance(parameters, dict):
+        yield parameters
+        yield from (p for p in parameters.values() if isinstance(p, dict))
+
+
+def _layers(module: nn.Module, kind: str) -> tuple[str, int]:
+    """(path and dot, number) of the decoder layers: the longest list of modules there is."""
+    lists = [(len(m), name) for name, m in module.named_modules() if isinstance(m, nn.ModuleList)]
+    if not lists:
+        raise UnsupportedModel(f"{kind}: no list of layers was found")
+    n, name = max(lists, key=lambda x: x[0])
+    return f"{name}.", n
+
+
+def _record(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any
+) -> tuple[Tensor, None]:
+    kw.pop(_CALLS).append(
+        {
+            "layer": getattr(module, "layer_idx", None),
+            "query": tuple(query.shape),
+            "key": tuple(key.shape),
+            "value": tuple(value.shape),
+            "mask": mask,
+            "sliding_window": kw.get("sliding_window"),
+            "scaling": kw.get("scaling"),
+            "causal": kw.get("is_causal", True) is not False,
+            "more": sorted(k for k, v in kw.items() if k not in _HARMLESS and v is not None),
+        }
+    )
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+
+AttentionInterface.register(_PROBE, _record)
+
+
+def _probe(module: nn.Module, kind: str) -> list[dict[str, Any]]:
+    """What its attention is asked when three tokens go through it on the meta device."""
+    calls: list[dict[str, Any]] = []
+    if not getattr(module, "_supports_attention_backend", False):
+        raise UnsupportedModel(f"{kind}: its attention cannot be replaced")
+    module.set_attn_implementation(_PROBE)  # type: ignore[operator]
+    ids = torch.zeros(1, 3, dtype=torch.long, device="meta")
+    try:
+        with torch.no_grad():
+            module(
+                input_ids=ids,
+                position_ids=ids,
+                use_cache=False,
+                logits_to_keep=ids[0, :1],
+                **{_CALLS: calls},
+            )
+    except Exception as error:
+        raise UnsupportedModel(f"{kind}: it cannot be run with our attention: {error}") from error
+    return calls
+
+
+def _check_calls(
+    calls: list[dict[str, Any]], n_layers: int, kind: str
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes (1, heads, 3, head_dim) of query and key that all layers agree on."""
+    if [c["layer"] for c in calls] != list(range(n_layers)):
+        raise UnsupportedModel(
+            f"{kind}: {len(calls)} of its {n_layers} layers attend in a way we can replace"
+        )
+    first = calls[0]
+    for c in calls:
+        if any(c[k] != first[k] for k in ("query", "key", "value")):
+            raise UnsupportedModel(f"{kind}: its layers differ in the shapes of their attention")
+        if c["more"] or c["mask"] is not None or not c["causal"] or c["scaling"] is None:
+            asks = ", ".join(c["more"]) or "more than a causal mask and a scale"
+            raise UnsupportedModel(f"{kind}: its attention asks for {asks}")
+    if first["key"] != first["value"] or first["query"][3] != first["key"][3]:
+        raise UnsupportedModel(f"{kind}: keys, values and queries differ in size")
+    return first["query"], first["key"]
+
+
+def _segments(
+    module: nn.Module, prefix: str, n_layers: int
+) -> tuple[tuple[str, tuple[Wanted, ...]], ...]:
+    """Tensors by segment. What is beside the layers goes with the embeddings or with the head.
+
+    A tied head has no segment of its own; the final norm then goes with the embeddings, as a
+    segment costs a page at least.
+    """
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    own_head = head is not None and len(names[id(head.weight)]) == 1
+    parts: list[list[Wanted]] = [[] for _ in range(n_layers + 2)]
+    seen_layers = False
+    for key, aliases in names.items():
+        wanted = Wanted(tuple(aliases), tuple(tensors[key].shape))
+        if aliases[0].startswith(prefix):
+            seen_layers = True
+            parts[1 + int(aliases[0][len(prefix) :].split(".", 1)[0])].append(wanted)
+        else:
+            parts[-1 if seen_layers and own_head else 0].append(wanted)
+    titles = ["embeddings", *(f"layer {i}" for i in range(n_layers)), "head"]
+    found = [(title, tuple(part)) for title, part in zip(titles, parts, strict=True)]
+    return tuple(found if own_head else found[:-1])

@@ -1,0 +1,230 @@
+"""The host tier: a model's weights in host memory, packed, sealed and read only.
+
+::
+
+    memfd   | embeddings        | layer 0       | layer 1       | ... | head          |
+              ^ segments begin at OS pages; tensors inside of them at multiples of 64 bytes
+
+One memfd per model: it is filled with several threads, then sealed against writing and any change
+of size, and mapped read only. So its mappings cannot fault, whatever happens to the user's own
+files, and other processes can be given it (docs/decisions/003).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import mmap as std_mmap
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ballast.core.errors import DeviceError
+from ballast.core.model import ModelSpec
+from ballast.core.units import MiB, ceil_div, format_bytes
+from ballast.memory import syscalls
+
+TENSOR_ALIGNMENT = 64
+PIECE_BYTES = 4 * MiB
+"""Bytes filled and hashed at once by a thread; a multiple of the OS's page and of elements."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """A tensor within a segment, contiguous at byte `offset`; `names` of its parameters."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The unit in which weights come and go. `n_bytes`: packed, a multiple of 64."""
+
+    name: str
+    n_bytes: int
+    tensors: tuple[PackedTensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes `start .. start + n_bytes` of one tensor, which go to `address`."""
+
+    tensor: PackedTensor
+    start: int
+    n_bytes: int
+    address: int
+
+
+Fill = Callable[[Piece], bytes]
+"""Write the piece's bytes at its address; a digest of them."""
+
+
+class HostBytes:
+    """Sealed memory holding segments, mapped read only."""
+
+    def __init__(self, name: str, segments: Sequence[Segment], fill: Fill, threads: int) -> None:
+        """Allocate, call `fill` for every piece from several threads, seal.
+
+        Raises DeviceError where the memory is not to be had, and whatever `fill` raises; nothing
+        stays behind then.
+        """
+        self.offsets = _offsets(segments)
+        self.n_bytes = max(std_mmap.PAGESIZE, self.offsets[-1])
+        _check_available(name, self.n_bytes)
+        self.fd = os.memfd_create(f"ballast-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._base: int | None = None
+        try:
+            os.ftruncate(self.fd, self.n_bytes)
+            self.digest = self._filled(segments, fill, threads)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            shared = syscalls.MAP_SHARED | syscalls.MAP_POPULATE
+            self._base = syscalls.mmap(0, self.n_bytes, syscalls.PROT_READ, shared, self.fd)
+        except OSError as error:
+            self.close()
+            raise _no_memory(name, self.n_bytes, error) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where each segment begins."""
+        if self._base is None:
+            raise DeviceError("host tier", "it is closed")
+        return tuple(self._base + offset for offset in self.offsets[:-1])
+
+    def close(self) -> None:
+        """Give the memory back; a second call does nothing. No view of it may be used after."""
+        if self._base is not None:
+            syscalls.munmap(self._base, self.n_bytes)
+            self._base = None
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def _filled(self, segments: Sequence[Segment], fill: Fill, threads: int) -> bytes:
+        """Fill everything; SHA-256 over all digests in order."""
+        write = syscalls.PROT_READ | syscalls.PROT_WRITE
+        base = syscalls.mmap(0, self.n_bytes, write, syscalls.MAP_SHARED, self.fd)
+
+        def work(piece: Piece) -> bytes:
+            # Memory that is missing shows here, as an error, and not as a signal when written.
+            page = std_mmap.PAGESIZE
+            first = (piece.address - base) // page * page
+            end = ceil_div(piece.address - base + piece.n_bytes, page) * page
+            syscalls.fallocate(self.fd, 0, first, end - first)
+            return fill(piece)
+
+        pool = ThreadPoolExecutor(threads, "fill")
+        try:
+            pieces = [
+                Piece(t, start, min(PIECE_BYTES, t.n_bytes - start), base + at + t.offset + start)
+                for at, segment in zip(self.offsets, segments, strict=False)
+                for t in segment.tensors
+                for start in range(0, t.n_bytes, PIECE_BYTES)
+            ]
+            total = hashlib.sha256()
+            for digest in pool.map(work, pieces):
+                total.update(digest)
+            return total.digest()
+        finally:
+            # No thread may write once the mapping is gone.
+            pool.shutdown(wait=True, cancel_futures=True)
+            syscalls.munmap(base, self.n_bytes)
+
+
+@dataclass(slots=True, eq=False)
+class HostModel:
+    """A model in the host tier.
+
+    `config` is the transformers configuration its module is built from; `segments` tell where in
+    the memory at `addresses` each tensor is.
+    """
+
+    spec: ModelSpec
+    config: Any
+    directory: Path
+    segments: tuple[Segment, ...]
+    memory: HostBytes
+    addresses: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.addresses = self.memory.addresses()
+
+    def close(self) -> None:
+        """Give its memory back. No copy from it may be on its way."""
+        self.memory.close()
+
+
+def pack(
+    name: str,
+    tensors: Sequence[tuple[tuple[str, ...], tuple[int, ...], int]],
+    dtype: str,
+    item_bytes: int,
+) -> Segment:
+    """Lay tensors (names, shape, elements) out one after the other."""
+    packed, at = [], 0
+    for names, shape, n in tensors:
+        packed.append(PackedTensor(names, shape, dtype, at, n * item_bytes))
+        at = _up(at + n * item_bytes, TENSOR_ALIGNMENT)
+    return Segment(name, at, tuple(packed))
+
+
+def _offsets(segments: Sequence[Segment]) -> list[int]:
+    """Where each segment begins in the file, and where the last one ends."""
+    offsets = [0]
+    for segment in segments:
+        offsets.append(offsets[-1] + _up(segment.n_bytes, std_mmap.PAGESIZE))
+    return offsets
+
+
+def _up(n: int, multiple: int) -> int:
+    return ceil_div(n, multiple) * multiple
+
+
+def _check_available(name: str, n_bytes: int) -> None:
+    """Refuse what the kernel would answer by killing a process."""
+    available = _available()
+    if available is not None and n_bytes > available:
+        raise DeviceError(
+            "host tier",
+            f"the weights of {name} take {format_bytes(n_bytes)} of host memory, "
+            f"{format_bytes(available)} are available; free some, or serve fewer models",
+        )
+
+
+def _available() -> int | None:
+    """Bytes that can still be had, by the kernel's estimate and the control group's limit."""
+    found: list[int] = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    except OSError:
+        pass
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            found.append(int(limit) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass
+    return max(0, min(found)) if found else None
+
+
+def _no_memory(name: str, n_bytes: int, error: OSError) -> DeviceError:
+    if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EAGAIN):
+        return DeviceError(
+            "host tier",
+            f"no host memory for the {format_bytes(n_bytes)} of {name}'s weights "
+            f"({error.strerror}); free some, or serve fewer models",
+        )
+    return DeviceError("host tier", f"{name}: {error}")

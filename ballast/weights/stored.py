@@ -1,0 +1,140 @@
+"""Tensors as they lie in safetensors files: found by their headers, with nothing mapped.
+
+A header is checked in full before any data is read, so that a checkpoint that cannot be used is
+told with the file and the tensor at fault, and not by a failed job later.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ballast.core.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+ITEM_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E5M2": 1,
+    "F8_E4M3": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+}
+"""Bytes of one element by the format's name of its dtype."""
+
+_MOST_HEADER = 100_000_000
+"""Bytes; the format's own limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor in a file. `dtype` is the format's name for it; `start` counts from byte 0."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    n_bytes: int
+
+    def error(self, reason: str) -> CheckpointError:
+        return CheckpointError(str(self.path), self.name, reason)
+
+
+def find_tensors(directory: Path) -> dict[str, Stored]:
+    """All tensors of a checkpoint, by name.
+
+    One file, or the shards of an index. Raises CheckpointError for a header that does not hold
+    together, a file shorter than its header says, and a missing shard.
+    """
+    if (directory / SINGLE).is_file():
+        return read_header(directory / SINGLE)
+    index = directory / INDEX
+    if not index.is_file():
+        raise CheckpointError(
+            str(directory),
+            None,
+            f"has neither {SINGLE} nor {INDEX}; other formats need to be converted first",
+        )
+    found: dict[str, Stored] = {}
+    headers: dict[str, dict[str, Stored]] = {}
+    for name, shard in _weight_map(index).items():
+        if shard not in headers:
+            path = directory / shard
+            if Path(shard).name != shard or not path.is_file():
+                raise CheckpointError(str(path), name, f"a shard that {INDEX} lists is missing")
+            headers[shard] = read_header(path)
+        if name in headers[shard]:
+            found[name] = headers[shard][name]
+    return found
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """The tensors of one file. Raises CheckpointError."""
+    size = path.stat().st_size
+    with open(path, "rb", buffering=0) as file:
+        prefix = file.read(8)
+        if len(prefix) < 8:
+            raise CheckpointError(str(path), None, f"truncated: it has {size} bytes, no header")
+        (length,) = struct.unpack("<Q", prefix)
+        if length > _MOST_HEADER:
+            raise CheckpointError(str(path), None, "corrupt: not a safetensors header")
+        if 8 + length > size:
+            raise CheckpointError(str(path), None, "truncated within its header")
+        raw = os.pread(file.fileno(), length, 8)
+    try:
+        header = json.loads(raw.decode("utf-8"))
+    except ValueError as error:
+        raise CheckpointError(str(path), None, f"corrupt header: {error}") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(str(path), None, "corrupt header: not a JSON object")
+    header.pop("__metadata__", None)
+    data = 8 + length
+    return {name: _entry(path, name, entry, data, size) for name, entry in header.items()}
+
+
+def _entry(path: Path, name: str, entry: Any, data: int, size: int) -> Stored:
+    """One header entry; `data`: where the file's tensors begin, `size`: bytes of the file."""
+    try:
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+        sound = all(type(n) is int and n >= 0 for n in (*shape, begin, end)) and begin <= end
+    except (TypeError, KeyError, ValueError):
+        sound = False
+    if not sound or not isinstance(dtype, str):
+        raise CheckpointError(str(path), name, "corrupt header: its entry makes no sense")
+    if dtype in ITEM_BYTES and end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise CheckpointError(
+            str(path), name, f"corrupt header: {end - begin} bytes for {dtype} of shape {shape}"
+        )
+    if data + end > size:
+        raise CheckpointError(
+            str(path), name, f"truncated: it ends at byte {data + end}, the file has {size}"
+        )
+    return Stored(path, name, dtype, shape, data + begin, end - begin)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
+        if all(isinstance(x, str) for pair in weight_map.items() for x in pair):
+            return dict(weight_map)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise CheckpointError(str(index), None, "corrupt: it has no weight_map of names to files")
