@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ballast.core.job import Job
+from ballast.core.model import ModelSpec
+from ballast.core.units import MiB, ceil_div
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +60,28 @@ UNMEASURED = StepCosts(2e-3, 2e-4, 2e-4, 1e-8, 1e-9)
 def copy_seconds(n_bytes: int, bytes_per_second: float) -> float:
     """Time of a copy alone on its link."""
     return n_bytes / bytes_per_second
+
+
+def activation_bytes(spec: ModelSpec, step_tokens: int, step_logits: int) -> int:
+    """Upper bound of what a job of `step_tokens` tokens and `step_logits` samples allocates.
+
+    The phases of a decoder run as separate operations: what lives through all of a job, and the
+    most that any one phase holds beside it. Verified against the measured peak of largest jobs.
+    """
+    t, e, f = step_tokens, spec.dtype_bytes, 4
+    hidden, q, k = (
+        t * spec.hidden,
+        t * spec.n_heads * spec.head_dim,
+        t * spec.kv_heads * spec.head_dim,
+    )
+    # Embeddings, a layer's input, attention's output; cos and sin; ids and positions.
+    through = e * (2 * hidden + q) + 2 * e * t * spec.head_dim + 2 * 8 * t
+    rotary = f * t * spec.head_dim * 4
+    norm = 3 * f * hidden + 2 * e * hidden
+    # Projections, and while one of q and k is rotated: halves swapped, two products, their sum.
+    attention = e * (hidden + 2 * q + 2 * k + 4 * q) + e * hidden
+    mlp = e * (3 * hidden + 3 * t * spec.intermediate)
+    # Logits in the model's dtype and in float32; a copy and its log-softmax where asked for.
+    head = step_logits * spec.vocab * ((e if e != f else 0) + 3 * f) + 8 * 8 * spec.vocab
+    bound = through + max(rotary, norm, attention, mlp, head)
+    return bound + ceil_div(bound, 8) + 2 * MiB
