@@ -1,18 +1,19 @@
 """KvCache by example: what comes from where, what goes when, and who is told what."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from ballast.core.actions import Short
-from ballast.core.errors import BrokenPromise
+from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.model import ModelSpec
 from ballast.kv.blocks import KvCache
 from ballast.memory.pool import Pool
 from ballast.memory.vm_null import NullVm
 
 PAGE = 256
-TOKENS = [random.Random(1).randrange(1000) for _ in range(64)]
+TOKENS = random.Random(1).sample(range(1000), 64)
 
 
 def make_spec(name: str = "m", *, head_dim: int = 4, fingerprint: str = "f") -> ModelSpec:
@@ -250,6 +251,19 @@ def test_scattered_cached_blocks_are_reused_before_whole_slabs() -> None:
     assert kv.match(TOKENS) == []
 
 
+def test_of_scattered_cached_blocks_those_not_used_for_longest_go_first() -> None:
+    kv, _ = make(2)
+    texts = [TOKENS[at : at + 3] for at in range(0, 12, 3)]
+    left, right = grown(kv, 4), grown(kv, 4)
+    tables = [left[:1], right[:1], left[1:2]]
+    for text, table in zip(texts, tables, strict=False):
+        kv.remember(text, table, 2)
+        kv.free(table)
+    # `left` was used last, though it was the first to hold anything cached.
+    grown(kv, 1)
+    assert [len(kv.match(text)) for text in texts[:3]] == [1, 0, 1]
+
+
 def test_dropping_takes_whole_slabs_least_recently_used_first() -> None:
     kv, pool = make(8)
     a, b, c = (cached(kv, first, 4) for first in (1, 2, 3))
@@ -305,6 +319,30 @@ def test_compaction_frees_slabs_and_edits_every_table() -> None:
     assert kv.compact([*tables, [second[3]]], 5) == 0
 
 
+def test_compaction_of_equally_used_slabs_never_fills_the_one_it_empties() -> None:
+    kv, _ = make(8)
+    tables = [grown(kv, 4) for _ in range(4)]
+    for table in tables:
+        kv.free(table[2:])
+        del table[2:]
+    assert kv.compact(tables, 8) == 2
+    assert kv.pages == 2
+    kv.validate(tables)
+
+
+def test_compaction_keeps_cached_prefixes() -> None:
+    kv, pool = make(8)
+    host = grown(kv, 4)
+    tokens = cached(kv, 1, 2)
+    kv.free(host[1:])
+    assert (kv.pages, kv.cached_pages) == (2, 1)
+    assert kv.compact([host[:1]], 1) == 1
+    assert (kv.pages, kv.cached_pages, pool.free) == (1, 0, 7)
+    found = kv.match(tokens)
+    assert len(found) == 2
+    kv.validate([host[:1], found])
+
+
 def test_compaction_leaves_fixed_blocks_where_they_are() -> None:
     kv, _ = make(8)
     a, b = grown(kv, 4), grown(kv, 4)
@@ -358,6 +396,37 @@ def test_clear_gives_everything_back_but_not_from_under_a_request() -> None:
     assert (kv.pages, pool.free, kv.match(tokens)) == (0, 8, [])
     kv.validate([])
     kv.close()
+
+
+def test_a_machine_without_memory_is_short_and_changes_nothing() -> None:
+    class Exhausted(NullVm):
+        def populate(self, pages: Sequence[int]) -> Short | None:
+            return Short(len(pages)) if len(pages) > 1 else None
+
+    vm = Exhausted(PAGE, 8)
+    pool = Pool(vm, 8)
+    kv = KvCache(make_spec(), pool, vm)
+    table = grown(kv, 4)
+    assert kv.grow(table, 2 * 12) == Short(2)
+    kv.validate([table])
+    assert kv.grow(table, 2 * 8) is None
+    kv.validate([table])
+
+
+def test_a_mapping_that_fails_changes_nothing() -> None:
+    kv, pool = make(8)
+    table = grown(kv, 4)
+    broken = kv.range.back_many
+
+    def fail(where: Sequence[tuple[int, int]]) -> Short | None:
+        raise DeviceError("mmap", "no")
+
+    kv.range.back_many = fail  # type: ignore[method-assign]
+    with pytest.raises(DeviceError):
+        kv.grow(table, 2 * 12)
+    kv.range.back_many = broken  # type: ignore[method-assign]
+    kv.validate([table])
+    assert pool.free == 7
 
 
 def test_freeing_twice_is_a_broken_promise() -> None:

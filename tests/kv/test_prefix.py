@@ -68,6 +68,8 @@ def test_the_first_of_two_equal_blocks_is_kept_and_the_second_takes_its_place() 
     index.name(TOKENS, [4, 5], 2, "")
     assert index.find(TOKENS, "") == [0, 1]
     assert not index.keep(4)
+    index.forget(5)
+    assert index.find(TOKENS, "") == [0, 1]
     index.forget(0)
     assert index.find(TOKENS, "") == []
     assert index.keep(4)
