@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictInt,
+    model_validator,
+)
 
 MOST_CHOICES = 128
 MOST_PROMPTS = 256
@@ -22,8 +30,19 @@ def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def _unicode(text: str) -> str:
+    """JSON can spell half of a surrogate pair, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half a surrogate pair at character {error.start}") from None
+    return text
+
+
+_Text = Annotated[str, AfterValidator(_unicode)]
+
 _Stop = Annotated[
-    list[Annotated[str, Field(min_length=1)]] | None,
+    list[Annotated[_Text, Field(min_length=1)]] | None,
     Field(max_length=16),
     BeforeValidator(_listed),
 ]
@@ -41,7 +60,7 @@ class _Generate(BaseModel):
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
-    model: str
+    model: _Text
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     temperature: Annotated[float, _Finite, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, _Finite, Field(gt=0, le=1)] | None = None
@@ -66,7 +85,7 @@ class _Generate(BaseModel):
 
 class TextPart(BaseModel):
     type: Literal["text"]
-    text: str
+    text: _Text
 
 
 class Message(BaseModel):
@@ -74,8 +93,8 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    role: Annotated[str, Field(min_length=1)]
-    content: str | list[TextPart] | None = None
+    role: Annotated[_Text, Field(min_length=1)]
+    content: _Text | list[TextPart] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """With the content as one string: small models' templates know nothing else."""
@@ -110,9 +129,9 @@ class CompletionRequest(_Generate):
     """`POST /v1/completions`."""
 
     prompt: (
-        str
+        _Text
         | Tokens
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[_Text], Field(min_length=1, max_length=MOST_PROMPTS)]
         | Annotated[list[Tokens], Field(min_length=1, max_length=MOST_PROMPTS)]
     )
     logprobs: Annotated[StrictInt, Field(ge=0, le=0)] | None = None

@@ -12,8 +12,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.cluster import fake_device
-from tests.cluster.fake_device import BREAK, DIE, HOLD, REFUSE
 
 from ballast.cluster.controller import WORKER_LOST, Controller, Outlet
 from ballast.cluster.local import LocalWorker
@@ -21,6 +19,8 @@ from ballast.core.errors import Unavailable
 from ballast.core.event import Failed, Finished, Output, TokenOut
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
+from tests.cluster import fake_device
+from tests.cluster.fake_device import BREAK, DIE, HOLD, REFUSE
 
 FAKE = (sys.executable, str(Path(fake_device.__file__)))
 FLEET = FleetSettings(

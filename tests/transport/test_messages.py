@@ -6,7 +6,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.cluster.fake_device import spec
 
 from ballast.core.event import Cancelled, Failed, Finished, TokenOut
 from ballast.core.report import DeviceReport, ModelReport
@@ -31,6 +30,7 @@ from ballast.transport.messages import (
     decode_to_worker,
     encode,
 )
+from tests.cluster.fake_device import spec
 
 FLEET = FleetSettings(
     models=(ModelSettings(name="a", path="p", slo=Slo(ttft=1.5), max_model_len=128, pinned=True),),

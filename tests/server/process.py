@@ -1,0 +1,142 @@
+"""A server in a process of its own, as an operator would run it. Run as a script, it is one."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+
+import httpx
+from openai import AsyncOpenAI, OpenAI
+
+DEADLINE = 90.0
+"""Seconds after which a test gives up, on the slowest machine that may run it."""
+
+
+class ServerProcess:
+    """A running server, its output, and clients for it."""
+
+    def __init__(self, fleet_file: Path, *options: str) -> None:
+        self._process = subprocess.Popen(
+            (sys.executable, __file__, str(fleet_file), *options),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._up = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._up.wait(DEADLINE)
+        serving = [line for line in self.lines if line.startswith("ballast: serving ")]
+        if not serving:
+            self.close()
+            raise RuntimeError("the server did not start:\n" + "".join(self.lines))
+        self.url = serving[0].split(" at ")[1].strip()
+        self.base = self.url.removesuffix("/v1")
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.lines.append(line)
+            if line.startswith("ballast: serving "):
+                self._up.set()
+        self._up.set()
+
+    @cached_property
+    def client(self) -> OpenAI:
+        return OpenAI(
+            base_url=self.url,
+            api_key="none",
+            max_retries=0,
+            http_client=httpx.Client(timeout=DEADLINE),
+        )
+
+    def async_client(self) -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=DEADLINE)
+
+    @cached_property
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.base, timeout=DEADLINE)
+
+    @property
+    def worker_pid(self) -> int:
+        """Of the only child."""
+        pid = self._process.pid
+        children = [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
+        (worker,) = children
+        return worker
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self._process.send_signal(number)
+
+    def kill_worker(self) -> None:
+        os.kill(self.worker_pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """The exit code."""
+        code = self._process.wait(DEADLINE)
+        self._reader.join(DEADLINE)
+        return code
+
+    def close(self) -> None:
+        """Kill it, if it still runs."""
+        self._process.kill()
+        self.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        for name in ("client", "http"):
+            if name in self.__dict__:
+                getattr(self, name).close()
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+
+@contextmanager
+def server(fleet_file: Path, *options: str) -> Iterator[ServerProcess]:
+    """A server that is gone at the end, however the test ended."""
+    running = ServerProcess(fleet_file, *options)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("fleet", type=Path)
+    parser.add_argument("--echo", action="store_true", help="a device that repeats the prompt")
+    parser.add_argument("--drain", type=float, default=30.0)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+
+    from ballast.cluster.local import COMMAND
+    from ballast.fleet.file import load_fleet
+    from ballast.policy.presets import PRESETS
+    from ballast.server.serve import serve
+
+    fake = Path(__file__).parent.parent / "cluster" / "fake_device.py"
+    return serve(
+        load_fleet(arguments.fleet, presets=PRESETS),
+        port=0,
+        drain_seconds=arguments.drain,
+        worker_command=(sys.executable, str(fake)) if arguments.echo else COMMAND,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

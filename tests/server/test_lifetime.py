@@ -1,0 +1,186 @@
+"""Clients that leave, workers that die, and servers that are told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from ballast.core.errors import ConfigError
+from ballast.server.serve import bound
+from tests.cluster.fake_device import HOLD
+from tests.server.process import DEADLINE, ServerProcess, server
+from tests.server.test_api import MODEL, sample
+
+
+def body(stream: bool, seed: int = HOLD) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": "abc", "max_tokens": 9, "seed": seed, "stream": stream}
+
+
+def until(what: Callable[[], bool]) -> None:
+    """Returns when `what` holds; fails after the deadline."""
+    end = time.monotonic() + DEADLINE
+    while not what():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def running(server: ServerProcess) -> float:
+    return sample(server, "vllm:num_requests_running", model_name=MODEL)
+
+
+class Background:
+    """A request in a thread: what came, or how it failed."""
+
+    def __init__(self, server: ServerProcess, stream: bool, seed: int = HOLD) -> None:
+        self.lines: list[str] = []
+        self.status = 0
+        self.error: httpx.HTTPError | None = None
+        self._server, self._body = server, body(stream, seed)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with (
+                httpx.Client(base_url=self._server.base, timeout=DEADLINE) as client,
+                client.stream("POST", "/v1/completions", json=self._body) as response,
+            ):
+                self.status = response.status_code
+                for line in response.iter_lines():
+                    self.lines.append(line)
+        except httpx.HTTPError as error:
+            self.error = error
+
+    def join(self) -> None:
+        self._thread.join(DEADLINE)
+        assert not self._thread.is_alive(), "the request hangs"
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+
+@pytest.fixture
+def own(echo_file: Path) -> Iterator[ServerProcess]:
+    """A server for one test, that it may break."""
+    with server(echo_file, "--echo") as running_server:
+        yield running_server
+
+
+# -- clients that leave -------------------------------------------------------------------------
+
+
+def test_a_client_that_leaves_a_stream_frees_its_request(echo: ServerProcess) -> None:
+    with echo.http.stream("POST", "/v1/completions", json=body(True)) as response:
+        next(response.iter_lines())
+        until(lambda: running(echo) == 1)
+    until(lambda: running(echo) == 0)
+
+
+def test_a_client_that_does_not_wait_for_its_answer_frees_its_request(
+    echo: ServerProcess,
+) -> None:
+    async def scenario() -> None:
+        async with httpx.AsyncClient(base_url=echo.base, timeout=DEADLINE) as client:
+            post = asyncio.ensure_future(client.post("/v1/completions", json=body(False)))
+            await asyncio.to_thread(until, lambda: running(echo) == 1)
+            post.cancel()
+            await asyncio.wait({post})
+        await asyncio.to_thread(until, lambda: running(echo) == 0)
+
+    asyncio.run(scenario())
+
+
+# -- workers that die ---------------------------------------------------------------------------
+
+
+def test_a_killed_worker_gives_errors_and_no_hang(own: ServerProcess) -> None:
+    whole, stream = Background(own, stream=False), Background(own, stream=True)
+    until(lambda: running(own) == 2)
+    until(lambda: bool(stream.lines))
+    own.kill_worker()
+    whole.join()
+    stream.join()
+    assert whole.status == 500
+    assert "worker_lost" in whole.text
+    assert "worker_lost" in stream.text
+    assert stream.lines[-2:] == ["data: [DONE]", ""]
+    assert own.http.get("/health").status_code == 503
+    assert own.http.get("/health").json()["status"] == "lost"
+    with pytest.raises(openai.InternalServerError) as caught:
+        own.client.completions.create(model=MODEL, prompt="a")
+    assert caught.value.status_code == 503
+    own.signal()
+    assert own.wait() == 0
+
+
+# -- servers told to stop -----------------------------------------------------------------------
+
+
+def test_an_idle_server_stops_with_code_0(own: ServerProcess) -> None:
+    assert own.http.get("/health").json()["status"] == "ok"
+    worker = own.worker_pid
+    own.signal(signal.SIGINT)
+    assert own.wait() == 0
+    assert not Path(f"/proc/{worker}").exists()
+    assert "Traceback" not in own.output
+
+
+def test_draining_refuses_what_is_new_and_is_bounded(echo_file: Path) -> None:
+    with server(echo_file, "--echo", "--drain", "3") as draining:
+        held = Background(draining, stream=True)
+        until(lambda: bool(held.lines))
+        draining.signal()
+        until(lambda: draining.http.get("/health").status_code == 503)
+        assert draining.http.get("/health").json()["status"] == "draining"
+        refused = draining.http.post("/v1/completions", json=body(False, seed=0))
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        held.join()
+        assert "stopped before this was finished" in held.text
+        assert draining.wait() == 0
+
+
+def test_a_second_signal_does_not_wait(own: ServerProcess) -> None:
+    held = Background(own, stream=False)
+    until(lambda: running(own) == 1)
+    own.signal()
+    until(lambda: own.http.get("/health").status_code == 503)
+    own.signal()
+    held.join()
+    assert held.status == 503
+    assert own.wait() == 0
+
+
+# -- addresses ----------------------------------------------------------------------------------
+
+
+def test_an_address_that_cannot_be_bound_is_a_configuration_error() -> None:
+    with bound("127.0.0.1", 0) as taken:
+        taken.listen()
+        with (
+            pytest.raises(ConfigError, match=r"port: .* is not allowed; .*in use"),
+            bound("127.0.0.1", taken.getsockname()[1]),
+        ):
+            pass
+    with pytest.raises(ConfigError, match=r"^host"), bound("no.such.host.invalid", 0):
+        pass
+
+
+def test_a_bound_port_does_not_answer_before_it_should() -> None:
+    with (
+        bound("127.0.0.1", 0) as waiting,
+        socket.socket() as client,
+        pytest.raises(ConnectionRefusedError),
+    ):
+        client.connect(waiting.getsockname())
