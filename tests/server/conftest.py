@@ -14,11 +14,16 @@ from tests.server.process import ServerProcess, server
 
 @pytest.fixture(scope="session")
 def fleet_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two tiny models with random weights in float32, and room for both."""
+    """Two tiny models with random weights in float32, and room for both.
+
+    One thread: on a busy machine two wait for each other at every operation.
+    """
     directory = tmp_path_factory.mktemp("fleet")
     made = make_fleet(
         directory, n_models=2, steps=0, size="tiny", dtype="float32", budget="64MiB", seed=1
     )
+    text = made.file.read_text()
+    made.file.write_text(text.replace("    page:", "    threads: 1\n    page:"))
     return made.file
 
 

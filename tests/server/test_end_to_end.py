@@ -1,0 +1,192 @@
+"""The whole way: official client, server, worker, and real (tiny, random) models in float32."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from openai import OpenAI
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.server.process import DEADLINE, ServerProcess, server
+from tests.server.test_api import sample, usage
+from tests.server.test_lifetime import until
+
+MODELS = ("atlas-chat", "wren-mini")
+MODEL = MODELS[0]
+MESSAGES: Any = [{"role": "user", "content": "What floats — and why? 🛳️"}]
+LONG = 400
+"""Tokens, of a context of 512."""
+
+
+@pytest.fixture(scope="module")
+def real(fleet_file: Path) -> Iterator[ServerProcess]:
+    with server(fleet_file) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(real: ServerProcess) -> OpenAI:
+    return real.client
+
+
+def complete(client: OpenAI, **more: Any) -> str:
+    arguments: dict[str, Any] = {"model": MODEL, "prompt": "A ship", "max_tokens": 24}
+    return client.completions.create(**(arguments | more)).choices[0].text
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_first_token_is_that_of_transformers(
+    client: OpenAI, fleet_file: Path, model: str
+) -> None:
+    path = fleet_file.parent / model
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    text = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+    with torch.inference_mode():
+        logprobs = reference(ids).logits[0, -1].log_softmax(-1)
+    best = logprobs.topk(2)
+    assert best.values[0] - best.values[1] > 1e-4, "a tie: choose another prompt"
+
+    answer = client.chat.completions.create(
+        model=model, messages=MESSAGES, temperature=0, max_tokens=1, logprobs=True
+    )
+    assert usage(answer).prompt_tokens == ids.shape[1]
+    content = answer.choices[0].logprobs
+    assert content is not None
+    assert content.content is not None
+    (token,) = content.content
+    raw = bytes(token.bytes or [])
+    assert raw.decode(errors="replace") == tokenizer.decode([int(best.indices[0])])
+    assert math.isclose(token.logprob, float(best.values[0]), abs_tol=1e-4)
+
+
+def test_a_stream_says_what_the_whole_answer_says(client: OpenAI) -> None:
+    arguments: Any = {"model": MODEL, "messages": MESSAGES, "seed": 5, "max_tokens": 40}
+    whole = client.chat.completions.create(**arguments)
+    chunks = list(
+        client.chat.completions.create(
+            **arguments, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    text = "".join(c.choices[0].delta.content or "" for c in chunks[:-1])
+    assert text == whole.choices[0].message.content
+    assert usage(chunks[-1]).completion_tokens == usage(whole).completion_tokens
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_seeds_reproduce_and_missing_seeds_are_drawn(client: OpenAI) -> None:
+    assert complete(client, seed=7) == complete(client, seed=7)
+    assert complete(client, seed=7) != complete(client, seed=8)
+    assert complete(client) != complete(client)
+    assert complete(client, temperature=0, seed=7) == complete(client, temperature=0, seed=8)
+    both = client.completions.create(model=MODEL, prompt="A ship", max_tokens=24, seed=7, n=2)
+    assert both.choices[0].text == complete(client, seed=7)
+    assert both.choices[1].text != both.choices[0].text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_end_the_work_as_well(client: OpenAI, stream: bool) -> None:
+    free = complete(client, temperature=0, max_tokens=60, extra_body={"ignore_eos": True})
+    stop = free[20:23]
+    arguments: Any = {
+        "model": MODEL,
+        "prompt": "A ship",
+        "temperature": 0,
+        "max_tokens": 60,
+        "stop": [stop],
+        "extra_body": {"ignore_eos": True},
+    }
+    if stream:
+        chunks = list(client.completions.create(**arguments, stream=True))
+        text = "".join(c.choices[0].text for c in chunks)
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        answer = client.completions.create(**arguments)
+        text, reason = answer.choices[0].text, answer.choices[0].finish_reason
+        assert usage(answer).completion_tokens < 60
+    assert text == free[: free.index(stop)]
+    assert reason == "stop"
+
+
+def test_both_models_at_once(real: ServerProcess) -> None:
+    async def scenario() -> None:
+        async with real.async_client() as client:
+
+            async def one(i: int) -> tuple[str, str]:
+                answer = await client.completions.create(
+                    model=MODELS[i % 2], prompt=f"Ship {i // 4}", temperature=0, max_tokens=20
+                )
+                return f"{i % 2} {i // 4}", answer.choices[0].text
+
+            answers = await asyncio.gather(*(one(i) for i in range(24)))
+        assert len(set(answers)) == len({key for key, _ in answers})
+
+    asyncio.run(scenario())
+
+
+def test_errors_of_the_worker_and_of_the_server(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=MODEL, prompt="a", max_tokens=512)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="none", prompt="a")
+
+
+async def _streams(client: openai.AsyncOpenAI, n: int) -> list[Any]:
+    """Two long streams, past their first token, of `n` choices each."""
+    arguments: Any = {
+        "model": MODEL,
+        "prompt": [[9, 8, 7]] * n,
+        "max_tokens": LONG,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "extra_body": {"ignore_eos": True},
+    }
+    streams = [await client.completions.create(**arguments) for _ in range(2)]
+    for stream in streams:
+        await anext(stream)
+    return streams
+
+
+def test_a_client_that_leaves_frees_its_memory(real: ServerProcess) -> None:
+    done = sample(real, "vllm:request_success_total", model_name=MODEL, finished_reason="length")
+
+    async def scenario() -> None:
+        async with real.async_client() as client:
+            for stream in await _streams(client, 16):
+                await stream.close()
+
+    asyncio.run(scenario())
+    until(lambda: sample(real, "vllm:num_requests_running", model_name=MODEL) == 0)
+    until(lambda: sample(real, "vllm:num_requests_waiting", model_name=MODEL) == 0)
+    held = sample(real, "ballast_pages", owner="kv", model=MODEL)
+    assert held == sample(real, "ballast_cached_pages", model_name=MODEL)
+    now = sample(real, "vllm:request_success_total", model_name=MODEL, finished_reason="length")
+    assert now == done, "the requests were finished, not cancelled"
+
+
+def test_a_drain_completes_the_streams_in_flight(fleet_file: Path) -> None:
+    n = 4
+    with server(fleet_file, "--drain", str(DEADLINE)) as draining:
+
+        async def scenario() -> None:
+            async with draining.async_client() as client:
+                streams = await _streams(client, n)
+                draining.signal()
+                for stream in streams:
+                    chunks = [c async for c in stream]
+                    reasons = [c.choices[0].finish_reason for c in chunks[:-1]]
+                    assert reasons.count("length") == n
+                    assert usage(chunks[-1]).completion_tokens == n * LONG
+
+        asyncio.run(scenario())
+        assert draining.wait() == 0
+        assert "Traceback" not in draining.output
