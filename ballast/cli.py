@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +14,9 @@ import typer
 from ballast.core.errors import BallastError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ballast.bench.report import Report
     from ballast.core.settings import FleetSettings
     from ballast.fleet.make import MadeFleet
 
@@ -61,6 +67,90 @@ def doctor(
     Console().print(table(findings))
     if any(finding.verdict is Verdict.FAIL for finding in findings):
         raise typer.Exit(1)
+
+
+@app.command()
+def serve(
+    fleet_file: FleetFile,
+    host: Annotated[str, typer.Option(help="Address to bind; loopback by default.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    preset: Annotated[str | None, typer.Option(help="Instead of the fleet file's.")] = None,
+    story: Annotated[
+        Path | None, typer.Option(help="Write every event and decision here, as JSON lines.")
+    ] = None,
+    drain_seconds: Annotated[float, typer.Option(help="For open requests, after SIGTERM.")] = 30.0,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
+) -> None:
+    """Serve a fleet over HTTP (the OpenAI API)."""
+    import logging
+
+    from ballast.server.serve import serve as run
+
+    logging.basicConfig(level=log_level.upper())
+    fleet = with_preset(load(fleet_file), preset)
+    if story is not None:
+        fleet = replace(fleet, story_path=str(story))
+    raise typer.Exit(run(fleet, host, port, drain_seconds))
+
+
+@app.command()
+def bench(
+    fleet_file: FleetFile,
+    workload: Annotated[
+        str, typer.Option(help="bursty, poisson, gamma, or a trace file.")
+    ] = "bursty",
+    preset: Annotated[
+        str | None, typer.Option(help="One or more, comma separated; default: the fleet file's.")
+    ] = None,
+    rate: Annotated[float, typer.Option(help="Requests per second, on average.")] = 2.0,
+    seconds: Annotated[float, typer.Option(help="Length of the workload.")] = 60.0,
+    most_tokens: Annotated[int, typer.Option(help="Longest prompt and output together.")] = 512,
+    seed: Annotated[int, typer.Option(help="Of the workload.")] = 0,
+    url: Annotated[
+        str | None, typer.Option(help="A server that runs already, instead of this process.")
+    ] = None,
+    virtual: Annotated[bool, typer.Option("--virtual", help="In virtual time.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the reports here.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the reports here.")] = None,
+) -> None:
+    """Replay a workload open loop: latencies, service levels, memory by owner; presets compared."""
+    from rich.console import Console
+
+    from ballast.bench.choose import workload_of
+    from ballast.bench.run import compare_live, compare_virtual, replay_http
+
+    fleet = load(fleet_file)
+    names = [m.name for m in fleet.models]
+    work = workload_of(
+        workload, names, rate=rate, seconds=seconds, most_tokens=most_tokens, seed=seed
+    )
+    console = Console()
+    console.print(f"{len(work.requests)} requests: {work.describe()}")
+    presets = preset.split(",") if preset else [fleet.preset]
+    for name in presets:
+        with_preset(fleet, name)
+    if url is not None:
+        show_reports([replay_http(url, fleet, work)], console, json, png)
+    else:
+        compare = compare_virtual if virtual else compare_live
+        show_reports(list(compare(fleet, work, presets)), console, json, png)
+
+
+@app.command()
+def demo(
+    directory: Annotated[Path, typer.Option(help="Where the fleet is, or will be made.")] = Path(
+        "fleets/demo"
+    ),
+    seconds: Annotated[float, typer.Option(help="Length of the workload.")] = 45.0,
+    rate: Annotated[float, typer.Option(help="Requests per second, on average.")] = 3.0,
+    steps: Annotated[int | None, typer.Option(help="Training steps, where it is made.")] = None,
+) -> None:
+    """Eight small models, one memory budget, a bursty workload: live, then in virtual time."""
+    from rich.console import Console
+
+    from ballast.bench.demo import run_demo
+
+    run_demo(directory, seconds, rate, steps, Console(), load)
 
 
 @fleet_app.command("make")
@@ -140,6 +230,37 @@ def load(file: Path) -> FleetSettings:
     from ballast.policy.presets import PRESETS
 
     return load_fleet(file, presets=PRESETS)
+
+
+def with_preset(fleet: FleetSettings, preset: str | None) -> FleetSettings:
+    """The fleet under another preset, whose options are its defaults. Raises ConfigError."""
+    from ballast.policy.presets import resolve
+
+    if preset is not None and preset != fleet.preset:
+        fleet = replace(fleet, preset=preset, options={})
+    resolve(fleet.preset, fleet.options)
+    return fleet
+
+
+def show_reports(
+    reports: Sequence[Report], console: Console, json: Path | None, png: Path | None
+) -> None:
+    """Tables on the console; JSON and a picture where asked for."""
+    from ballast.bench.plot import plot
+    from ballast.bench.show import comparison_table, report_table
+
+    for report in reports:
+        console.print(report_table(report))
+    if len(reports) > 1:
+        console.print(comparison_table(reports))
+    if json is not None:
+        documents = [report.to_json() for report in reports]
+        json.parent.mkdir(parents=True, exist_ok=True)
+        json.write_text(dumps(documents, indent=2) + "\n", encoding="utf-8")
+    if png is not None:
+        png.parent.mkdir(parents=True, exist_ok=True)
+        plot(reports, png)
+        console.print(f"drawn: {png}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@
 
 Every token of ours is compared with the reference's choice after the *same* tokens, so one
 difference does not hide those behind it. Where the reference's two best candidates differ by less
-than 1e-4, a difference is a tie: counted, and the comparison goes on. Log-probabilities within 1e-4.
+than 1e-4, a difference is a tie: counted, and the comparison goes on. Log-probabilities are within
+1e-4.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def prompts(n: int, seed: int) -> list[tuple[int, ...]]:
     return [tuple(rng.randrange(VOCAB) for _ in range(length)) for length in lengths]
 
 
-def compare(reference: torch.nn.Module, prompt: tuple[int, ...], answer: Answer, v: Verdict) -> None:
+def compare(
+    reference: torch.nn.Module, prompt: tuple[int, ...], answer: Answer, v: Verdict
+) -> None:
     """Our greedy tokens against the reference's choice after the same tokens."""
     assert answer.finished.output_tokens == len(answer.tokens)
     ids = torch.tensor([[*prompt, *answer.tokens]])
@@ -154,7 +157,9 @@ def tight(paths: dict[str, Path]) -> FleetSettings:
     return replace(roomy, device=replace(roomy.device, budget_bytes=pages * page))
 
 
-def run_tight(settings: FleetSettings, requests: list[Submission]) -> tuple[dict[str, Answer], dict]:
+def run_tight(
+    settings: FleetSettings, requests: list[Submission]
+) -> tuple[dict[str, Answer], dict]:
     with InProcess(settings) as server:
         answers = server.generate(requests)
         report = server.device.snapshot()

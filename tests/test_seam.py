@@ -59,7 +59,10 @@ def offences(source: str) -> list[str]:
         else:
             names = []
         found += [
-            f"imports {n}" for n in names for f in FORBIDDEN_MODULES if n == f or n.startswith(f"{f}.")
+            f"imports {n}"
+            for n in names
+            for f in FORBIDDEN_MODULES
+            if n == f or n.startswith(f"{f}.")
         ]
         if isinstance(node, ast.Name) and node.id in FORBIDDEN_NAMES:
             found.append(f"names {node.id}")

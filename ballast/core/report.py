@@ -40,7 +40,7 @@ class DeviceReport:
     free: int
     reclaiming: int
     owners: dict[str, int]
-    """Pages by owner: `weights:NAME`, `kv:NAME`, `arena:LANE`; adds up to total - free - reclaiming."""
+    """Pages by owner (`weights:NAME`, `kv:NAME`, `arena:LANE`): total - free - reclaiming in all."""
     models: tuple[ModelReport, ...]
     jobs: int
     """Jobs run since start."""

@@ -177,9 +177,7 @@ class DeviceState:
             return "queue_full", f"{m.spec.max_waiting} requests of {s.model!r} wait already"
         most = m.kv.most_pages(ceil_div(len(s.prompt) + s.max_tokens - 1, m.spec.block_tokens))
         room = self.pool.total - self.arena.pages - m.weights.pages
-        room -= sum(
-            o.weights.pages for o in self.models.values() if o.spec.pinned and o is not m
-        )
+        room -= sum(o.weights.pages for o in self.models.values() if o.spec.pinned and o is not m)
         if m.kv.limit is not None:
             room = min(room, m.kv.limit)
         if most > room:
@@ -312,9 +310,7 @@ class DeviceState:
 
     def _remember(self, m: ModelState, request: Request) -> None:
         """Offer the blocks that have filled to the prefix cache."""
-        m.kv.remember(
-            request.tokens, request.blocks, request.computed, request.submission.salt
-        )
+        m.kv.remember(request.tokens, request.blocks, request.computed, request.submission.salt)
 
     def _end(self, request: Request, state: State, told: Output) -> Output:
         """The request is over; its memory is free."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -70,7 +71,7 @@ def overhead_of(entries: Iterable[dict[str, Any]]) -> float:
     The gap between two ends, less the second job's time on the lane.
     """
     ends = [(e["at"], e["seconds"]) for e in entries if e.get("event") == "JobDone"]
-    gaps = [at - before - seconds for (before, _), (at, seconds) in zip(ends, ends[1:], strict=False)]
+    gaps = [at - before - seconds for (before, _), (at, seconds) in itertools.pairwise(ends)]
     return max(0.0, statistics.median(gaps)) if gaps else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Serve a workload in virtual time: NullVm for memory, SimRunner for lanes, the engine's own loop."""
+"""Serve a workload in virtual time: a memory without bytes, lanes that cost, the same loop."""
 
 from __future__ import annotations
 

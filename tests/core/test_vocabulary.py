@@ -47,9 +47,7 @@ def test_format_and_division() -> None:
 
 
 def request(prompt: int = 4, max_tokens: int = 3) -> Request:
-    return Request.of(
-        Submission(id="r", model="m", prompt=(1,) * prompt, max_tokens=max_tokens), 1
-    )
+    return Request.of(Submission(id="r", model="m", prompt=(1,) * prompt, max_tokens=max_tokens), 1)
 
 
 def test_a_request_lives_legally() -> None:

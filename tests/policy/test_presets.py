@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from tests.policy.worlds import device, model, request
 
 from ballast.core.actions import Activate, DropCache, Evict, Hold, Limit, Preempt, Refuse
 from ballast.core.errors import ConfigError
@@ -12,6 +11,7 @@ from ballast.policy.balloon import Balloon
 from ballast.policy.presets import PRESETS, resolve
 from ballast.policy.static import FixedShares, shares
 from ballast.policy.swap import Turn, WholeModels
+from tests.policy.worlds import device, model, request
 
 ABSENT = Residency.ABSENT
 
@@ -26,7 +26,7 @@ def kinds(actions: object) -> list[str]:
 def test_balloon_activates_into_free_pages() -> None:
     m = model("a", ABSENT, waiting=(request(1, arrival=10),), first=2)
     decision = Balloon()(device(m, free=12), None)
-    assert [a for a in decision.actions if isinstance(a, Activate)][0].model == "a"
+    assert next(a for a in decision.actions if isinstance(a, Activate)).model == "a"
     assert kinds(decision.actions) == ["Activate"]
 
 

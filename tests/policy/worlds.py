@@ -10,7 +10,9 @@ from ballast.core.view import DeviceView, ModelView, RequestView, Residency, Sho
 PAGE = 65536
 
 
-def spec(name: str = "m", *, pages: int = 10, share: float = 1.0, pinned: bool = False) -> ModelSpec:
+def spec(
+    name: str = "m", *, pages: int = 10, share: float = 1.0, pinned: bool = False
+) -> ModelSpec:
     """A small model whose weights take `pages` pages."""
     return ModelSpec(
         name=name,

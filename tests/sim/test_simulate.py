@@ -201,4 +201,3 @@ def test_prefixes_are_reused_between_requests() -> None:
     simulate(fleet("balloon", specs, 100), specs, asked, profile, heard)
     cached = [heard.ended[f"q{i}"].cached_tokens for i in range(2)]  # type: ignore[union-attr]
     assert cached == [0, 96]
-

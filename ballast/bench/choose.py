@@ -1,0 +1,56 @@
+"""The workload a command line names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ballast.core.errors import ConfigError
+from ballast.workload.bursty import BurstyGroups, bursty_groups
+from ballast.workload.generators import independent
+from ballast.workload.lengths import LogNormal
+from ballast.workload.traces import load_trace
+from ballast.workload.workload import Workload
+
+GENERATORS = ("bursty", "poisson", "gamma")
+SPAN = 900.0
+"""Seconds of bursty groups (Prism, appendix A.1) that are replayed faster to fit the time asked."""
+
+
+def workload_of(
+    what: str,
+    models: Sequence[str],
+    *,
+    rate: float = 2.0,
+    seconds: float = 60.0,
+    most_tokens: int = 512,
+    seed: int = 0,
+) -> Workload:
+    """A generator's workload, or a trace file's with its models mapped by popularity.
+
+    `rate` in requests per second, on average; prompts and outputs have at most half of
+    `most_tokens` each. Raises ConfigError for a name that is neither.
+    """
+    half = max(1, most_tokens // 2)
+    if what not in GENERATORS:
+        if not Path(what).is_file():
+            raise ConfigError("workload", what, f"a trace file, or one of {', '.join(GENERATORS)}")
+        trace = load_trace(Path(what)).map_models(list(models))
+        trace = trace.scale_lengths(max_prompt=half, max_output=half)
+        return trace.scale_rate(rate / trace.stats().rate).window(0.0, seconds)
+    lengths = LogNormal.of_cv(max(1.0, half / 4), 1.0, most=half)
+    if what != "bursty":
+        cv = 1.0 if what == "poisson" else 3.0
+        return independent(models, rate, seconds, cv=cv, prompt=lengths, output=lengths, seed=seed)
+    size = BurstyGroups().clump_requests
+    for _ in range(2):
+        made = bursty_groups(
+            models,
+            SPAN,
+            groups=BurstyGroups(clump_requests=size),
+            prompt=lengths,
+            output=lengths,
+            seed=seed,
+        ).scale_rate(SPAN / seconds)
+        size = max(1.0, size * rate * seconds / max(1, len(made.requests)))
+    return made

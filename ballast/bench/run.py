@@ -1,0 +1,83 @@
+"""One workload under several presets, in one run, live or in virtual time, side by side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ballast.bench.http import HttpTarget
+from ballast.bench.record import prompts_of
+from ballast.bench.replay import Replayed, replay
+from ballast.bench.report import Report
+from ballast.bench.worlds import run_live, run_virtual
+from ballast.core.errors import BallastError
+from ballast.core.model import ModelSpec
+from ballast.core.settings import FleetSettings, Slo
+from ballast.engine.inbox import MonotonicClock
+from ballast.sim.calibrate import calibrate
+from ballast.weights.checkpoint import load_host_model
+from ballast.workload.workload import Workload
+
+
+def slos_of(fleet: FleetSettings) -> dict[str, Slo]:
+    """Service levels by model."""
+    return {m.name: m.slo for m in fleet.models}
+
+
+def specs_of(fleet: FleetSettings) -> list[ModelSpec]:
+    """Sizes of the fleet's models, in its order; each checkpoint is loaded and let go."""
+    specs = []
+    for settings in fleet.models:
+        host = load_host_model(settings)
+        specs.append(host.spec)
+        host.close()
+    return specs
+
+
+def compare_live(
+    fleet: FleetSettings, workload: Workload, presets: Sequence[str]
+) -> Iterator[Report]:
+    """Each preset in turn, on this machine, in this process."""
+    for preset in presets:
+        chosen = replace(fleet, preset=preset, options=_options(fleet, preset))
+        yield run_live(chosen, workload, slos_of(fleet), progress=True).report
+
+
+def compare_virtual(
+    fleet: FleetSettings, workload: Workload, presets: Sequence[str]
+) -> Iterator[Report]:
+    """Each preset in virtual time, on a profile of this machine measured now."""
+    profile = calibrate(fleet)
+    specs = specs_of(fleet)
+    for preset in presets:
+        chosen = replace(fleet, preset=preset, options=_options(fleet, preset))
+        yield run_virtual(chosen, specs, workload, slos_of(fleet), profile).report
+
+
+def replay_http(
+    url: str, fleet: FleetSettings, workload: Workload, name: str = "http", key: str | None = None
+) -> Report:
+    """Against a server that runs already. Prompts are token ids of the fleet's vocabularies."""
+    vocabularies = {spec.name: spec.vocab for spec in specs_of(fleet)}
+
+    async def run() -> Replayed:
+        async with HttpTarget(url, MonotonicClock(), key) as target:
+            return await replay(workload, target, prompts_of(vocabularies), progress=True)
+
+    done = asyncio.run(run())
+    if not done.records:
+        raise BallastError("the workload has no requests")
+    return Report.of(
+        done.records,
+        slos_of(fleet),
+        done.wall_seconds,
+        done.memory,
+        name=name,
+        workload=workload.describe(),
+    )
+
+
+def _options(fleet: FleetSettings, preset: str) -> dict[str, float]:
+    """Options belong to the preset they were written for."""
+    return fleet.options if preset == fleet.preset else {}
