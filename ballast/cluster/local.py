@@ -41,7 +41,7 @@ class LocalWorker:
 
     @property
     def directory(self) -> Path:
-        """Holds the socket; gone after `close`."""
+        """Holds the socket; gone once the worker has connected, or after `close`."""
         return self._directory.path
 
     @property
@@ -71,6 +71,8 @@ class LocalWorker:
             if message is None:
                 raise Unavailable(f"the worker ended while it started: {self.epitaph()}")
             if not configured:  # any first message tells that it listens
+                # Connected for good: without a path there is nothing left to clean up later.
+                self._directory.close()
                 self.send(Configure(fleet, logging.getLogger().getEffectiveLevel()))
                 configured = True
             if isinstance(message, Ready):
