@@ -40,7 +40,7 @@ class DeviceReport:
     free: int
     reclaiming: int
     owners: dict[str, int]
-    """Pages by owner (`weights:NAME`, `kv:NAME`, `arena:LANE`): total - free - reclaiming in all."""
+    """Pages by owner, `weights:NAME`, `kv:NAME`, `arena:LANE`; in all total - free - reclaiming."""
     models: tuple[ModelReport, ...]
     jobs: int
     """Jobs run since start."""

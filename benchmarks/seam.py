@@ -1,0 +1,107 @@
+"""One workload, live and in virtual time, through the same loop and policies.
+
+Each preset serves the same window of the trace on the same tight budget, live and simulated on a
+profile of this machine measured just before. Both stories (every event and action, in order) are
+written; throughput and medians are put side by side. `median_error_max` is the largest relative
+error of the simulation in throughput and in P50 of TTFT, TPOT and end-to-end time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ballast.bench.report import Report
+from ballast.bench.worlds import Ran
+from ballast.policy.presets import PRESETS
+from benchmarks.common import finish, options
+from benchmarks.setting import (
+    no_levels,
+    peak_kv_bytes,
+    prepare,
+    trace_option,
+)
+
+BUDGET = 0.6
+"""Of all weights and peak KV."""
+RATE = 0.5
+"""Of the trace's."""
+
+
+def extra(parser: argparse.ArgumentParser) -> None:
+    trace_option(parser)
+    parser.add_argument(
+        "--stories", type=Path, default=Path("out/seam"), help="where the stories are written"
+    )
+
+
+def medians(report: Report) -> dict[str, float]:
+    """What the two worlds are compared by, in seconds and tokens per second."""
+    total = report.total
+    assert total.ttft is not None
+    assert total.tpot is not None
+    assert total.e2e is not None
+    return {
+        "output_tokens_per_second": report.output_tokens_per_second,
+        "ttft_p50": total.ttft.p50,
+        "tpot_p50": total.tpot.p50,
+        "e2e_p50": total.e2e.p50,
+    }
+
+
+def write_story(directory: Path, name: str, ran: Ran) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(entry) for entry in ran.story]
+    (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    args = options(__doc__, extra=extra)
+    seconds = 60.0 if args.quick else 150.0
+    result: dict[str, Any] = {"presets": {}}
+    worst = 0.0
+    table = Table("preset", "", "live", "virtual", "error", title="seam")
+    with tempfile.TemporaryDirectory() as scratch:
+        setting = prepare(Path(scratch), args.trace, seconds)
+        workload = setting.workload.scale_rate(RATE)
+        slos = no_levels(setting)
+        roomy = setting.virtual(setting.under("balloon", 2**31), workload, slos)
+        budget = int(BUDGET * (setting.weight_bytes + peak_kv_bytes(roomy)))
+        Console().print(f"{len(workload.requests)} requests: {workload.describe()}")
+        for preset in PRESETS:
+            fleet = setting.under(preset, budget)
+            live = setting.live(fleet, workload, slos)
+            virtual = setting.virtual(fleet, workload, slos)
+            write_story(args.stories, f"{preset}-live", live)
+            write_story(args.stories, f"{preset}-virtual", virtual)
+            a, b = medians(live.report), medians(virtual.report)
+            errors = {key: abs(b[key] / a[key] - 1) for key in a}
+            worst = max(worst, *errors.values())
+            for key in a:
+                table.add_row(preset, key, f"{a[key]:.4g}", f"{b[key]:.4g}", f"{errors[key]:.1%}")
+            for key in live.counts:
+                table.add_row(preset, key, str(live.counts[key]), str(virtual.counts[key]), "")
+            result["presets"][preset] = {
+                "live": {**a, **live.counts, "failed": live.report.total.failed},
+                "virtual": {**b, **virtual.counts, "failed": virtual.report.total.failed},
+                "errors": errors,
+            }
+    result |= {
+        "workload": workload.describe(),
+        "budget_bytes": budget,
+        "overhead_seconds_per_job": setting.profile.overhead,
+        "median_error_max": worst,
+        "goal_met": worst <= 0.15,
+    }
+    table.add_row("", "median_error_max", "", "", f"{worst:.1%}")
+    finish(args, "seam", result, table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""The fleet, the machine's profile, the trace and the service levels that `fleet` and `seam` share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ballast.bench.choose import workload_of
+from ballast.bench.report import Report
+from ballast.bench.run import specs_of
+from ballast.bench.worlds import Ran, run_live, run_virtual
+from ballast.core.cost import StepCosts
+from ballast.core.model import ModelSpec
+from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, Slo
+from ballast.core.units import GiB, KiB, ceil_div
+from ballast.fleet.file import load_fleet
+from ballast.fleet.make import make_fleet
+from ballast.policy.presets import PRESETS
+from ballast.sim.calibrate import calibrate
+from ballast.sim.simulate import Profile
+from ballast.workload.traces import load_trace
+from ballast.workload.workload import Workload
+
+TRACE = Path(__file__).resolve().parents[2] / "shared/traces/arena27_vtc_prism_0-300s.csv.gz"
+PAGE = 256 * KiB
+STEP_TOKENS = 128
+PROMPT_FACTOR, OUTPUT_FACTOR = 0.5, 0.25
+MOST_PROMPT, MOST_OUTPUT = 512, 128
+LINK_RATIO = 9.4
+"""Time to copy a layer over time to run it in a decode step of one sequence: a GH200's memory
+bandwidth over that of its host link (4000 / 427 GB/s). PCIe 5 beside an H100: 60."""
+TTFT_SCALE, TPOT_SCALE = 5.0, 2.0
+ROOMY = 2 * GiB
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that does not depend on the preset."""
+
+    roomy: FleetSettings
+    """With memory for everything at once, and the paced link."""
+    specs: list[ModelSpec]
+    profile: Profile
+    workload: Workload
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(s.weight_pages(PAGE) for s in self.specs) * PAGE
+
+    def under(self, preset: str, budget: int, link: float | None = None) -> FleetSettings:
+        """The fleet with `budget` bytes of device memory."""
+        device = replace(self.roomy.device, budget_bytes=budget // PAGE * PAGE)
+        chosen = replace(self.roomy, preset=preset, device=device)
+        if link is not None:
+            chosen = replace(chosen, link=LinkSettings(bytes_per_second=link))
+        return chosen
+
+    def virtual(self, fleet: FleetSettings, workload: Workload, slos: Mapping[str, Slo]) -> Ran:
+        assert fleet.link.bytes_per_second is not None
+        profile = replace(self.profile, link_bytes_per_second=fleet.link.bytes_per_second)
+        return run_virtual(fleet, self.specs, workload, slos, profile)
+
+    def live(self, fleet: FleetSettings, workload: Workload, slos: Mapping[str, Slo]) -> Ran:
+        return run_live(fleet, workload, slos, self.profile.costs, progress=True)
+
+
+def trace_option(parser: argparse.ArgumentParser) -> None:
+    """`--trace FILE`: the arrivals."""
+    parser.add_argument("--trace", type=Path, default=TRACE, help="requests of many models")
+
+
+def prepare(scratch: Path, trace: Path, seconds: float) -> Setting:
+    """Make the models, measure the machine, pace the link, read the trace."""
+    made = make_fleet(scratch / "fleet", steps=0, budget=ROOMY)
+    fleet = load_fleet(made.file, presets=PRESETS)
+    device = DeviceSettings(
+        budget_bytes=ROOMY, page_bytes=PAGE, step_tokens=STEP_TOKENS, step_logits=64
+    )
+    fleet = replace(fleet, device=device, options={})
+    profile = calibrate(fleet)
+    specs = specs_of(fleet)
+    link = pace(specs, profile.costs, LINK_RATIO)
+    names = [m.name for m in fleet.models]
+    if trace.is_file():
+        workload = (
+            load_trace(trace)
+            .map_models(names)
+            .scale_lengths(PROMPT_FACTOR, OUTPUT_FACTOR, MOST_PROMPT, MOST_OUTPUT)
+            .window(0.0, seconds)
+        )
+    else:
+        most = MOST_PROMPT + MOST_OUTPUT
+        workload = workload_of("bursty", names, rate=2.4, seconds=seconds, most_tokens=most)
+    return Setting(
+        replace(fleet, link=LinkSettings(bytes_per_second=link)), specs, profile, workload
+    )
+
+
+def pace(specs: list[ModelSpec], costs: Mapping[str, StepCosts], ratio: float) -> float:
+    """Bytes per second at which copying a model takes `ratio` decode steps of one sequence."""
+    step = sum(costs[s.name].base + costs[s.name].per_sequence for s in specs)
+    return sum(s.weight_bytes for s in specs) / (ratio * step)
+
+
+def service_levels(report: Report) -> dict[str, Slo]:
+    """TTFT 5x and TPOT 2x the P95 of each model in `report`, a run with memory for everything."""
+    levels = {}
+    for name in report.models:
+        records = [r for r in report.records if r.model == name]
+        ttft = [r.ttft for r in records if r.ttft is not None]
+        tpot = [r.tpot for r in records if r.tpot is not None]
+        levels[name] = Slo(
+            ttft=TTFT_SCALE * float(np.percentile(ttft, 95)),
+            tpot=TPOT_SCALE * float(np.percentile(tpot, 95)),
+        )
+    return levels
+
+
+def no_levels(setting: Setting) -> dict[str, Slo]:
+    """Service levels that everything meets: for runs that set them."""
+    return {s.name: Slo(ttft=1e9, tpot=1e9) for s in setting.specs}
+
+
+def peak_kv_bytes(ran: Ran) -> int:
+    """The sum over models of the most KV each held at once: what fixed shares would provide."""
+    peaks: dict[str, int] = {}
+    for sample in ran.report.memory:
+        for owner, held in sample.owners.items():
+            if owner.startswith("kv:"):
+                peaks[owner] = max(peaks.get(owner, 0), held)
+    return sum(ceil_div(n, PAGE) * PAGE for n in peaks.values())
