@@ -1,4 +1,4 @@
-"""The fleet, the machine's profile, the trace and the service levels that `fleet` and `seam` share."""
+"""What `fleet` and `seam` share: models, the machine's profile, the trace, service levels."""
 
 from __future__ import annotations
 

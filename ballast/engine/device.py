@@ -58,12 +58,12 @@ class LiveDevice:
         self.clock = clock or MonotonicClock()
         self.inbox = QueueInbox(self.clock)
         device = fleet.device
-        self._vm = MemfdVm(device.page_bytes, device.budget_bytes // device.page_bytes)
+        self.vm = MemfdVm(device.page_bytes, device.budget_bytes // device.page_bytes)
         self._link = HostLink(self.clock, self.post, fleet.link.bytes_per_second)
         self.state = build_state(
             device,
             [Hosted(h.spec, h.addresses) for h in self._hosts],
-            self._vm,
+            self.vm,
             self._link,
             self.clock,
             copy_now,
@@ -108,7 +108,7 @@ class LiveDevice:
         self._runner.close()
         self._link.close()
         self._reserve.close()
-        self._vm.close()
+        self.vm.close()
         for host in self._hosts:
             host.close()
         if self._story_file is not None:
