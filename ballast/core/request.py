@@ -32,6 +32,8 @@ class Submission:
     model: str
     prompt: tuple[int, ...]
     max_tokens: int
+    open_ended: bool = False
+    """The client named no `max_tokens`: it is the context's, lowered to what memory can hold."""
     sampling: Sampling = field(default_factory=Sampling)
     arrival: float = 0.0
     """Seconds on the device's clock; set by the inbox on receipt."""

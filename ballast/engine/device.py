@@ -20,7 +20,7 @@ from ballast.engine.inbox import MonotonicClock, QueueInbox
 from ballast.engine.loop import Loop
 from ballast.engine.report import report
 from ballast.engine.runner import CpuRunner
-from ballast.memory.arena import confine_allocator
+from ballast.memory.arena import AllocatorCap, confine_allocator
 from ballast.memory.reserve import PopulatedReserve
 from ballast.memory.transfer import HostLink, copy_now
 from ballast.memory.vm_memfd import MemfdVm
@@ -75,7 +75,9 @@ class LiveDevice:
         for host, m in zip(self._hosts, self.state.models.values(), strict=True):
             segments = [m.weights.segment_address(i) for i in range(len(host.spec.segment_bytes))]
             self.executors[host.spec.name] = ServedModel(host, segments, m.kv.base, m.kv.layout)
-        self._runner = CpuRunner(self.executors, self.post, self.clock, device.threads)
+        # Between jobs the C allocator keeps no more than the arena stands for.
+        cap = AllocatorCap(self.state.arena.pages * device.page_bytes)
+        self._runner = CpuRunner(self.executors, self.post, self.clock, device.threads, cap.check)
         self._story_file = open(fleet.story_path, "w") if fleet.story_path else None  # noqa: SIM115
         self.story = Story(sink=self._write_story if self._story_file else sink)
         self.loop = Loop(

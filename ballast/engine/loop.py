@@ -158,4 +158,4 @@ class Loop:
         reason = f"preset {self.preset.name!r} found no memory for this request"
         refusal = Refuse(request.submission.model, request.id, reason)
         self.story.decision(self.clock.now(), refusal, None)
-        outputs.append(self.state.fail(request, "insufficient_memory", reason))
+        outputs.append(self.state.fail(request, "out_of_memory", reason))

@@ -32,11 +32,14 @@ class CpuRunner:
         post: Callable[[Event], None],
         clock: Clock,
         threads: int | None,
+        after_job: Callable[[], object] | None = None,
     ) -> None:
+        """`after_job` is called on the lane between jobs."""
         self._executors = executors
         self._post = post
         self._clock = clock
         self._threads = threads
+        self._after_job = after_job
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lane = threading.Thread(target=self._work, name="lane0", daemon=True)
         self._lane.start()
@@ -62,3 +65,5 @@ class CpuRunner:
                 self._post(JobFailed(job, f"{type(error).__name__}: {error}"))
             else:
                 self._post(JobDone(job, sampled, self._clock.now() - begun))
+            if self._after_job is not None:
+                self._after_job()

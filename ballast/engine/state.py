@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ballast.core.clock import Clock
 from ballast.core.cost import StepCosts
@@ -140,7 +140,7 @@ class DeviceState:
         return self._handlers[type(event)](event)
 
     def _arrival(self, event: Arrival) -> list[Output]:
-        s = event.submission
+        s = self._fitted(event.submission)
         refusal = self._refusal(s)
         if refusal is not None:
             return [Failed(s.id, *refusal)]
@@ -176,16 +176,29 @@ class DeviceState:
         if len(m.waiting) >= m.spec.max_waiting:
             return "queue_full", f"{m.spec.max_waiting} requests of {s.model!r} wait already"
         most = m.kv.most_pages(ceil_div(len(s.prompt) + s.max_tokens - 1, m.spec.block_tokens))
-        room = self.pool.total - self.arena.pages - m.weights.pages
-        room -= sum(o.weights.pages for o in self.models.values() if o.spec.pinned and o is not m)
-        if m.kv.limit is not None:
-            room = min(room, m.kv.limit)
+        room = self._room(m)
         if most > room:
             return (
                 "insufficient_memory",
                 f"needs {most} pages of KV cache, {s.model!r} can have at most {room} here",
             )
         return None
+
+    def _room(self, m: ModelState) -> int:
+        """Pages of KV that one request of `m` could have with the device to itself."""
+        room = self.pool.total - self.arena.pages - m.weights.pages
+        room -= sum(o.weights.pages for o in self.models.values() if o.spec.pinned and o is not m)
+        return room if m.kv.limit is None else min(room, m.kv.limit)
+
+    def _fitted(self, s: Submission) -> Submission:
+        """An open-ended request asks for no more than could fit."""
+        m = self.models.get(s.model)
+        if m is None or not s.open_ended:
+            return s
+        layout = m.kv.layout
+        blocks = self._room(m) // layout.slab_pages * layout.blocks_per_slab
+        most = blocks * m.spec.block_tokens + 1 - len(s.prompt)
+        return replace(s, max_tokens=max(1, min(s.max_tokens, most)))
 
     def _cancel(self, event: Cancel) -> list[Output]:
         request = self.requests.get(event.request_id)

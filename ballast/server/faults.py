@@ -17,6 +17,7 @@ _STATUS = {
     "insufficient_memory": 400,
     "model_not_found": 404,
     "queue_full": 429,
+    "out_of_memory": 503,
     "unavailable": 503,
 }
 """By code of `Failed` or `RequestError`; any other is 500."""

@@ -82,6 +82,7 @@ class Service:
                     model=spec.name,
                     prompt=tuple(prompt),
                     max_tokens=most,
+                    open_ended=request.most_tokens is None,
                     sampling=sampling(c),
                     priority=spec.priority,
                     stop_token_ids=stop_ids,

@@ -201,3 +201,18 @@ def test_prefixes_are_reused_between_requests() -> None:
     simulate(fleet("balloon", specs, 100), specs, asked, profile, heard)
     cached = [heard.ended[f"q{i}"].cached_tokens for i in range(2)]  # type: ignore[union-attr]
     assert cached == [0, 96]
+
+
+def test_an_open_ended_request_gets_what_memory_can_hold() -> None:
+    specs = [spec("m", weight_pages=20)]
+    heard = Heard()
+    profile = Profile(costs={"m": COSTS}, link_bytes_per_second=1e8, overhead=0.0)
+    chat = Submission(id="chat", model="m", prompt=(1,) * 30, max_tokens=482, open_ended=True)
+    result = simulate(fleet("balloon", specs, 24), specs, [chat], profile, heard)
+    end = heard.ended["chat"]
+    assert isinstance(end, Finished)
+    m = result.state.models["m"]
+    tokens = 30 + end.output_tokens - 1
+    pages = result.state.pool.total - result.state.arena.pages - m.weights.pages
+    assert end.output_tokens < 482
+    assert m.kv.most_pages(-(-tokens // 16)) <= pages < m.kv.most_pages(-(-tokens // 16) + 1)
