@@ -1,0 +1,236 @@
+"""Paged attention against plain softmax in float64, over ragged batches and odd shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ballast.core.errors import BrokenPromise
+from ballast.kernels.paged_attention import KvArray, PagedBatch, scratch_bytes, warm_up
+
+LAYERS = 2
+
+
+@dataclass
+class Cache:
+    """A KV cache of random content in a tensor, blocks in random order, with padding between."""
+
+    kv: KvArray
+    memory: torch.Tensor
+    tables: list[list[int]]
+
+    @classmethod
+    def of(
+        cls,
+        starts: list[int],
+        counts: list[int],
+        *,
+        kv_heads: int,
+        dim: int,
+        block_tokens: int = 16,
+        dtype: torch.dtype = torch.float32,
+        padding: int = 32,
+    ) -> Cache:
+        needed = [-(-(s + c) // block_tokens) for s, c in zip(starts, counts, strict=True)]
+        stride = LAYERS * 2 * block_tokens * kv_heads * dim + padding
+        n = sum(needed) + 3
+        memory = torch.randn(n, stride).to(dtype)
+        order = torch.randperm(n).tolist()
+        tables = [[order.pop() for _ in range(k)] for k in needed]
+        kv = KvArray(memory.data_ptr(), stride, LAYERS, block_tokens, kv_heads, dim, dtype)
+        return cls(kv, memory, tables)
+
+    def blocks(self) -> torch.Tensor:
+        """(blocks, layers, 2, block_tokens, kv_heads, head_dim), a view."""
+        kv = self.kv
+        shape = (LAYERS, 2, kv.block_tokens, kv.kv_heads, kv.head_dim)
+        size = torch.Size(shape).numel()
+        return self.memory[:, :size].unflatten(1, shape)
+
+    def read(self, sequence: int, layer: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V (n, kv_heads, head_dim) of the first tokens of a sequence."""
+        both = self.blocks()[self.tables[sequence], layer]
+        return both[:, 0].flatten(0, 1)[:n], both[:, 1].flatten(0, 1)[:n]
+
+
+def reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, scale: float
+) -> torch.Tensor:
+    """Causal attention of q (n, heads, dim), which begins at `start`, in float64."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("nhd,chd->hnc", q.double(), k) * scale
+    future = torch.arange(len(k))[None] > start + torch.arange(len(q))[:, None]
+    weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+    return torch.einsum("hnc,chd->nhd", weights, v)
+
+
+def inputs(
+    n: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value with the strides that transformers has them in."""
+    q = torch.randn(1, heads, n, dim).to(dtype)[0].transpose(0, 1)
+    k = torch.randn(n, kv_heads, dim).to(dtype)
+    v = torch.randn(n, 2, kv_heads, dim).to(dtype)[:, 1]
+    return q, k, v
+
+
+def attend(
+    cache: Cache,
+    heads: int,
+    starts: list[int],
+    counts: list[int],
+    layer: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> torch.Tensor:
+    batch = PagedBatch(cache.kv, heads, starts, counts, cache.tables)
+    batch.write(layer, k, v)
+    out = torch.full((len(q), heads, q.shape[2]), float("nan"), dtype=q.dtype)
+    batch.attend(layer, q, q.shape[2] ** -0.5, out)
+    return out
+
+
+sequences = st.lists(
+    st.tuples(st.integers(0, 90), st.one_of(st.just(1), st.integers(1, 70))), min_size=1, max_size=5
+)
+heads_of = st.sampled_from([(1, 1), (4, 4), (6, 2), (9, 3), (8, 1), (33, 1)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sequences,
+    heads_of,
+    st.sampled_from([1, 8, 20, 64, 80]),
+    st.sampled_from([1, 5, 16, 48]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(0, 2**31),
+)
+def test_equals_softmax_in_float64(
+    ragged: list[tuple[int, int]],
+    heads: tuple[int, int],
+    dim: int,
+    block_tokens: int,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    starts, counts = [s for s, _ in ragged], [c for _, c in ragged]
+    cache = Cache.of(
+        starts, counts, kv_heads=heads[1], dim=dim, block_tokens=block_tokens, dtype=dtype
+    )
+    q, k, v = inputs(sum(counts), heads[0], heads[1], dim, dtype)
+    out = attend(cache, heads[0], starts, counts, 1, q, k, v)
+    row = 0
+    for i, (start, count) in enumerate(ragged):
+        keys, values = cache.read(i, 1, start + count)
+        part = slice(row, row + count)
+        assert torch.equal(keys[start:], k[part])
+        assert torch.equal(values[start:], v[part])
+        expected = reference(q[part], keys, values, start, dim**-0.5)
+        tolerance = (
+            {"rtol": 0, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 8e-3, "atol": 1e-6}
+        )
+        torch.testing.assert_close(out[part].double(), expected, **tolerance)
+        row += count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_write_touches_nothing_else(dtype: torch.dtype) -> None:
+    starts, counts = [3, 40, 0], [30, 1, 100]
+    cache = Cache.of(starts, counts, kv_heads=2, dim=24, dtype=dtype)
+    expected = Cache(cache.kv, cache.memory.clone(), cache.tables)
+    _, k, v = inputs(sum(counts), 4, 2, 24, dtype)
+    PagedBatch(cache.kv, 4, starts, counts, cache.tables).write(1, k, v)
+    row = 0
+    for table, start, count in zip(cache.tables, starts, counts, strict=True):
+        for position in range(start, start + count):
+            place = expected.blocks()[table[position // 16], 1, :, position % 16]
+            place[0], place[1] = k[row], v[row]
+            row += 1
+    assert torch.equal(cache.memory, expected.memory)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_neither_batch_nor_place_nor_threads_nor_chunks_change_a_bit(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    starts, counts = [0, 57, 300, 11], [90, 1, 1, 64]
+    cache = Cache.of(starts, counts, kv_heads=2, dim=32, dtype=dtype)
+    q, k, v = inputs(sum(counts), 6, 2, 32, dtype)
+    threads = torch.get_num_threads()
+    together = attend(cache, 6, starts, counts, 0, q, k, v)
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(attend(cache, 6, starts, counts, 0, q, k, v), together)
+    finally:
+        torch.set_num_threads(threads)
+
+    row = 0
+    for i, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        alone = Cache.of([start], [count], kv_heads=2, dim=32, dtype=dtype)
+        alone.blocks()[alone.tables[0]] = cache.blocks()[cache.tables[i]]
+        part = slice(row, row + count)
+        half = count // 2
+        for first, n in ((0, half), (half, count - half)):
+            if n:
+                rows = slice(row + first, row + first + n)
+                found = attend(alone, 6, [start + first], [n], 0, q[rows], k[rows], v[rows])
+                assert torch.equal(found, together[rows])
+        found = attend(alone, 6, [start], [count], 0, q[part], k[part], v[part])
+        assert torch.equal(found, together[part])
+        row += count
+
+
+def test_infinite_values_stay_in_their_sequence() -> None:
+    torch.manual_seed(2)
+    starts, counts = [20, 20, 18], [1, 1, 3]
+    cache = Cache.of(starts, counts, kv_heads=1, dim=16)
+    for table in (cache.tables[0], cache.tables[2]):
+        cache.blocks()[table] = float("inf")
+    q, k, v = inputs(5, 2, 1, 16, torch.float32)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)  # one worker and its buffers go through all sequences
+        out = attend(cache, 2, starts, counts, 0, q, k, v)
+    finally:
+        torch.set_num_threads(threads)
+    keys, values = cache.read(1, 0, 21)
+    expected = reference(q[1:2], keys, values, 20, 0.25)
+    torch.testing.assert_close(out[1:2].double(), expected, rtol=0, atol=1e-5)
+    assert out[0].isnan().any()
+
+
+def test_extreme_scores_do_not_overflow() -> None:
+    torch.manual_seed(3)
+    cache = Cache.of([33], [40], kv_heads=1, dim=16)
+    cache.memory.mul_(100.0)
+    q, k, v = inputs(40, 1, 1, 16, torch.float32)
+    out = attend(cache, 1, [33], [40], 0, q * 1000, k * 100, v)
+    keys, values = cache.read(0, 0, 73)
+    expected = reference(q * 1000, keys, values, 33, 0.25)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-2)
+
+
+def test_refuses_what_would_leave_its_blocks() -> None:
+    cache = Cache.of([0], [16], kv_heads=1, dim=16)
+    with pytest.raises(BrokenPromise, match="do not fit into 1 blocks"):
+        PagedBatch(cache.kv, 1, [1], [16], cache.tables)
+    with pytest.raises(BrokenPromise):
+        PagedBatch(cache.kv, 1, [0], [0], cache.tables)
+    batch = PagedBatch(cache.kv, 1, [0], [16], cache.tables)
+    wrong = torch.zeros(16, 1, 16, dtype=torch.bfloat16)
+    with pytest.raises(BrokenPromise, match="bfloat16"):
+        batch.write(0, wrong, wrong)
+    short = torch.zeros(15, 1, 16)
+    with pytest.raises(BrokenPromise):
+        batch.attend(0, short, 1.0, torch.empty_like(short))
+
+
+def test_warm_up_compiles_all_and_scratch_is_small() -> None:
+    warm_up()
+    assert scratch_bytes(32, 8, 128) < 100_000

@@ -1,0 +1,162 @@
+"""Sampling: exact where greedy, distributed as asked where not, the same wherever it happens."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ballast.core.request import Sampling
+from ballast.kernels.sampling import philox, sample
+
+
+def draw(logits: torch.Tensor, p: Sampling, n: int) -> np.ndarray:
+    """How often each token came at positions 0 .. n-1."""
+    rows = logits.expand(n, -1).contiguous()
+    tokens, _ = sample(rows, [p] * n, range(n))
+    return np.bincount(tokens, minlength=logits.numel())
+
+
+def chi_square(found: np.ndarray, expected: np.ndarray) -> float:
+    """Of tokens that are expected at all."""
+    kept = expected > 0
+    assert found[~kept].sum() == 0
+    return float(((found[kept] - expected[kept]) ** 2 / expected[kept]).sum())
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (
+            (0xFFFFFFFF,) * 4,
+            (0xFFFFFFFF,) * 2,
+            (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+        ),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_the_published_answers(
+    counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    numbers = [np.uint64(x) for x in (*counter, *key)]
+    assert tuple(int(x) for x in philox(*numbers)) == expected
+
+
+def test_greedy_takes_the_largest_and_of_equals_the_first() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 5.0, 5.0, 5.0], [-3.0, -2.0, -9.0, -2.5]])
+    assert sample(logits, [Sampling()] * 3, [7, 8, 9]) == ([1, 0, 1], [None] * 3)
+
+
+def test_log_probabilities_are_of_the_raw_logits_and_only_where_asked() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 50) * 3
+    params = [
+        Sampling(logprobs=True),
+        Sampling(temperature=0.3, top_k=4, seed=1),
+        Sampling(temperature=2.0, top_p=0.5, seed=2, logprobs=True),
+    ]
+    tokens, logprobs = sample(logits, params, [1, 2, 3])
+    exact = logits.double().log_softmax(-1)
+    assert logprobs[1] is None
+    for i in (0, 2):
+        assert logprobs[i] == pytest.approx(float(exact[i, tokens[i]]), abs=1e-5)
+
+
+# Expected tokens draws 20,000 each: with fixed seeds these are facts, not chances; the bounds are
+# the 99.9 % quantiles of the distribution.
+@pytest.mark.parametrize(
+    ("p", "bound"),
+    [
+        (Sampling(temperature=1.0, seed=1), 36.1),
+        (Sampling(temperature=0.5, seed=(1 << 63) + 5), 36.1),
+        (Sampling(temperature=1.7, seed=3, choice=4), 36.1),
+        (Sampling(temperature=1.0, seed=4, top_k=5), 18.5),
+        (Sampling(temperature=1.0, seed=5, top_p=0.7), 36.1),
+        (Sampling(temperature=1.3, seed=6, top_k=6, top_p=0.8), 20.5),
+    ],
+)
+def test_draws_follow_the_distribution(p: Sampling, bound: float) -> None:
+    torch.manual_seed(4)
+    logits = torch.randn(14)
+    n = 20_000
+    weights = (logits.double() / p.temperature).softmax(-1).numpy()
+    order = np.argsort(-weights, kind="stable")
+    if p.top_k:
+        weights[order[p.top_k :]] = 0.0
+        weights /= weights.sum()
+    if p.top_p < 1.0:
+        before = np.cumsum(weights[order]) - weights[order]
+        weights[order[before >= p.top_p]] = 0.0
+        weights /= weights.sum()
+    assert chi_square(draw(logits, p, n), n * weights) < bound
+
+
+def test_positions_choices_and_seeds_are_independent_of_each_other() -> None:
+    logits = torch.zeros(1, 2)
+    n = 4000
+
+    def bits(**kw: int) -> np.ndarray:
+        p = Sampling(temperature=1.0, **kw)
+        return np.array(sample(logits.expand(n, -1).contiguous(), [p] * n, range(n))[0])
+
+    streams = [bits(), bits(seed=1), bits(seed=1 << 32), bits(choice=1), bits(seed=1, choice=1)]
+    for i, a in enumerate(streams):
+        assert abs(a.mean() - 0.5) < 4 * 0.5 / math.sqrt(n)
+        assert abs((a[1:] == a[:-1]).mean() - 0.5) < 4 * 0.5 / math.sqrt(n)
+        for b in streams[:i]:
+            assert abs((a == b).mean() - 0.5) < 4 * 0.5 / math.sqrt(n)
+
+
+def test_a_draw_depends_on_nothing_around_it() -> None:
+    torch.manual_seed(5)
+    logits = torch.randn(6, 300)
+    params = [
+        Sampling(temperature=1.0, seed=7),
+        Sampling(),
+        Sampling(temperature=0.8, top_p=0.9, seed=7),
+        Sampling(temperature=0.8, top_k=20, seed=8, choice=2),
+        Sampling(logprobs=True),
+        Sampling(temperature=1.0, seed=7, logprobs=True),
+    ]
+    positions = [5, 9, 5, 100, 2, 6]
+    together, _ = sample(logits, params, positions)
+    for i in range(6):
+        alone, _ = sample(logits[i : i + 1].contiguous(), [params[i]], [positions[i]])
+        assert alone == [together[i]]
+    backwards, _ = sample(logits.flip(0).contiguous(), params[::-1], positions[::-1])
+    assert backwards == together[::-1]
+
+
+def test_the_tokens_are_those_of_every_release() -> None:
+    """A client's seed means the same tokens tomorrow."""
+    logits = torch.linspace(-2, 2, 40)[None].contiguous()
+    p = Sampling(temperature=1.0, seed=1234)
+    found = [sample(logits, [p], [i])[0][0] for i in range(12)]
+    assert found == [20, 31, 20, 38, 32, 38, 19, 38, 29, 16, 32, 38]
+
+
+def test_edges() -> None:
+    logits = torch.tensor([[0.0, -math.inf, 1.0, -math.inf]])
+
+    def one(**kw: float) -> int:
+        return sample(logits, [Sampling(temperature=1.0, **kw)], [3])[0][0]  # type: ignore[arg-type]
+
+    assert {one(seed=s) for s in range(40)} == {0, 2}
+    assert {one(seed=s, top_k=1) for s in range(20)} == {2}
+    assert {one(seed=s, top_p=1e-9) for s in range(20)} == {2}
+    assert {one(seed=s, top_p=0.0) for s in range(20)} == {2}
+    assert one(seed=1, top_k=99) in (0, 2)
+    tiny = Sampling(temperature=1e-6, seed=3)
+    assert sample(logits, [tiny], [0])[0] == [2]
+    equal = torch.zeros(1, 5)
+    kept = {
+        sample(equal, [Sampling(temperature=1.0, seed=s, top_k=2)], [0])[0][0] for s in range(99)
+    }
+    assert kept == {0, 1, 2, 3, 4}
