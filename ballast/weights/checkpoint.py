@@ -62,6 +62,7 @@ def _load(settings: ModelSettings, directory: Path) -> HostModel:
     sources = _match(architecture, stored, directory)
     dtype = _choose_dtype(settings, sources)
     segments = _pack(architecture, dtype)
+    eos = _eos(directory, config)
     by_name = {names[0]: source for names, source in sources.items()}
     with ExitStack() as files:
         paths = {s.path for s in sources.values()}
@@ -86,7 +87,7 @@ def _load(settings: ModelSettings, directory: Path) -> HostModel:
         block_tokens=settings.block_tokens,
         segment_bytes=tuple(s.n_bytes for s in segments),
         fingerprint=_fingerprint(architecture.config, segments, memory.digest),
-        eos_token_ids=_eos(directory, config),
+        eos_token_ids=eos,
         slo=settings.slo,
         priority=settings.priority,
         share=settings.share,
