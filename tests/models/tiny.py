@@ -1,0 +1,103 @@
+"""Small random checkpoints of real architectures, and a served model in plain memory of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from ballast.core.job import SequenceWork
+from ballast.core.request import Sampling
+from ballast.core.settings import ModelSettings
+from ballast.kv.layout import Layout
+from ballast.models.transformers import ServedModel
+from ballast.weights.checkpoint import load_host_model
+
+GREEDY = Sampling()
+
+
+def llama(
+    path: Path, *, shard: str | None = None, dtype: torch.dtype = torch.float32, **more: Any
+) -> Any:
+    """Save a random Llama at `path`; the model itself. Weights are large, so that logits differ."""
+    torch.manual_seed(zlib.crc32(str(sorted(more.items())).encode()))
+    config = transformers.LlamaConfig(
+        **{
+            "hidden_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 160,
+            "vocab_size": 331,
+            "max_position_embeddings": 512,
+            "initializer_range": 0.25,
+            **more,
+        }
+    )
+    return save(transformers.LlamaForCausalLM(config), path, shard=shard, dtype=dtype)
+
+
+def save(
+    model: Any, path: Path, *, shard: str | None = None, dtype: torch.dtype = torch.float32
+) -> Any:
+    """Save it in shards of at most `shard`; the model, in `dtype`."""
+    model = model.to(dtype).eval()
+    model.save_pretrained(path, **({"max_shard_size": shard} if shard else {}))
+    return model
+
+
+class Served:
+    """A model whose weights and KV cache lie in plain arrays. `blocks` of KV are there."""
+
+    def __init__(self, path: Path, *, blocks: int = 64, **settings: Any) -> None:
+        self.host = load_host_model(ModelSettings(name=path.name, path=str(path), **settings))
+        self.spec = self.host.spec
+        self.layout = Layout.of(self.spec, 65536)
+        self.weights = [np.zeros(s.n_bytes, np.uint8) for s in self.host.segments]
+        # Bytes of 0xFF are NaN: what has not been written must not be read.
+        self.kv = np.full(blocks * self.layout.stride_bytes + 64, 0xFF, np.uint8)
+        base = -(-self.kv.ctypes.data // 64) * 64
+        addresses = [w.ctypes.data for w in self.weights]
+        self.model = ServedModel(self.host, addresses, base, self.layout)
+        self.fill()
+
+    def fill(self) -> None:
+        """What activation does: copy the segments."""
+        for array, address in zip(self.weights, self.host.addresses, strict=True):
+            ctypes.memmove(array.ctypes.data, address, array.nbytes)
+
+    def logits(self, *work: SequenceWork) -> torch.Tensor:
+        return self.model.logits(work).clone()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], n: int, chunk: int = 10_000
+    ) -> list[list[int]]:
+        """Greedy: all prompts together, each prefilled in chunks, then decoding side by side."""
+        bt = self.spec.block_tokens
+        sequences = [list(p) for p in prompts]
+        done = [0] * len(prompts)
+        each = -(-(max(map(len, prompts)) + n) // bt)
+        order = np.random.default_rng(0).permutation(each * len(prompts)).tolist()
+        tables = [order[i :: len(prompts)] for i in range(len(prompts))]
+        while True:
+            work = []
+            for i, tokens in enumerate(sequences):
+                if len(tokens) == len(prompts[i]) + n:
+                    continue
+                end = min(len(tokens), done[i] + chunk)
+                sample = GREEDY if end == len(tokens) else None
+                work.append(SequenceWork(str(i), tokens[done[i] : end], done[i], tables[i], sample))
+                done[i] = end
+            if not work:
+                return [s[len(p) :] for s, p in zip(sequences, prompts, strict=True)]
+            for sampled in self.model.run(work):
+                sequences[int(sampled.request_id)].append(sampled.token)
+
+    def close(self) -> None:
+        self.host.close()
