@@ -27,6 +27,10 @@ Array = np.ndarray[Any, Any]
 
 TILE_ROWS = 32
 """Rows (query tokens times heads sharing a KV head) that go through the KV cache together."""
+ITEM_ROWS = 64
+"""Rows of an item over all its heads; more would not stay in the first cache."""
+ITEMS_PER_THREAD = 4
+"""Items to have for each thread, if there can be so many."""
 WRITE_TOKENS = 32
 """Tokens written per item."""
 ALONE = 1 << 15
@@ -84,16 +88,20 @@ class PagedBatch:
         per_tile = max(1, TILE_ROWS // group)
         self._attend_tiles = _tiles(starts, counts, sizes, per_tile)
         self._write_tiles = _tiles(starts, counts, sizes, WRITE_TOKENS)
-        self._attend = self._table(self._attend_tiles, len(self._attend_tiles) * kv.kv_heads)
         rows = min(per_tile, max(counts)) * group
         rows += rows % 2
-        self._workers = min(int(self._attend[code.ITEMS]), torch.get_num_threads())
-        n_bytes = code.scratch_bytes(rows, kv.head_dim)
+        n_threads = torch.get_num_threads()
+        item_heads = _item_heads(len(self._attend_tiles), kv.kv_heads, rows, n_threads)
+        items = len(self._attend_tiles) * kv.kv_heads // item_heads
+        self._attend = self._table(self._attend_tiles, items)
+        self._write = self._table(self._write_tiles, len(self._write_tiles))
+        self._workers = min(items, n_threads)
+        n_bytes = code.scratch_bytes(rows, item_heads, kv.head_dim)
         self._scratch = np.empty(self._workers * n_bytes, np.uint8)
         self._attend[code.MAX_ROWS] = rows
+        self._attend[code.ITEM_HEADS] = item_heads
         self._attend[code.SCRATCH] = self._scratch.ctypes.data
         self._attend[code.SCRATCH_BYTES] = n_bytes
-        self._write = self._table(self._write_tiles, len(self._write_tiles))
         self._scale = np.ones(1, np.float32)
         self._attend[code.SCALE] = self._scale.ctypes.data
         self._writers = 1 if self.n_tokens * kv.kv_heads * kv.head_dim <= ALONE else 1 << 16
@@ -166,7 +174,15 @@ def warm_up(dtype: torch.dtype | None = None) -> None:
 def scratch_bytes(heads: int, kv_heads: int, head_dim: int) -> int:
     """Most bytes of scratch memory that one thread needs to attend."""
     rows = max(TILE_ROWS, heads // kv_heads) + 1
-    return code.scratch_bytes(rows, head_dim)
+    return code.scratch_bytes(rows, max(1, ITEM_ROWS // rows), head_dim)
+
+
+def _item_heads(tiles: int, kv_heads: int, rows: int, threads: int) -> int:
+    """KV heads per item: all, unless that leaves too few items for the threads or is too much."""
+    for heads in range(min(kv_heads, ITEM_ROWS // rows), 1, -1):
+        if kv_heads % heads == 0 and tiles * kv_heads // heads >= ITEMS_PER_THREAD * threads:
+            return heads
+    return 1
 
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
