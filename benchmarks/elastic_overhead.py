@@ -70,7 +70,7 @@ class Load:
             self.pages += len(pages)
             give_back(owner, pages, *rest)  # type: ignore[arg-type]
 
-        pool.give_back = counted  # type: ignore[method-assign]
+        pool.give_back = counted  # type: ignore[method-assign, assignment]
 
     def round(self, requests: int) -> float:
         """Output tokens per second over `requests` requests, CONCURRENT at a time."""

@@ -159,7 +159,7 @@ def tight(paths: dict[str, Path]) -> FleetSettings:
 
 def run_tight(
     settings: FleetSettings, requests: list[Submission]
-) -> tuple[dict[str, Answer], dict]:
+) -> tuple[dict[str, Answer], dict[str, int]]:
     with InProcess(settings) as server:
         answers = server.generate(requests)
         report = server.device.snapshot()
