@@ -158,7 +158,7 @@ def fleet_make(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write the fleet.")],
     models: Annotated[int, typer.Option(help="How many models, 1 to 64.")] = 8,
     size: Annotated[str, typer.Option(help="tiny (for tests) or small.")] = "small",
-    steps: Annotated[int, typer.Option(help="Training steps; 0: no training.")] = 160,
+    steps: Annotated[int, typer.Option(help="Training steps; 0: no training.")] = 200,
     seed: Annotated[int, typer.Option(help="Of weights, text and training.")] = 0,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     budget: Annotated[

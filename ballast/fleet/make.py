@@ -22,7 +22,7 @@ from ballast.fleet.text import conversations, documents, stories
 from ballast.fleet.tokenizer import END, chat_text, train_tokenizer
 from ballast.fleet.train import Trained, batches, train
 
-DEFAULT_STEPS = 160
+DEFAULT_STEPS = 200
 FULL_REQUESTS = 8
 """Full-length requests that a fixed share has room for, where shares are compared."""
 BUDGET_FRACTION = 0.4
@@ -195,7 +195,7 @@ def _train(
     learnt = [doc for i, doc in enumerate(docs) if i % _HELD_OUT]
     first = 1000 * seed + 2 * plan.seed
     stream = batches(_tokens(tokenizer, learnt, plan.diet, first))
-    held_out = next(batches(_tokens(tokenizer, docs[::_HELD_OUT], plan.diet, first + 1), size=8))
+    held_out = next(batches(_tokens(tokenizer, docs[::_HELD_OUT], plan.diet, first + 1), size=16))
     tell = None if progress is None else lambda i, loss: progress(plan.name, i, own, loss)
     return train(model, stream, held_out, own, progress=tell)
 

@@ -14,7 +14,7 @@ Size = Literal["tiny", "small"]
 class Diet(enum.Enum):
     """What a model is trained on. The value is the share of documents among conversations."""
 
-    CONVERSATION = 0.1
+    CONVERSATION = 0.03
     DOCUMENTS = 0.9
     STORIES = 0.0
 
@@ -70,8 +70,8 @@ def _atlas(layers: int, hidden: int, heads: int, kv_heads: int, intermediate: in
     tuned = replace(base, parent=base.name, priority=0)
     return [
         base,
-        replace(tuned, name="atlas-docs", diet=Diet.DOCUMENTS, effort=0.6, seed=1),
-        replace(tuned, name="atlas-tales", diet=Diet.STORIES, effort=0.2, seed=2),
+        replace(tuned, name="atlas-docs", diet=Diet.DOCUMENTS, effort=0.5, seed=1),
+        replace(tuned, name="atlas-tales", diet=Diet.STORIES, effort=0.15, seed=2),
     ]
 
 
@@ -102,6 +102,7 @@ SCALES: dict[str, Scale] = {
             replace(
                 _plan("wren-mini", 4, 192, 3, 1, 512, 3),
                 diet=Diet.CONVERSATION,
+                effort=0.8,
             ),
             _SMALL[1],
             _SMALL[2],
