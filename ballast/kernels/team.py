@@ -6,9 +6,9 @@ the cores at every layer. So kernels run as one more region of the pool that PyT
 `GOMP_parallel` of the very OpenMP library that `libtorch_cpu` is linked with.
 
 Decode steps of a Llama (4 layers, 8 heads of 32, 4 sequences) on 2 cores, in turns, tenth
-percentiles against this, at contexts of 128 and 1024 tokens: Numba's `workqueue` 1.17 and 1.50 times as long,
-serial kernels 1.08 and 1.36, Numba's `omp` 1.02 and 1.02. The last is nearly as good only where the
-dynamic linker happens to give it PyTorch's OpenMP instead of the system's.
+percentiles against this, at contexts of 128 and 1024 tokens: Numba's `workqueue` takes 1.17 and
+1.50 times as long, serial kernels 1.08 and 1.36, Numba's `omp` 1.02 and 1.02. The last is nearly as
+good only where the dynamic linker happens to give it PyTorch's OpenMP instead of the system's.
 """
 
 from __future__ import annotations
