@@ -23,12 +23,11 @@ from ballast.policy.presets import PRESETS
 from benchmarks.common import finish, options
 from benchmarks.setting import (
     no_levels,
-    peak_kv_bytes,
     prepare,
     trace_option,
 )
 
-BUDGET = 0.6
+BUDGET = 0.4
 """Of all weights and peak KV."""
 RATE = 0.5
 """Of the trace's."""
@@ -71,8 +70,7 @@ def main() -> None:
         setting = prepare(Path(scratch), args.trace, seconds)
         workload = setting.workload.scale_rate(RATE)
         slos = no_levels(setting)
-        roomy = setting.virtual(setting.under("balloon", 2**31), workload, slos)
-        budget = int(BUDGET * (setting.weight_bytes + peak_kv_bytes(roomy)))
+        budget = int(BUDGET * (setting.weight_bytes + setting.peak_kv_bytes))
         Console().print(f"{len(workload.requests)} requests: {workload.describe()}")
         for preset in PRESETS:
             fleet = setting.under(preset, budget)

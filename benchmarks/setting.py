@@ -16,7 +16,7 @@ from ballast.bench.worlds import Ran, run_live, run_virtual
 from ballast.core.cost import StepCosts
 from ballast.core.model import ModelSpec
 from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, Slo
-from ballast.core.units import GiB, KiB, ceil_div
+from ballast.core.units import GiB, KiB
 from ballast.fleet.file import load_fleet
 from ballast.fleet.make import make_fleet
 from ballast.policy.presets import PRESETS
@@ -28,8 +28,10 @@ from ballast.workload.workload import Workload
 TRACE = Path(__file__).resolve().parents[2] / "shared/traces/arena27_vtc_prism_0-300s.csv.gz"
 PAGE = 256 * KiB
 STEP_TOKENS = 128
-PROMPT_FACTOR, OUTPUT_FACTOR = 0.5, 0.25
-MOST_PROMPT, MOST_OUTPUT = 512, 128
+PROMPT_FACTOR, OUTPUT_FACTOR = 0.5, 0.1
+MOST_PROMPT, MOST_OUTPUT = 512, 96
+FULL_REQUESTS = 8
+"""Longest requests at once that peak KV, and so a fixed share without want, has room for."""
 LINK_RATIO = 9.4
 """Time to copy a layer over time to run it in a decode step of one sequence: a GH200's memory
 bandwidth over that of its host link (4000 / 427 GB/s). PCIe 5 beside an H100: 60."""
@@ -50,6 +52,12 @@ class Setting:
     @property
     def weight_bytes(self) -> int:
         return sum(s.weight_pages(PAGE) for s in self.specs) * PAGE
+
+    @property
+    def peak_kv_bytes(self) -> int:
+        """KV of `FULL_REQUESTS` longest requests of every model."""
+        tokens = FULL_REQUESTS * (MOST_PROMPT + MOST_OUTPUT)
+        return sum(tokens * s.kv_bytes_per_token for s in self.specs)
 
     def under(self, preset: str, budget: int, link: float | None = None) -> FleetSettings:
         """The fleet with `budget` bytes of device memory."""
@@ -109,8 +117,9 @@ def pace(specs: list[ModelSpec], costs: Mapping[str, StepCosts], ratio: float) -
 def service_levels(report: Report) -> dict[str, Slo]:
     """TTFT 5x and TPOT 2x the P95 of each model in `report`, a run with memory for everything."""
     levels = {}
-    for name in report.models:
-        records = [r for r in report.records if r.model == name]
+    for name, served in report.models.items():
+        # A model without a request in the window takes the level of the fleet as a whole.
+        records = [r for r in report.records if r.model == name or not served.requests]
         ttft = [r.ttft for r in records if r.ttft is not None]
         tpot = [r.tpot for r in records if r.tpot is not None]
         levels[name] = Slo(
@@ -123,13 +132,3 @@ def service_levels(report: Report) -> dict[str, Slo]:
 def no_levels(setting: Setting) -> dict[str, Slo]:
     """Service levels that everything meets: for runs that set them."""
     return {s.name: Slo(ttft=1e9, tpot=1e9) for s in setting.specs}
-
-
-def peak_kv_bytes(ran: Ran) -> int:
-    """The sum over models of the most KV each held at once: what fixed shares would provide."""
-    peaks: dict[str, int] = {}
-    for sample in ran.report.memory:
-        for owner, held in sample.owners.items():
-            if owner.startswith("kv:"):
-                peaks[owner] = max(peaks.get(owner, 0), held)
-    return sum(ceil_div(n, PAGE) * PAGE for n in peaks.values())

@@ -57,15 +57,21 @@ def cached_prefixes(view: DeviceView, claim: Claim) -> list[Offer]:
 
 
 def idle_models(view: DeviceView, claim: Claim) -> list[Offer]:
-    """Models without a request, longest idle first (Prism, section 4: idle models are evicted)."""
+    """Models without a request (Prism, section 4: idle models are evicted), cheapest first.
+
+    The next request of an evicted model waits for the copy. That harms it by as much of its TTFT
+    service level as the copy eats, and the longer a model has been idle, the less likely it is
+    soon: so the cheapest is a model idle for long whose copy is short beside its service level.
+    """
     found = []
-    for m in sorted(view.models, key=lambda m: (m.last_used, m.name)):
+    for m in view.models:
         if evictable(m, claim) and m.idle:
             idle = max(0.0, view.now - m.last_used)
-            price = reload_seconds(view, m) / (1.0 + idle)
+            copy = reload_seconds(view, m)
+            price = copy * (copy / m.spec.slo.ttft) / (1.0 + idle)
             action = Evict(m.name, why=f"idle for {idle:.1f} s, {claim.model} needs pages")
             found.append(Offer(m.held_pages, price, action))
-    return found
+    return sorted(found, key=lambda offer: (offer.price, offer.action.model))
 
 
 def younger_requests(view: DeviceView, claim: Claim) -> list[Offer]:
