@@ -2,14 +2,14 @@
 
 Eight models, a paced link, the arrivals of LMSYS Chatbot Arena (22 models folded onto the eight by
 popularity; lengths scaled, as printed). Per preset: the highest arrival rate, as a factor on the
-trace's, at which 99 % of requests meet both service levels, by bisection between rates that
-virtual time suggests. The budget is 40 % of all weights + peak KV; the curve over 30 .. 80 %, and the sweep
+trace's, at which 99 % of requests meet both service levels, by bisection from rates that virtual
+time suggests. The budget is 40 % of all weights + peak KV; the curve over 30 .. 80 %, and the sweep
 of the link from 1/4 to 4 times, run in virtual time.
 
 Service levels: TTFT 5x and TPOT 2x the P95 that each model has on this device, with memory for
 everything, at low load (docs/decisions/005-service-levels-of-a-shared-lane.md). Peak KV: eight of
-the longest requests of every model. The other presets are searched from balloon's rate over the goal
-(2 for `static`, 3 for `swap`) upwards; one that misses there is given as 0, with that bound.
+the longest requests of every model. The other presets are searched from balloon's rate over the
+goal (2 for `static`, 3 for `swap`) upwards; one that misses there is given as 0, with that bound.
 """
 
 from __future__ import annotations
