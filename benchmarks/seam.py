@@ -29,7 +29,7 @@ from benchmarks.setting import (
 
 BUDGET = 0.4
 """Of all weights and peak KV."""
-RATE = 0.5
+RATE = 0.6
 """Of the trace's."""
 
 
@@ -62,7 +62,7 @@ def write_story(directory: Path, name: str, ran: Ran) -> None:
 
 def main() -> None:
     args = options(__doc__, extra=extra)
-    seconds = 60.0 if args.quick else 150.0
+    seconds = 45.0 if args.quick else 150.0
     result: dict[str, Any] = {"presets": {}}
     worst = 0.0
     table = Table("preset", "", "live", "virtual", "error", title="seam")

@@ -73,7 +73,7 @@ class Setting:
         return run_virtual(fleet, self.specs, workload, slos, profile)
 
     def live(self, fleet: FleetSettings, workload: Workload, slos: Mapping[str, Slo]) -> Ran:
-        return run_live(fleet, workload, slos, self.profile.costs, progress=True)
+        return run_live(fleet, workload, slos, self.profile.costs)
 
 
 def trace_option(parser: argparse.ArgumentParser) -> None:

@@ -77,11 +77,11 @@ class LiveDevice:
             self.executors[host.spec.name] = ServedModel(host, segments, m.kv.base, m.kv.layout)
         # Between jobs the C allocator keeps no more than the arena stands for.
         cap = AllocatorCap(self.state.arena.pages * device.page_bytes)
-        self._runner = CpuRunner(self.executors, self.post, self.clock, device.threads, cap.check)
+        self.runner = CpuRunner(self.executors, self.post, self.clock, device.threads, cap.check)
         self._story_file = open(fleet.story_path, "w") if fleet.story_path else None  # noqa: SIM115
         self.story = Story(sink=self._write_story if self._story_file else sink)
         self.loop = Loop(
-            self.state, preset, self.inbox, self._runner, self.clock, outbox, self.story
+            self.state, preset, self.inbox, self.runner, self.clock, outbox, self.story
         )
 
     @property
@@ -107,7 +107,7 @@ class LiveDevice:
 
     def close(self) -> None:
         """Give everything back to the operating system. The loop must have returned."""
-        self._runner.close()
+        self.runner.close()
         self._link.close()
         self._reserve.close()
         self.vm.close()

@@ -15,7 +15,7 @@ from scipy.optimize import nnls
 from ballast.core.actions import Short
 from ballast.core.cost import StepCosts
 from ballast.core.errors import DeviceError
-from ballast.core.event import Arrival, Drain, TransferDone
+from ballast.core.event import Arrival, Drain, JobDone, TransferDone
 from ballast.core.job import Job, SequenceWork
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import FleetSettings
@@ -23,27 +23,35 @@ from ballast.engine.device import LiveDevice
 from ballast.engine.state import ModelState
 from ballast.sim.simulate import Profile
 
-Shape = Sequence[tuple[int, int]]
+Shape = tuple[tuple[int, int], ...]
 """A job: (new tokens, context before them) of each sequence."""
 
 
-def calibrate(fleet: FleetSettings, repeats: int = 5, seed: int = 0) -> Profile:
+def calibrate(fleet: FleetSettings, rounds: int = 4, seed: int = 0) -> Profile:
     """A profile of this machine for the fleet's models.
 
-    Runs a grid of jobs of each model alone and fits `StepCosts` to their medians, times each
-    model's activation over the (paced) link, and takes the engine's own time per job from a short
-    run of its loop. Takes a few seconds per model; the device must be otherwise idle.
+    In each round every model in turn is activated over the (paced) link, timed, and runs a grid of
+    jobs on its lane; `StepCosts` are fitted to the medians over rounds, which lie apart in time as
+    the jobs of a busy fleet do. The engine's own time per job is taken from a short run of its
+    loop. Takes a few seconds per model; the device must be otherwise idle.
     """
     device = LiveDevice(replace(fleet, preset="balloon", options={}), lambda outputs: None)
     try:
-        costs, moved, seconds = {}, 0, 0.0
-        for m in device.state.models.values():
-            done = _activate(device, m)
-            moved += done.n_bytes
-            seconds += done.seconds
-            points = list(_measure(device, m, repeats, random.Random(seed)))
-            costs[m.spec.name] = fit(points)
-            m.weights.evict()
+        device.populate()
+        moved, seconds = 0, 0.0
+        taken: dict[str, dict[Shape, tuple[Job, list[float]]]] = {
+            name: {} for name in device.state.models
+        }
+        for _ in range(rounds):
+            for m in device.state.models.values():
+                done = _activate(device, m)
+                moved, seconds = moved + done.n_bytes, seconds + done.seconds
+                _measure(device, m, random.Random(seed), taken[m.spec.name])
+                m.weights.evict()
+        costs = {
+            name: fit([(job, statistics.median(times)) for job, times in points.values()])
+            for name, points in taken.items()
+        }
         overhead = _loop_overhead(device)
     finally:
         device.close()
@@ -86,33 +94,43 @@ def _activate(device: LiveDevice, m: ModelState) -> TransferDone:
 
 def _shapes(most_tokens: int, most_sequences: int, most_context: int) -> Iterator[Shape]:
     for tokens in (16, 64, 192, most_tokens):
-        yield [(min(tokens, most_tokens, most_context), 0)]
+        yield ((min(tokens, most_tokens, most_context), 0),)
     half = min(most_tokens, most_context // 2)
-    yield [(half, most_context - half)]
+    yield ((half, most_context - half),)
     for sequences in (1, 2, 4, 8, 16):
         if sequences <= most_sequences:
-            yield [(1, 15)] * sequences
-            yield [(1, most_context - 1)] * sequences
-    yield [(half // 2, 0), *[(1, most_context // 2)] * min(4, most_sequences)]
+            yield ((1, 15),) * sequences
+            yield ((1, most_context - 1),) * sequences
+    yield ((half // 2, 0), *[(1, most_context // 2)] * min(4, most_sequences))
 
 
 def _measure(
-    device: LiveDevice, m: ModelState, repeats: int, rng: random.Random
-) -> Iterator[tuple[Job, float]]:
+    device: LiveDevice,
+    m: ModelState,
+    rng: random.Random,
+    taken: dict[Shape, tuple[Job, list[float]]],
+) -> None:
+    """Run each job of the grid twice on the lane and keep the second's time."""
     settings, spec = device.fleet.device, m.spec
     room = device.state.pool.free * settings.page_bytes // spec.kv_bytes_per_token // 2
     sequences = min(16, settings.step_logits, spec.max_running)
     context = max(32, min(spec.max_model_len, 512, room // sequences))
     for shape in _shapes(settings.step_tokens, sequences, context):
         job, tables = _job(m, shape, rng)
-        times = []
-        for _ in range(repeats + 1):
-            begun = device.clock.now()
-            device.executors[spec.name].run(job.work)
-            times.append(device.clock.now() - begun)
+        for _ in range(2):
+            seconds = _run(device, job)
         for table in tables:
             m.kv.free(table)
-        yield job, statistics.median(times[1:])
+        taken.setdefault(shape, (job, []))[1].append(seconds)
+
+
+def _run(device: LiveDevice, job: Job) -> float:
+    """A job's time on the lane, through the runner and the inbox as in service."""
+    device.runner.start(job)
+    event = device.inbox.take(None)[0]
+    if not isinstance(event, JobDone):
+        raise DeviceError("calibrate", f"a job of {job.model} did not end well: {event}")
+    return event.seconds
 
 
 def _job(m: ModelState, shape: Shape, rng: random.Random) -> tuple[Job, list[list[int]]]:
