@@ -51,6 +51,8 @@ class ModelView:
     """Pages that back its KV now, cached prefixes included."""
     cached_pages: int
     """Of these, pages that dropping cached prefixes alone would free."""
+    loose_pages: int
+    """Of these, pages that moving blocks together would free, if none is in flight."""
     limit: int | None
     """Bound on kv_pages, if any."""
     held: bool

@@ -470,6 +470,7 @@ class DeviceState:
                 weight_pages=m.weights.pages,
                 kv_pages=m.kv.pages,
                 cached_pages=m.kv.cached_pages,
+                loose_pages=m.kv.loose_pages,
                 limit=m.kv.limit,
                 held=m.held,
                 busy=m.job is not None,

@@ -99,6 +99,11 @@ class KvCache:
         return len(self._slabs.idle) * self.layout.slab_pages
 
     @property
+    def loose_pages(self) -> int:
+        """Pages that `compact` would free if every block could be moved."""
+        return self._slabs.holes // self._size * self.layout.slab_pages
+
+    @property
     def used_blocks(self) -> int:
         return len(self._refs)
 

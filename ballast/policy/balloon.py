@@ -10,6 +10,7 @@ from ballast.policy.cover import activation_claims, cover, earliest, shortage_cl
 from ballast.policy.offers import (
     cached_prefixes,
     idle_models,
+    loose_blocks,
     younger_models,
     younger_requests,
 )
@@ -19,7 +20,8 @@ from ballast.policy.offers import (
 class Balloon:
     """Prism's memory ballooning (sections 4 and 5) without its slack and pressure policies.
 
-    Pages come, in this order, from cached prefixes, from idle models (longest idle first), and,
+    Pages come, in this order, from cached prefixes, from blocks moved together, from idle models
+    (those whose return would cost least first), and,
     for requests that cannot go on or have waited for `patience` of their TTFT service level, from
     younger requests and younger models.
     """
@@ -29,6 +31,6 @@ class Balloon:
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         absent, wake_absent = activation_claims(view, self.patience)
         short, wake_short = shortage_claims(view, self.patience)
-        sources = [cached_prefixes, idle_models, younger_requests, younger_models]
+        sources = [cached_prefixes, loose_blocks, idle_models, younger_requests, younger_models]
         actions = cover(view, [*absent, *short], sources)
         return Decision(tuple(actions), memo, earliest(wake_absent, wake_short))

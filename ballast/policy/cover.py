@@ -16,8 +16,8 @@ class Ground:
     def __init__(self, view: DeviceView) -> None:
         self.coming = view.coming
         self.free = view.free - view.promised
-        self.taken: dict[str, dict[str | None, int]] = {}
-        """Pages taken of each model, by request; under None, of its cached prefixes."""
+        self.taken: dict[str, dict[tuple[str, str], int]] = {}
+        """Pages taken of each model, by kind of action and request."""
         self.evicted: set[str] = set()
 
     def take(self, offer: Offer) -> int:
@@ -29,7 +29,8 @@ class Ground:
         if isinstance(offer.action, Evict):
             self.evicted.add(model)
             return max(0, offer.pages - sum(taken.values()))
-        key = offer.action.request_id if isinstance(offer.action, Preempt) else None
+        request = offer.action.request_id if isinstance(offer.action, Preempt) else ""
+        key = (type(offer.action).__name__, request)
         if key in taken:
             return 0
         taken[key] = offer.pages

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ballast.core.actions import DropCache, Evict, Offer, Preempt
+from ballast.core.actions import Compact, DropCache, Evict, Offer, Preempt
 from ballast.core.cost import copy_seconds
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
 
@@ -54,6 +54,20 @@ def cached_prefixes(view: DeviceView, claim: Claim) -> list[Offer]:
             action = DropCache(m.name, m.cached_pages, why=f"{claim.model} needs pages")
             found.append(Offer(m.cached_pages, price, action))
     return found
+
+
+def loose_blocks(view: DeviceView, claim: Claim) -> list[Offer]:
+    """Blocks scattered over more pages than they fill: moved together, they free the rest.
+
+    A copy within the device is priced as one over the link, which is the slower.
+    """
+    found = []
+    for m in view.models:
+        if m.loose_pages > 0 and not m.busy:
+            price = copy_seconds(m.loose_pages * view.page_bytes, view.link_bytes_per_second)
+            action = Compact(m.name, m.loose_pages, why=f"{claim.model} needs pages")
+            found.append(Offer(m.loose_pages, price, action))
+    return sorted(found, key=lambda offer: (-offer.pages, offer.action.model))
 
 
 def idle_models(view: DeviceView, claim: Claim) -> list[Offer]:

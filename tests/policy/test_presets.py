@@ -46,6 +46,13 @@ def test_balloon_drops_cache_before_it_evicts_and_evicts_longest_idle_first() ->
     assert decision.actions[1].model == "o"
 
 
+def test_balloon_moves_blocks_together_before_it_evicts() -> None:
+    wanting = model("w", ABSENT, waiting=(request(9, arrival=10),))
+    loose = model("l", kv=20, loose=12, running=(request(1),))
+    decision = Balloon()(device(loose, model("idle"), wanting, free=0), None)
+    assert kinds(decision.actions) == ["Compact", "Activate"]
+
+
 def test_balloon_leaves_idle_models_alone_when_nothing_is_short() -> None:
     decision = Balloon()(device(model("a"), model("b"), free=0), None)
     assert decision.actions == ()
