@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,12 +26,12 @@ def compact_whenever_asked(view: DeviceView, memo: object) -> Decision:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[FleetSettings]:
+def fleet(tmp_path: Path) -> FleetSettings:
     path = make_llama(tmp_path / "m", 5)
     device = DeviceSettings(
         budget_bytes=64 * MiB, page_bytes=64 * KiB, step_tokens=64, prefix_cache=False, threads=1
     )
-    yield FleetSettings(
+    return FleetSettings(
         models=(ModelSettings(name="m", path=str(path), dtype="float32", block_tokens=8),),
         device=device,
     )

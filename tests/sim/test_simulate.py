@@ -11,35 +11,19 @@ from ballast.core.cost import StepCosts, activation_bytes
 from ballast.core.event import Failed, Finished, Output, TokenOut
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
-from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, Slo
-from ballast.core.units import KiB
+from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings
 from ballast.engine.state import DeviceState
 from ballast.policy.presets import PRESETS
 from ballast.sim.simulate import Profile, Simulated, simulate
+from tests.policy import worlds
 
-PAGE = 64 * KiB
+PAGE = worlds.PAGE
 COSTS = StepCosts(2e-3, 5e-5, 2e-4, 1e-7, 1e-9)
 
 
 def spec(name: str, weight_pages: int = 20, **changes: object) -> ModelSpec:
-    plain = ModelSpec(
-        name=name,
-        n_layers=2,
-        n_heads=4,
-        kv_heads=2,
-        head_dim=32,
-        hidden=128,
-        intermediate=256,
-        vocab=512,
-        dtype="float32",
-        max_model_len=512,
-        block_tokens=16,
-        segment_bytes=(weight_pages * PAGE,),
-        fingerprint=name,
-        eos_token_ids=(0,),
-        slo=Slo(ttft=1.0, tpot=0.1),
-    )
-    return replace(plain, **changes)  # type: ignore[arg-type]
+    plain = worlds.spec(name, pages=weight_pages)
+    return replace(plain, eos_token_ids=(0,), **changes)  # type: ignore[arg-type]
 
 
 def submissions(models: list[str], n: int, seed: int, rate: float = 20.0) -> list[Submission]:
