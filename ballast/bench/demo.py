@@ -78,9 +78,9 @@ def server(file: Path) -> Iterator[str]:
     assert process.stdout is not None
     try:
         for line in process.stdout:
-            found = re.search(r"http://\S+", line)
+            found = re.search(r"(http://\S+)/v1", line)
             if found:
-                yield found[0].rstrip("/,")
+                yield found[1]
                 break
         else:
             raise Unavailable(f"the server ended with code {process.wait()} before it was ready")
