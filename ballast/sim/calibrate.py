@@ -23,6 +23,9 @@ from ballast.engine.device import LiveDevice
 from ballast.engine.state import ModelState
 from ballast.sim.simulate import Profile
 
+PAUSE = 0.05
+"""Seconds of idleness before a prefill is timed."""
+
 Shape = tuple[tuple[int, int], ...]
 """A job: (new tokens, context before them) of each sequence."""
 
@@ -110,15 +113,22 @@ def _measure(
     rng: random.Random,
     taken: dict[Shape, tuple[Job, list[float]]],
 ) -> None:
-    """Run each job of the grid twice on the lane and keep the second's time."""
+    """Run each job of the grid on the lane, once more, as it comes in service.
+
+    A decode step follows another: the second of two counts. A prefill begins cold, after other
+    models or after nothing: it runs once, after a pause.
+    """
     settings, spec = device.fleet.device, m.spec
     room = device.state.pool.free * settings.page_bytes // spec.kv_bytes_per_token // 2
     sequences = min(16, settings.step_logits, spec.max_running)
     context = max(32, min(spec.max_model_len, 512, room // sequences))
     for shape in _shapes(settings.step_tokens, sequences, context):
         job, tables = _job(m, shape, rng)
-        for _ in range(2):
-            seconds = _run(device, job)
+        if job.decode_sequences:
+            _run(device, job)
+        else:
+            device.inbox.take(device.clock.now() + PAUSE)
+        seconds = _run(device, job)
         for table in tables:
             m.kv.free(table)
         taken.setdefault(shape, (job, []))[1].append(seconds)
