@@ -19,12 +19,14 @@ from ballast.bench.inprocess import InProcess
 from ballast.core.event import Finished, Output
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
-from ballast.core.units import MiB, ceil_div
+from ballast.core.units import KiB, MiB, ceil_div
 from benchmarks.common import finish, interleave, options
 from benchmarks.exactness import make_llama
 
 CONCURRENT = 8
-PROMPT, OUTPUT = 96, 64
+PROMPT, OUTPUT = 96, 48
+PAGE = 128 * KiB
+"""Half the default, so that pages change hands at least a hundred times a second here."""
 NAME = "steady"
 CEILING = 1.1
 
@@ -34,7 +36,7 @@ class Load:
 
     def __init__(self, path: Path, budget: int, *, once: bool) -> None:
         model = ModelSettings(name=NAME, path=str(path), dtype="bfloat16")
-        device = DeviceSettings(budget_bytes=budget, prefix_cache=False)
+        device = DeviceSettings(budget_bytes=budget, page_bytes=PAGE, prefix_cache=False)
         self.server = InProcess(FleetSettings(models=(model,), device=device))
         self.pages = 0
         """Given back to the pool since the last round began, by the KV cache."""
@@ -114,7 +116,7 @@ def need(path: Path) -> tuple[int, int]:
     """(bytes that cannot be KV, bytes of KV of CONCURRENT requests at their longest)."""
     settings = FleetSettings(
         models=(ModelSettings(name=NAME, path=str(path), dtype="bfloat16"),),
-        device=DeviceSettings(budget_bytes=512 * MiB),
+        device=DeviceSettings(budget_bytes=512 * MiB, page_bytes=PAGE),
     )
     with InProcess(settings) as server:
         state = server.device.state
@@ -126,7 +128,7 @@ def need(path: Path) -> tuple[int, int]:
 
 def main() -> None:
     args = options(__doc__)
-    rounds, requests = (4, 96) if args.quick else (10, 240)
+    rounds, requests = (6, 96) if args.quick else (10, 192)
     with tempfile.TemporaryDirectory() as scratch:
         path = make_llama(
             Path(scratch) / "m",
@@ -145,7 +147,7 @@ def main() -> None:
             {"elastic": lambda: elastic.round(requests), "once": lambda: once.round(requests)},
             rounds,
         )
-        evictions = elastic.server.device.snapshot().models[0].preemptions
+        preemptions = elastic.server.device.snapshot().models[0].preemptions
         elastic.close()
         once.close()
     ratio = samples["elastic"].over(samples["once"])
@@ -157,7 +159,8 @@ def main() -> None:
         "p99_tpot_ratios": [float(x) for x in tpot],
         "page_hand_overs_per_second": float(np.median(elastic.rates[1:])),
         "tokens_per_second": samples["elastic"].median,
-        "preemptions": evictions,
+        "page_bytes": PAGE,
+        "preemptions": preemptions,
         "goal_met": ratio.median >= 0.98 and float(np.median(elastic.rates[1:])) >= 100,
     }
     finish(args, "elastic_overhead", result)
