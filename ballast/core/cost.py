@@ -15,10 +15,12 @@ from ballast.core.units import MiB, ceil_div
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Seconds of one job: `base + T*per_token + B*per_sequence + C*per_context + S*per_pair`.
+    """Seconds of one job: `base + T*per_token + B*per_sequence + C*per_context + S*per_pair
+    + P*per_chunk`.
 
     T: prefill tokens; B: decoding sequences; C: KV tokens these read; S: query-key pairs of
-    prefill attention. `base` holds the pass over the weights and the host's own work.
+    prefill attention; P: prefill chunks. `base` holds the pass over the weights and the host's own
+    work; `per_chunk` what a prefill costs for beginning where something else ran before.
     """
 
     base: float
@@ -26,15 +28,17 @@ class StepCosts:
     per_sequence: float
     per_context: float
     per_pair: float
+    per_chunk: float = 0.0
 
     def features(self, job: Job) -> tuple[float, ...]:
-        """(1, T, B, C, S) of a job, in the order of the coefficients."""
+        """(1, T, B, C, S, P) of a job, in the order of the coefficients."""
         return (
             1.0,
             float(job.prefill_tokens),
             float(job.decode_sequences),
             float(job.decode_context),
             float(job.prefill_pairs),
+            float(job.prefill_chunks),
         )
 
     def seconds(self, job: Job) -> float:
@@ -44,13 +48,14 @@ class StepCosts:
             self.per_sequence,
             self.per_context,
             self.per_pair,
+            self.per_chunk,
         )
         return sum(a * x for a, x in zip(coefficients, self.features(job), strict=True))
 
     def prefill_seconds(self, tokens: int, start: int = 0) -> float:
         """To compute `tokens` more positions of one sequence that has `start` of them."""
         pairs = tokens * start + tokens * (tokens + 1) // 2
-        return self.base + tokens * self.per_token + pairs * self.per_pair
+        return self.base + tokens * self.per_token + pairs * self.per_pair + self.per_chunk
 
 
 UNMEASURED = StepCosts(2e-3, 2e-4, 2e-4, 1e-8, 1e-9)

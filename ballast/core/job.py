@@ -42,6 +42,11 @@ class Job:
         return sum(len(w.tokens) for w in self.work if len(w.tokens) > 1)
 
     @property
+    def prefill_chunks(self) -> int:
+        """Sequences that compute more than one token."""
+        return sum(1 for w in self.work if len(w.tokens) > 1)
+
+    @property
     def prefill_pairs(self) -> int:
         """Query-key pairs of prefill attention: sum over chunks of rows x context."""
         return sum(

@@ -36,7 +36,10 @@ def describe(event: Event) -> dict[str, Any]:
             "job": job.id,
             "model": job.model,
             "prefill_tokens": job.prefill_tokens,
+            "prefill_chunks": job.prefill_chunks,
+            "prefill_pairs": job.prefill_pairs,
             "decode_sequences": job.decode_sequences,
+            "decode_context": job.decode_context,
         }
         told["seconds" if isinstance(event, JobDone) else "reason"] = (
             event.seconds if isinstance(event, JobDone) else event.reason

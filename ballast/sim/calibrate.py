@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,11 @@ from ballast.sim.simulate import Profile
 PAUSE = 0.05
 """Seconds of idleness before a prefill is timed."""
 
+REQUESTS = 6
+"""Per model, in the run that shows what jobs take in service."""
+SPACING = 0.35
+"""Seconds between these requests, on average."""
+
 Shape = tuple[tuple[int, int], ...]
 """A job: (new tokens, context before them) of each sequence."""
 
@@ -35,8 +41,9 @@ def calibrate(fleet: FleetSettings, rounds: int = 4, seed: int = 0) -> Profile:
 
     In each round every model in turn is activated over the (paced) link, timed, and runs a grid of
     jobs on its lane; `StepCosts` are fitted to the medians over rounds, which lie apart in time as
-    the jobs of a busy fleet do. The engine's own time per job is taken from a short run of its
-    loop. Takes a few seconds per model; the device must be otherwise idle.
+    the jobs of a busy fleet do. A short run of the loop beside a client then says how much longer
+    jobs take in service, and what the engine itself adds per job. Takes some ten seconds per model;
+    the machine must be otherwise idle.
     """
     device = LiveDevice(replace(fleet, preset="balloon", options={}), lambda outputs: None)
     try:
@@ -55,15 +62,21 @@ def calibrate(fleet: FleetSettings, rounds: int = 4, seed: int = 0) -> Profile:
             name: fit([(job, statistics.median(times)) for job, times in points.values()])
             for name, points in taken.items()
         }
-        overhead = _loop_overhead(device)
+        client = threading.Thread(target=_ask, args=(device, random.Random(seed)), daemon=True)
+        client.start()
+        device.run()
+        client.join()
+        entries = list(device.story.entries)
     finally:
         device.close()
+    costs = in_service(costs, entries)
+    overhead = overhead_of(entries)
     return Profile(costs=costs, link_bytes_per_second=moved / seconds, overhead=overhead)
 
 
 def fit(points: Sequence[tuple[Job, float]]) -> StepCosts:
     """Non-negative coefficients with least squares of the relative error over (job, seconds)."""
-    unit = StepCosts(1, 1, 1, 1, 1)
+    unit = StepCosts(1, 1, 1, 1, 1, 1)
     rows = np.array([[x / seconds for x in unit.features(job)] for job, seconds in points])
     scale = rows.max(axis=0)
     scale[scale == 0] = 1.0
@@ -74,6 +87,48 @@ def fit(points: Sequence[tuple[Job, float]]) -> StepCosts:
 def relative_errors(costs: StepCosts, points: Sequence[tuple[Job, float]]) -> list[float]:
     """Of the fit, point by point: |predicted / measured - 1|."""
     return [abs(costs.seconds(job) / seconds - 1) for job, seconds in points]
+
+
+def in_service(
+    costs: Mapping[str, StepCosts], entries: Sequence[dict[str, Any]]
+) -> dict[str, StepCosts]:
+    """The same costs, scaled to what jobs took while a fleet was served.
+
+    Beside clients and a loop a job takes longer than alone. One factor for all models, the median
+    over jobs that only decode, scales everything; what jobs with a prefill take beyond that goes
+    into `per_chunk`, as a share of `base`.
+    """
+    told = [
+        (
+            costs[e["model"]],
+            (
+                1.0,
+                e["prefill_tokens"],
+                e["decode_sequences"],
+                e["decode_context"],
+                e["prefill_pairs"],
+                e["prefill_chunks"],
+            ),
+            e["seconds"],
+        )
+        for e in entries
+        if e.get("event") == "JobDone"
+    ]
+    decodes = [s / _dot(c, x) for c, x, s in told if not x[-1]]
+    factor = statistics.median(decodes) if decodes else 1.0
+    beyond = [(s - factor * _dot(c, x)) / (c.base * x[-1]) for c, x, s in told if x[-1]]
+    share = max(0.0, statistics.median(beyond)) if beyond else 0.0
+    return {
+        name: replace(
+            StepCosts(*(factor * a for a in astuple(c))),
+            per_chunk=factor * c.per_chunk + share * c.base,
+        )
+        for name, c in costs.items()
+    }
+
+
+def _dot(costs: StepCosts, features: Sequence[float]) -> float:
+    return float(sum(a * x for a, x in zip(astuple(costs), features, strict=True)))
 
 
 def overhead_of(entries: Iterable[dict[str, Any]]) -> float:
@@ -156,14 +211,19 @@ def _job(m: ModelState, shape: Shape, rng: random.Random) -> tuple[Job, list[lis
     return Job(0, 0, m.spec.name, tuple(work)), tables
 
 
-def _loop_overhead(device: LiveDevice, n_tokens: int = 64) -> float:
-    """Serve one request at a time on the idle device and look at the gaps between its jobs."""
-    for m in device.state.models.values():
-        n = min(n_tokens, m.spec.max_model_len - 8)
-        submission = Submission(
-            id=f"o-{m.spec.name}", model=m.spec.name, prompt=(1,) * 8, max_tokens=n, ignore_eos=True
-        )
-        device.post(Arrival(submission))
+def _ask(device: LiveDevice, rng: random.Random) -> None:
+    """A client: requests of all models in turn, spaced so that the device idles now and then."""
+    rest = threading.Event()
+    for i in range(REQUESTS):
+        for m in device.state.models.values():
+            length = min(m.spec.max_model_len // 2, rng.choice((8, 24, 48, 96, 192)))
+            submission = Submission(
+                id=f"calibrate-{m.spec.name}-{i}",
+                model=m.spec.name,
+                prompt=tuple(rng.randrange(m.spec.vocab) for _ in range(length)),
+                max_tokens=min(m.spec.max_model_len // 2, rng.choice((8, 16, 32))),
+                ignore_eos=True,
+            )
+            device.post(Arrival(submission))
+            rest.wait(rng.expovariate(1 / SPACING))
     device.post(Drain())
-    device.run()
-    return overhead_of(device.story.entries)

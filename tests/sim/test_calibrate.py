@@ -7,9 +7,11 @@ import random
 import pytest
 
 from ballast.core.cost import StepCosts
+from ballast.core.event import JobDone
 from ballast.core.job import Job, SequenceWork
 from ballast.core.request import Sampling
-from ballast.sim.calibrate import fit, overhead_of, relative_errors
+from ballast.core.story import Story
+from ballast.sim.calibrate import fit, in_service, overhead_of, relative_errors
 
 
 def job(*shape: tuple[int, int]) -> Job:
@@ -55,3 +57,16 @@ def test_overhead_is_the_gap_between_back_to_back_jobs() -> None:
     entries = [{"event": "JobDone", "at": at, "seconds": s} for at, s in ends]
     assert overhead_of([{"at": 0.0, "event": "Arrival"}, *entries]) == pytest.approx(0.05)
     assert overhead_of([]) == 0.0
+
+
+def test_service_scales_what_was_measured_alone() -> None:
+    alone = StepCosts(1e-2, 1e-4, 1e-4, 0.0, 0.0)
+    truth = StepCosts(2e-2, 2e-4, 2e-4, 0.0, 0.0, per_chunk=5e-3)
+    story = Story()
+    for j in JOBS[:-1]:
+        story.event(0.0, JobDone(j, (), truth.seconds(j)))
+    found = in_service({"m": alone}, list(story.entries))["m"]
+    assert found.base == pytest.approx(truth.base)
+    assert found.per_chunk == pytest.approx(truth.per_chunk)
+    assert max(relative_errors(found, [(j, truth.seconds(j)) for j in JOBS])) < 1e-6
+    assert in_service({"m": alone}, []) == {"m": alone}
