@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,4 +54,15 @@ def workload_of(
             seed=seed,
         ).scale_rate(SPAN / seconds)
         size = max(1.0, size * rate * seconds / max(1, len(made.requests)))
-    return made
+    return _thinned(made, round(rate * seconds), seed)
+
+
+def _thinned(workload: Workload, most: int, seed: int) -> Workload:
+    """At most `most` of the requests, drawn by chance: bursts of one request are the smallest."""
+    n = len(workload.requests)
+    if n <= most:
+        return workload
+    kept = sorted(random.Random(seed).sample(range(n), most))
+    requests = (workload.requests[i] for i in kept)
+    label = f"{most} of {n} requests kept"
+    return Workload.of(workload.name, requests, workload.source, (*workload.labels, label))
