@@ -116,16 +116,18 @@ def pace(specs: list[ModelSpec], costs: Mapping[str, StepCosts], ratio: float) -
 
 def service_levels(report: Report) -> dict[str, Slo]:
     """TTFT 5x and TPOT 2x the P95 of each model in `report`, a run with memory for everything."""
-    levels = {}
-    for name, served in report.models.items():
-        # A model without a request in the window takes the level of the fleet as a whole.
-        records = [r for r in report.records if r.model == name or not served.requests]
-        ttft = [r.ttft for r in records if r.ttft is not None]
-        tpot = [r.tpot for r in records if r.tpot is not None]
-        levels[name] = Slo(
-            ttft=TTFT_SCALE * float(np.percentile(ttft, 95)),
-            tpot=TPOT_SCALE * float(np.percentile(tpot, 95)),
-        )
+
+    def p95(values: list[tuple[str, float | None]], name: str) -> float:
+        """Of one model; of all where it has no value in the window."""
+        own = [v for model, v in values if v is not None and model == name]
+        return float(np.percentile(own or [v for _, v in values if v is not None], 95))
+
+    ttft = [(r.model, r.ttft) for r in report.records]
+    tpot = [(r.model, r.tpot) for r in report.records]
+    levels = {
+        name: Slo(ttft=TTFT_SCALE * p95(ttft, name), tpot=TPOT_SCALE * p95(tpot, name))
+        for name in report.models
+    }
     return levels
 
 
