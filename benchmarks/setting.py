@@ -124,11 +124,10 @@ def service_levels(report: Report) -> dict[str, Slo]:
 
     ttft = [(r.model, r.ttft) for r in report.records]
     tpot = [(r.model, r.tpot) for r in report.records]
-    levels = {
+    return {
         name: Slo(ttft=TTFT_SCALE * p95(ttft, name), tpot=TPOT_SCALE * p95(tpot, name))
         for name in report.models
     }
-    return levels
 
 
 def no_levels(setting: Setting) -> dict[str, Slo]:
