@@ -1,0 +1,410 @@
+"""The compiled part of linear layers on panel-packed weights: what one thread does.
+
+All compiled code is in this one file, because Numba's cache looks for changes in the file of the
+function that it compiles, and not in those that it calls: hence also the twins of what
+`attention_code.py` has.
+
+Kernels take one argument, the address of a table of int64 whose fields are the constants below.
+Threads share work through an atomic counter in it, so any number of them may call one kernel on
+one table at the same time.
+
+An item is a panel of 64 outputs and a chunk of rows, so small that its inputs stay in the second
+cache while all panels pass. Within an item, some inputs of up to `ROWS_MAX` rows at a time are
+copied side by side into a small buffer, and a tile of these rows and some vectors of the panel is
+summed in registers; weights in bfloat16 are widened there. An output is one chain of fused
+multiply-adds from its first input to its last, whichever tile it falls into: neither the rows
+around it, nor the number of threads changes a bit of it.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding as llvm
+import llvmlite.ir as ir
+import numpy as np
+from numba import cfunc, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+# Fields of the table.
+NEXT = 0
+"""Next item to be taken; 0 before each run."""
+ROWS = 1
+K = 2
+"""Inputs."""
+N = 3
+"""Outputs; rows of the packed matrix."""
+X = 4
+"""Address of the inputs, float32."""
+X_STRIDE = 5
+"""Elements from a row of the inputs to the next."""
+X_INDEX = 6
+"""Address of int64 (ROWS,): which rows of the inputs to take; 0: the first ones."""
+WEIGHTS = 7
+"""Address of the panels."""
+BIAS = 8
+"""Address of float32 (N,), in mode GATED of whole panels; 0: none."""
+OUT = 9
+"""Address of the outputs, float32."""
+OUT_STRIDE = 10
+"""Elements from a row of the outputs to the next."""
+OUT_INDEX = 11
+"""Address of int64 (ROWS,): which rows of the outputs to write, each at most once; 0: the first."""
+MODE = 12
+SCALE = 13
+"""ADD: address of float32 (ROWS,), by which what is added is multiplied; 0: by nothing."""
+N_FIELDS = 14
+
+# Modes.
+STORE = 0
+"""out = W x + b"""
+ADD = 1
+"""out += scale * (W x + b)"""
+GATED = 2
+"""out = silu(gate) * up, N / 2 outputs: each panel has 32 rows of gate and then those of up."""
+
+PANEL = 64
+"""Outputs of a panel."""
+
+LANES = 16 if llvm.get_host_cpu_features().get("avx512f", False) else 8
+"""float32 in a vector register."""
+_TILES = ((6, 4), (14, 2)) if LANES == 16 else ((1, 8), (3, 4), (6, 2))
+"""Most rows and how many vectors of outputs: with the weights they have to fit into registers."""
+ROWS_MAX = _TILES[-1][0]
+"""Most rows of a tile."""
+_SLICE = 256
+"""Inputs that are summed in registers at a time: those of ROWS_MAX rows fill half a first cache."""
+_STRIDE = _SLICE + 16
+"""float32 from a row of the buffer for inputs to the next: not a power of two, for the cache."""
+_CHUNK = 9 * ROWS_MAX
+"""Most rows of an item."""
+_CHUNK_FLOATS = 1 << 17
+"""Inputs of an item, if they are more than a tile's: half of the second cache."""
+_AHEAD = 2048
+"""Bytes from what is read to what is fetched: the hardware does not look beyond a page's end."""
+
+_ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
+_HALF = PANEL // 2
+
+_F32 = ir.FloatType()
+_I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
+_FLOATS = types.CPointer(types.float32)
+
+
+def _pointer_to(kind):
+    def pointer(context, address):
+        def generate(ctx, builder, signature, arguments):
+            return builder.inttoptr(arguments[0], ctx.get_value_type(signature.return_type))
+
+        return types.CPointer(kind)(types.int64), generate
+
+    return pointer
+
+
+_float32_at = intrinsic(_pointer_to(types.float32))
+"""int64 address -> pointer to float32."""
+_uint16_at = intrinsic(_pointer_to(types.uint16))
+_int64_at = intrinsic(_pointer_to(types.int64))
+
+
+@intrinsic
+def _fetch_add(context, table, field, amount):
+    """Add to a field of a table of int64 as one atomic step; its value before."""
+
+    def generate(ctx, builder, signature, arguments):
+        pointer = builder.gep(arguments[0], [arguments[1]])
+        return builder.atomic_rmw("add", pointer, arguments[2], "seq_cst")
+
+    return types.int64(types.CPointer(types.int64), types.int64, types.int64), generate
+
+
+def _on_stack(n):
+    """An intrinsic: pointer to `n` float32 of the thread's stack, aligned to a cache line."""
+
+    def on_stack(context):
+        def generate(ctx, builder, signature, arguments):
+            with builder.goto_entry_block():
+                array = builder.alloca(ir.ArrayType(_F32, n))
+            array.align = 64
+            return builder.bitcast(array, _F32.as_pointer())
+
+        return _FLOATS(), generate
+
+    return on_stack
+
+
+_stage_memory = intrinsic(_on_stack(ROWS_MAX * _STRIDE))
+_sums_memory = intrinsic(_on_stack(_CHUNK * PANEL))
+
+
+@intrinsic
+def _tile(context, rows, stage, weights, w, k, sums, s):
+    """Add the products of some rows and a panel to sums, input by input.
+
+    sums[s + r * PANEL + j] += sum(stage[r * _STRIDE + i] * weight(i, j)) for i < k in turn,
+    where the panel's weights begin at element `w` of float32 or of bfloat16 (as uint16).
+    """
+    width = weights.dtype.bitwidth // 8
+
+    def generate(ctx, builder, signature, arguments):
+        rows, stage, weights, w, k, sums, s = arguments
+        panel = builder.ptrtoint(builder.gep(weights, [w]), _I64)
+        sums = builder.gep(sums, [s])
+        steps = k
+        if width == 2:
+            steps = builder.lshr(builder.add(k, _int64(1)), _int64(1))
+        done = builder.append_basic_block("done")
+        choice = builder.switch(rows, done)
+        for r in range(1, ROWS_MAX + 1):
+            vectors = next(v for most, v in _TILES if r <= most)
+            block = builder.append_basic_block(f"rows{r}")
+            choice.add_case(_int64(r), block)
+            builder.position_at_end(block)
+            for j in range(0, PANEL, vectors * LANES):
+                _sum_tile(builder, width, r, vectors, j, stage, panel, steps, sums)
+            builder.branch(done)
+        builder.position_at_end(done)
+        return ctx.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(i64, _FLOATS, weights, i64, i64, _FLOATS, i64), generate
+
+
+def _sum_tile(builder, width, rows, vectors, first, stage, panel, steps, sums):
+    """One tile: outputs first .. first + vectors * LANES - 1 of the panel."""
+    vector = ir.VectorType(_F32, LANES)
+    name = f"llvm.fmuladd.v{LANES}f32"
+    multiply_add = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(vector, [vector] * 3), name
+    )
+    prefetch = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), _I32, _I32, _I32]),
+        "llvm.prefetch.p0",
+    )
+    places = []
+    for r in range(rows):
+        for v in range(vectors):
+            at = builder.gep(sums, [_int64(r * PANEL + first + v * LANES)])
+            places.append(builder.bitcast(at, vector.as_pointer()))
+    zero = ir.Constant(vector, None)
+    totals = [cgutils.alloca_once_value(builder, zero) for _ in places]
+    # Of each step: a row of float32, or a pair of bfloat16 of each output.
+    step_bytes = _int64(4 * PANEL)
+    bits = ir.VectorType(_I32, LANES)
+    with cgutils.for_range(builder, steps) as loop:
+        at = builder.add(panel, builder.mul(loop.index, step_bytes))
+        if first == 0:
+            for line in range(0, 4 * PANEL, 64):
+                ahead = builder.add(at, _int64(_AHEAD + line))
+                ahead = builder.inttoptr(ahead, ir.IntType(8).as_pointer())
+                level = [ir.Constant(_I32, i) for i in (0, 3, 1)]
+                builder.call(prefetch, [ahead, *level])
+        loaded = []
+        for v in range(vectors):
+            address = builder.add(at, _int64(4 * (first + v * LANES)))
+            loaded.append(builder.load(builder.inttoptr(address, bits.as_pointer()), align=4))
+        for part in range(4 // width):
+            weights = [_float32_of(builder, w, width, part) for w in loaded]
+            i = builder.mul(loop.index, _int64(4 // width))
+            for r in range(rows):
+                place = builder.add(i, _int64(r * _STRIDE + part))
+                x = _spread(builder, builder.load(builder.gep(stage, [place])), LANES)
+                for v, w in enumerate(weights):
+                    total = totals[r * vectors + v]
+                    value = builder.call(multiply_add, [x, w, builder.load(total)])
+                    builder.store(value, total)
+    for place, total in zip(places, totals, strict=True):
+        value = builder.fadd(builder.load(place, align=4), builder.load(total))
+        builder.store(value, place, align=4)
+
+
+def _float32_of(builder, bits, width, part):
+    """float32 of a vector of int32: as it is, or the first or second bfloat16 of each."""
+    kind = bits.type
+    if width == 2 and part == 0:
+        bits = builder.shl(bits, _spread(builder, ir.Constant(_I32, 16), LANES))
+    elif width == 2:
+        bits = builder.and_(bits, _spread(builder, ir.Constant(_I32, 0xFFFF0000), LANES))
+    return builder.bitcast(bits, ir.VectorType(_F32, kind.count))
+
+
+def _int64(value):
+    return ir.Constant(_I64, value)
+
+
+def _spread(builder, value, lanes):
+    """A vector of equal elements."""
+    undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
+    single = builder.insert_element(undefined, value, ir.Constant(_I32, 0))
+    mask = ir.Constant(ir.VectorType(_I32, lanes), None)
+    return builder.shuffle_vector(single, undefined, mask)
+
+
+@intrinsic
+def _rounded(context, value):
+    """float32 to the nearest integer, as float32."""
+
+    def generate(ctx, builder, signature, arguments):
+        rint = builder.module.declare_intrinsic("llvm.rint", [_F32])
+        return builder.call(rint, arguments)
+
+    return types.float32(types.float32), generate
+
+
+@intrinsic
+def _times_power(context, value, n):
+    """`value * 2**n` for float32 integers n, as long as the result is a normal number."""
+
+    def generate(ctx, builder, signature, arguments):
+        exponent = builder.shl(builder.fptosi(arguments[1], _I32), ir.Constant(_I32, 23))
+        return builder.bitcast(builder.add(builder.bitcast(arguments[0], _I32), exponent), _F32)
+
+    return types.float32(types.float32, types.float32), generate
+
+
+_LOWEST = np.float32(-87.0)
+_LOG2_E = np.float32(1.44269504088896341)
+_LN2_HIGH = np.float32(0.693359375)
+_LN2_LOW = np.float32(-2.12194440e-4)
+_C0 = np.float32(1.9875691500e-4)
+_C1 = np.float32(1.3981999507e-3)
+_C2 = np.float32(8.3334519073e-3)
+_C3 = np.float32(4.1665795894e-2)
+_C4 = np.float32(1.6666665459e-1)
+_C5 = np.float32(0.5)
+
+
+@njit(error_model="numpy")
+def _exp(x):
+    """exp of float32 x <= 0 to 2 units in the last place; 0 below -87, where it is under 2e-38.
+
+    The Cephes polynomial, without branches or calls, so that loops over it become vector code.
+    """
+    bounded = max(x, _LOWEST)
+    n = _rounded(bounded * _LOG2_E)
+    y = bounded - n * _LN2_HIGH - n * _LN2_LOW
+    p = ((((_C0 * y + _C1) * y + _C2) * y + _C3) * y + _C4) * y + _C5
+    result = _times_power(p * y * y + y + _ONE, n)
+    return result if x > _LOWEST else _ZERO
+
+
+@njit(error_model="numpy")
+def _chunks(rows, k):
+    """Into how many parts the rows are cut."""
+    most = min(_CHUNK, max(ROWS_MAX, _CHUNK_FLOATS // k))
+    return (rows + most - 1) // most
+
+
+@njit(error_model="numpy")
+def _stage(table, first, rows, start, n, stage):
+    """Copy inputs start .. start + n - 1 of some rows into the buffer, and a zero behind them."""
+    x, stride = _float32_at(table[X]), table[X_STRIDE]
+    for r in range(rows):
+        row = first + r
+        if table[X_INDEX] != 0:
+            row = _int64_at(table[X_INDEX])[row]
+        at, to = row * stride + start, r * _STRIDE
+        for i in range(n):
+            stage[to + i] = x[at + i]
+        if n % 2 == 1:
+            stage[to + n] = _ZERO
+
+
+@njit(error_model="numpy")
+def _begin(table, panel, rows, sums):
+    """Set sums to the bias, or to zero."""
+    for j in range(rows * PANEL):
+        sums[j] = _ZERO
+    if table[BIAS] != 0:
+        bias = _float32_at(table[BIAS] + 4 * panel * PANEL)
+        n = PANEL if table[MODE] == GATED else min(PANEL, table[N] - panel * PANEL)
+        for r in range(rows):
+            for j in range(n):
+                sums[r * PANEL + j] = bias[j]
+
+
+@njit(error_model="numpy")
+def _finish(table, panel, first, rows, sums):
+    """Put the sums of an item where the mode wants them."""
+    mode = table[MODE]
+    width = _HALF if mode == GATED else PANEL
+    n = min(width, table[N] * width // PANEL - panel * width)
+    for r in range(rows):
+        at = r * PANEL
+        if mode == GATED:
+            for j in range(_HALF):
+                gate, up = sums[at + j], sums[at + _HALF + j]
+                e = _exp(-abs(gate))
+                numerator = gate if gate >= _ZERO else gate * e
+                sums[at + j] = numerator / (_ONE + e) * up
+        if mode == ADD and table[SCALE] != 0:
+            scale = _float32_at(table[SCALE])[first + r]
+            for j in range(PANEL):
+                sums[at + j] *= scale
+        row = first + r
+        if table[OUT_INDEX] != 0:
+            row = _int64_at(table[OUT_INDEX])[row]
+        out = _float32_at(table[OUT] + 4 * (row * table[OUT_STRIDE] + panel * width))
+        if mode == ADD:
+            for j in range(n):
+                out[j] += sums[at + j]
+        else:
+            for j in range(n):
+                out[j] = sums[at + j]
+
+
+@njit(error_model="numpy")
+def _linear(table, weights, itemsize):
+    stage = _stage_memory()
+    sums = _sums_memory()
+    all_rows, k = table[ROWS], table[K]
+    panels = (table[N] + PANEL - 1) // PANEL
+    whole = 64 // itemsize
+    panel_size = (k + whole - 1) // whole * whole * PANEL
+    chunks = _chunks(all_rows, k)
+    while True:
+        item = _fetch_add(table, NEXT, 1)
+        if item >= panels * chunks:
+            break
+        panel, chunk = item % panels, item // panels
+        first = chunk * all_rows // chunks
+        rows = (chunk + 1) * all_rows // chunks - first
+        groups = (rows + ROWS_MAX - 1) // ROWS_MAX
+        _begin(table, panel, rows, sums)
+        for start in range(0, k, _SLICE):
+            n = min(_SLICE, k - start)
+            w = panel * panel_size + start * PANEL
+            for g in range(groups):
+                row = g * rows // groups
+                many = (g + 1) * rows // groups - row
+                _stage(table, first + row, many, start, n, stage)
+                _tile(many, stage, weights, w, n, sums, row * PANEL)
+        _finish(table, panel, first, rows, sums)
+
+
+_SIGNATURE = types.void(types.CPointer(types.int64))
+
+
+def _linear_float32(table):
+    _linear(table, _float32_at(table[WEIGHTS]), 4)
+
+
+def _linear_bfloat16(table):
+    _linear(table, _uint16_at(table[WEIGHTS]), 2)
+
+
+_PLAIN = {"float32": _linear_float32, "bfloat16": _linear_bfloat16}
+_compiled: dict[str, Any] = {}
+
+
+def address_of(name: str) -> int:
+    """Address of the kernel for a dtype, from Numba's cache if there. Call it from one thread."""
+    if name not in _compiled:
+        _compiled[name] = cfunc(_SIGNATURE, cache=True, error_model="numpy")(_PLAIN[name])
+    return int(_compiled[name].address)

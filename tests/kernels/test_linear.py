@@ -1,0 +1,185 @@
+"""Linear layers on packed weights against float64, and against themselves in other batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ballast.core.errors import BrokenPromise
+from ballast.kernels.linear import (
+    ADD,
+    GATED,
+    gated,
+    linear,
+    pack,
+    packed_bytes,
+    packed_shape,
+    rows,
+    unpack,
+)
+
+DTYPES = (torch.float32, torch.bfloat16)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+
+
+def matrix(n: int, k: int, dtype: torch.dtype) -> Tensor:
+    """Weights that keep outputs at the size of inputs."""
+    return (torch.randn(n, k) / k**0.5).to(dtype)
+
+
+def exact(x: Tensor, weight: Tensor) -> Tensor:
+    return x.double() @ weight.double().T
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=1e-5)
+
+
+@each_dtype
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (64, 32), (70, 33), (200, 16), (129, 95)])
+def test_panels_hold_the_matrix(n: int, k: int, dtype: torch.dtype) -> None:
+    weight = matrix(n, k, dtype)
+    packed = pack(weight)
+    assert packed.shape == packed_shape(n, k, dtype)
+    assert packed.dtype == dtype
+    assert packed.is_contiguous()
+    assert packed.nbytes == packed_bytes(n, k, dtype)
+    assert packed.count_nonzero() == weight.count_nonzero()
+    j, i = n - 1, k - 1
+    if dtype == torch.float32:
+        assert packed[j // 64, i, j % 64] == weight[j, i]
+    else:
+        assert packed[j // 64, i // 2, j % 64, i % 2] == weight[j, i]
+    assert torch.equal(unpack(packed, n, k), weight)
+    ids = torch.randint(n, (7,))
+    assert torch.equal(rows(packed, n, k, ids), weight[ids])
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    n=st.integers(1, 300),
+    k=st.integers(1, 700),
+    m=st.integers(0, 40),
+    biased=st.booleans(),
+)
+def test_equals_float64(dtype: torch.dtype, n: int, k: int, m: int, biased: bool) -> None:
+    weight, x = matrix(n, k, dtype), torch.randn(m, k)
+    bias = torch.randn(n) if biased else None
+    expected = exact(x, weight) + (0 if bias is None else bias.double())
+    close(linear(x, pack(weight), n, k, bias), expected)
+
+
+@each_dtype
+def test_many_rows_and_strides(dtype: torch.dtype) -> None:
+    """More rows and inputs than one chunk has; inputs and outputs within wider rows."""
+    n, k, m = 150, 1500, 300
+    weight, x = matrix(n, k, dtype), torch.randn(m, k + 5)[:, 3 : k + 3]
+    wide = torch.full((m, n + 20), 7.0)
+    linear(x, pack(weight), n, k, out=wide[:, 10 : n + 10])
+    close(wide[:, 10 : n + 10], exact(x, weight))
+    assert (wide[:, :10] == 7.0).all()
+    assert (wide[:, n + 10 :] == 7.0).all()
+
+
+@each_dtype
+@pytest.mark.parametrize("half", [32, 37, 96, 130])
+@pytest.mark.parametrize("biased", [False, True])
+def test_gated(dtype: torch.dtype, half: int, biased: bool) -> None:
+    k, m = 75, 11
+    gate, up, x = matrix(half, k, dtype) * 10, matrix(half, k, dtype), torch.randn(m, k)
+    x[0] *= 30  # exp of such gates overflows or vanishes
+    g, u = exact(x, gate), exact(x, up)
+    bias = None
+    if biased:
+        first, second = torch.randn(half), torch.randn(half)
+        g, u, bias = g + first, u + second, gated(first, second)
+    packed = pack(gated(gate, up))
+    assert packed.shape == packed_shape(2 * half, k, dtype)
+    found = linear(x, packed, 2 * half, k, bias, mode=GATED)
+    expected = torch.nn.functional.silu(g) * u
+    size = expected.abs().amax(1, keepdim=True)
+    close(found / size, expected / size)
+
+
+@each_dtype
+@pytest.mark.parametrize("m", [1, 9, 150])
+def test_indices_and_scale(dtype: torch.dtype, m: int) -> None:
+    n, k, total = 90, 1100, 200
+    weight, x = matrix(n, k, dtype), torch.randn(total, k)
+    take, put = torch.randint(total, (m,)), torch.randperm(total)[:m]
+    scale, bias = torch.rand(m), torch.randn(n)
+    out = torch.randn(total, n)
+    expected = out.double()
+    expected[put] += scale[:, None] * (exact(x[take], weight) + bias)
+    packed = pack(weight)
+    kwargs = {"x_index": take, "out_index": put}
+    linear(x, packed, n, k, bias, out, mode=ADD, scale=scale, **kwargs)
+    close(out, expected)
+    expected[put] = exact(x[take], weight)
+    linear(x, packed, n, k, None, out, **kwargs)
+    close(out, expected)
+    expected += exact(x, weight)
+    linear(x, packed, n, k, None, out, mode=ADD)
+    close(out, expected)
+
+
+@each_dtype
+@pytest.mark.parametrize("mode", ["store", "add", "gated"])
+def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, mode: str) -> None:
+    """Nor on the number of threads: bit by bit."""
+    n, k, m = 200, 1400, 300
+    packed, x = pack(matrix(n, k, dtype)), torch.randn(m, k)
+    base = torch.randn(m, n)
+
+    def run(x: Tensor, before: Tensor) -> Tensor:
+        if mode == "add":
+            return linear(x, packed, n, k, None, before.clone(), mode=ADD)
+        return linear(x, packed, n, k, mode=GATED if mode == "gated" else 0)
+
+    threads = torch.get_num_threads()
+    whole = run(x, base)
+    for count in (*range(1, 20), 126, 299):
+        first = m - count
+        assert torch.equal(run(x[first:], base[first:]), whole[first:]), count
+    for used in (1, 2, 3):
+        torch.set_num_threads(used)
+        try:
+            assert torch.equal(run(x, base), whole)
+            assert torch.equal(run(x[:5], base[:5]), whole[:5])
+        finally:
+            torch.set_num_threads(threads)
+
+
+@each_dtype
+def test_what_lies_beyond_the_inputs_is_not_read(dtype: torch.dtype) -> None:
+    """NaN next to odd inputs must not reach a sum, nor what another row left in the buffer."""
+    n, k = 64, 257
+    weight = matrix(n, k, dtype)
+    x = torch.full((3, k + 1), torch.nan)
+    x[:, :k] = torch.randn(3, k)
+    close(linear(x[:, :k], pack(weight), n, k), exact(x[:, :k], weight))
+    x[1, :k] = torch.inf
+    found = linear(x[:, :k], pack(weight), n, k)
+    close(found[::2], exact(x[::2, :k], weight))
+
+
+def test_refusals() -> None:
+    packed, x = pack(torch.randn(70, 40)), torch.randn(4, 40)
+    with pytest.raises(BrokenPromise, match="panels"):
+        linear(x, packed, 70, 60)
+    with pytest.raises(BrokenPromise, match="inputs"):
+        linear(x.T.contiguous().T, packed, 70, 40)
+    with pytest.raises(BrokenPromise, match="inputs"):
+        linear(x.bfloat16(), packed, 70, 40)
+    with pytest.raises(BrokenPromise, match="bias"):
+        linear(x, packed, 70, 40, torch.randn(64))
+    with pytest.raises(BrokenPromise, match="output"):
+        linear(x, packed, 70, 40, mode=ADD)
+    with pytest.raises(BrokenPromise, match="rows"):
+        linear(x, packed, 70, 40, out=torch.empty(3, 70))
+    with pytest.raises(BrokenPromise, match="float16"):
+        packed_shape(4, 4, torch.float16)
