@@ -57,7 +57,7 @@ SOURCE_HEAD = 12
 TARGET = 13
 """Attend: address of the output, contiguous (tokens, heads, head_dim)."""
 SCALE = 14
-"""Attend: address of the softmax scale, float32."""
+"""Attend: the softmax scale, as the bits of a float64."""
 VALUE = 15
 """Write: address of the new values."""
 VALUE_TOKEN = 16
@@ -71,7 +71,14 @@ SCRATCH = 20
 SCRATCH_BYTES = 21
 ITEM_HEADS = 22
 """Attend: KV heads of an item; divides KV_HEADS."""
-N_FIELDS = 23
+SOFTCAP = 23
+"""Attend: scores become softcap * tanh(score / softcap); bits of a float64, 0 for as they are."""
+WINDOW = 24
+"""Attend: positions that a token sees, its own and those before it; at least 1."""
+N_FIELDS = 25
+
+NO_WINDOW = 1 << 62
+"""A window that no context fills."""
 
 STAGE = 32
 """Most tokens of K and V widened at once."""
@@ -86,8 +93,11 @@ def scratch_bytes(max_rows: int, item_heads: int, head_dim: int) -> int:
 
 
 _FAST = {"contract", "reassoc", "nsz", "arcp"}
-_NONE = np.float32(-1e30)
-"""Below any score: the running maximum before the first token, and the score of a masked one."""
+_MASKED = np.float32(-1e30)
+"""The score of a token that a row does not see."""
+_NONE = np.float32(-5e29)
+"""The running maximum before the first token: below any score, but so far above `_MASKED` that the
+weight of a masked token is 0 even where all are masked."""
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 
@@ -126,6 +136,17 @@ def _fetch_add(context, table, field, amount):
         return builder.atomic_rmw("add", pointer, arguments[2], "seq_cst")
 
     return types.int64(types.CPointer(types.int64), types.int64, types.int64), generate
+
+
+@intrinsic
+def _float64_field(context, table, field):
+    """A field of a table of int64 that holds the bits of a float64."""
+
+    def generate(ctx, builder, signature, arguments):
+        bits = builder.load(builder.gep(arguments[0], [arguments[1]]))
+        return builder.bitcast(bits, ir.DoubleType())
+
+    return types.float64(types.CPointer(types.int64), types.int64), generate
 
 
 _VECTOR = ir.VectorType(_F32, LANES)
@@ -320,6 +341,27 @@ def _exp(x):
     return result if x > _LOWEST else _ZERO
 
 
+_TANH_POLYNOMIAL = np.float32(0.625)
+_T0 = np.float32(-5.70498872745e-3)
+_T1 = np.float32(2.06390887954e-2)
+_T2 = np.float32(-5.37397155531e-2)
+_T3 = np.float32(1.33314422036e-1)
+_T4 = np.float32(-3.33332819422e-1)
+_TWO = np.float32(2.0)
+
+
+@njit(error_model="numpy")
+def _tanh(x):
+    """tanh of float32 x to about 2e-7 of its value; a polynomial where exp would cancel."""
+    size = abs(x)
+    e = _exp(-_TWO * size)
+    far = (_ONE - e) / (_ONE + e)
+    z = x * x
+    near = ((((_T0 * z + _T1) * z + _T2) * z + _T3) * z + _T4) * z * size + size
+    result = near if size < _TANH_POLYNOMIAL else far
+    return -result if x < _ZERO else result
+
+
 @njit(fastmath=_FAST, error_model="numpy")
 def _stage(source, at, step, n, dim, width, out):
     """Widen `n` rows of `dim` elements, `step` apart, into rows of `width` at `out`.
@@ -366,7 +408,10 @@ def _attend(table, source, target, kv):
     group = heads // kv_heads
     block_tokens, block_stride = table[BLOCK_TOKENS], table[BLOCK_STRIDE]
     step = kv_heads * dim
-    scale = _float32_at(table[SCALE])[0]
+    scale = np.float32(_float64_field(table, SCALE))
+    softcap = np.float32(_float64_field(table, SOFTCAP))
+    uncap = _ONE / softcap
+    window = table[WINDOW]
     tiles = _int64_at(table[TILES])
     blocks = _int32_at(table[TABLES])
 
@@ -417,7 +462,8 @@ def _attend(table, source, target, kv):
             sums[d] = _ZERO
 
         context = position + n_tokens
-        for start in range(0, context, block_tokens):
+        oldest = max(0, position + 1 - window)
+        for start in range(oldest // block_tokens * block_tokens, context, block_tokens):
             block = np.int64(blocks[at + start // block_tokens]) * block_stride
             for offset in range(0, min(block_tokens, context - start), STAGE):
                 n = min(STAGE, block_tokens - offset, context - start - offset)
@@ -431,11 +477,20 @@ def _attend(table, source, target, kv):
                         q = (above + r) * width
                         for t in range(0, n, 4):
                             _dot_2x4(query, q, stage, t * width, width, score, r * STAGE + t)
-                    if whole > n or token + n > position + 1:
+                    if softcap > _ZERO:
                         for r in range(padded):
-                            seen = max(0, min(n, position + r // group + 1 - token))
+                            for t in range(whole):
+                                i = r * STAGE + t
+                                score[i] = softcap * _tanh(score[i] * uncap)
+                    if whole > n or token + n > position + 1 or token < context - window:
+                        for r in range(padded):
+                            last = position + r // group
+                            unseen = max(0, min(whole, last + 1 - window - token))
+                            seen = max(unseen, min(n, last + 1 - token))
+                            for t in range(unseen):
+                                score[r * STAGE + t] = _MASKED
                             for t in range(seen, whole):
-                                score[r * STAGE + t] = _NONE
+                                score[r * STAGE + t] = _MASKED
                     _softmax(score, above, best, total, sums, padded, whole, width)
                     _stage(kv, key + block_tokens * step, step, n, dim, width, stage)
                     for r in range(0, padded, 2):
@@ -490,6 +545,10 @@ def _attend_bfloat16(table):
     _attend(table, _uint16_at(table[SOURCE]), _uint16_at(table[TARGET]), _uint16_at(table[KV]))
 
 
+def _attend_float32_over_bfloat16(table):
+    _attend(table, _float32_at(table[SOURCE]), _float32_at(table[TARGET]), _uint16_at(table[KV]))
+
+
 def _write_float32(table):
     _write(table, _float32_at(table[SOURCE]), _float32_at(table[VALUE]), _float32_at(table[KV]))
 
@@ -499,8 +558,9 @@ def _write_bfloat16(table):
 
 
 _PLAIN = {
-    "attend_float32": _attend_float32,
-    "attend_bfloat16": _attend_bfloat16,
+    "attend_float32_over_float32": _attend_float32,
+    "attend_bfloat16_over_bfloat16": _attend_bfloat16,
+    "attend_float32_over_bfloat16": _attend_float32_over_bfloat16,
     "write_float32": _write_float32,
     "write_bfloat16": _write_bfloat16,
 }

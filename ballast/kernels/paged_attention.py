@@ -2,8 +2,9 @@
 
 One `PagedBatch` per job prepares what all layers share; per layer, `write` puts the new keys and
 values into their blocks and `attend` reads the blocks in place. Queries of a chunk see the cached
-prefix and, causally, the chunk itself. float32 and bfloat16, grouped-query attention, float32
-accumulation.
+prefix and, causally, the chunk itself, as far back as a window reaches. float32 and bfloat16,
+grouped-query attention, soft-capped scores, float32 accumulation. `attend_tables` prepares all
+layers at once, for a caller that runs the kernel as one operation among others.
 
 The block-major layout, and the term *block*, are those of `kv/layout.py`:
 (blocks, layers, 2, block_tokens, kv_heads, head_dim), with a stride of its own between blocks.
@@ -22,6 +23,7 @@ import torch
 from ballast.core.errors import BrokenPromise
 from ballast.kernels import attention_code as code
 from ballast.kernels import team
+from ballast.kernels.attention_code import NO_WINDOW as NO_WINDOW
 
 Array = np.ndarray[Any, Any]
 
@@ -97,18 +99,16 @@ class PagedBatch:
         self._write = self._table(self._write_tiles, len(self._write_tiles))
         self._workers = min(items, n_threads)
         n_bytes = code.scratch_bytes(rows, item_heads, kv.head_dim)
-        self._scratch = np.empty(self._workers * n_bytes, np.uint8)
+        self._scratch = np.empty(n_threads * n_bytes, np.uint8)
         self._attend[code.MAX_ROWS] = rows
         self._attend[code.ITEM_HEADS] = item_heads
         self._attend[code.SCRATCH] = self._scratch.ctypes.data
         self._attend[code.SCRATCH_BYTES] = n_bytes
-        self._scale = np.ones(1, np.float32)
-        self._attend[code.SCALE] = self._scale.ctypes.data
         self._writers = 1 if self.n_tokens * kv.kv_heads * kv.head_dim <= ALONE else 1 << 16
         # The address of an array costs a microsecond to ask for.
         self._attend_at, self._write_at = self._attend.ctypes.data, self._write.ctypes.data
-        self._attend_code = _kernel("attend", kv.dtype)
-        self._write_code = _kernel("write", kv.dtype)
+        self._attend_float64 = self._attend.view(np.float64)
+        self._write_code = _kernel(f"write_{_NAMES[kv.dtype]}")
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put new keys and values, each (T, kv_heads, head_dim), into the blocks of `layer`.
@@ -126,12 +126,24 @@ class PagedBatch:
         table[code.VALUE_TOKEN], table[code.VALUE_HEAD] = value.stride()[:2]
         team.run(self._write_code, self._write_at, min(self._writers, len(self._write_tiles)))
 
-    def attend(self, layer: int, query: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> None:
         """softmax(scale * query K^T) V into `out`, for query (T, heads, head_dim).
 
-        `out` has that shape and is contiguous. The new tokens' keys and values have been written.
+        `out` has that shape and is contiguous; both are of the KV's dtype, or both float32. The new
+        tokens' keys and values have been written. A token at position p sees positions above
+        p - `window`: blocks before them are not read, and need not be there. With `softcap` a score
+        becomes softcap * tanh(score / softcap).
         """
-        self._check(query, self.heads)
+        self._check(query, self.heads, torch.float32)
         if out.shape != query.shape or out.dtype != query.dtype or not out.is_contiguous():
             raise BrokenPromise("attention's output is not like its query, and contiguous")
         table = self._attend
@@ -140,12 +152,49 @@ class PagedBatch:
         table[code.SOURCE] = query.data_ptr()
         table[code.SOURCE_TOKEN], table[code.SOURCE_HEAD] = query.stride()[:2]
         table[code.TARGET] = out.data_ptr()
-        self._scale[0] = scale
-        team.run(self._attend_code, self._attend_at, self._workers)
+        table[code.WINDOW] = NO_WINDOW if window is None else window
+        self._attend_float64[code.SCALE] = scale
+        self._attend_float64[code.SOFTCAP] = softcap or 0.0
+        team.run(_attend_kernel(query.dtype, self.kv.dtype), self._attend_at, self._workers)
 
-    def _check(self, given: torch.Tensor, heads: int) -> None:
+    def attend_tables(
+        self,
+        query: int,
+        strides: tuple[int, int],
+        out: int,
+        dtype: torch.dtype,
+        scale: float | Array,
+        window: int | Array = NO_WINDOW,
+        softcap: float | Array = 0.0,
+    ) -> tuple[int, Array]:
+        """`attend` of every layer, to be run later: kernel address, and int64 (layers, N_FIELDS).
+
+        Row l is the kernel's argument for layer l; up to `torch.get_num_threads()` (as of when the
+        batch was made) threads may call the kernel with it at the same time, one layer after the
+        other, and each row once: its counters `NEXT` and `WORKERS` have to be 0 before. The batch
+        has to live until then. `query` and `out`: addresses of (T, heads, head_dim) of `dtype`, the
+        same for all layers; `strides`: elements from a token, and from a head, of the queries to
+        the next; `out` is contiguous. `scale`, `window` (`NO_WINDOW`: everything) and `softcap`
+        (0: none) are as for `attend`, of all layers or one by one.
+        """
+        kv = self.kv
+        tables = np.empty((kv.n_layers, code.N_FIELDS), np.int64)
+        tables[:] = self._attend
+        tables[:, code.NEXT] = tables[:, code.WORKERS] = 0
+        tables[:, code.KV] = kv.base + np.arange(kv.n_layers) * kv.layer_bytes
+        tables[:, code.SOURCE] = query
+        tables[:, code.SOURCE_TOKEN], tables[:, code.SOURCE_HEAD] = strides
+        tables[:, code.TARGET] = out
+        tables[:, code.WINDOW] = window
+        floats = tables.view(np.float64)
+        floats[:, code.SCALE] = scale
+        floats[:, code.SOFTCAP] = softcap
+        return _attend_kernel(dtype, kv.dtype), tables
+
+    def _check(self, given: torch.Tensor, heads: int, other: torch.dtype | None = None) -> None:
         shape = (self.n_tokens, heads, self.kv.head_dim)
-        if given.shape != shape or given.dtype != self.kv.dtype or given.stride(2) != 1:
+        fits = given.dtype == self.kv.dtype or given.dtype == other
+        if given.shape != shape or not fits or given.stride(2) != 1:
             raise BrokenPromise(
                 f"attention got {given.dtype} {tuple(given.shape)} {given.stride()}; "
                 f"the batch is {self.kv.dtype} {shape}"
@@ -165,10 +214,11 @@ class PagedBatch:
 
 
 def warm_up(dtype: torch.dtype | None = None) -> None:
-    """Compile the kernels of `dtype`, or of all, unless Numba's cache has them (seconds)."""
+    """Compile the kernels for a KV cache of `dtype`, or of both, unless Numba's cache has them."""
     for kind in _NAMES if dtype is None else (dtype,):
-        _kernel("attend", kind)
-        _kernel("write", kind)
+        for rows in {kind, torch.float32}:
+            _attend_kernel(rows, kind)
+        _kernel(f"write_{_NAMES[kind]}")
 
 
 def scratch_bytes(heads: int, kv_heads: int, head_dim: int) -> int:
@@ -189,9 +239,14 @@ _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _compiling = threading.Lock()
 
 
-def _kernel(name: str, dtype: torch.dtype) -> int:
+def _attend_kernel(rows: torch.dtype, kv: torch.dtype) -> int:
+    """Address of the kernel for queries and output of dtype `rows`."""
+    return _kernel(f"attend_{_NAMES[rows]}_over_{_NAMES[kv]}")
+
+
+def _kernel(name: str) -> int:
     with _compiling:
-        return code.address_of(f"{name}_{_NAMES[dtype]}")
+        return code.address_of(name)
 
 
 def _tiles(

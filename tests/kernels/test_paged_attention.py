@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ballast.core.errors import BrokenPromise
-from ballast.kernels.paged_attention import KvArray, PagedBatch, scratch_bytes, warm_up
+from ballast.kernels import team
+from ballast.kernels.paged_attention import (
+    NO_WINDOW,
+    KvArray,
+    PagedBatch,
+    scratch_bytes,
+    warm_up,
+)
 
 LAYERS = 2
 
@@ -58,14 +66,23 @@ class Cache:
 
 
 def reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    start: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Causal attention of q (n, heads, dim), which begins at `start`, in float64."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
     scores = torch.einsum("nhd,chd->hnc", q.double(), k) * scale
-    future = torch.arange(len(k))[None] > start + torch.arange(len(q))[:, None]
-    weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    back = start + torch.arange(len(q))[:, None] - torch.arange(len(k))[None]
+    unseen = back < 0 if window is None else (back < 0) | (back >= window)
+    weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)
     return torch.einsum("hnc,chd->nhd", weights, v)
 
 
@@ -88,13 +105,22 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     batch = PagedBatch(cache.kv, heads, starts, counts, cache.tables)
     batch.write(layer, k, v)
     out = torch.full((len(q), heads, q.shape[2]), float("nan"), dtype=q.dtype)
-    batch.attend(layer, q, q.shape[2] ** -0.5, out)
+    batch.attend(layer, q, q.shape[2] ** -0.5, out, window=window, softcap=softcap)
     return out
 
+
+DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.bfloat16),
+]
+"""Of queries and output, and of the KV cache."""
 
 sequences = st.lists(
     st.tuples(st.integers(0, 90), st.one_of(st.just(1), st.integers(1, 70))), min_size=1, max_size=5
@@ -108,7 +134,9 @@ heads_of = st.sampled_from([(1, 1), (4, 4), (6, 2), (9, 3), (8, 1), (33, 1)])
     heads_of,
     st.sampled_from([1, 8, 20, 64, 80]),
     st.sampled_from([1, 5, 16, 48]),
-    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from(DTYPES),
+    st.sampled_from([None, None, 1, 7, 40, 1000]),
+    st.sampled_from([None, None, 0.5, 30.0]),
     st.integers(0, 2**31),
 )
 def test_equals_softmax_in_float64(
@@ -116,25 +144,29 @@ def test_equals_softmax_in_float64(
     heads: tuple[int, int],
     dim: int,
     block_tokens: int,
-    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    window: int | None,
+    softcap: float | None,
     seed: int,
 ) -> None:
+    rows, dtype = dtypes
     torch.manual_seed(seed)
     starts, counts = [s for s, _ in ragged], [c for _, c in ragged]
     cache = Cache.of(
         starts, counts, kv_heads=heads[1], dim=dim, block_tokens=block_tokens, dtype=dtype
     )
     q, k, v = inputs(sum(counts), heads[0], heads[1], dim, dtype)
-    out = attend(cache, heads[0], starts, counts, 1, q, k, v)
+    q = q.to(rows)
+    out = attend(cache, heads[0], starts, counts, 1, q, k, v, window, softcap)
     row = 0
     for i, (start, count) in enumerate(ragged):
         keys, values = cache.read(i, 1, start + count)
         part = slice(row, row + count)
         assert torch.equal(keys[start:], k[part])
         assert torch.equal(values[start:], v[part])
-        expected = reference(q[part], keys, values, start, dim**-0.5)
+        expected = reference(q[part], keys, values, start, dim**-0.5, window, softcap)
         tolerance = (
-            {"rtol": 0, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 8e-3, "atol": 1e-6}
+            {"rtol": 0, "atol": 1e-5} if rows is torch.float32 else {"rtol": 8e-3, "atol": 1e-6}
         )
         torch.testing.assert_close(out[part].double(), expected, **tolerance)
         row += count
@@ -214,6 +246,60 @@ def test_extreme_scores_do_not_overflow() -> None:
     keys, values = cache.read(0, 0, 73)
     expected = reference(q * 1000, keys, values, 33, 0.25)
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_window_reads_no_block_before_it(window: int | None) -> None:
+    torch.manual_seed(4)
+    starts, counts = [100, 70], [1, 3]
+    cache = Cache.of(starts, counts, kv_heads=2, dim=16)
+    q, k, v = inputs(4, 4, 2, 16, torch.float32)
+    expected = attend(cache, 4, starts, counts, 0, q, k, v, window)
+    for table, start in zip(cache.tables, starts, strict=True):
+        cache.blocks()[table[: (start - 19) // 16]] = float("nan")
+    found = attend(cache, 4, starts, counts, 0, q, k, v, window)
+    assert torch.equal(found, expected) is (window is not None)
+
+
+def test_soft_cap_is_accurate_for_small_and_large_scores() -> None:
+    # One token's weight against that of another, whose score is 0, gives the capped score back.
+    sizes = torch.logspace(-3, 1.5, 64)
+    cache = Cache.of([0], [2], kv_heads=1, dim=8)
+    for size in sizes.tolist():
+        q = torch.zeros(2, 1, 8)
+        k, v = torch.zeros(2, 1, 8), torch.zeros(2, 1, 8)
+        q[1, 0, 0], k[1, 0, 0], v[1, 0, 0], v[0, 0, 1] = 1.0, size * 8**0.5, 1.0, 1.0
+        out = attend(cache, 1, [0], [2], 0, q, k, v, softcap=5.0)[1, 0].double()
+        score = 5.0 * torch.tensor(size / 5.0, dtype=torch.float64).tanh()
+        torch.testing.assert_close((out[0] / out[1]).log(), score, rtol=2e-6, atol=3e-7)
+
+
+@pytest.mark.parametrize(("rows", "dtype"), DTYPES)
+def test_tables_of_all_layers_do_what_attend_does(rows: torch.dtype, dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    starts, counts = [50, 0, 7], [1, 40, 3]
+    cache = Cache.of(starts, counts, kv_heads=2, dim=16, dtype=dtype)
+    q, k, v = inputs(44, 6, 2, 16, dtype)
+    q = q.to(rows)
+    batch = PagedBatch(cache.kv, 6, starts, counts, cache.tables)
+    out = torch.empty(44, 6, 16, dtype=rows)
+    strides = q.stride()[:2]
+    kernel, tables = batch.attend_tables(
+        q.data_ptr(),
+        (strides[0], strides[1]),
+        out.data_ptr(),
+        rows,
+        0.25,
+        np.array([NO_WINDOW, 12]),
+        np.array([0.0, 2.0]),
+    )
+    assert tables.shape[0] == LAYERS
+    for layer, (window, softcap) in enumerate([(None, None), (12, 2.0)]):
+        batch.write(layer, k, v)
+        team.run(kernel, tables[layer].ctypes.data, torch.get_num_threads())
+        expected = torch.empty_like(out)
+        batch.attend(layer, q, 0.25, expected, window=window, softcap=softcap)
+        assert torch.equal(out, expected)
 
 
 def test_refuses_what_would_leave_its_blocks() -> None:
