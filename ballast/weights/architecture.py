@@ -1,27 +1,25 @@
 """What a configuration asks for, learned from its module on the meta device.
 
-Names and shapes come from the module itself, and what its attention does from *running* it there:
-a probe stands in for attention and records every call. So sizes are those the model really uses,
-and a model that would not go through our attention, or would ask more of it than it can do, is
-refused when it is loaded.
+Names and shapes come from the module itself, and what its attention does from *running* it there
+(`ballast.weights.probe`). So sizes are those the model really uses, and a model that would not go
+through our attention, or would ask more of it than it can do, is refused when it is loaded.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from ballast.core.errors import UnsupportedModel
-
-_PROBE = "ballast_probe"
-_CALLS = "ballast_calls"
-_HARMLESS = {"dropout", "position_ids", "use_cache", "scaling", "sliding_window", "is_causal"}
+from ballast.weights.probe import Call, probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +44,16 @@ class Architecture:
     vocab: int
     positions: int
     """Most tokens of one sequence."""
-    window: int | None
-    """Smallest window of its attention layers; None: all see everything."""
+    windows: tuple[int | None, ...]
+    """Of each layer: how many positions, its own included, a query sees; None: all."""
+    softcap: float | None
+    """Scores s become softcap * tanh(s / softcap)."""
     segments: tuple[tuple[str, tuple[Wanted, ...]], ...]
     """(name, tensors), in load order: embeddings, layer 0 .. n-1, head if it is not tied."""
+    conversions: tuple[Any, ...]
+    """`transformers`' rules from a checkpoint's names and tensors to these."""
+    base_prefix: str
+    """What names begin with that belong to the model without its head."""
 
     @property
     def tied(self) -> bool:
@@ -77,10 +81,18 @@ def learn(config: Any) -> Architecture:
         module = build(config)
     except Exception as error:
         raise UnsupportedModel(f"{kind}: transformers cannot build it: {error}") from error
+    _check_module(module, kind)
     text = config.get_text_config()
+    positions = int(text.max_position_embeddings)
     prefix, n_layers = _layers(module, kind)
-    calls = _probe(module, kind)
-    query, key = _check_calls(calls, n_layers, kind)
+    try:
+        calls, logits = probe(module, positions)
+    except Exception as error:
+        raise UnsupportedModel(f"{kind}: it cannot be run with our attention: {error}") from error
+    _check_calls(calls, n_layers, kind)
+    if logits[1] != 1:
+        raise UnsupportedModel(f"{kind}: it computes logits at every position")
+    query, key = calls[0].query, calls[0].key
     embedding = module.get_input_embeddings()  # type: ignore[operator]
     vocab, hidden = embedding.weight.shape
     segments = _segments(module, prefix, n_layers)
@@ -94,9 +106,12 @@ def learn(config: Any) -> Architecture:
         hidden=hidden,
         intermediate=getattr(text, "intermediate_size", None) or max(max(s) for s in layer),
         vocab=vocab,
-        positions=int(text.max_position_embeddings),
-        window=min((c["sliding_window"] for c in calls if c["sliding_window"]), default=None),
+        positions=positions,
+        windows=tuple(c.mask.window if c.mask is not None else None for c in calls),
+        softcap=calls[0].softcap,
         segments=segments,
+        conversions=tuple(get_model_conversion_mapping(module)),
+        base_prefix=str(module.base_model_prefix),
     )
 
 
@@ -132,67 +147,45 @@ def _layers(module: nn.Module, kind: str) -> tuple[str, int]:
     return f"{name}.", n
 
 
-def _record(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any
-) -> tuple[Tensor, None]:
-    kw.pop(_CALLS).append(
-        {
-            "layer": getattr(module, "layer_idx", None),
-            "query": tuple(query.shape),
-            "key": tuple(key.shape),
-            "value": tuple(value.shape),
-            "mask": mask,
-            "sliding_window": kw.get("sliding_window"),
-            "scaling": kw.get("scaling"),
-            "causal": kw.get("is_causal", True) is not False,
-            "more": sorted(k for k, v in kw.items() if k not in _HARMLESS and v is not None),
-        }
-    )
-    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+def _check_module(module: nn.Module, kind: str) -> None:
+    if any(isinstance(part, nn.Conv1d) for part in module.modules()):
+        raise UnsupportedModel(f"{kind}: it keeps more of the past than keys and values")
+    taken = inspect.signature(module.forward).parameters
+    if "position_ids" not in taken or "logits_to_keep" not in taken:
+        raise UnsupportedModel(f"{kind}: it cannot be told positions, or where to compute logits")
 
 
-AttentionInterface.register(_PROBE, _record)
-
-
-def _probe(module: nn.Module, kind: str) -> list[dict[str, Any]]:
-    """What its attention is asked when three tokens go through it on the meta device."""
-    calls: list[dict[str, Any]] = []
-    if not getattr(module, "_supports_attention_backend", False):
-        raise UnsupportedModel(f"{kind}: its attention cannot be replaced")
-    module.set_attn_implementation(_PROBE)  # type: ignore[operator]
-    ids = torch.zeros(1, 3, dtype=torch.long, device="meta")
-    try:
-        with torch.no_grad():
-            module(
-                input_ids=ids,
-                position_ids=ids,
-                use_cache=False,
-                logits_to_keep=ids[0, :1],
-                **{_CALLS: calls},
-            )
-    except Exception as error:
-        raise UnsupportedModel(f"{kind}: it cannot be run with our attention: {error}") from error
-    return calls
-
-
-def _check_calls(
-    calls: list[dict[str, Any]], n_layers: int, kind: str
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes (1, heads, 3, head_dim) of query and key that all layers agree on."""
-    if [c["layer"] for c in calls] != list(range(n_layers)):
+def _check_calls(calls: Sequence[Call], n_layers: int, kind: str) -> None:
+    """All layers attend alike, through us, and ask for no more than we do."""
+    if [c.layer for c in calls] != list(range(n_layers)):
         raise UnsupportedModel(
             f"{kind}: {len(calls)} of its {n_layers} layers attend in a way we can replace"
         )
     first = calls[0]
     for c in calls:
-        if any(c[k] != first[k] for k in ("query", "key", "value")):
+        if "s_aux" in c.more:
+            raise UnsupportedModel(f"{kind}: its attention has sinks")
+        if c.more or c.scale is None:
+            raise UnsupportedModel(
+                f"{kind}: its attention asks for {', '.join(c.more) or 'no known scale'}"
+            )
+        if c.mask is None or not c.mask.causal or not c.causal:
+            raise UnsupportedModel(
+                f"{kind}: layer {c.layer} does not see just the past, or a window of it"
+            )
+        if c.window is not None and c.window != c.mask.window and c.mask.window is not None:
+            raise UnsupportedModel(
+                f"{kind}: layer {c.layer} has a window of {c.window} but a mask of {c.mask.window}"
+            )
+        if (c.query, c.key, c.value, c.softcap) != (
+            first.query,
+            first.key,
+            first.value,
+            first.softcap,
+        ):
             raise UnsupportedModel(f"{kind}: its layers differ in the shapes of their attention")
-        if c["more"] or c["mask"] is not None or not c["causal"] or c["scaling"] is None:
-            asks = ", ".join(c["more"]) or "more than a causal mask and a scale"
-            raise UnsupportedModel(f"{kind}: its attention asks for {asks}")
-    if first["key"] != first["value"] or first["query"][3] != first["key"][3]:
+    if first.key != first.value or first.query[3] != first.key[3]:
         raise UnsupportedModel(f"{kind}: keys, values and queries differ in size")
-    return first["query"], first["key"]
 
 
 def _segments(

@@ -13,7 +13,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,12 @@ from ballast.core.model import ModelSpec
 from ballast.core.settings import ModelSettings
 from ballast.memory.tensor import tensor_at
 from ballast.weights.architecture import Architecture, Wanted, learn
+from ballast.weights.assemble import READABLE, Recipe, Sources, recipes
 from ballast.weights.host import HostBytes, HostModel, PackedTensor, Piece, Segment, pack
 from ballast.weights.stored import ITEM_BYTES, Stored, find_tensors
 
 THREADS = max(1, min(4, os.cpu_count() or 1))
 
-_TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Dtypes that can be read."""
 _SERVED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -56,21 +54,17 @@ def _load(settings: ModelSettings, directory: Path) -> HostModel:
     config = _read_config(directory)
     stored = find_tensors(directory)
     architecture = learn(config)
-    if architecture.tied and _heads_differ(architecture, stored):
+    found = recipes(architecture, stored, directory)
+    if architecture.tied and _heads_differ(architecture, found):
         architecture = architecture.untied()
-    length = _max_model_len(settings, architecture)
-    sources = _match(architecture, stored, directory)
-    dtype = _choose_dtype(settings, sources)
+    plan = _match(architecture, found, directory)
+    dtype = _choose_dtype(settings, plan)
     segments = _pack(architecture, dtype)
     eos = _eos(directory, config)
-    by_name = {names[0]: source for names, source in sources.items()}
-    with ExitStack() as files:
-        paths = {s.path for s in sources.values()}
-        handles = {p: files.enter_context(open(p, "rb", buffering=0)).fileno() for p in paths}
+    with Sources(plan.values()) as sources:
 
         def fill(piece: Piece) -> bytes:
-            source = by_name[piece.tensor.names[0]]
-            return _fill(piece, source, handles[source.path], _SERVED[dtype])
+            return _fill(piece, plan[piece.tensor.names[0]], sources, _SERVED[dtype])
 
         memory = HostBytes(settings.name, segments, fill, THREADS)
     spec = ModelSpec(
@@ -83,7 +77,7 @@ def _load(settings: ModelSettings, directory: Path) -> HostModel:
         intermediate=architecture.intermediate,
         vocab=architecture.vocab,
         dtype=dtype,
-        max_model_len=length,
+        max_model_len=min(settings.max_model_len or architecture.positions, architecture.positions),
         block_tokens=settings.block_tokens,
         segment_bytes=tuple(s.n_bytes for s in segments),
         fingerprint=_fingerprint(architecture.config, segments, memory.digest),
@@ -125,15 +119,15 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _heads_differ(architecture: Architecture, stored: Mapping[str, Stored]) -> bool:
+def _heads_differ(architecture: Architecture, found: Mapping[str, Recipe]) -> bool:
     """Whether parameters said to be tied are in the files under several names, unlike each other.
 
     `transformers` does not tie them then, whatever the configuration says.
     """
     for _, wanted in architecture.segments:
         for tensor in wanted:
-            found = [stored[n] for n in tensor.names if n in stored]
-            if any(not _same(found[0], other) for other in found[1:]):
+            stored = [found[n].runs[0].source for n in tensor.names if n in found]
+            if any(not _same(stored[0], other) for other in stored[1:]):
                 return True
     return False
 
@@ -152,31 +146,39 @@ def _same(a: Stored, b: Stored) -> bool:
 
 
 def _match(
-    architecture: Architecture, stored: Mapping[str, Stored], directory: Path
-) -> dict[tuple[str, ...], Stored]:
-    """For every tensor that the architecture has, by its names, the one in the files."""
-    found = {}
+    architecture: Architecture, found: Mapping[str, Recipe], directory: Path
+) -> dict[str, Recipe]:
+    """For every tensor that the architecture has, by its first name, how to read it."""
+    plan = {}
     for _, wanted in architecture.segments:
         for tensor in wanted:
-            source = next((stored[n] for n in tensor.names if n in stored), None)
-            if source is None:
+            recipe = next((found[n] for n in tensor.names if n in found), None)
+            if recipe is None:
                 raise CheckpointError(str(directory), tensor.names[0], "it is missing")
-            if source.shape != tensor.shape:
-                raise source.error(f"has shape {source.shape}, the model needs {tensor.shape}")
-            if source.dtype not in _TORCH:
-                raise source.error(f"dtype {source.dtype} is not one of {', '.join(_TORCH)}")
-            found[tensor.names] = source
-    return found
+            if recipe.shape != tensor.shape:
+                reason = f"has shape {recipe.shape}, the model needs {tensor.shape}"
+                if recipe.plain is not None:
+                    raise recipe.plain.error(reason)
+                reason = f"put together from {len(recipe.runs)} it {reason}"
+                raise CheckpointError(str(directory), tensor.names[0], reason)
+            for run in recipe.runs:
+                if run.source.dtype not in READABLE:
+                    raise run.source.error(
+                        f"dtype {run.source.dtype} is not one of {', '.join(READABLE)}"
+                    )
+            plan[tensor.names[0]] = recipe
+    return plan
 
 
-def _choose_dtype(settings: ModelSettings, sources: Mapping[tuple[str, ...], Stored]) -> str:
+def _choose_dtype(settings: ModelSettings, plan: Mapping[str, Recipe]) -> str:
     if settings.dtype in _SERVED:
         return settings.dtype
     if settings.dtype != "auto":
         raise ConfigError("dtype", settings.dtype, f"allowed: auto, {', '.join(_SERVED)}")
     n_bytes: Counter[str] = Counter()
-    for source in sources.values():
-        n_bytes[source.dtype] += source.n_bytes
+    for recipe in plan.values():
+        for run in recipe.runs:
+            n_bytes[run.source.dtype] += run.n * ITEM_BYTES[run.source.dtype]
     return "bfloat16" if n_bytes.most_common(1)[0][0] == "BF16" else "float32"
 
 
@@ -191,42 +193,11 @@ def _pack(architecture: Architecture, dtype: str) -> tuple[Segment, ...]:
     )
 
 
-def _fill(piece: Piece, source: Stored, fd: int, dtype: torch.dtype) -> bytes:
+def _fill(piece: Piece, recipe: Recipe, sources: Sources, dtype: torch.dtype) -> bytes:
     """Read one piece of a tensor, convert it on the way; SHA-256 of the result."""
-    n = piece.n_bytes // dtype.itemsize
-    item_bytes = ITEM_BYTES[source.dtype]
-    at = source.start + piece.start // dtype.itemsize * item_bytes
-    target = tensor_at(piece.address, (n,), dtype)
-    plain: memoryview = target.view(torch.uint8).numpy().data
-    if _TORCH[source.dtype] is dtype:
-        _read(source, fd, at, plain)
-    else:
-        buffer = bytearray(n * item_bytes)
-        _read(source, fd, at, memoryview(buffer))
-        target.copy_(torch.frombuffer(buffer, dtype=_TORCH[source.dtype]))
-    return hashlib.sha256(plain).digest()
-
-
-def _read(source: Stored, fd: int, at: int, into: memoryview) -> None:
-    done = 0
-    while done < len(into):
-        try:
-            n = os.preadv(fd, [into[done:]], at + done)
-        except OSError as error:
-            raise source.error(f"cannot be read: {error.strerror}") from error
-        if n == 0:
-            raise source.error("truncated while it was read")
-        done += n
-
-
-def _max_model_len(settings: ModelSettings, architecture: Architecture) -> int:
-    length = min(settings.max_model_len or architecture.positions, architecture.positions)
-    if architecture.window is not None and architecture.window < length:
-        raise UnsupportedModel(
-            f"{architecture.config.model_type}: its attention sees the last {architecture.window} "
-            f"tokens only; set max_model_len to at most that"
-        )
-    return length
+    target = tensor_at(piece.address, (piece.n_bytes // dtype.itemsize,), dtype)
+    sources.fill(recipe, piece.start // dtype.itemsize, target)
+    return hashlib.sha256(target.view(torch.uint8).numpy().data).digest()
 
 
 def _fingerprint(config: Any, segments: Sequence[Segment], content: bytes) -> str:

@@ -1,0 +1,236 @@
+"""How each tensor of an architecture is put together from those in the files.
+
+A *recipe* is the tensor in row-major order as a sequence of runs of stored tensors. Mostly that is
+one stored tensor; `transformers` holds the experts of a layer as one tensor where checkpoints have
+one for each, and renames. Its own rules say what becomes of a stored name; what it would do to
+whole tensors is done here to recipes, so that nothing is read but what goes to its place.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from ballast.core.errors import CheckpointError, UnsupportedModel
+from ballast.weights.architecture import Architecture
+from ballast.weights.stored import ITEM_BYTES, Stored
+
+READABLE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Dtypes of stored tensors that can be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements `start .. start + n` of a stored tensor."""
+
+    source: Stored
+    start: int
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A tensor of `shape`: its runs one after the other."""
+
+    shape: tuple[int, ...]
+    runs: tuple[Run, ...]
+
+    @classmethod
+    def of(cls, source: Stored) -> Recipe:
+        return cls(source.shape, (Run(source, 0, math.prod(source.shape)),))
+
+    @property
+    def plain(self) -> Stored | None:
+        """The stored tensor that it is, if it is one."""
+        return self.runs[0].source if len(self.runs) == 1 else None
+
+    def cut(self, start: int, n: int) -> tuple[Run, ...]:
+        """Its elements `start .. start + n`."""
+        found, at = [], 0
+        for run in self.runs:
+            first, last = max(start, at), min(start + n, at + run.n)
+            if first < last:
+                found.append(Run(run.source, run.start + first - at, last - first))
+            at += run.n
+        return tuple(found)
+
+
+def stack(parts: Sequence[Recipe]) -> Recipe:
+    """Along a new first dimension."""
+    return Recipe((len(parts), *parts[0].shape), tuple(run for p in parts for run in p.runs))
+
+
+def concatenate(parts: Sequence[Recipe], dim: int) -> Recipe:
+    shape = list(parts[0].shape)
+    shape[dim] = sum(p.shape[dim] for p in parts)
+    inner = [math.prod(p.shape[dim:]) for p in parts]
+    return Recipe(
+        tuple(shape),
+        tuple(
+            run
+            for i in range(math.prod(shape[:dim]))
+            for p, n in zip(parts, inner, strict=True)
+            for run in p.cut(i * n, n)
+        ),
+    )
+
+
+def recipes(
+    architecture: Architecture, stored: Mapping[str, Stored], directory: Path
+) -> dict[str, Recipe]:
+    """For every name in the architecture that the files have something for. Shapes are as found.
+
+    Raises CheckpointError where parts do not fit together, UnsupportedModel where `transformers`
+    would do more with them than stack and concatenate.
+    """
+    names = {n: n for _, wanted in architecture.segments for w in wanted for n in w.names}
+    renamings = [c for c in architecture.conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in architecture.conversions if isinstance(c, WeightConverter)]
+    by_pattern = {p: c for c in converters for p in c.source_patterns}
+    base = architecture.base_prefix
+    found: dict[str, Recipe] = {}
+    parts: dict[str, dict[str, list[Recipe]]] = {}
+    for name in sorted(stored, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, base, names)
+        if target not in names and name in names:
+            target, pattern = name, None
+        if target not in names:
+            continue
+        if pattern is None:
+            found.setdefault(target, Recipe.of(stored[name]))
+        else:
+            group = parts.setdefault(target, {})
+            group.setdefault(pattern, []).append(Recipe.of(stored[name]))
+    for target, by_source in parts.items():
+        converter = by_pattern[next(iter(by_source))]
+        try:
+            found[target] = _convert(converter, by_source)
+        except _Unfit as error:
+            raise CheckpointError(str(directory), target, str(error)) from error
+        except NotImplementedError as error:
+            kind = architecture.config.model_type
+            raise UnsupportedModel(
+                f"{kind}: {target} is stored in a form that needs {error}"
+            ) from error
+    return found
+
+
+class _Unfit(Exception):
+    """Why parts cannot be put together."""
+
+
+def _convert(converter: WeightConverter, by_source: Mapping[str, Sequence[Recipe]]) -> Recipe:
+    """What the converter's operations make of the tensors found for each of its patterns."""
+    missing = [p for p in converter.source_patterns if p not in by_source]
+    if missing:
+        raise _Unfit(f"nothing is stored for its part {missing[0]}")
+    if len(converter.target_patterns) != 1:
+        raise NotImplementedError("splitting")
+    lists = {p: list(by_source[p]) for p in converter.source_patterns}
+    counts = {p: len(parts) for p, parts in lists.items()}
+    if len(set(counts.values())) != 1:
+        raise _Unfit(f"its parts are not equally many: {counts}")
+    for operation in converter.operations:
+        kind = type(operation)
+        if kind is MergeModulelist and operation.dim == 0:
+            lists = {p: [stack(_alike(parts))] for p, parts in lists.items()}
+        elif kind is Concatenate:
+            parts = [part for listed in lists.values() for part in listed]
+            lists = {"": [concatenate(_alike(parts, operation.dim), operation.dim)]}
+        else:
+            raise NotImplementedError(repr(operation))
+    ((whole,),) = lists.values()
+    return whole
+
+
+def _alike(parts: Sequence[Recipe], dim: int | None = None) -> Sequence[Recipe]:
+    """The parts, of one shape but for dimension `dim`."""
+
+    def rest(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape if dim is None else (*shape[:dim], *shape[dim + 1 :])
+
+    for part in parts:
+        if rest(part.shape) != rest(parts[0].shape):
+            source = part.runs[0].source
+            raise _Unfit(f"{source.name} has shape {part.shape}, others {parts[0].shape}")
+    return parts
+
+
+class Sources:
+    """The files behind recipes, open for reading from several threads; a context manager."""
+
+    def __init__(self, plan: Iterable[Recipe]) -> None:
+        """Raises OSError where one cannot be opened."""
+        paths = {run.source.path for recipe in plan for run in recipe.runs}
+        with ExitStack() as files:
+            self._fds = {
+                p: files.enter_context(open(p, "rb", buffering=0)).fileno() for p in paths
+            }
+            self._files = files.pop_all()
+
+    def __enter__(self) -> Sources:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._files.close()
+
+    def read(self, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+        """The whole tensor, converted to `dtype`."""
+        whole = torch.empty(recipe.shape, dtype=dtype)
+        self.fill(recipe, 0, whole.view(-1))
+        return whole
+
+    def fill(self, recipe: Recipe, start: int, target: Tensor) -> None:
+        """Elements from `start` on into `target` (1-D), converted to its dtype.
+
+        Raises CheckpointError, which names file and tensor, where they cannot be read.
+        """
+        at = 0
+        for run in recipe.cut(start, target.numel()):
+            self._copy(run, target[at : at + run.n])
+            at += run.n
+
+    def _copy(self, run: Run, target: Tensor) -> None:
+        source, fd = run.source, self._fds[run.source.path]
+        item_bytes = ITEM_BYTES[source.dtype]
+        at = source.start + run.start * item_bytes
+        if READABLE[source.dtype] is target.dtype:
+            _read(source, fd, at, target.view(torch.uint8).numpy().data)
+        else:
+            buffer = bytearray(run.n * item_bytes)
+            _read(source, fd, at, memoryview(buffer))
+            target.copy_(torch.frombuffer(buffer, dtype=READABLE[source.dtype]))
+
+
+def _read(source: Stored, fd: int, at: int, into: Any) -> None:
+    done = 0
+    while done < len(into):
+        try:
+            n = os.preadv(fd, [into[done:]], at + done)
+        except OSError as error:
+            raise source.error(f"cannot be read: {error.strerror}") from error
+        if n == 0:
+            raise source.error("truncated while it was read")
+        done += n

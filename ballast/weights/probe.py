@@ -1,0 +1,149 @@
+"""What a decoder asks of its attention, learned by running its module on the meta device.
+
+Stand-ins for attention, masks and experts take the place of the real ones for one call. What
+`transformers` would hide from an attention of our own, a mask, is asked for here and looked into: a
+layer that sees less than its past is found by what its mask lets through, whatever it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.moe import ExpertsInterface
+
+_NAME = "ballast_probe"
+_TOKENS = 3
+_HARMLESS = {"dropout", "position_ids", "use_cache"}
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """What a query may see: the last `window` positions, or all there are, if it is `causal`."""
+
+    causal: bool
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of the attention. Shapes are (1, heads, tokens, head_dim)."""
+
+    layer: int | None
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    scale: float | None
+    softcap: float | None
+    window: int | None
+    """As the attention is told."""
+    mask: Mask | None
+    """None: without one, or with one that was altered on its way."""
+    causal: bool
+    more: tuple[str, ...]
+    """Arguments beyond all of these."""
+
+
+@dataclass(slots=True)
+class _Trace:
+    positions: int
+    calls: list[Call] = field(default_factory=list)
+    masks: list[tuple[Tensor, Mask]] = field(default_factory=list)
+
+
+_trace: ContextVar[_Trace] = ContextVar(_NAME)
+
+
+def probe(module: nn.Module, positions: int) -> tuple[list[Call], tuple[int, ...]]:
+    """(calls of the attention in their order, shape of the logits asked for at one position).
+
+    `positions`: most tokens of a sequence; windows are found up to that. Raises whatever the module
+    does when it cannot be run so.
+    """
+    module.set_attn_implementation(_NAME)  # type: ignore[operator]
+    module.set_experts_implementation(_NAME)  # type: ignore[operator]
+    trace = _Trace(positions)
+    token = _trace.set(trace)
+    ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
+    try:
+        with torch.no_grad():
+            # Given a mask of padding, `transformers` does not look for packed sequences in positions.
+            padding = torch.ones(ids.shape, device="meta")
+            output = module(
+                input_ids=ids, attention_mask=padding, use_cache=False, logits_to_keep=ids[0, :1]
+            )
+    finally:
+        _trace.reset(token)
+    return trace.calls, tuple(output.logits.shape)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    trace = _trace.get()
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    trace.calls.append(
+        Call(
+            layer=getattr(module, "layer_idx", None),
+            query=tuple(query.shape),
+            key=tuple(key.shape),
+            value=tuple(value.shape),
+            scale=scaling,
+            softcap=softcap,
+            window=sliding_window,
+            mask=next((mask for made, mask in trace.masks if made is attention_mask), None),
+            causal=bool(causal),
+            more=tuple(sorted(k for k, v in more.items() if k not in _HARMLESS and v not in (None, False))),
+        )
+    )
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _mask(
+    batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any], **unused: Any
+) -> Tensor:
+    trace = _trace.get()
+    mask = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+    trace.masks.append((mask, _look_into(mask_function, trace.positions)))
+    return mask
+
+
+def _look_into(function: Callable[..., Any], positions: int) -> Mask:
+    """Ask what late positions see. A window is the same everywhere; chunks, say, are not."""
+    windows = set()
+    for q in {positions - 1, positions - 2, positions // 2}:
+        keys = torch.arange(q + 2)
+        try:
+            seen = function(torch.tensor(0), torch.tensor(0), torch.tensor(q), keys)
+            n = int(seen.sum())
+            # The last n positions up to its own: as many are seen as there are, and no others.
+            if n == 0 or not bool(seen[q + 1 - n : q + 1].all()) or seen.shape != keys.shape:
+                return Mask(False)
+        except Exception:
+            return Mask(False)
+        if n <= q:
+            windows.add(n)
+    return Mask(len(windows) <= 1, min(windows, default=None))
+
+
+def _experts(module: nn.Module, hidden_states: Tensor, *routing: Tensor, **more: Any) -> Tensor:
+    return torch.empty_like(hidden_states)
+
+
+AttentionInterface.register(_NAME, _attend)
+AttentionMaskInterface.register(_NAME, _mask)
+ExpertsInterface.register(_NAME, _experts)
