@@ -86,7 +86,11 @@ def activation_bytes(spec: ModelSpec, step_tokens: int, step_logits: int) -> int
     # Projections, and while one of q and k is rotated: halves swapped, two products, their sum.
     attention = e * (hidden + 2 * q + 2 * k + 4 * q) + e * hidden
     mlp = e * (3 * hidden + 3 * t * spec.intermediate)
+    # A row for each of a token's experts: its input, gate and up, activation and product; later
+    # input, output, weighted, in the tokens' order. Routing sorts indices of these rows.
+    rows, inner = t * spec.experts_per_token, spec.expert_intermediate
+    experts = 2 * e * hidden + rows * (e * max(spec.hidden + 4 * inner, 4 * spec.hidden) + 8 * 8)
     # Logits in the model's dtype and in float32; a copy and its log-softmax where asked for.
     head = step_logits * spec.vocab * ((e if e != f else 0) + 3 * f) + 8 * 8 * spec.vocab
-    bound = through + max(rotary, norm, attention, mlp, head)
+    bound = through + max(rotary, norm, attention, mlp, experts, head)
     return bound + ceil_div(bound, 8) + 2 * MiB

@@ -35,6 +35,9 @@ class ModelSpec:
     max_running: int = 64
     max_waiting: int = 10_000
     pinned: bool = False
+    experts_per_token: int = 0
+    """How many experts a token goes through in a layer; 0: there are none."""
+    expert_intermediate: int = 0
 
     @property
     def dtype_bytes(self) -> int:

@@ -1,12 +1,16 @@
 """Our attention, as `transformers` calls it.
 
 No mask function is registered beside it: `transformers` then makes no mask at all, as for other
-serving engines. What the attention needs to know of a job reaches it as the argument `ballast` of
-the model's call, which every layer passes on.
+serving engines; that its masks are no more than a causal one and the window that the attention is
+told was seen when the model was loaded. Not every family passes arguments of a call on to its
+attention, so what this needs to know of a job is in the context that the call runs in.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +21,7 @@ from transformers import AttentionInterface
 from ballast.kernels.paged_attention import PagedBatch
 
 NAME = "ballast"
-"""The implementation's name in `transformers`, and that of the argument."""
+"""The implementation's name in `transformers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,19 @@ class JobContext:
         return cls(batch, torch.empty(shape, dtype=batch.kv.dtype))
 
 
+_job: ContextVar[JobContext] = ContextVar(NAME)
+
+
+@contextmanager
+def running(job: JobContext) -> Iterator[None]:
+    """Modules called within attend for `job`."""
+    token = _job.set(job)
+    try:
+        yield
+    finally:
+        _job.reset(token)
+
+
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -40,8 +57,8 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    *,
-    ballast: JobContext,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Write new keys and values into their blocks, then attend over the cache.
@@ -50,9 +67,11 @@ def attend(
     job one after the other. Result (1, T, heads, head_dim), valid until the next layer attends.
     """
     layer: int = module.layer_idx  # type: ignore[assignment]
-    batch, out = ballast.batch, ballast.out
+    job = _job.get()
+    batch, out = job.batch, job.out
     batch.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    batch.attend(layer, query[0].transpose(0, 1), scaling, out)
+    rows = query[0].transpose(0, 1)
+    batch.attend(layer, rows, scaling, out, window=sliding_window, softcap=softcap)
     return out[None], None
 
 

@@ -104,13 +104,13 @@ class ServedModel:
         # Position of a row: its index, less where its sequence begins, plus where that starts.
         shift = np.asarray(starts) - (ends - counts)
         positions = np.arange(batch.n_tokens) + np.repeat(shift, counts)
-        output = self._module(
-            input_ids=torch.from_numpy(tokens)[None],
-            position_ids=torch.from_numpy(positions)[None],
-            use_cache=False,
-            logits_to_keep=torch.tensor(rows, dtype=torch.int64),
-            **{attention.NAME: attention.JobContext.of(batch)},
-        )
+        with attention.running(attention.JobContext.of(batch)):
+            output = self._module(
+                input_ids=torch.from_numpy(tokens)[None],
+                position_ids=torch.from_numpy(positions)[None],
+                use_cache=False,
+                logits_to_keep=torch.tensor(rows, dtype=torch.int64),
+            )
         logits: Tensor = output.logits[0].float()
         return logits
 
@@ -139,28 +139,32 @@ def _set_up_buffers(module: nn.Module, kind: str) -> None:
     """Give buffers that no checkpoint holds (rotary frequencies) their values, on the CPU.
 
     They were made on the meta device. `transformers` knows how to set each up; parameters are
-    marked so that it leaves those alone.
+    marked so that it leaves those alone. What it leaves alone, or draws at random, differs when that
+    is done twice.
     """
     waiting: dict[str, nn.Module] = {}
     for path, owner in module.named_modules():
         for leaf, buffer in owner._buffers.items():
             if buffer is not None and buffer.is_meta:
-                owner._buffers[leaf] = _unset(buffer)
                 waiting[f"{path}.{leaf}"] = owner
     for parameter in module.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     initialise: Any = module._init_weights
-    for owner in dict.fromkeys(waiting.values()):
-        with torch.no_grad():
-            initialise(owner)
-    for path, owner in waiting.items():
-        leaf = path.rpartition(".")[2]
-        buffer = owner._buffers[leaf]
-        if buffer is None or bool((buffer == _unset(buffer)).any()) or bool(buffer.isnan().any()):
+    found: list[dict[str, Tensor]] = []
+    for before in (0, 1):
+        for path, owner in waiting.items():
+            leaf = path.rpartition(".")[2]
+            owner._buffers[leaf] = torch.full_like(_buffer(owner, leaf), before, device="cpu")
+        for owner in dict.fromkeys(waiting.values()):
+            with torch.no_grad():
+                initialise(owner)
+        found.append({p: _buffer(o, p.rpartition(".")[2]).clone() for p, o in waiting.items()})
+    for path in waiting:
+        if not torch.equal(found[0][path], found[1][path]):
             raise UnsupportedModel(f"{kind}: nothing says how to set up its buffer {path}")
 
 
-def _unset(buffer: Tensor) -> Tensor:
-    """Like `buffer`, on the CPU, full of what no set-up writes."""
-    nothing = float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min
-    return torch.full(buffer.shape, nothing, dtype=buffer.dtype, device="cpu")
+def _buffer(owner: nn.Module, leaf: str) -> Tensor:
+    buffer = owner._buffers[leaf]
+    assert buffer is not None
+    return buffer

@@ -41,9 +41,14 @@ class Architecture:
     head_dim: int
     hidden: int
     intermediate: int
+    experts_per_token: int
+    """How many experts a token goes through in a layer; 0: there are none."""
+    expert_intermediate: int
     vocab: int
     positions: int
     """Most tokens of one sequence."""
+    alike: int
+    """Up to so many tokens, rotary embeddings do not depend on a sequence's length."""
     windows: tuple[int | None, ...]
     """Of each layer: how many positions, its own included, a query sees; None: all."""
     softcap: float | None
@@ -68,9 +73,14 @@ class Architecture:
 
 
 def build(config: Any) -> nn.Module:
-    """The module of `config` on the meta device: no memory, no weights, for evaluation."""
+    """The module of `config` on the meta device: no memory, no weights, for evaluation.
+
+    Its experts go through `transformers`' grouped matrix multiplication, the default. It has its
+    own copy of the configuration, which says by what its attention and experts are computed.
+    """
+    own = copy.deepcopy(config)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()  # type: ignore[no-any-return]
+        return AutoModelForCausalLM.from_config(own, dtype=torch.float32).eval()  # type: ignore[no-any-return]
 
 
 def learn(config: Any) -> Architecture:
@@ -86,13 +96,13 @@ def learn(config: Any) -> Architecture:
     positions = int(text.max_position_embeddings)
     prefix, n_layers = _layers(module, kind)
     try:
-        calls, logits = probe(module, positions)
+        seen = probe(module, positions)
     except Exception as error:
         raise UnsupportedModel(f"{kind}: it cannot be run with our attention: {error}") from error
-    _check_calls(calls, n_layers, kind)
-    if logits[1] != 1:
+    _check_calls(seen.calls, n_layers, positions, kind)
+    if seen.logits[1] != 1:
         raise UnsupportedModel(f"{kind}: it computes logits at every position")
-    query, key = calls[0].query, calls[0].key
+    query, key = seen.calls[0].query, seen.calls[0].key
     embedding = module.get_input_embeddings()  # type: ignore[operator]
     vocab, hidden = embedding.weight.shape
     segments = _segments(module, prefix, n_layers)
@@ -105,10 +115,13 @@ def learn(config: Any) -> Architecture:
         head_dim=query[3],
         hidden=hidden,
         intermediate=getattr(text, "intermediate_size", None) or max(max(s) for s in layer),
+        experts_per_token=seen.experts_per_token,
+        expert_intermediate=seen.expert_intermediate,
         vocab=vocab,
         positions=positions,
-        windows=tuple(c.mask.window if c.mask is not None else None for c in calls),
-        softcap=calls[0].softcap,
+        alike=_alike(text, positions),
+        windows=tuple(c.mask.window if c.mask is not None else None for c in seen.calls),
+        softcap=seen.calls[0].softcap,
         segments=segments,
         conversions=tuple(get_model_conversion_mapping(module)),
         base_prefix=str(module.base_model_prefix),
@@ -123,16 +136,22 @@ def _check_config(config: Any) -> None:
         raise UnsupportedModel(f"{kind}: it is not a decoder")
     if not getattr(config.get_text_config(), "max_position_embeddings", None):
         raise UnsupportedModel(f"{kind}: its configuration bounds no context length")
-    for parameters in _ropes(getattr(config.get_text_config(), "rope_parameters", None)):
-        if parameters.get("rope_type") in ("dynamic", "longrope"):
+    for parameters in _ropes(config.get_text_config()):
+        if "dynamic" in str(parameters.get("rope_type")):
             raise UnsupportedModel(
-                f"{kind}: rotary embeddings of type {parameters['rope_type']} depend on the "
-                "longest sequence of a batch"
+                f"{kind}: its rotary embeddings depend on the longest sequence of a batch"
             )
 
 
-def _ropes(parameters: Any) -> Iterator[dict[str, Any]]:
+def _alike(text: Any, positions: int) -> int:
+    """LongRoPE takes other frequencies for all of a sequence once it is longer than this."""
+    ropes = [p for p in _ropes(text) if p.get("rope_type") == "longrope"]
+    return min([positions, *(int(p["original_max_position_embeddings"]) for p in ropes)])
+
+
+def _ropes(text: Any) -> Iterator[dict[str, Any]]:
     """The rotary settings: one, or one per kind of layer."""
+    parameters = getattr(text, "rope_parameters", None)
     if isinstance(parameters, dict):
         yield parameters
         yield from (p for p in parameters.values() if isinstance(p, dict))
@@ -155,7 +174,7 @@ def _check_module(module: nn.Module, kind: str) -> None:
         raise UnsupportedModel(f"{kind}: it cannot be told positions, or where to compute logits")
 
 
-def _check_calls(calls: Sequence[Call], n_layers: int, kind: str) -> None:
+def _check_calls(calls: Sequence[Call], n_layers: int, positions: int, kind: str) -> None:
     """All layers attend alike, through us, and ask for no more than we do."""
     if [c.layer for c in calls] != list(range(n_layers)):
         raise UnsupportedModel(
@@ -173,9 +192,10 @@ def _check_calls(calls: Sequence[Call], n_layers: int, kind: str) -> None:
             raise UnsupportedModel(
                 f"{kind}: layer {c.layer} does not see just the past, or a window of it"
             )
-        if c.window is not None and c.window != c.mask.window and c.mask.window is not None:
+        told = None if c.window is None or c.window >= positions else c.window
+        if told != c.mask.window:
             raise UnsupportedModel(
-                f"{kind}: layer {c.layer} has a window of {c.window} but a mask of {c.mask.window}"
+                f"{kind}: layer {c.layer} is told a window of {told}, its mask is {c.mask.window}"
             )
         if (c.query, c.key, c.value, c.softcap) != (
             first.query,

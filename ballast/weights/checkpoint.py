@@ -54,6 +54,7 @@ def _load(settings: ModelSettings, directory: Path) -> HostModel:
     config = _read_config(directory)
     stored = find_tensors(directory)
     architecture = learn(config)
+    length = _max_model_len(settings, architecture)
     found = recipes(architecture, stored, directory)
     if architecture.tied and _heads_differ(architecture, found):
         architecture = architecture.untied()
@@ -75,9 +76,11 @@ def _load(settings: ModelSettings, directory: Path) -> HostModel:
         head_dim=architecture.head_dim,
         hidden=architecture.hidden,
         intermediate=architecture.intermediate,
+        experts_per_token=architecture.experts_per_token,
+        expert_intermediate=architecture.expert_intermediate,
         vocab=architecture.vocab,
         dtype=dtype,
-        max_model_len=min(settings.max_model_len or architecture.positions, architecture.positions),
+        max_model_len=length,
         block_tokens=settings.block_tokens,
         segment_bytes=tuple(s.n_bytes for s in segments),
         fingerprint=_fingerprint(architecture.config, segments, memory.digest),
@@ -198,6 +201,17 @@ def _fill(piece: Piece, recipe: Recipe, sources: Sources, dtype: torch.dtype) ->
     target = tensor_at(piece.address, (piece.n_bytes // dtype.itemsize,), dtype)
     sources.fill(recipe, piece.start // dtype.itemsize, target)
     return hashlib.sha256(target.view(torch.uint8).numpy().data).digest()
+
+
+def _max_model_len(settings: ModelSettings, architecture: Architecture) -> int:
+    length = min(settings.max_model_len or architecture.positions, architecture.positions)
+    if length > architecture.alike:
+        raise UnsupportedModel(
+            f"{architecture.config.model_type}: its rotary embeddings (longrope) are others for "
+            f"all of a sequence once it exceeds {architecture.alike} tokens, and keys that were "
+            "kept would not fit; set max_model_len to at most that"
+        )
+    return length
 
 
 def _fingerprint(config: Any, segments: Sequence[Segment], content: bytes) -> str:

@@ -50,24 +50,28 @@ class Call:
 
 
 @dataclass(slots=True)
-class _Trace:
+class Seen:
+    """What one call of a module showed."""
+
     positions: int
+    """Most tokens of a sequence; windows are found up to that."""
     calls: list[Call] = field(default_factory=list)
+    """Of the attention, in their order."""
+    logits: tuple[int, ...] = ()
+    """Shape of what was asked for at one position."""
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
     masks: list[tuple[Tensor, Mask]] = field(default_factory=list)
 
 
-_trace: ContextVar[_Trace] = ContextVar(_NAME)
+_trace: ContextVar[Seen] = ContextVar(_NAME)
 
 
-def probe(module: nn.Module, positions: int) -> tuple[list[Call], tuple[int, ...]]:
-    """(calls of the attention in their order, shape of the logits asked for at one position).
-
-    `positions`: most tokens of a sequence; windows are found up to that. Raises whatever the module
-    does when it cannot be run so.
-    """
+def probe(module: nn.Module, positions: int) -> Seen:
+    """Run it once. Raises whatever the module does when it cannot be run so."""
     module.set_attn_implementation(_NAME)  # type: ignore[operator]
     module.set_experts_implementation(_NAME)  # type: ignore[operator]
-    trace = _Trace(positions)
+    trace = Seen(positions)
     token = _trace.set(trace)
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     try:
@@ -79,7 +83,8 @@ def probe(module: nn.Module, positions: int) -> tuple[list[Call], tuple[int, ...
             )
     finally:
         _trace.reset(token)
-    return trace.calls, tuple(output.logits.shape)
+    trace.logits = tuple(output.logits.shape)
+    return trace
 
 
 def _attend(
@@ -140,7 +145,14 @@ def _look_into(function: Callable[..., Any], positions: int) -> Mask:
     return Mask(len(windows) <= 1, min(windows, default=None))
 
 
-def _experts(module: nn.Module, hidden_states: Tensor, *routing: Tensor, **more: Any) -> Tensor:
+def _experts(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    trace = _trace.get()
+    down: Tensor = module.down_proj  # type: ignore[assignment]
+    width = down[0].numel() // hidden_states.shape[-1]
+    trace.experts_per_token = max(trace.experts_per_token, top_k_index.shape[-1])
+    trace.expert_intermediate = max(trace.expert_intermediate, width)
     return torch.empty_like(hidden_states)
 
 
