@@ -40,6 +40,10 @@ class ModelSettings:
     block_tokens: int = 16
     pinned: bool = False
     """A pinned model is never evicted."""
+    model_impl: str = "auto"
+    """Code that runs it: `generic` (any family), `fused` (Llama-shaped ones, faster), or `auto`."""
+    linear: str = "auto"
+    """How its matrices lie in memory: `packed` for the CPU's kernels, `plain`, or `auto`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

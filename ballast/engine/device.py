@@ -20,10 +20,13 @@ from ballast.engine.inbox import MonotonicClock, QueueInbox
 from ballast.engine.loop import Loop
 from ballast.engine.report import report
 from ballast.engine.runner import CpuRunner
+from ballast.kernels.workspace import Workspace
 from ballast.memory.arena import AllocatorCap, confine_allocator
 from ballast.memory.reserve import PopulatedReserve
 from ballast.memory.transfer import HostLink, copy_now
 from ballast.memory.vm_memfd import MemfdVm
+from ballast.models.fused import FusedModel, workspace_bytes
+from ballast.models.served import Served
 from ballast.models.transformers import ServedModel
 from ballast.policy.presets import resolve
 from ballast.weights.checkpoint import load_host_model
@@ -71,10 +74,7 @@ class LiveDevice:
         )
         self._reserve = PopulatedReserve(self.state.pool)
         self._reserve.start()
-        self.executors: dict[str, ServedModel] = {}
-        for host, m in zip(self._hosts, self.state.models.values(), strict=True):
-            segments = [m.weights.segment_address(i) for i in range(len(host.spec.segment_bytes))]
-            self.executors[host.spec.name] = ServedModel(host, segments, m.kv.base, m.kv.layout)
+        self.executors = self._executors()
         # Between jobs the C allocator keeps no more than the arena stands for.
         cap = AllocatorCap(self.state.arena.pages * device.page_bytes)
         self.runner = CpuRunner(self.executors, self.post, self.clock, device.threads, cap.check)
@@ -125,6 +125,21 @@ class LiveDevice:
                 log.error("model %s is not served: %s", settings.name, error)
                 self.failed[settings.name] = str(error)
         return hosts
+
+    def _executors(self) -> dict[str, Served]:
+        """What runs each model: the fast path where it has one, all of them in one workspace."""
+        rows, sampled = self.fleet.device.step_tokens, self.fleet.device.step_logits
+        fused = [h.spec for h in self._hosts if h.fused]
+        workspace = Workspace(max((workspace_bytes(s, rows, sampled) for s in fused), default=0))
+        made: dict[str, Served] = {}
+        for host, m in zip(self._hosts, self.state.models.values(), strict=True):
+            segments = [m.weights.segment_address(i) for i in range(len(host.spec.segment_bytes))]
+            where = (segments, m.kv.base, m.kv.layout)
+            if host.fused:
+                made[host.spec.name] = FusedModel(host, *where, workspace, rows, sampled)
+            else:
+                made[host.spec.name] = ServedModel(host, *where)
+        return made
 
     def _write_story(self, entry: dict[str, Any]) -> None:
         assert self._story_file is not None

@@ -80,7 +80,7 @@ class PagedBatch:
         self.heads = heads
         self.n_tokens = sum(counts)
         group = heads // kv.kv_heads
-        self._tables = np.concatenate([np.asarray(t, np.int32) for t in tables])
+        self.tables = np.concatenate([np.asarray(t, np.int32) for t in tables])
         sizes = [len(t) for t in tables]
         for start, count, size in zip(starts, counts, sizes, strict=True):
             if count < 1 or start < 0 or start + count > size * kv.block_tokens:
@@ -204,7 +204,7 @@ class PagedBatch:
         table = np.zeros(code.N_FIELDS, np.int64)
         table[code.ITEMS] = items
         table[code.TILES] = tiles.ctypes.data
-        table[code.TABLES] = self._tables.ctypes.data
+        table[code.TABLES] = self.tables.ctypes.data
         table[code.BLOCK_STRIDE] = self.kv.block_stride
         table[code.BLOCK_TOKENS] = self.kv.block_tokens
         table[code.HEADS] = self.heads

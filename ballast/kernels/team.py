@@ -1,4 +1,4 @@
-"""Run a compiled kernel on PyTorch's own OpenMP threads.
+"""Run compiled kernels, one or a program of many, on PyTorch's own OpenMP threads.
 
 PyTorch's GEMMs leave their worker threads spinning for milliseconds, waiting for the next region.
 A second pool of threads (Numba's `omp`, `workqueue` or `tbb` layer) would have to fight them for
@@ -15,10 +15,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+
+from ballast.kernels import program_code
+
+Array = np.ndarray[Any, Any]
 
 Region = Callable[[int, int | None, int, int], None]
 
@@ -39,16 +46,65 @@ def run(kernel: int, arguments: int, workers: int) -> None:
 
 
 _Kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_Question = ctypes.CFUNCTYPE(ctypes.c_int)
+_compiling = threading.Lock()
+
+
+class Program:
+    """Operations that a team runs one after the other without leaving its region."""
+
+    def __init__(self, operations: Array) -> None:
+        """`operations`: int64 (n, 2), address of a kernel and of its table, in order.
+
+        Their tables, and what these point to, have to outlive this.
+        """
+        self._operations = np.ascontiguousarray(operations, np.int64)
+        with _compiling:
+            self._kernel = program_code.address()
+        # The counter of arrivals has a cache line to itself.
+        raw = np.zeros(program_code.N_FIELDS + 8, np.int64)
+        skip = -(raw.ctypes.data // 8) % 8
+        self._table = raw[skip : skip + program_code.N_FIELDS]
+        self._table[program_code.OPERATIONS] = self._operations.ctypes.data
+        self._table[program_code.N_OPERATIONS] = len(self._operations)
+        self._table[program_code.TEAM_SIZE] = _address_in_openmp("omp_get_num_threads")
+        self._table[program_code.YIELD] = _address_in_openmp("sched_yield")
+        self._address = self._table.ctypes.data
+
+    def run(self, workers: int) -> None:
+        """All operations, by up to `workers` threads; a program may run many times.
+
+        The counters in the operations' own tables are the caller's to reset.
+        """
+        self._table[program_code.ARRIVED] = 0
+        run(self._kernel, self._address, workers)
+
+
+@functools.cache
+def _openmp() -> ctypes.CDLL:
+    """The library that PyTorch's own calls of OpenMP go to."""
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
 
 
 @functools.cache
 def _region() -> Region | None:
     """`GOMP_parallel` as PyTorch resolves it; None where its OpenMP is of another kind."""
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        found = ctypes.CDLL(str(library)).GOMP_parallel
+        found = _openmp().GOMP_parallel
     except (OSError, AttributeError):
         return None
     found.restype = None
     found.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     return found
+
+
+@functools.cache
+def _address_in_openmp(name: str) -> int:
+    """Address of a C function `int (void)`: of PyTorch's OpenMP, or of the C library."""
+    if _region() is None and name == "omp_get_num_threads":
+        _alone.append(_Question(lambda: 1))
+        return ctypes.cast(_alone[-1], ctypes.c_void_p).value or 0
+    return ctypes.cast(getattr(_openmp(), name), ctypes.c_void_p).value or 0
+
+
+_alone: list[Any] = []

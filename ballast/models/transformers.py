@@ -8,108 +8,54 @@ only while the model is resident.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ballast.core.errors import BrokenPromise, UnsupportedModel
-from ballast.core.job import Sampled, SequenceWork
-from ballast.kernels import sampling
-from ballast.kernels.paged_attention import KvArray, PagedBatch, warm_up
+from ballast.core.job import SequenceWork
+from ballast.kernels.paged_attention import warm_up
+from ballast.kv.layout import Layout
 from ballast.memory.tensor import tensor_at
 from ballast.models import attention
+from ballast.models.served import Served
 from ballast.weights.architecture import build
 from ballast.weights.host import HostModel, Segment
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class KvLayout(Protocol):
-    """What is asked of `ballast.kv.layout.Layout`."""
-
-    @property
-    def stride_bytes(self) -> int: ...
+from ballast.weights.packing import DTYPES
 
 
-class ServedModel:
-    """Runs the jobs of one model (`ballast.engine.runner.Executor`).
-
-    One job at a time; different models may run at the same time on different threads.
-    """
+class ServedModel(Served):
+    """Runs the jobs of any decoder, through its own module."""
 
     def __init__(
         self,
         host: HostModel,
         segment_addresses: Sequence[int],
         kv_base: int,
-        layout: KvLayout,
+        layout: Layout,
     ) -> None:
         """`segment_addresses[i]`: where segment i of `host` is while the model is resident.
 
-        `kv_base`: address of block 0. Neither needs to be backed by memory yet. Raises
-        UnsupportedModel where the module keeps state that cannot be set up without its weights.
+        Raises UnsupportedModel where the module keeps state that cannot be set up without its
+        weights.
         """
-        self.spec = spec = host.spec
-        self.dtype = DTYPES[spec.dtype]
-        if layout.stride_bytes % self.dtype.itemsize:
-            raise BrokenPromise(f"{spec.name}: blocks are {layout.stride_bytes} bytes apart")
-        self._kv = KvArray(
-            kv_base,
-            layout.stride_bytes // self.dtype.itemsize,
-            spec.n_layers,
-            spec.block_tokens,
-            spec.kv_heads,
-            spec.head_dim,
-            self.dtype,
-        )
+        super().__init__(host.spec, kv_base, layout)
         self._module = build(host.config)
         self._module.set_attn_implementation(attention.NAME)  # type: ignore[operator]
         _place(self._module, host.segments, segment_addresses)
         _set_up_buffers(self._module, host.config.model_type)
         warm_up(self.dtype)
-        sampling.warm_up()
-
-    def run(self, work: Sequence[SequenceWork]) -> list[Sampled]:
-        """Compute KV for all of `work`, and sample where it asks for that, in its order."""
-        sampled = [w for w in work if w.sample is not None]
-        logits = self.logits(work)
-        if not sampled:
-            return []
-        tokens, logprobs = sampling.sample(
-            logits,
-            [w.sample for w in sampled if w.sample is not None],
-            [w.end for w in sampled],
-        )
-        return [
-            Sampled(w.request_id, token, logprob)
-            for w, token, logprob in zip(sampled, tokens, logprobs, strict=True)
-        ]
 
     @torch.inference_mode()
     def logits(self, work: Sequence[SequenceWork]) -> Tensor:
-        """(n, vocab) float32: at the last position of each sequence in `work` that samples."""
-        counts = [len(w.tokens) for w in work]
-        starts = [w.start for w in work]
-        for w in work:
-            if w.end > self.spec.max_model_len:
-                raise BrokenPromise(
-                    f"{w.request_id}: {w.end} tokens, the model has {self.spec.max_model_len}"
-                )
-        batch = PagedBatch(self._kv, self.spec.n_heads, starts, counts, [w.blocks for w in work])
-        ends = np.cumsum(counts)
-        rows = [end - 1 for w, end in zip(work, ends, strict=True) if w.sample is not None]
-        tokens = np.fromiter((t for w in work for t in w.tokens), np.int64, batch.n_tokens)
-        # Position of a row: its index, less where its sequence begins, plus where that starts.
-        shift = np.asarray(starts) - (ends - counts)
-        positions = np.arange(batch.n_tokens) + np.repeat(shift, counts)
-        with attention.running(attention.JobContext.of(batch)):
+        rows = self.rows(work)
+        with attention.running(attention.JobContext.of(rows.paged)):
             output = self._module(
-                input_ids=torch.from_numpy(tokens)[None],
-                position_ids=torch.from_numpy(positions)[None],
+                input_ids=torch.from_numpy(rows.tokens)[None],
+                position_ids=torch.from_numpy(rows.positions)[None],
                 use_cache=False,
-                logits_to_keep=torch.tensor(rows, dtype=torch.int64),
+                logits_to_keep=torch.from_numpy(rows.sampled),
             )
         logits: Tensor = output.logits[0].float()
         return logits

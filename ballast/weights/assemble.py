@@ -180,9 +180,7 @@ class Sources:
         """Raises OSError where one cannot be opened."""
         paths = {run.source.path for recipe in plan for run in recipe.runs}
         with ExitStack() as files:
-            self._fds = {
-                p: files.enter_context(open(p, "rb", buffering=0)).fileno() for p in paths
-            }
+            self._fds = {p: files.enter_context(open(p, "rb", buffering=0)).fileno() for p in paths}
             self._files = files.pop_all()
 
     def __enter__(self) -> Sources:

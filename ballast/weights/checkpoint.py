@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,20 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig
 
-from ballast.core.errors import CheckpointError, ConfigError, UnsupportedModel
+from ballast.core.errors import BrokenPromise, CheckpointError, ConfigError, UnsupportedModel
 from ballast.core.model import ModelSpec
 from ballast.core.settings import ModelSettings
 from ballast.memory.tensor import tensor_at
-from ballast.weights.architecture import Architecture, Wanted, learn
+from ballast.weights import packing
+from ballast.weights.architecture import Architecture, learn
 from ballast.weights.assemble import READABLE, Recipe, Sources, recipes
 from ballast.weights.host import HostBytes, HostModel, PackedTensor, Piece, Segment, pack
 from ballast.weights.stored import ITEM_BYTES, Stored, find_tensors
 
 THREADS = max(1, min(4, os.cpu_count() or 1))
-
-_SERVED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_host_model(settings: ModelSettings) -> HostModel:
@@ -60,12 +59,23 @@ def _load(settings: ModelSettings, directory: Path) -> HostModel:
         architecture = architecture.untied()
     plan = _match(architecture, found, directory)
     dtype = _choose_dtype(settings, plan)
-    segments = _pack(architecture, dtype)
+    layout = None
+    if settings.model_impl != "generic":
+        layout = packing.fused(architecture, dtype, packed=settings.linear != "plain")
+    if layout is None and settings.model_impl == "fused":
+        raise UnsupportedModel(f"{config.model_type}: the fused path does not know its layers")
+    fused = layout is not None
+    segments = tuple(pack(*s) for s in layout or packing.as_stored(architecture, dtype))
     eos = _eos(directory, config)
     with Sources(plan.values()) as sources:
 
+        def read(name: str) -> Tensor:
+            return sources.read(plan[name], packing.DTYPES[dtype])
+
         def fill(piece: Piece) -> bytes:
-            return _fill(piece, plan[piece.tensor.names[0]], sources, _SERVED[dtype])
+            if not piece.tensor.as_stored:
+                return _write(piece, packing.build(piece.tensor, read))
+            return _fill(piece, plan[piece.tensor.sources[0]], sources, packing.DTYPES[dtype])
 
         memory = HostBytes(settings.name, segments, fill, THREADS)
     spec = ModelSpec(
@@ -92,7 +102,15 @@ def _load(settings: ModelSettings, directory: Path) -> HostModel:
         max_waiting=settings.max_waiting,
         pinned=settings.pinned,
     )
-    return HostModel(spec, architecture.config, directory, segments, memory)
+    return HostModel(
+        spec,
+        architecture.config,
+        directory,
+        segments,
+        memory,
+        windows=architecture.windows,
+        fused=fused,
+    )
 
 
 def _read_config(directory: Path) -> Any:
@@ -174,10 +192,10 @@ def _match(
 
 
 def _choose_dtype(settings: ModelSettings, plan: Mapping[str, Recipe]) -> str:
-    if settings.dtype in _SERVED:
+    if settings.dtype in packing.DTYPES:
         return settings.dtype
     if settings.dtype != "auto":
-        raise ConfigError("dtype", settings.dtype, f"allowed: auto, {', '.join(_SERVED)}")
+        raise ConfigError("dtype", settings.dtype, f"allowed: auto, {', '.join(packing.DTYPES)}")
     n_bytes: Counter[str] = Counter()
     for recipe in plan.values():
         for run in recipe.runs:
@@ -185,15 +203,13 @@ def _choose_dtype(settings: ModelSettings, plan: Mapping[str, Recipe]) -> str:
     return "bfloat16" if n_bytes.most_common(1)[0][0] == "BF16" else "float32"
 
 
-def _pack(architecture: Architecture, dtype: str) -> tuple[Segment, ...]:
-    def sizes(wanted: Wanted) -> tuple[tuple[str, ...], tuple[int, ...], int]:
-        return wanted.names, wanted.shape, math.prod(wanted.shape)
-
-    item_bytes = _SERVED[dtype].itemsize
-    return tuple(
-        pack(name, [sizes(w) for w in wanted], dtype, item_bytes)
-        for name, wanted in architecture.segments
-    )
+def _write(piece: Piece, elements: Tensor) -> bytes:
+    """Copy a whole tensor to where it belongs; its SHA-256."""
+    if elements.nbytes != piece.n_bytes:
+        raise BrokenPromise(f"{piece.tensor.names}: {elements.nbytes} bytes, not {piece.n_bytes}")
+    target = tensor_at(piece.address, elements.shape, elements.dtype)
+    target.copy_(elements)
+    return hashlib.sha256(target.view(torch.uint8).numpy().data).digest()
 
 
 def _fill(piece: Piece, recipe: Recipe, sources: Sources, dtype: torch.dtype) -> bytes:
@@ -221,7 +237,7 @@ def _fingerprint(config: Any, segments: Sequence[Segment], content: bytes) -> st
         told.pop(incidental, None)
 
     def tensor(t: PackedTensor) -> list[Any]:
-        return [t.names, t.shape, t.dtype]
+        return [t.names, t.shape, t.dtype, t.layout]
 
     layout = [[s.name, [tensor(t) for t in s.tensors]] for s in segments]
     text = json.dumps([told, layout], sort_keys=True, default=str)

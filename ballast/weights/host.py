@@ -19,7 +19,7 @@ import mmap as std_mmap
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from ballast.core.model import ModelSpec
 from ballast.core.units import MiB, ceil_div, format_bytes
 from ballast.memory import syscalls
 
+PLAIN = "plain"
+"""Layout of a tensor that is as it was stored."""
 TENSOR_ALIGNMENT = 64
 PIECE_BYTES = 4 * MiB
 """Bytes filled and hashed at once by a thread; a multiple of the OS's page and of elements."""
@@ -36,13 +38,29 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """A tensor within a segment, contiguous at byte `offset`; `names` of its parameters."""
+    """A tensor within a segment, contiguous at byte `offset`; `names` of its parameters.
+
+    `layout`: how its elements lie, and `sources`: the architecture's tensors, by name, that they
+    come from (`ballast.weights.packing`).
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
     offset: int
     n_bytes: int
+    layout: str
+    sources: tuple[str, ...]
+
+    @property
+    def as_stored(self) -> bool:
+        """Whether it can be filled in pieces, from one stored tensor."""
+        return self.layout == PLAIN and len(self.sources) == 1
+
+    @property
+    def piece_bytes(self) -> int:
+        """Of what is filled at once."""
+        return PIECE_BYTES if self.as_stored else self.n_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +144,10 @@ class HostBytes:
         pool = ThreadPoolExecutor(threads, "fill")
         try:
             pieces = [
-                Piece(t, start, min(PIECE_BYTES, t.n_bytes - start), base + at + t.offset + start)
+                Piece(t, start, min(t.piece_bytes, t.n_bytes - start), base + at + t.offset + start)
                 for at, segment in zip(self.offsets, segments, strict=False)
                 for t in segment.tensors
-                for start in range(0, t.n_bytes, PIECE_BYTES)
+                for start in range(0, t.n_bytes, t.piece_bytes)
             ]
             total = hashlib.sha256()
             for digest in pool.map(work, pieces):
@@ -146,7 +164,8 @@ class HostModel:
     """A model in the host tier.
 
     `config` is the transformers configuration its module is built from; `segments` tell where in
-    the memory at `addresses` each tensor is.
+    the memory at `addresses` each tensor is. `windows`: how many positions each layer's attention
+    sees. `fused`: the segments are laid out for `models/fused.py`.
     """
 
     spec: ModelSpec
@@ -154,6 +173,8 @@ class HostModel:
     directory: Path
     segments: tuple[Segment, ...]
     memory: HostBytes
+    windows: tuple[int | None, ...]
+    fused: bool
     addresses: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -164,17 +185,12 @@ class HostModel:
         self.memory.close()
 
 
-def pack(
-    name: str,
-    tensors: Sequence[tuple[tuple[str, ...], tuple[int, ...], int]],
-    dtype: str,
-    item_bytes: int,
-) -> Segment:
-    """Lay tensors (names, shape, elements) out one after the other."""
+def pack(name: str, tensors: Sequence[PackedTensor]) -> Segment:
+    """Lay tensors out one after the other, whatever their `offset` was."""
     packed, at = [], 0
-    for names, shape, n in tensors:
-        packed.append(PackedTensor(names, shape, dtype, at, n * item_bytes))
-        at = _up(at + n * item_bytes, TENSOR_ALIGNMENT)
+    for tensor in tensors:
+        packed.append(replace(tensor, offset=at))
+        at = _up(at + tensor.n_bytes, TENSOR_ALIGNMENT)
     return Segment(name, at, tuple(packed))
 
 

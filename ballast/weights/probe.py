@@ -112,7 +112,9 @@ def _attend(
             window=sliding_window,
             mask=next((mask for made, mask in trace.masks if made is attention_mask), None),
             causal=bool(causal),
-            more=tuple(sorted(k for k, v in more.items() if k not in _HARMLESS and v not in (None, False))),
+            more=tuple(
+                sorted(k for k, v in more.items() if k not in _HARMLESS and v not in (None, False))
+            ),
         )
     )
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None

@@ -212,7 +212,9 @@ def test_nothing_is_touched_before_a_job(tmp_path: Path) -> None:
     from ballast.weights.checkpoint import load_host_model
 
     llama(tmp_path)
-    host = load_host_model(ModelSettings(name="m", path=str(tmp_path)))
+    host = load_host_model(
+        ModelSettings(name="m", path=str(tmp_path), model_impl="generic", linear="plain")
+    )
     vm = MemfdVm(65536, 4)
     weights, kv = vm.reserve(1 << 24), vm.reserve(1 << 30)
     addresses = [weights.base + i * (1 << 20) for i in range(len(host.segments))]

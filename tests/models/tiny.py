@@ -15,11 +15,15 @@ import transformers
 from ballast.core.job import SequenceWork
 from ballast.core.request import Sampling
 from ballast.core.settings import ModelSettings
+from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
+from ballast.models.fused import FusedModel, workspace_bytes
 from ballast.models.transformers import ServedModel
 from ballast.weights.checkpoint import load_host_model
 
 GREEDY = Sampling()
+ROWS, SAMPLED = 512, 64
+"""Of the largest job of the fast path."""
 
 
 def llama(
@@ -56,6 +60,7 @@ class Served:
     """A model whose weights and KV cache lie in plain arrays. `blocks` of KV are there."""
 
     def __init__(self, path: Path, *, blocks: int = 64, **settings: Any) -> None:
+        settings = {"model_impl": "generic", "linear": "plain", **settings}
         self.host = load_host_model(ModelSettings(name=path.name, path=str(path), **settings))
         self.spec = self.host.spec
         self.layout = Layout.of(self.spec, 65536)
@@ -64,7 +69,13 @@ class Served:
         self.kv = np.full(blocks * self.layout.stride_bytes + 64, 0xFF, np.uint8)
         base = -(-self.kv.ctypes.data // 64) * 64
         addresses = [w.ctypes.data for w in self.weights]
-        self.model = ServedModel(self.host, addresses, base, self.layout)
+        where = (self.host, addresses, base, self.layout)
+        self.model: ServedModel | FusedModel
+        if self.host.fused:
+            workspace = Workspace(workspace_bytes(self.spec, ROWS, SAMPLED))
+            self.model = FusedModel(*where, workspace, ROWS, SAMPLED)
+        else:
+            self.model = ServedModel(*where)
         self.fill()
 
     def fill(self) -> None:

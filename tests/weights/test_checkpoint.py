@@ -28,6 +28,8 @@ from ballast.weights.checkpoint import load_host_model
 from ballast.weights.host import HostModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+STORED: dict[str, Any] = {"model_impl": "generic", "linear": "plain"}
+"""Settings with which tensors lie in memory as they were stored."""
 
 
 def make(path: Path, dtype: torch.dtype = torch.float32, shard: str = "1GB", **more: Any) -> Any:
@@ -50,7 +52,7 @@ def make(path: Path, dtype: torch.dtype = torch.float32, shard: str = "1GB", **m
 
 
 def load(path: Path, **settings: Any) -> HostModel:
-    return load_host_model(ModelSettings(name="m", path=str(path), **settings))
+    return load_host_model(ModelSettings(name="m", path=str(path), **{**STORED, **settings}))
 
 
 def contents(host: HostModel) -> dict[str, torch.Tensor]:

@@ -1,0 +1,141 @@
+"""What Numba cannot say, for all kernels: addresses as arrays, atomics, bfloat16, calls by address.
+
+A bfloat16 number is handled as its bits, uint16. Numba's cache does not see that a kernel depends
+on this file: whoever changes it has to touch those that import it.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+import platform
+
+import llvmlite.ir as ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_VOID = ir.VoidType()
+_F32 = ir.FloatType()
+_I64 = ir.IntType(64)
+_I32 = ir.IntType(32)
+_I16 = ir.IntType(16)
+
+
+def _pointer_to(kind):
+    def pointer(context, address):
+        def generate(ctx, builder, signature, arguments):
+            return builder.inttoptr(arguments[0], ctx.get_value_type(signature.return_type))
+
+        return types.CPointer(kind)(types.int64), generate
+
+    return pointer
+
+
+float32_at = intrinsic(_pointer_to(types.float32))
+"""int64 address -> pointer."""
+uint16_at = intrinsic(_pointer_to(types.uint16))
+int64_at = intrinsic(_pointer_to(types.int64))
+int32_at = intrinsic(_pointer_to(types.int32))
+
+
+@intrinsic
+def fetch_add(context, table, field, amount):
+    """Add to a field of a table of int64 as one atomic step; its value before."""
+
+    def generate(ctx, builder, signature, arguments):
+        pointer = builder.gep(arguments[0], [arguments[1]])
+        return builder.atomic_rmw("add", pointer, arguments[2], "seq_cst")
+
+    return types.int64(types.CPointer(types.int64), types.int64, types.int64), generate
+
+
+@intrinsic
+def load_acquire(context, table):
+    """The first field of a table, with all that was written before it was."""
+
+    def generate(ctx, builder, signature, arguments):
+        return builder.load_atomic(arguments[0], "acquire", 8)
+
+    return types.int64(types.CPointer(types.int64)), generate
+
+
+@intrinsic
+def call_kernel(context, kernel, table):
+    """Call the kernel at an address with the address of its table."""
+
+    def generate(ctx, builder, signature, arguments):
+        kind = ir.FunctionType(_VOID, [_I64]).as_pointer()
+        builder.call(builder.inttoptr(arguments[0], kind), [arguments[1]])
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def ask(context, function):
+    """What the C function `int (void)` at an address returns."""
+
+    def generate(ctx, builder, signature, arguments):
+        kind = ir.FunctionType(_I32, []).as_pointer()
+        answer = builder.call(builder.inttoptr(arguments[0], kind), [])
+        return builder.sext(answer, _I64)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def pause(context):
+    """Tell the core that this is a spinning loop, where it has an instruction for that."""
+
+    def generate(ctx, builder, signature, arguments):
+        if platform.machine() in ("x86_64", "AMD64"):
+            kind = ir.FunctionType(_VOID, [])
+            name = "llvm.x86.sse2.pause"
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
+        return ctx.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def float_of(context, bits):
+    """The float32 whose bits are the low half of an int64."""
+
+    def generate(ctx, builder, signature, arguments):
+        return builder.bitcast(builder.trunc(arguments[0], _I32), _F32)
+
+    return types.float32(types.int64), generate
+
+
+@intrinsic
+def widen(context, element):
+    """float32 or bfloat16 as float32, exactly."""
+    if element == types.float32:
+        return types.float32(types.float32), lambda ctx, builder, signature, arguments: arguments[0]
+
+    def generate(ctx, builder, signature, arguments):
+        bits = builder.shl(builder.zext(arguments[0], _I32), ir.Constant(_I32, 16))
+        return builder.bitcast(bits, _F32)
+
+    return types.float32(types.uint16), generate
+
+
+@intrinsic
+def narrow(context, value, like):
+    """float32 `value` as an element of the type of `like`, rounded to nearest, ties to even."""
+    if like == types.float32:
+        return (
+            types.float32(types.float32, types.float32),
+            lambda ctx, builder, signature, arguments: arguments[0],
+        )
+
+    def generate(ctx, builder, signature, arguments):
+        bits = builder.bitcast(arguments[0], _I32)
+        odd = builder.and_(builder.lshr(bits, ir.Constant(_I32, 16)), ir.Constant(_I32, 1))
+        rounded = builder.add(bits, builder.add(odd, ir.Constant(_I32, 0x7FFF)))
+        top = builder.trunc(builder.lshr(rounded, ir.Constant(_I32, 16)), _I16)
+        is_nan = builder.fcmp_unordered("uno", arguments[0], arguments[0])
+        return builder.select(is_nan, ir.Constant(_I16, 0x7FC0), top)
+
+    return types.uint16(types.float32, types.uint16), generate

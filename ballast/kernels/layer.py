@@ -1,0 +1,36 @@
+"""Tables for the kernels of `layer_code.py`, one row of each array for one operation."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+
+from ballast.kernels import layer_code as code
+
+Array = np.ndarray[Any, Any]
+
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_compiling = threading.Lock()
+
+
+def tables(n: int, /, **fields: int | Array) -> Array:
+    """int64 (n, N_FIELDS), with the fields named (as in `layer_code`, in lower case) filled in."""
+    made = np.zeros((n, code.N_FIELDS), np.int64)
+    made[:, code.ITEM_ROWS] = 1
+    for name, value in fields.items():
+        made[:, getattr(code, name.upper())] = value
+    return made
+
+
+def kernel(name: str, dtype: torch.dtype) -> int:
+    """Address of `norm`, `embed` or `rotary` for weights and KV of `dtype`; compiles if need be."""
+    with _compiling:
+        return code.address_of(f"{name}_{_NAMES[dtype]}")
+
+
+def bits_of(value: float) -> int:
+    """A float32 as fields hold it."""
+    return int(np.float32(value).view(np.int32))

@@ -1,0 +1,62 @@
+"""The compiled part of programs: each thread runs all operations, meeting the others after each.
+
+A *program* is a list of operations, each the address of a kernel and that of its table (see
+`attention_code.py`). All threads of a team call every kernel in order; a barrier stands behind
+each, so that an operation may read what the one before it wrote.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import cfunc, types
+
+from ballast.kernels.intrinsics import ask, call_kernel, fetch_add, int64_at, load_acquire, pause
+
+# Fields of the program's table.
+ARRIVED = 0
+"""Arrivals at barriers so far, of all threads; 0 before each run. Alone in its cache line."""
+OPERATIONS = 8
+"""Address of int64 (operations, 2): kernel, table."""
+N_OPERATIONS = 9
+TEAM_SIZE = 10
+"""Address of a C function `int (void)`: threads of this team."""
+YIELD = 11
+"""Address of a C function `int (void)` that lets another thread have the core."""
+N_FIELDS = 16
+
+SPINS = 2000
+"""Looks at a barrier before the core is offered to others: some 20 to 100 us, longer than most
+operations of a decode step take, shorter than the scheduler would take the core away for."""
+
+
+def _run(address):
+    table = int64_at(address)
+    team = ask(table[TEAM_SIZE])
+    operations = int64_at(table[OPERATIONS])
+    for i in range(table[N_OPERATIONS]):
+        call_kernel(operations[2 * i], operations[2 * i + 1])
+        if team > 1:
+            fetch_add(table, ARRIVED, 1)
+            due = team * (i + 1)
+            spins = 0
+            while load_acquire(table) < due:
+                pause()
+                spins += 1
+                if spins > SPINS:
+                    ask(table[YIELD])
+
+
+_compiled: list[Any] = []
+
+
+def address() -> int:
+    """Address of the compiled `void (int64 *table)`, from Numba's cache if it is there.
+
+    Call it from one thread.
+    """
+    if not _compiled:
+        _compiled.append(cfunc(types.void(types.int64), cache=True, error_model="numpy")(_run))
+    return int(_compiled[0].address)

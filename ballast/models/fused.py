@@ -1,0 +1,430 @@
+"""The fast path of the Llama-shaped families: a job is one program that all threads run together.
+
+Per layer eight operations: norm, q/k/v, rotary and KV, attention, output projection, norm, gate and
+up, down. Weights come packed (`ballast.weights.packing.fused`). Activations are float32 and lie in
+the lane's workspace, at addresses that never change: so the operations' tables are made once, and a
+job fills in what differs, which is the number of rows, tokens, positions and block tables.
+`models/transformers.py` is the reference, and serves everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ballast.core.errors import BrokenPromise
+from ballast.core.job import SequenceWork
+from ballast.core.model import ModelSpec
+from ballast.core.units import ceil_div
+from ballast.kernels import layer, layer_code, linear, linear_code, onednn, team
+from ballast.kernels.paged_attention import NO_WINDOW
+from ballast.kernels.workspace import Workspace
+from ballast.kv.layout import Layout
+from ballast.memory.tensor import array_at, tensor_at
+from ballast.models.served import Rows, Served
+from ballast.weights.architecture import build
+from ballast.weights.host import PLAIN, HostModel, PackedTensor
+from ballast.weights.packing import GATED, PANELS
+
+Array = np.ndarray[Any, Any]
+
+ONEDNN_ROWS = {torch.float32: 64, torch.bfloat16: 8}
+"""Rows from which oneDNN's kernels are faster than ours, where it has any for these weights."""
+ROWS_ALONE = 8
+"""Rows up to which the operations between matrices take one row per item."""
+_ALIGNMENT = 64
+
+
+class FusedModel(Served):
+    """Runs the jobs of a model whose host tier is in the layout `ballast.weights.packing.fused`.
+
+    No two jobs of models that share a workspace may run at the same time.
+    """
+
+    def __init__(
+        self,
+        host: HostModel,
+        segment_addresses: Sequence[int],
+        kv_base: int,
+        layout: Layout,
+        workspace: Workspace,
+        max_rows: int,
+        max_sampled: int,
+    ) -> None:
+        """`segment_addresses[i]`: where segment i of `host` is while the model is resident.
+
+        `max_rows`, `max_sampled`: most tokens of a job, and most positions sampled in it. Raises
+        BrokenPromise where the workspace is too small for them.
+        """
+        super().__init__(host.spec, kv_base, layout)
+        spec = self.spec
+        self._buffers = b = _Buffers.of(spec, workspace, max_rows, max_sampled)
+        self._workspace = workspace  # its memory goes with it
+        self._max_rows, self._max_sampled = max_rows, max_sampled
+        self._angles = _Angles(host.config)
+        windows = [NO_WINDOW if w is None else w for w in host.windows]
+        self._windows: Array = np.array(windows, np.int64)
+        self._scaling = spec.head_dim**-0.5
+        weights = [
+            {role: (p, at + p.offset) for p in segment.tensors for role in p.names}
+            for segment, at in zip(host.segments, segment_addresses, strict=True)
+        ]
+        first, layers = weights[0], weights[1 : 1 + spec.n_layers]
+        last = weights[-1] if len(weights) > 1 + spec.n_layers else first
+        epsilon = layer.bits_of(host.config.rms_norm_eps)
+        self._embed = self._embedding(*first["embeddings"])
+        self._norms = self._norm_tables([*layers, last], epsilon)
+        self._rotary = self._rotary_tables(layers, epsilon)
+        self._linears = {
+            role: self._linear_tables(role, layers) for role in ("qkv", "o", "gate_up", "down")
+        }
+        self._linears["head"] = self._linear_tables("head", [last])
+        self._operations = np.zeros((3 + 8 * spec.n_layers, 2), np.int64)
+        self._lay_out()
+        self._program = team.Program(self._operations)
+        self._without_head = team.Program(self._operations[: -(2 + 5)])
+        self._logits = tensor_at(b.logits, (max_sampled, spec.vocab), torch.float32)
+        self._matrices = _Matrices.of(self._operations, [*layers, last], self.dtype)
+
+    @torch.inference_mode()
+    def logits(self, work: Sequence[SequenceWork]) -> Tensor:
+        rows = self.rows(work)
+        sampled = len(rows.sampled)
+        if rows.n > self._max_rows or sampled > self._max_sampled:
+            raise BrokenPromise(
+                f"a job of {rows.n} rows and {sampled} samples; the most is {self._max_rows} and "
+                f"{self._max_sampled}"
+            )
+        self._fill(rows)
+        threads = torch.get_num_threads()
+        if self._matrices is not None and rows.n >= self._matrices.from_rows:
+            self._run_in_parts(rows.n, sampled, self._matrices, threads)
+        else:
+            (self._program if sampled else self._without_head).run(threads)
+        return self._logits[:sampled]
+
+    def _run_in_parts(self, n: int, sampled: int, by: _Matrices, threads: int) -> None:
+        """The same operations, with PyTorch's kernels for the matrices."""
+        b, spec = self._buffers, self.spec
+
+        def rows_at(address: int, width: int, rows: int = n) -> Tensor:
+            return tensor_at(address, (rows, width), torch.float32)
+
+        hidden, normed = rows_at(b.hidden, spec.hidden), rows_at(b.normed, spec.hidden)
+        qkv, gated = rows_at(b.qkv, _qkv(spec)), rows_at(b.gated, spec.intermediate)
+        attended = rows_at(b.attended, spec.n_heads * spec.head_dim)
+        for i in range(spec.n_layers):
+            by.before_qkv[i].run(threads)
+            qkv.copy_(by.multiply("qkv", i, normed))
+            by.before_o[i].run(threads)
+            if i == spec.n_layers - 1 and not sampled:
+                return
+            hidden += by.multiply("o", i, attended)
+            by.before_gate_up[i].run(threads)
+            by.gate(by.multiply("gate_up", i, normed), gated)
+            hidden += by.multiply("down", i, gated)
+        by.before_head.run(threads)
+        self._logits[:sampled] = by.multiply("head", 0, normed[:sampled])
+
+    # -- tables, made once ------------------------------------------------------------------------
+
+    def _embedding(self, packed: PackedTensor, address: int) -> Array:
+        b, spec = self._buffers, self.spec
+        panels = packed.layout == PANELS
+        _, steps, _, group = (*linear.packed_shape(spec.vocab, spec.hidden, self.dtype), 1)[:4]
+        return layer.tables(
+            1,
+            width=spec.hidden,
+            source=address,
+            source_row=steps * group if panels else spec.hidden,
+            target=b.hidden,
+            target_row=spec.hidden,
+            index=b.tokens,
+            panel_group=group if panels else 0,
+        )
+
+    def _norm_tables(self, weights: Sequence[_Roles], epsilon: int) -> Array:
+        """Two of each layer, and the last: the sampled rows alone."""
+        b, spec = self._buffers, self.spec
+        addresses = [w[role][1] for w in weights[:-1] for role in ("input_norm", "post_norm")]
+        tables = layer.tables(
+            len(addresses) + 1,
+            width=spec.hidden,
+            source=b.hidden,
+            source_row=spec.hidden,
+            target=b.normed,
+            target_row=spec.hidden,
+            weight=np.array([*addresses, weights[-1]["norm"][1]]),
+            epsilon=epsilon,
+        )
+        tables[-1, layer_code.INDEX] = b.sampled
+        return tables
+
+    def _rotary_tables(self, weights: Sequence[_Roles], epsilon: int) -> Array:
+        b, spec = self._buffers, self.spec
+        normed = "q_norm" in weights[0]
+        return layer.tables(
+            spec.n_layers,
+            width=spec.head_dim,
+            source=b.qkv,
+            source_row=_qkv(spec),
+            heads=spec.n_heads,
+            kv_heads=spec.kv_heads,
+            rotary=self._angles.width,
+            cosine=b.cosine,
+            sine=b.sine,
+            weight=np.array([w["q_norm"][1] for w in weights]) if normed else 0,
+            key_weight=np.array([w["k_norm"][1] for w in weights]) if normed else 0,
+            epsilon=epsilon,
+            kv=self._kv.base + np.arange(spec.n_layers) * self._kv.layer_bytes,
+            places=b.places,
+            values=spec.block_tokens * spec.kv_heads * spec.head_dim,
+        )
+
+    def _linear_tables(self, role: str, weights: Sequence[_Roles]) -> Array:
+        b, spec = self._buffers, self.spec
+        attended = spec.n_heads * spec.head_dim
+        source, target, mode = {
+            "qkv": (b.normed, b.qkv, linear.STORE),
+            "o": (b.attended, b.hidden, linear.ADD),
+            "gate_up": (b.normed, b.gated, linear.GATED),
+            "down": (b.gated, b.hidden, linear.ADD),
+            "head": (b.normed, b.logits, linear.STORE),
+        }[role]
+        k = {"o": attended, "down": spec.intermediate}.get(role, spec.hidden)
+        n = {
+            "qkv": _qkv(spec),
+            "gate_up": 2 * spec.intermediate,
+            "head": spec.vocab,
+        }.get(role, spec.hidden)
+        bias = f"{role}.bias"
+        tables = linear.tables(
+            np.array([w[role][1] for w in weights]),
+            n,
+            k,
+            mode=mode,
+            bias=np.array([w[bias][1] for w in weights]) if bias in weights[0] else 0,
+        )
+        linear.place(tables, 0, (source, k), (target, n // 2 if mode == linear.GATED else n))
+        return tables
+
+    def _lay_out(self) -> None:
+        """The operations in order; attention's tables are new in every job."""
+        o, n = self._operations, self.spec.n_layers
+        body = o[1 : 1 + 8 * n].reshape(n, 8, 2)
+        norm = layer.kernel("norm", self.dtype)
+        multiply = linear.kernel(self.dtype)
+        o[0] = layer.kernel("embed", self.dtype), _rows(self._embed)[0]
+        body[:, 0, 0] = body[:, 5, 0] = norm
+        body[:, 0, 1], body[:, 5, 1] = _rows(self._norms)[:-1].reshape(n, 2).T
+        for place, role in ((1, "qkv"), (4, "o"), (6, "gate_up"), (7, "down")):
+            body[:, place, 0], body[:, place, 1] = multiply, _rows(self._linears[role])
+        body[:, 2, 0] = layer.kernel("rotary", self.dtype)
+        body[:, 2, 1] = _rows(self._rotary)
+        o[-2] = norm, _rows(self._norms)[-1]
+        o[-1] = multiply, _rows(self._linears["head"])[0]
+        self._attention = body[:, 3]
+
+    # -- what differs from job to job -------------------------------------------------------------
+
+    def _fill(self, rows: Rows) -> None:
+        b, spec, n, sampled = self._buffers, self.spec, rows.n, len(rows.sampled)
+        array_at(b.tokens, (n,), np.int64)[:] = rows.tokens
+        array_at(b.sampled, (sampled,), np.int64)[:] = rows.sampled
+        array_at(b.places, (n,), np.int64)[:] = rows.places
+        half = self._angles.width // 2
+        self._angles.fill(
+            rows.positions,
+            tensor_at(b.cosine, (n, half), torch.float32),
+            tensor_at(b.sine, (n, half), torch.float32),
+        )
+        at_once = 1 if n <= ROWS_ALONE else ceil_div(n, 4 * torch.get_num_threads())
+        for tables in (self._embed, self._norms, self._rotary):
+            tables[:, layer_code.NEXT] = 0
+            tables[:, layer_code.ROWS] = n
+            tables[:, layer_code.ITEM_ROWS] = at_once
+        self._norms[-1, layer_code.ROWS] = sampled
+        for tables in self._linears.values():
+            tables[:, linear_code.NEXT] = 0
+            tables[:, linear_code.ROWS] = n
+        self._linears["head"][:, linear_code.ROWS] = sampled
+        kernel, tables = rows.paged.attend_tables(
+            b.qkv,
+            (_qkv(spec), spec.head_dim),
+            b.attended,
+            torch.float32,
+            self._scaling,
+            self._windows,
+        )
+        self._attention[:, 0], self._attention[:, 1] = kernel, _rows(tables)
+        self._attending = tables
+
+
+class _Matrices:
+    """A model's matrices for PyTorch's kernels: packed by oneDNN, or plain ones.
+
+    `from_rows`: rows of a job from which they are to be used. `before_...`: what comes before each
+    in a layer, as programs.
+    """
+
+    def __init__(
+        self, operations: Array, weights: Sequence[_Roles], dtype: torch.dtype, from_rows: int
+    ) -> None:
+        self.from_rows = from_rows
+        self._dtype = dtype
+        n = len(weights) - 1
+        starts = range(1, 1 + 8 * n, 8)
+        self.before_qkv = [team.Program(operations[s - (s == 1) : s + 1]) for s in starts]
+        self.before_o = [team.Program(operations[s + 2 : s + 4]) for s in starts]
+        self.before_gate_up = [team.Program(operations[s + 5 : s + 6]) for s in starts]
+        self.before_head = team.Program(operations[-2:-1])
+        self._by_role: dict[str, list[tuple[Tensor, Tensor | None]]] = {
+            role: [self._matrix(role, w) for w in weights[:n]]
+            for role in ("qkv", "o", "gate_up", "down")
+        }
+        self._by_role["head"] = [self._matrix("head", weights[-1])]
+        self._interleaved = weights[0]["gate_up"][0].layout == GATED
+
+    @classmethod
+    def of(
+        cls, operations: Array, weights: Sequence[_Roles], dtype: torch.dtype
+    ) -> _Matrices | None:
+        """None where our kernels are all there is."""
+        tensors = [w[role][0] for w in weights for role in w if role in _MATRICES]
+        if any(t.layout == PLAIN for t in tensors):
+            return cls(operations, weights, dtype, 0)
+        described = [onednn.describe(*_stored_shape(t), dtype) for t in tensors]
+        if all(d is not None and d.panels for d in described):
+            return cls(operations, weights, dtype, ONEDNN_ROWS[dtype])
+        return None
+
+    def _matrix(self, role: str, weights: _Roles) -> tuple[Tensor, Tensor | None]:
+        tensor, address = weights[role]
+        n, k = _stored_shape(tensor)
+        bias = None
+        if f"{role}.bias" in weights:
+            bias = tensor_at(weights[f"{role}.bias"][1], (n,), torch.float32)
+        if tensor.layout == PLAIN:
+            return tensor_at(address, (n, k), self._dtype), bias
+        descriptor = onednn.describe(n, k, self._dtype)
+        assert descriptor is not None
+        return onednn.view(address, n, k, self._dtype, descriptor), bias
+
+    def multiply(self, role: str, i: int, x: Tensor) -> Tensor:
+        """Float32 or the model's dtype (rows, n): x W^T + b by matrix `role` of layer i."""
+        matrix, bias = self._by_role[role][i]
+        x = x.to(self._dtype)
+        if bias is not None:
+            bias = bias.to(self._dtype)
+        if matrix.layout == torch.strided:
+            return torch.nn.functional.linear(x, matrix, bias)
+        return onednn.multiply(x, matrix, bias)
+
+    def gate(self, gate_up: Tensor, out: Tensor) -> None:
+        """silu(gate) * up into `out` (rows, n), from gate and up side by side, or interleaved."""
+        half = linear_code.PANEL // 2 if self._interleaved else out.shape[1]
+        parts = gate_up.float().view(len(gate_up), -1, 2, half)
+        product = torch.nn.functional.silu(parts[:, :, 0]).mul_(parts[:, :, 1])
+        out.copy_(product.flatten(1)[:, : out.shape[1]])
+
+
+def _stored_shape(tensor: PackedTensor) -> tuple[int, int]:
+    """(n, k), with the rows that fill up the last panel of gate and up."""
+    n, k = tensor.shape
+    if tensor.layout == GATED:
+        n = ceil_div(n, linear_code.PANEL) * linear_code.PANEL
+    return n, k
+
+
+_MATRICES = ("qkv", "o", "gate_up", "down", "head")
+
+_Roles = dict[str, tuple[PackedTensor, int]]
+"""A segment's tensors and their device addresses, by role."""
+
+
+def _rows(tables: Array) -> Array:
+    """Address of each row."""
+    return tables.ctypes.data + np.arange(len(tables)) * tables.strides[0]
+
+
+def _qkv(spec: ModelSpec) -> int:
+    """Queries, keys and values of one token, in elements."""
+    return (spec.n_heads + 2 * spec.kv_heads) * spec.head_dim
+
+
+class _Angles:
+    """Rotary angles by position, from the frequencies that `transformers` derives."""
+
+    def __init__(self, config: Any) -> None:
+        rotary: Any = type(build(config).get_submodule("model.rotary_emb"))(config)
+        self._frequencies: Tensor = rotary.inv_freq.float()
+        self._scale = float(rotary.attention_scaling)
+        self.width = 2 * len(self._frequencies)
+        """Elements of a head that turn."""
+
+    def fill(self, positions: Array, cosine: Tensor, sine: Tensor) -> None:
+        """Cosines and sines of (T,) positions, into (T, width / 2).
+
+        Of float32 angles, as `transformers` has them, but in float64: in float32 PyTorch's result
+        depends, in the last bit, on where in a vector an element lies, and so on other sequences.
+        """
+        angles = (torch.from_numpy(positions).float()[:, None] * self._frequencies).double()
+        cosine.copy_(angles.cos().mul_(self._scale))
+        sine.copy_(angles.sin().mul_(self._scale))
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """Addresses in the workspace: float32, except for the last three, which are int64."""
+
+    hidden: int
+    normed: int
+    qkv: int
+    attended: int
+    gated: int
+    logits: int
+    cosine: int
+    sine: int
+    tokens: int
+    sampled: int
+    places: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec, workspace: Workspace, rows: int, sampled: int) -> _Buffers:
+        addresses = []
+        at = workspace.address
+        for n_bytes in _sizes(spec, rows, sampled):
+            addresses.append(at)
+            at += ceil_div(n_bytes, _ALIGNMENT) * _ALIGNMENT
+        if at > workspace.address + workspace.n_bytes:
+            raise BrokenPromise(f"{spec.name}: the workspace has {workspace.n_bytes} bytes")
+        return cls(*addresses)
+
+
+def workspace_bytes(spec: ModelSpec, rows: int, sampled: int) -> int:
+    """What jobs of up to `rows` tokens, of which `sampled` are sampled, need of a workspace."""
+    return sum(ceil_div(n, _ALIGNMENT) * _ALIGNMENT for n in _sizes(spec, rows, sampled))
+
+
+def _sizes(spec: ModelSpec, rows: int, sampled: int) -> tuple[int, ...]:
+    """Bytes of each buffer, in the order of `_Buffers`."""
+    hidden, attended = 4 * rows * spec.hidden, 4 * rows * spec.n_heads * spec.head_dim
+    angles = 2 * rows * spec.head_dim
+    return (
+        hidden,
+        hidden,
+        4 * rows * _qkv(spec),
+        attended,
+        4 * rows * spec.intermediate,
+        4 * sampled * spec.vocab,
+        angles,
+        angles,
+        8 * rows,
+        8 * rows,
+        8 * rows,
+    )

@@ -1,0 +1,101 @@
+"""What all models have in common that run jobs: logits first, then tokens from them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ballast.core.errors import BrokenPromise
+from ballast.core.job import Sampled, SequenceWork
+from ballast.core.model import ModelSpec
+from ballast.kernels import sampling
+from ballast.kernels.paged_attention import KvArray, PagedBatch
+from ballast.kv.layout import Layout
+from ballast.weights.packing import DTYPES
+
+Array = np.ndarray[Any, Any]
+
+
+class Served(ABC):
+    """Runs the jobs of one model (`ballast.engine.runner.Executor`).
+
+    One job at a time; different models may run at the same time on different threads.
+    """
+
+    def __init__(self, spec: ModelSpec, kv_base: int, layout: Layout) -> None:
+        """`kv_base`: address of block 0, which need not be backed by memory yet."""
+        self.spec = spec
+        self.dtype = dtype = DTYPES[spec.dtype]
+        if layout.stride_bytes % dtype.itemsize:
+            raise BrokenPromise(f"{spec.name}: blocks are {layout.stride_bytes} bytes apart")
+        self._kv = KvArray(
+            kv_base,
+            layout.stride_bytes // dtype.itemsize,
+            spec.n_layers,
+            spec.block_tokens,
+            spec.kv_heads,
+            spec.head_dim,
+            dtype,
+        )
+        sampling.warm_up()
+
+    @abstractmethod
+    def logits(self, work: Sequence[SequenceWork]) -> Tensor:
+        """(n, vocab) float32: at the last position of each sequence in `work` that samples.
+
+        Computes KV for all of `work`. What it returns is valid until the next call.
+        """
+
+    def run(self, work: Sequence[SequenceWork]) -> list[Sampled]:
+        """Compute KV for all of `work`, and sample where it asks for that, in its order."""
+        sampled = [w for w in work if w.sample is not None]
+        logits = self.logits(work)
+        if not sampled:
+            return []
+        tokens, logprobs = sampling.sample(
+            logits,
+            [w.sample for w in sampled if w.sample is not None],
+            [w.end for w in sampled],
+        )
+        return [
+            Sampled(w.request_id, token, logprob)
+            for w, token, logprob in zip(sampled, tokens, logprobs, strict=True)
+        ]
+
+    def rows(self, work: Sequence[SequenceWork]) -> Rows:
+        """The rows of a job. Raises BrokenPromise where a sequence is longer than the model's."""
+        for w in work:
+            if w.end > self.spec.max_model_len:
+                raise BrokenPromise(
+                    f"{w.request_id}: {w.end} tokens, the model has {self.spec.max_model_len}"
+                )
+        return Rows(self._kv, self.spec.n_heads, work)
+
+
+class Rows:
+    """All tokens of a job, one sequence after the other, T in all."""
+
+    def __init__(self, kv: KvArray, heads: int, work: Sequence[SequenceWork]) -> None:
+        counts = [len(w.tokens) for w in work]
+        starts = [w.start for w in work]
+        self.paged = PagedBatch(kv, heads, starts, counts, [w.blocks for w in work])
+        self.n = n = self.paged.n_tokens
+        ends = np.cumsum(counts)
+        self.sampled = np.array(
+            [end - 1 for w, end in zip(work, ends, strict=True) if w.sample is not None], np.int64
+        )
+        """Row of the last token of each sequence that samples."""
+        self.tokens = np.fromiter((t for w in work for t in w.tokens), np.int64, n)
+        # Position of a row: its index, less where its sequence begins, plus where that starts.
+        shift = np.asarray(starts) - (ends - counts)
+        self.positions: Array = np.arange(n) + np.repeat(shift, counts)
+        """Of each row in its sequence, int64 (T,)."""
+        tables = np.repeat(np.cumsum([0, *map(len, (w.blocks for w in work[:-1]))]), counts)
+        block = self.paged.tables[tables + self.positions // kv.block_tokens].astype(np.int64)
+        token = kv.kv_heads * kv.head_dim
+        self.places: Array = block * kv.block_stride + self.positions % kv.block_tokens * token
+        """Elements from K of a layer in block 0 to that of each row, int64 (T,)."""

@@ -1,0 +1,176 @@
+"""How each tensor of a segment is laid out in memory: as stored, or packed for our linear layers.
+
+`as_stored` keeps the architecture's
+own tensors, for `models/transformers.py`. `fused` lays the layers of the Llama-shaped families out
+for `models/fused.py`: query, key and value projections as one matrix, gate and up as another, all
+matrices in panels, so that a step reads each from front to back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ballast.core.units import ceil_div
+from ballast.kernels import linear
+from ballast.kernels.linear_code import PANEL
+from ballast.weights.architecture import Architecture, Wanted
+from ballast.weights.host import PLAIN, PackedTensor
+
+PANELS = "panels"
+"""Layout of a matrix in panels (`kernels/linear.py`)."""
+GATED = "gated"
+"""In panels of which each has as many rows of gate and of up, so that one item has both."""
+WIDE = "wide"
+"""Layout of a bias: float32, zeros up to the end of the last panel."""
+
+FUSED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""`model_type`s whose layers `models/fused.py` runs."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Dtypes that can be served."""
+
+Read = Callable[[str], Tensor]
+"""The tensor that has a name in the architecture, whole, in the dtype that is served."""
+
+
+Layout = tuple[tuple[str, tuple[PackedTensor, ...]], ...]
+"""(name, tensors) of each segment, in load order; offsets are yet to be given."""
+
+
+def as_stored(architecture: Architecture, dtype: str) -> Layout:
+    """Every tensor as the architecture has it."""
+    return tuple(
+        (name, tuple(_tensor(w.names, w.shape, dtype, PLAIN, (w.names[0],)) for w in wanted))
+        for name, wanted in architecture.segments
+    )
+
+
+def fused(architecture: Architecture, dtype: str, *, packed: bool = True) -> Layout | None:
+    """The layout of the fast path, in the roles that `models/fused.py` knows; None: it has none.
+
+    Roles: `embeddings`, `norm` and `head` (`embeddings` and `head` on one tensor where they are
+    tied); in layers `input_norm`, `qkv`, `q_norm`, `k_norm`, `o`, `post_norm`, `gate_up`, `down`,
+    and biases as `qkv.bias` and so on. Matrices are plain if not `packed`.
+    """
+    config = architecture.config
+    if config.model_type not in FUSED or getattr(config, "hidden_act", "silu") != "silu":
+        return None
+    layers = architecture.segments[1 : 1 + architecture.n_layers]
+    found = [(name, _layer(wanted, dtype, packed)) for name, wanted in layers]
+    ends = (architecture.segments[0], *architecture.segments[1 + len(layers) :])
+    outside = _outside([wanted for _, part in ends for wanted in part])
+    if outside is None or any(tensors is None for _, tensors in found):
+        return None
+    table, norm, head = outside
+    panels = PANELS if packed else PLAIN
+    end = _plain("norm", norm, dtype)
+    middle = tuple((name, tensors) for name, tensors in found if tensors is not None)
+    if head is None:
+        tied = _tensor(("embeddings", "head"), table.shape, dtype, panels, (table.names[0],))
+        return (("embeddings", (tied, end)), *middle)
+    first = _plain("embeddings", table, dtype)
+    last = _tensor(("head",), head.shape, dtype, panels, (head.names[0],))
+    return (("embeddings", (first,)), *middle, ("head", (end, last)))
+
+
+def build(tensor: PackedTensor, read: Read) -> Tensor:
+    """The elements of a packed tensor as they lie in memory, flat."""
+    parts = [read(name) for name in tensor.sources]
+    stacked = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if tensor.layout == PLAIN:
+        return stacked.flatten()
+    if tensor.layout == WIDE:
+        more = tensor.n_bytes // 4 - len(stacked)
+        return torch.nn.functional.pad(stacked.float(), (0, more))
+    return linear.pack(linear.gated(*parts) if tensor.layout == GATED else stacked)
+
+
+def _tensor(
+    names: tuple[str, ...],
+    shape: tuple[int, ...],
+    dtype: str,
+    layout: str,
+    sources: tuple[str, ...],
+) -> PackedTensor:
+    """With the bytes that it takes in its layout."""
+    if layout == PLAIN:
+        n_bytes = math.prod(shape) * DTYPES[dtype].itemsize
+    elif layout == WIDE:
+        n_bytes, dtype = 4 * ceil_div(shape[0], PANEL) * PANEL, "float32"
+    else:
+        n_bytes = linear.packed_bytes(shape[0], shape[1], DTYPES[dtype])
+    return PackedTensor(names, shape, dtype, 0, n_bytes, layout, sources)
+
+
+_MATRICES = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+_VECTORS = {
+    "input_norm": "input_layernorm",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "post_norm": "post_attention_layernorm",
+}
+
+
+def _layer(wanted: Sequence[Wanted], dtype: str, packed: bool) -> tuple[PackedTensor, ...] | None:
+    """A layer's tensors by role; None if it has others than expected."""
+    by_part = {_part(w.names[0]): w for w in wanted}
+    found: list[PackedTensor] = []
+    for role, name in _VECTORS.items():
+        vector = by_part.pop(f"{name}.weight", None)
+        if vector is not None:
+            found.append(_plain(role, vector, dtype))
+    for role, names in _MATRICES.items():
+        weights = [by_part.pop(f"{name}.weight", None) for name in names]
+        biases = [by_part.pop(f"{name}.bias", None) for name in names]
+        layout = PLAIN if not packed else GATED if role == "gate_up" else PANELS
+        matrix = _stack(role, weights, dtype, layout)
+        if matrix is None:
+            return None
+        found.append(matrix)
+        if any(biases):
+            bias = _stack(f"{role}.bias", biases, dtype, WIDE)
+            if bias is None or role == "gate_up":
+                return None
+            found.append(bias)
+    return None if by_part else tuple(found)
+
+
+def _part(name: str) -> str:
+    """`model.layers.3.mlp.up_proj.weight` -> `mlp.up_proj.weight`."""
+    parts = name.split(".")
+    return ".".join(parts[next(i for i, p in enumerate(parts) if p.isdigit()) + 1 :])
+
+
+def _outside(wanted: Sequence[Wanted]) -> tuple[Wanted, Wanted, Wanted | None] | None:
+    """(embeddings, final norm, head or None if tied); None if there is more or less."""
+    by_name = {w.names[0]: w for w in wanted}
+    table = by_name.pop("model.embed_tokens.weight", None)
+    norm = by_name.pop("model.norm.weight", None)
+    head = by_name.pop("lm_head.weight", None)
+    if table is None or norm is None or by_name:
+        return None
+    return table, norm, head
+
+
+def _plain(role: str, w: Wanted, dtype: str) -> PackedTensor:
+    return _tensor((role,), w.shape, dtype, PLAIN, (w.names[0],))
+
+
+def _stack(
+    role: str, parts: Sequence[Wanted | None], dtype: str, layout: str
+) -> PackedTensor | None:
+    """Tensors above each other; None unless all are there."""
+    there = [p for p in parts if p is not None]
+    if len(there) != len(parts):
+        return None
+    shape = (sum(p.shape[0] for p in there), *there[0].shape[1:])
+    return _tensor((role,), shape, dtype, layout, tuple(p.names[0] for p in there))
