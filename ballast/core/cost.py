@@ -85,11 +85,15 @@ def activation_bytes(spec: ModelSpec, step_tokens: int, step_logits: int) -> int
     norm = 3 * f * hidden + 2 * e * hidden
     # Projections, and while one of q and k is rotated: halves swapped, two products, their sum.
     attention = e * (hidden + 2 * q + 2 * k + 4 * q) + e * hidden
-    mlp = e * (3 * hidden + 3 * t * spec.intermediate)
-    # A row for each of a token's experts: its input, gate and up, activation and product; later
-    # input, output, weighted, in the tokens' order. Routing sorts indices of these rows.
-    rows, inner = t * spec.experts_per_token, spec.expert_intermediate
-    experts = 2 * e * hidden + rows * (e * max(spec.hidden + 4 * inner, 4 * spec.hidden) + 8 * 8)
+    # Gate and up, in one matrix or two; then what activations written in Python hold on to, or what
+    # oneDNN accumulates bfloat16 products in: families need 3 to 7.7 times the intermediate size.
+    mlp = e * (3 * hidden + 8 * t * spec.intermediate)
+    # A row for each of a token's experts: its input and the same; later input, output, weighted,
+    # back in the tokens' order. Routing sorts indices of these rows.
+    rows = t * spec.experts_per_token
+    gated = e * (spec.hidden + 8 * spec.expert_intermediate)
+    weighted = 2 * (e + f) * spec.hidden
+    experts = 2 * e * hidden + rows * (max(gated, weighted) + 8 * 8)
     # Logits in the model's dtype and in float32; a copy and its log-softmax where asked for.
     head = step_logits * spec.vocab * ((e if e != f else 0) + 3 * f) + 8 * 8 * spec.vocab
     bound = through + max(rotary, norm, attention, mlp, experts, head)
