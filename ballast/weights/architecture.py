@@ -93,13 +93,15 @@ def learn(config: Any) -> Architecture:
         raise UnsupportedModel(f"{kind}: transformers cannot build it: {error}") from error
     _check_module(module, kind)
     text = config.get_text_config()
-    positions = int(text.max_position_embeddings)
+    positions = int(getattr(text, "max_position_embeddings", None) or 0)
     prefix, n_layers = _layers(module, kind)
     try:
-        seen = probe(module, positions)
+        seen = probe(module, positions or 2)
     except Exception as error:
         raise UnsupportedModel(f"{kind}: it cannot be run with our attention: {error}") from error
     _check_calls(seen.calls, n_layers, positions, kind)
+    if not positions:
+        raise UnsupportedModel(f"{kind}: its configuration bounds no context length")
     if seen.logits[1] != 1:
         raise UnsupportedModel(f"{kind}: it computes logits at every position")
     query, key = seen.calls[0].query, seen.calls[0].key
@@ -134,8 +136,6 @@ def _check_config(config: Any) -> None:
         raise UnsupportedModel(f"{kind}: quantised weights are not supported")
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{kind}: it is not a decoder")
-    if not getattr(config.get_text_config(), "max_position_embeddings", None):
-        raise UnsupportedModel(f"{kind}: its configuration bounds no context length")
     for parameters in _ropes(config.get_text_config()):
         if "dynamic" in str(parameters.get("rope_type")):
             raise UnsupportedModel(
@@ -158,12 +158,13 @@ def _ropes(text: Any) -> Iterator[dict[str, Any]]:
 
 
 def _layers(module: nn.Module, kind: str) -> tuple[str, int]:
-    """(path and dot, number) of the decoder layers: the longest list of modules there is."""
-    lists = [(len(m), name) for name, m in module.named_modules() if isinstance(m, nn.ModuleList)]
-    if not lists:
+    """(path and dot, number) of the decoder layers: the longest list of modules in no other."""
+    lists = {name: m for name, m in module.named_modules() if isinstance(m, nn.ModuleList)}
+    outer = [n for n in lists if not any(n.startswith(f"{other}.") for other in lists)]
+    if not outer:
         raise UnsupportedModel(f"{kind}: no list of layers was found")
-    n, name = max(lists, key=lambda x: x[0])
-    return f"{name}.", n
+    name = max(outer, key=lambda n: len(lists[n]))
+    return f"{name}.", len(lists[name])
 
 
 def _check_module(module: nn.Module, kind: str) -> None:

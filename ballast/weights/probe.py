@@ -113,7 +113,11 @@ def _attend(
             mask=next((mask for made, mask in trace.masks if made is attention_mask), None),
             causal=bool(causal),
             more=tuple(
-                sorted(k for k, v in more.items() if k not in _HARMLESS and v not in (None, False))
+                sorted(
+                    name
+                    for name, value in more.items()
+                    if name not in _HARMLESS and value is not None and value is not False
+                )
             ),
         )
     )

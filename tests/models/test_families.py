@@ -1,0 +1,180 @@
+"""Every family against transformers' own eager float32; what cannot be served says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from ballast.core.errors import UnsupportedModel
+from ballast.core.job import SequenceWork
+from ballast.weights.architecture import learn
+from benchmarks.families import FAMILIES, config, make
+from tests.models.tiny import GREEDY, Served, save
+
+
+def of(reference: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """(vocab,) logits at the last position."""
+    with torch.no_grad():
+        return reference(tokens[None], use_cache=False).logits[0, -1]  # type: ignore[no-any-return]
+
+
+def tokens_of(n: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 331, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def serve(path: Path, a: torch.Tensor, b: torch.Tensor, **settings: Any) -> torch.Tensor:
+    """Logits at the ends of two sequences: a prompt in chunks, and one that decodes beside it."""
+    served = Served(path, **settings)
+    tables = [[4, 0, 9, 6, 12], [2, 7]]
+    served.logits(
+        SequenceWork("a", a[:37].tolist(), 0, tables[0], None),
+        SequenceWork("b", b[:-1].tolist(), 0, tables[1], None),
+    )
+    last = len(b) - 1
+    ours = served.logits(
+        SequenceWork("b", [int(b[last])], last, tables[1], GREEDY),
+        SequenceWork("a", a[37:].tolist(), 37, tables[0], GREEDY),
+    )
+    served.close()
+    return ours.flip(0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(family: str, tmp_path: Path) -> None:
+    reference = make(tmp_path, config(family))
+    a, b = tokens_of(70, 1), tokens_of(29, 2)
+    theirs = torch.stack([of(reference, x) for x in (a, b)])
+    assert theirs.std() > 0.5  # or nothing would have been tested
+    ours = serve(tmp_path, a, b)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
+WITHOUT: dict[str, dict[str, Any]] = {
+    "gemma2": {"attn_logit_softcapping": None},
+    "mixtral": {"sliding_window": None, "num_experts_per_tok": 2},
+    **{
+        family: {"sliding_window": 10_000}
+        for family, said in FAMILIES.items()
+        if "sliding_window" in said and family != "mixtral"
+    },
+}
+
+
+@pytest.mark.parametrize("family", WITHOUT)
+def test_windows_caps_and_experts_make_a_difference(family: str, tmp_path: Path) -> None:
+    """Or the comparison above would prove nothing of them."""
+    tokens = tokens_of(70, 1)
+    model = make(tmp_path, config(family))
+    other = transformers.AutoModelForCausalLM.from_config(
+        config(family, **WITHOUT[family]), attn_implementation="eager"
+    ).eval()
+    other.load_state_dict(model.state_dict())
+    assert (of(model, tokens) - of(other, tokens)).abs().max() > 0.05
+
+
+def test_bfloat16_experts(tmp_path: Path) -> None:
+    """As near to float32 as transformers' own bfloat16 is."""
+    reference = make(tmp_path, config("qwen3_moe"))
+    a, b = tokens_of(70, 1), tokens_of(29, 2)
+    exact = torch.stack([of(reference, x) for x in (a, b)])
+    reference.to(torch.bfloat16)
+    theirs = torch.stack([of(reference, x) for x in (a, b)]).float()
+    ours = serve(tmp_path, a, b, dtype="bfloat16")
+    assert (ours - exact).abs().mean() < 2 * (theirs - exact).abs().mean()
+
+
+def test_longrope_up_to_the_length_where_it_changes(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "long_factor": [4.0 + i for i in range(8)],
+        "short_factor": [1.0 + i / 4 for i in range(8)],
+    }
+    changes = {
+        "sliding_window": None,
+        "partial_rotary_factor": 1.0,
+        "rope_parameters": rope,
+        "original_max_position_embeddings": 80,
+    }
+    reference = make(tmp_path, config("phi3", **changes))
+    a, b = tokens_of(70, 1), tokens_of(29, 2)
+    with pytest.raises(UnsupportedModel, match=r"longrope.*max_model_len"):
+        serve(tmp_path, a, b)
+    ours = serve(tmp_path, a, b, max_model_len=80)
+    theirs = torch.stack([of(reference, x) for x in (a, b)])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 200,
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "falcon": (SMALL, "0 of its 4 layers attend"),
+    "bloom": ({"hidden_size": 64, "n_layer": 4, "n_head": 4, "vocab_size": 200}, "positions"),
+    "gptj": (
+        {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 200, "rotary_dim": 8},
+        "0 of its 4 layers attend",
+    ),
+    "gpt_oss": ({**SMALL, "intermediate_size": 32, "num_local_experts": 4}, "sinks"),
+    "mamba": ({"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 200}, "keys and values"),
+    "falcon_h1": ({**SMALL, "mamba_d_ssm": 64, "mamba_n_heads": 4}, "keys and values"),
+    "bert": (SMALL, "does not see just the past"),
+    "llama4_text": (
+        {**SMALL, "intermediate_size": 64, "intermediate_size_mlp": 64, "attention_chunk_size": 8},
+        "does not see just the past",
+    ),
+    "deepseek_v3": (
+        {
+            **SMALL,
+            "intermediate_size": 64,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+        },
+        "differ in size",
+    ),
+    "diffllama": ({**SMALL, "intermediate_size": 64}, "8 of its 4 layers"),
+    "gemma4_text": ({**SMALL, "intermediate_size": 64}, "layers differ in the shapes"),
+    "t5": ({}, "cannot build it|not a decoder"),
+    "llama": (
+        {
+            **SMALL,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        },
+        "longest sequence",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_served_says_why(kind: str) -> None:
+    values, reason = REFUSED[kind]
+    with pytest.raises(UnsupportedModel, match=rf"(?s){kind}: .*({reason})"):
+        learn(transformers.AutoConfig.for_model(kind, **values))
+
+
+def test_what_was_asked_is_learned() -> None:
+    gemma = learn(config("gemma2"))
+    assert gemma.windows == (24, None, 24)
+    assert gemma.softcap == 2.0
+    assert learn(config("mistral")).windows == (24, 24, 24)
+    assert learn(config("mistral", sliding_window=512)).windows == (None, None, None)
+    assert learn(config("qwen2")).windows == (None, None, None)
+    moe = learn(config("qwen3_moe"))
+    assert (moe.experts_per_token, moe.expert_intermediate, moe.intermediate) == (3, 48, 96)
+    assert learn(config("phi")).experts_per_token == 0
+
+
+def test_refused_when_it_is_loaded(tmp_path: Path) -> None:
+    values, reason = REFUSED["falcon"]
+    model = transformers.FalconForCausalLM(transformers.FalconConfig(**values))
+    save(model, tmp_path)
+    with pytest.raises(UnsupportedModel, match=reason):
+        Served(tmp_path)
