@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
-from ballast.core.errors import BrokenPromise, UnsupportedModel
+from ballast.core.errors import BrokenPromise
 from ballast.core.job import SequenceWork
 from ballast.core.request import Sampling
-from tests.models.tiny import GREEDY, Served, llama, save
+from tests.models.tiny import GREEDY, Served, llama
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "grouped": {},
@@ -226,125 +225,3 @@ def test_nothing_is_touched_before_a_job(tmp_path: Path) -> None:
     vm.release(kv)
     vm.close()
     host.close()
-
-
-REFUSED = {
-    "falcon": (
-        transformers.FalconConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
-        "attention cannot be replaced|0 of its 2 layers",
-    ),
-    "gemma2": (
-        transformers.Gemma2Config(
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=128,
-            num_key_value_heads=2,
-            head_dim=16,
-            vocab_size=200,
-        ),
-        "softcap",
-    ),
-    "mamba": (
-        transformers.MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=200),
-        "mamba",
-    ),
-    "dynamic rotary": (
-        transformers.LlamaConfig(
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            vocab_size=200,
-            rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
-        ),
-        "longest sequence",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses_what_it_cannot_serve(name: str, tmp_path: Path) -> None:
-    config, reason = REFUSED[name]
-    config.vocab_size = 200
-    save(transformers.AutoModelForCausalLM.from_config(config), tmp_path)
-    with pytest.raises(UnsupportedModel, match=reason):
-        Served(tmp_path)
-
-
-def test_a_window_is_served_up_to_its_size(tmp_path: Path) -> None:
-    config = transformers.MistralConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=128,
-        vocab_size=331,
-        sliding_window=32,
-        initializer_range=0.25,
-    )
-    reference = save(transformers.MistralForCausalLM(config), tmp_path)
-    with pytest.raises(UnsupportedModel, match="max_model_len"):
-        Served(tmp_path)
-    served = Served(tmp_path, max_model_len=32)
-    tokens = tokens_of(32)
-    ours = served.logits(SequenceWork("a", tokens.tolist(), 0, [1, 0], GREEDY))
-    close(ours, of(reference, tokens)[-1:])
-    served.close()
-
-
-SMALL = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 331,
-    "intermediate_size": 128,
-    "initializer_range": 0.25,
-}
-FAMILIES = {
-    "qwen2": transformers.Qwen2Config(**SMALL, num_key_value_heads=2),
-    "qwen3": transformers.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=24),
-    "mistral": transformers.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=None),
-    "gemma": transformers.GemmaConfig(**SMALL, num_key_value_heads=1, head_dim=16),
-    "phi3": transformers.Phi3Config(**SMALL, num_key_value_heads=2, pad_token_id=0),
-    "olmo2": transformers.Olmo2Config(**SMALL),
-    "opt": transformers.OPTConfig(
-        hidden_size=64,
-        word_embed_proj_dim=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=331,
-        ffn_dim=128,
-        init_std=0.25,
-    ),
-    "gpt2": transformers.GPT2Config(
-        n_embd=64,
-        n_layer=2,
-        n_head=4,
-        vocab_size=331,
-        initializer_range=0.25,
-        bos_token_id=0,
-        eos_token_id=0,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_other_families(name: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        FAMILIES[name], attn_implementation="eager"
-    )
-    reference = save(model, tmp_path)
-    served = Served(tmp_path)
-    a, b = tokens_of(40, 1), tokens_of(25, 2)
-    tables = [[4, 0, 9], [2, 7]]
-    served.logits(
-        SequenceWork("a", a[:20].tolist(), 0, tables[0], None),
-        SequenceWork("b", b[:24].tolist(), 0, tables[1], None),
-    )
-    ours = served.logits(
-        SequenceWork("b", [int(b[24])], 24, tables[1], GREEDY),
-        SequenceWork("a", a[20:].tolist(), 20, tables[0], GREEDY),
-    )
-    close(ours, torch.stack([of(reference, x)[-1] for x in (b, a)]))
-    served.close()
