@@ -85,8 +85,8 @@ def _set_up_buffers(module: nn.Module, kind: str) -> None:
     """Give buffers that no checkpoint holds (rotary frequencies) their values, on the CPU.
 
     They were made on the meta device. `transformers` knows how to set each up; parameters are
-    marked so that it leaves those alone. What it leaves alone, or draws at random, differs when that
-    is done twice.
+    marked so that it leaves those alone. A buffer that it leaves alone, or draws at random, differs
+    when that is done twice.
     """
     waiting: dict[str, nn.Module] = {}
     for path, owner in module.named_modules():

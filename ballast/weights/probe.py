@@ -76,7 +76,7 @@ def probe(module: nn.Module, positions: int) -> Seen:
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     try:
         with torch.no_grad():
-            # Given a mask of padding, `transformers` does not look for packed sequences in positions.
+            # Given a mask of padding, `transformers` looks for no packed sequences in positions.
             padding = torch.ones(ids.shape, device="meta")
             output = module(
                 input_ids=ids, attention_mask=padding, use_cache=False, logits_to_keep=ids[0, :1]
@@ -144,7 +144,7 @@ def _look_into(function: Callable[..., Any], positions: int) -> Mask:
             # The last n positions up to its own: as many are seen as there are, and no others.
             if n == 0 or not bool(seen[q + 1 - n : q + 1].all()) or seen.shape != keys.shape:
                 return Mask(False)
-        except Exception:
+        except Exception:  # noqa: BLE001 - one that cannot be asked is none that we know
             return Mask(False)
         if n <= q:
             windows.add(n)

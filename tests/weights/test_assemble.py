@@ -80,7 +80,9 @@ def stored_names(path: Path) -> list[str]:
     return list(load_file(path / "model.safetensors"))
 
 
-def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+def rewrite(
+    path: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> None:
     file = path / "model.safetensors"
     save_file({k: v.contiguous() for k, v in change(load_file(file)).items()}, file)
 
@@ -178,7 +180,9 @@ def test_faults_of_parts(tmp_path: Path, change: Any, tensor: str, reason: str) 
 def test_a_conversion_that_is_not_known(tmp_path: Path) -> None:
     make(tmp_path, config("qwen3_moe"))
     architecture = checkpoint.learn(config("qwen3_moe"))
-    turned = WeightConverter("mlp.experts.*.down_proj.weight", "mlp.experts.down_proj", [Transpose()])
+    turned = WeightConverter(
+        "mlp.experts.*.down_proj.weight", "mlp.experts.down_proj", [Transpose()]
+    )
     object.__setattr__(architecture, "conversions", (turned,))
     with pytest.raises(UnsupportedModel, match="Transpose"):
         recipes(architecture, read_header(tmp_path / "model.safetensors"), tmp_path)
