@@ -20,6 +20,7 @@ around it, nor the number of threads changes a bit of it.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -83,8 +84,11 @@ _CHUNK = 9 * ROWS_MAX
 """Most rows of an item."""
 _CHUNK_FLOATS = 1 << 17
 """Inputs of an item, if they are more than a tile's: half of the second cache."""
+_STEP = 4 * PANEL
+"""Bytes of a panel that are read at once: one input in float32, two in bfloat16."""
+_LINE = 64
 _AHEAD = 2048
-"""Bytes from what is read to what is fetched: the hardware does not look beyond a page's end."""
+"""Bytes from what is read to what a tile of all outputs fetches."""
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -143,16 +147,18 @@ _sums_memory = intrinsic(_on_stack(_CHUNK * PANEL))
 
 
 @intrinsic
-def _tile(context, rows, stage, weights, w, k, sums, s):
+def _tile(context, rows, stage, weights, w, k, sums, s, next_at, share):
     """Add the products of some rows and a panel to sums, input by input.
 
     sums[s + r * PANEL + j] += sum(stage[r * _STRIDE + i] * weight(i, j)) for i < k in turn,
-    where the panel's weights begin at element `w` of float32 or of bfloat16 (as uint16).
+    where the panel's weights begin at element `w` of float32 or of bfloat16 (as uint16). While it
+    reads them, it fetches `share` bytes per step from address `next_at`, where what is read next
+    begins: the hardware does not look beyond the end of a page.
     """
     width = weights.dtype.bitwidth // 8
 
     def generate(ctx, builder, signature, arguments):
-        rows, stage, weights, w, k, sums, s = arguments
+        rows, stage, weights, w, k, sums, s, next_at, share = arguments
         panel = builder.ptrtoint(builder.gep(weights, [w]), _I64)
         sums = builder.gep(sums, [s])
         steps = k
@@ -165,27 +171,56 @@ def _tile(context, rows, stage, weights, w, k, sums, s):
             block = builder.append_basic_block(f"rows{r}")
             choice.add_case(_int64(r), block)
             builder.position_at_end(block)
-            for j in range(0, PANEL, vectors * LANES):
-                _sum_tile(builder, width, r, vectors, j, stage, panel, steps, sums)
+            passes = PANEL // (vectors * LANES)
+            for j in range(passes):
+                first = j * vectors * LANES
+                with _sum_tile(builder, width, r, vectors, first, stage, panel, steps, sums) as i:
+                    if passes == 1:
+                        _fetch_soon(builder, panel, i, steps, next_at)
+                    else:
+                        done_before = builder.mul(steps, _int64(j))
+                        _fetch_share(builder, next_at, builder.add(i, done_before), share, passes)
             builder.branch(done)
         builder.position_at_end(done)
         return ctx.get_dummy_value()
 
     i64 = types.int64
-    return types.void(i64, _FLOATS, weights, i64, i64, _FLOATS, i64), generate
+    return types.void(i64, _FLOATS, weights, i64, i64, _FLOATS, i64, i64, i64), generate
 
 
+def _fetch_soon(builder, panel, i, steps, next_at):
+    """Fetch into the first cache what is _AHEAD bytes behind step i, or in what is read next."""
+    later = builder.add(i, _int64(_AHEAD // _STEP))
+    beyond = builder.sub(later, steps)
+    here = builder.icmp_signed("<", beyond, _int64(0))
+    origin = builder.select(here, panel, next_at)
+    step = builder.select(here, later, beyond)
+    _prefetch(builder, builder.add(origin, builder.mul(step, _int64(_STEP))), _STEP // _LINE, 3)
+
+
+def _fetch_share(builder, next_at, i, share, passes):
+    """Fetch into the second cache the i-th part of what is read next."""
+    each = builder.udiv(share, _int64(passes))
+    _prefetch(builder, builder.add(next_at, builder.mul(i, each)), _STEP // _LINE // passes, 2)
+
+
+def _prefetch(builder, address, lines, locality):
+    pointer = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    how = [ir.Constant(_I32, value) for value in (0, locality, 1)]
+    for line in range(lines):
+        at = builder.add(address, _int64(line * _LINE))
+        builder.call(prefetch, [builder.inttoptr(at, pointer), *how])
+
+
+@contextmanager
 def _sum_tile(builder, width, rows, vectors, first, stage, panel, steps, sums):
-    """One tile: outputs first .. first + vectors * LANES - 1 of the panel."""
+    """One tile: outputs first .. first + vectors * LANES - 1 of the panel. Yields the step."""
     vector = ir.VectorType(_F32, LANES)
     name = f"llvm.fmuladd.v{LANES}f32"
     multiply_add = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(vector, [vector] * 3), name
-    )
-    prefetch = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), _I32, _I32, _I32]),
-        "llvm.prefetch.p0",
     )
     places = []
     for r in range(rows):
@@ -194,17 +229,10 @@ def _sum_tile(builder, width, rows, vectors, first, stage, panel, steps, sums):
             places.append(builder.bitcast(at, vector.as_pointer()))
     zero = ir.Constant(vector, None)
     totals = [cgutils.alloca_once_value(builder, zero) for _ in places]
-    # Of each step: a row of float32, or a pair of bfloat16 of each output.
-    step_bytes = _int64(4 * PANEL)
     bits = ir.VectorType(_I32, LANES)
     with cgutils.for_range(builder, steps) as loop:
-        at = builder.add(panel, builder.mul(loop.index, step_bytes))
-        if first == 0:
-            for line in range(0, 4 * PANEL, 64):
-                ahead = builder.add(at, _int64(_AHEAD + line))
-                ahead = builder.inttoptr(ahead, ir.IntType(8).as_pointer())
-                level = [ir.Constant(_I32, i) for i in (0, 3, 1)]
-                builder.call(prefetch, [ahead, *level])
+        yield loop.index
+        at = builder.add(panel, builder.mul(loop.index, _int64(_STEP)))
         loaded = []
         for v in range(vectors):
             address = builder.add(at, _int64(4 * (first + v * LANES)))
@@ -368,10 +396,8 @@ def _linear(table, weights, itemsize):
     whole = 64 // itemsize
     panel_size = (k + whole - 1) // whole * whole * PANEL
     chunks = _chunks(all_rows, k)
-    while True:
-        item = _fetch_add(table, NEXT, 1)
-        if item >= panels * chunks:
-            break
+    item = _fetch_add(table, NEXT, 1)
+    while item < panels * chunks:
         panel, chunk = item % panels, item // panels
         first = chunk * all_rows // chunks
         rows = (chunk + 1) * all_rows // chunks - first
@@ -380,11 +406,18 @@ def _linear(table, weights, itemsize):
         for start in range(0, k, _SLICE):
             n = min(_SLICE, k - start)
             w = panel * panel_size + start * PANEL
+            after = w + _SLICE * PANEL
+            if start + _SLICE >= k:
+                # Not sooner, as nobody else can do it then, and not later, for the fetching.
+                item = _fetch_add(table, NEXT, 1)
+                after = item % panels * panel_size if item < panels * chunks else w
+            after = table[WEIGHTS] + after * itemsize
             for g in range(groups):
                 row = g * rows // groups
                 many = (g + 1) * rows // groups - row
                 _stage(table, first + row, many, start, n, stage)
-                _tile(many, stage, weights, w, n, sums, row * PANEL)
+                next_at = after + n * PANEL * itemsize * g // groups
+                _tile(many, stage, weights, w, n, sums, row * PANEL, next_at, _STEP // groups)
         _finish(table, panel, first, rows, sums)
 
 
