@@ -22,6 +22,8 @@ class SequenceWork:
     blocks: Sequence[int]
     sample: Sampling | None
     """None: nothing is sampled (a prefill chunk that does not reach the prompt's end)."""
+    adapter: int | None = None
+    """Index into `ModelSpec.adapters`; None: the model as it is."""
 
     @property
     def end(self) -> int:

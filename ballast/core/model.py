@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ballast.core.settings import Slo
 from ballast.core.units import ceil_div
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """A LoRA adapter as served on its base: one of the base's segments, one name for clients."""
+
+    name: str
+    fingerprint: str
+    """Hex digest over its base, its scales and its tensors; keeps cached prefixes apart."""
+    rank: int
+    """The largest of its matrices."""
+    slo: Slo = field(default_factory=Slo)
+    priority: int = 0
+    max_waiting: int = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +39,8 @@ class ModelSpec:
     max_model_len: int
     block_tokens: int
     segment_bytes: tuple[int, ...]
-    """Packed bytes of each segment, in load order: embeddings, layer 0 .. n-1, head (if untied)."""
+    """Packed bytes of each segment, in load order: embeddings, layer 0 .. n-1, head (if untied),
+    then one for each adapter."""
     fingerprint: str
     """Hex digest over config, dtype and tensors; salts the prefix cache."""
     eos_token_ids: tuple[int, ...] = ()
@@ -38,6 +53,27 @@ class ModelSpec:
     experts_per_token: int = 0
     """How many experts a token goes through in a layer; 0: there are none."""
     expert_intermediate: int = 0
+    adapters: tuple[AdapterSpec, ...] = ()
+    base: str | None = None
+    """Of an adapter in the eyes of a client (`served`): the model it stands on."""
+
+    @property
+    def served(self) -> tuple[ModelSpec, ...]:
+        """This model and each of its adapters, as clients see them: by name, level and limit."""
+        adapted = (
+            replace(
+                self,
+                name=a.name,
+                fingerprint=a.fingerprint,
+                slo=a.slo,
+                priority=a.priority,
+                max_waiting=a.max_waiting,
+                adapters=(),
+                base=self.name,
+            )
+            for a in self.adapters
+        )
+        return (self, *adapted)
 
     @property
     def dtype_bytes(self) -> int:

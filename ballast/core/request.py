@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from ballast.core.errors import BrokenPromise
+from ballast.core.model import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class Submission:
 
     id: str
     model: str
+    """Of a model, or of an adapter."""
     prompt: tuple[int, ...]
     max_tokens: int
     open_ended: bool = False
@@ -78,6 +80,12 @@ class Request:
     tokens: list[int]
     order: tuple[float, int]
     """(arrival, sequence number): first come, first served, ties by sequence."""
+    model: str
+    """The model that runs it: of an adapter, the base."""
+    adapter: int | None = None
+    """Index into the model's adapters."""
+    salt: str = ""
+    """What keeps its cached prefixes apart from those of other adapters and tenants."""
     state: State = State.WAITING
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -93,8 +101,20 @@ class Request:
     admitted_at: float | None = None
 
     @classmethod
-    def of(cls, submission: Submission, sequence: int) -> Request:
-        return cls(submission, list(submission.prompt), (submission.arrival, sequence))
+    def of(
+        cls, submission: Submission, sequence: int, spec: ModelSpec, adapter: int | None = None
+    ) -> Request:
+        """For the model of `spec`, or for one of its adapters."""
+        # The colon keeps a tenant's salt from posing as an adapter's fingerprint.
+        fingerprint = "" if adapter is None else spec.adapters[adapter].fingerprint
+        return cls(
+            submission,
+            list(submission.prompt),
+            (submission.arrival, sequence),
+            spec.name,
+            adapter,
+            f"{fingerprint}:{submission.salt}",
+        )
 
     @property
     def id(self) -> str:

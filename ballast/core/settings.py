@@ -18,6 +18,19 @@ class Slo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSettings:
+    """A LoRA adapter, served as a model of its own on the weights of its base."""
+
+    name: str
+    path: str
+    """Directory with adapter_config.json and adapter_model.safetensors (PEFT's format)."""
+    slo: Slo = field(default_factory=Slo)
+    priority: int = 0
+    max_waiting: int = 10_000
+    """Most requests for this adapter queued; more are refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
     """One model of the fleet."""
 
@@ -44,6 +57,7 @@ class ModelSettings:
     """Code that runs it: `generic` (any family), `fused` (Llama-shaped ones, faster), or `auto`."""
     linear: str = "auto"
     """How its matrices lie in memory: `packed` for the CPU's kernels, `plain`, or `auto`."""
+    adapters: tuple[AdapterSettings, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,9 +121,13 @@ class LiveDevice:
         for settings in self.fleet.models:
             try:
                 hosts.append(load_host_model(settings))
+                self.failed |= hosts[-1].failed
             except BallastError as error:
-                log.error("model %s is not served: %s", settings.name, error)
                 self.failed[settings.name] = str(error)
+                base = f"its base {settings.name} is not served"
+                self.failed |= dict.fromkeys((a.name for a in settings.adapters), base)
+        for name, why in self.failed.items():
+            log.error("model %s is not served: %s", name, why)
         return hosts
 
     def _executors(self) -> dict[str, Served]:

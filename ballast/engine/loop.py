@@ -156,6 +156,6 @@ class Loop:
         """No policy helped: the newest request fails, so that what it holds serves the others."""
         request = max(self.state.requests.values(), key=lambda r: r.order)
         reason = f"preset {self.preset.name!r} found no memory for this request"
-        refusal = Refuse(request.submission.model, request.id, reason)
+        refusal = Refuse(request.model, request.id, reason)
         self.story.decision(self.clock.now(), refusal, None)
         outputs.append(self.state.fail(request, "out_of_memory", reason))

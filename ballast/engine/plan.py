@@ -37,7 +37,7 @@ class _Plan:
         samples = end == len(r.tokens)
         tokens = r.tokens[r.computed : end]
         sampling = r.submission.sampling if samples else None
-        self.work.append(SequenceWork(r.id, tokens, r.computed, r.blocks, sampling))
+        self.work.append(SequenceWork(r.id, tokens, r.computed, r.blocks, sampling, r.adapter))
         self.tokens -= n
         self.logits -= samples
 
@@ -76,7 +76,7 @@ def plan(m: ModelState, settings: DeviceSettings, now: float, freed: int) -> lis
 
 def _admit(m: ModelState, r: Request, now: float) -> Short | None:
     """Take a waiting request into the batch, on top of the prefix that is cached."""
-    blocks = m.kv.match(r.tokens, r.submission.salt)
+    blocks = m.kv.match(r.tokens, r.salt)
     cached = len(blocks) * m.spec.block_tokens
     short = m.kv.grow(blocks, len(r.tokens))
     m.view = None

@@ -107,6 +107,12 @@ class DeviceState:
     ) -> None:
         self.settings = settings
         self.models = {m.spec.name: m for m in models}
+        self._named: dict[str, tuple[ModelState, int | None]] = {}
+        """What requests may ask for: models, and (base, index) of adapters."""
+        for m in models:
+            self._named[m.spec.name] = m, None
+            for i, adapter in enumerate(m.spec.adapters):
+                self._named[adapter.name] = m, i
         self.pool = pool
         self.link = link
         self.clock = clock
@@ -144,9 +150,9 @@ class DeviceState:
         refusal = self._refusal(s)
         if refusal is not None:
             return [Failed(s.id, *refusal)]
-        m = self.models[s.model]
+        m, adapter = self._named[s.model]
         self._sequence += 1
-        request = Request.of(s, self._sequence)
+        request = Request.of(s, self._sequence, m.spec, adapter)
         self.requests[s.id] = request
         m.queue(request)
         self.touch(m)
@@ -156,7 +162,7 @@ class DeviceState:
 
     def _refusal(self, s: Submission) -> tuple[str, str] | None:
         """(code, reason) for a request that is not accepted."""
-        m = self.models.get(s.model)
+        m, adapter = self._named.get(s.model, (None, None))
         if self.draining or self.stopped is not None:
             return "unavailable", "the server is draining"
         if m is None:
@@ -174,7 +180,11 @@ class DeviceState:
                 f"{m.spec.max_model_len} tokens",
             )
         if len(m.waiting) >= m.spec.max_waiting:
-            return "queue_full", f"{m.spec.max_waiting} requests of {s.model!r} wait already"
+            return "queue_full", f"{m.spec.max_waiting} requests of {m.spec.name!r} wait already"
+        if adapter is not None:
+            most = m.spec.adapters[adapter].max_waiting
+            if len(m.waiting) >= most and sum(r.adapter == adapter for r in m.waiting) >= most:
+                return "queue_full", f"{most} requests of {s.model!r} wait already"
         most = m.kv.most_pages(ceil_div(len(s.prompt) + s.max_tokens - 1, m.spec.block_tokens))
         room = self._room(m)
         if most > room:
@@ -192,7 +202,7 @@ class DeviceState:
 
     def _fitted(self, s: Submission) -> Submission:
         """An open-ended request asks for no more than could fit."""
-        m = self.models.get(s.model)
+        m, _ = self._named.get(s.model, (None, None))
         if m is None or not s.open_ended:
             return s
         layout = m.kv.layout
@@ -323,11 +333,11 @@ class DeviceState:
 
     def _remember(self, m: ModelState, request: Request) -> None:
         """Offer the blocks that have filled to the prefix cache."""
-        m.kv.remember(request.tokens, request.blocks, request.computed, request.submission.salt)
+        m.kv.remember(request.tokens, request.blocks, request.computed, request.salt)
 
     def _end(self, request: Request, state: State, told: Output) -> Output:
         """The request is over; its memory is free."""
-        m = self.models[request.submission.model]
+        m = self.models[request.model]
         (m.running if request.state is State.RUNNING else m.waiting).remove(request)
         self.release(m, request)
         self._forget_shortage(m, request)

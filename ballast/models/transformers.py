@@ -19,6 +19,7 @@ from ballast.kernels.paged_attention import warm_up
 from ballast.kv.layout import Layout
 from ballast.memory.tensor import tensor_at
 from ballast.models import attention
+from ballast.models.adapters import AdaptedModules, targets_of
 from ballast.models.served import Served
 from ballast.weights.architecture import build
 from ballast.weights.host import HostModel, Segment
@@ -43,14 +44,20 @@ class ServedModel(Served):
         super().__init__(host.spec, kv_base, layout)
         self._module = build(host.config)
         self._module.set_attn_implementation(attention.NAME)  # type: ignore[operator]
-        _place(self._module, host.segments, segment_addresses)
+        own = len(host.segments)
+        _place(self._module, host.segments, segment_addresses[:own])
         _set_up_buffers(self._module, host.config.model_type)
+        targets = targets_of(host.adapters, segment_addresses[own:], self.dtype)
+        self._adapted = AdaptedModules(self._module, targets)
         warm_up(self.dtype)
 
     @torch.inference_mode()
     def logits(self, work: Sequence[SequenceWork]) -> Tensor:
         rows = self.rows(work)
-        with attention.running(attention.JobContext.of(rows.paged)):
+        with (
+            attention.running(attention.JobContext.of(rows.paged)),
+            self._adapted.job(work),
+        ):
             output = self._module(
                 input_ids=torch.from_numpy(rows.tokens)[None],
                 position_ids=torch.from_numpy(rows.positions)[None],

@@ -24,6 +24,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.settings import ModelSettings
 from ballast.memory.tensor import tensor_at
 from ballast.weights import packing
+from ballast.weights.adapter import load_adapters
 from ballast.weights.architecture import Architecture, learn
 from ballast.weights.assemble import READABLE, Recipe, Sources, recipes
 from ballast.weights.host import HostBytes, HostModel, PackedTensor, Piece, Segment, pack
@@ -40,7 +41,8 @@ def load_host_model(settings: ModelSettings) -> HostModel:
     them, so that has to be asked for.
 
     Raises CheckpointError (file, tensor, reason), UnsupportedModel, ConfigError for settings that
-    do not fit the model, and DeviceError where host memory does not suffice.
+    do not fit the model, and DeviceError where host memory does not suffice. An adapter with any
+    of these faults is left out, and listed in `failed`.
     """
     try:
         return _load(settings, Path(settings.path))
@@ -102,7 +104,7 @@ def _load(settings: ModelSettings, directory: Path) -> HostModel:
         max_waiting=settings.max_waiting,
         pinned=settings.pinned,
     )
-    return HostModel(
+    host = HostModel(
         spec,
         architecture.config,
         directory,
@@ -111,6 +113,7 @@ def _load(settings: ModelSettings, directory: Path) -> HostModel:
         windows=architecture.windows,
         fused=fused,
     )
+    return load_adapters(host, settings.adapters)
 
 
 def _read_config(directory: Path) -> Any:

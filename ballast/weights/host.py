@@ -17,14 +17,14 @@ import fcntl
 import hashlib
 import mmap as std_mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ballast.core.errors import DeviceError
-from ballast.core.model import ModelSpec
+from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.units import MiB, ceil_div, format_bytes
 from ballast.memory import syscalls
 
@@ -159,13 +159,41 @@ class HostBytes:
             syscalls.munmap(base, self.n_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What an adapter adds to a linear module: y += scale * (x A^T) B^T."""
+
+    module: str
+    """Path in the base."""
+    inputs: int
+    outputs: int
+    rank: int
+    scale: float
+    a: PackedTensor
+    """(rank, inputs)"""
+    b: PackedTensor
+    """B transposed: (rank, outputs)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostAdapter:
+    """An adapter in the host tier: one segment."""
+
+    spec: AdapterSpec
+    deltas: tuple[Delta, ...]
+    """In the base's order of modules."""
+    segment: Segment
+    memory: HostBytes
+
+
 @dataclass(slots=True, eq=False)
 class HostModel:
-    """A model in the host tier.
+    """A model in the host tier, and its adapters.
 
     `config` is the transformers configuration its module is built from; `segments` tell where in
-    the memory at `addresses` each tensor is. `windows`: how many positions each layer's attention
-    sees. `fused`: the segments are laid out for `models/fused.py`.
+    the memory at `addresses` each tensor of the model is; the addresses of the adapters' segments
+    follow. `windows`: how many positions each layer's attention sees. `fused`: the segments are
+    laid out for `models/fused.py`.
     """
 
     spec: ModelSpec
@@ -175,13 +203,19 @@ class HostModel:
     memory: HostBytes
     windows: tuple[int | None, ...]
     fused: bool
+    adapters: tuple[HostAdapter, ...] = ()
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Adapters that are not served, with the reason."""
     addresses: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.addresses = self.memory.addresses()
+        own = self.memory.addresses()
+        self.addresses = own + tuple(x for a in self.adapters for x in a.memory.addresses())
 
     def close(self) -> None:
         """Give its memory back. No copy from it may be on its way."""
+        for adapter in self.adapters:
+            adapter.memory.close()
         self.memory.close()
 
 

@@ -64,7 +64,7 @@ class Served:
         self.host = load_host_model(ModelSettings(name=path.name, path=str(path), **settings))
         self.spec = self.host.spec
         self.layout = Layout.of(self.spec, 65536)
-        self.weights = [np.zeros(s.n_bytes, np.uint8) for s in self.host.segments]
+        self.weights = [np.zeros(n, np.uint8) for n in self.spec.segment_bytes]
         # Bytes of 0xFF are NaN: what has not been written must not be read.
         self.kv = np.full(blocks * self.layout.stride_bytes + 64, 0xFF, np.uint8)
         base = -(-self.kv.ctypes.data // 64) * 64

@@ -1,0 +1,268 @@
+"""LoRA adapters in PEFT's format: checked against their base, then beside it in the host tier.
+
+An adapter adds `scale * (x A^T) B^T` to the output of some of its base's linear modules. Its
+matrices become one more segment of the base, in the base's dtype: they are on the device whenever
+the base is. B is kept transposed, as the kernels read it: (rank, outputs).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ballast.core.errors import BallastError, CheckpointError, UnsupportedModel
+from ballast.core.model import AdapterSpec, ModelSpec
+from ballast.core.settings import AdapterSettings
+from ballast.weights.architecture import build
+from ballast.weights.host import Delta, HostAdapter, HostBytes, HostModel, Piece, pack
+from ballast.weights.stored import Stored, read_header
+
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+MAX_RANK = 512
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_SERVED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_REFUSED = {
+    "use_dora": "DoRA",
+    "lora_bias": "biases of its own matrices",
+    "modules_to_save": "whole modules of its own",
+    "layer_replication": "replicated layers",
+    "target_parameters": "parameters outside of linear modules",
+    "trainable_token_indices": "token embeddings of its own",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal matrices",
+    "alora_invocation_tokens": "activation by a token",
+    "arrow_config": "routing between adapters",
+}
+_PLAIN_STARTS = ("gaussian", "orthogonal", "eva")
+"""Ways of initialisation that leave the base's weights as they are."""
+
+
+def load_adapters(host: HostModel, settings: Sequence[AdapterSettings]) -> HostModel:
+    """`host` with the adapters that can be served; the reasons for the others are in `failed`.
+
+    Takes `host` over: the result is to be closed in its place.
+    """
+    if not settings:
+        return host
+    modules = linear_modules(host.config)
+    adapters: list[HostAdapter] = []
+    failed: dict[str, str] = {}
+    for one in settings:
+        try:
+            adapters.append(load_adapter(one, host.spec, modules))
+        except BallastError as error:
+            failed[one.name] = str(error)
+    spec = replace(
+        host.spec,
+        segment_bytes=(*host.spec.segment_bytes, *(a.segment.n_bytes for a in adapters)),
+        adapters=tuple(a.spec for a in adapters),
+    )
+    return replace(host, spec=spec, adapters=tuple(adapters), failed=failed)
+
+
+def linear_modules(config: Any) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of the modules that can be adapted, by path, in the model's order."""
+    found: dict[str, tuple[int, int]] = {}
+    for path, module in build(config).named_modules():
+        if isinstance(module, nn.Linear):
+            found[path] = module.in_features, module.out_features
+        elif isinstance(module, Conv1D):
+            inputs, outputs = module.weight.shape
+            found[path] = inputs, outputs
+    return found
+
+
+def load_adapter(
+    settings: AdapterSettings, base: ModelSpec, modules: Mapping[str, tuple[int, int]]
+) -> HostAdapter:
+    """Read, check, convert and seal the adapter at `settings.path`.
+
+    `modules` are those of the base that can be adapted. Raises CheckpointError (file, tensor,
+    reason), UnsupportedModel, and DeviceError where host memory does not suffice.
+    """
+    try:
+        return _load(settings, base, modules)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(str(error.filename or settings.path), None, reason) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """What the files have for one module."""
+
+    module: str
+    a: Stored
+    b: Stored
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+def _load(
+    settings: AdapterSettings, base: ModelSpec, modules: Mapping[str, tuple[int, int]]
+) -> HostAdapter:
+    directory = Path(settings.path)
+    config = _Config.read(directory / CONFIG)
+    path = directory / TENSORS
+    if not path.is_file():
+        raise CheckpointError(str(path), None, "there is no such file; only safetensors are read")
+    pairs = _pairs(path, config, modules)
+    dtype = _SERVED[base.dtype]
+    tensors: dict[str, Tensor] = {}
+    for pair in pairs:
+        tensors[f"{pair.module}.lora_A"] = _read(pair.a, dtype)
+        tensors[f"{pair.module}.lora_B"] = _read(pair.b, dtype).t().contiguous()
+    sizes = [((name,), tuple(t.shape), t.numel()) for name, t in tensors.items()]
+    segment = pack(f"adapter {settings.name}", sizes, base.dtype, dtype.itemsize)
+
+    def fill(piece: Piece) -> bytes:
+        address = tensors[piece.tensor.names[0]].data_ptr() + piece.start
+        ctypes.memmove(piece.address, address, piece.n_bytes)
+        return hashlib.sha256(ctypes.string_at(address, piece.n_bytes)).digest()
+
+    memory = HostBytes(settings.name, [segment], fill, threads=1)
+    deltas = tuple(
+        Delta(pair.module, *modules[pair.module], pair.rank, pair.scale, a, b)
+        for pair, a, b in zip(pairs, segment.tensors[::2], segment.tensors[1::2], strict=True)
+    )
+    told = json.dumps([base.fingerprint, [[d.module, d.rank, d.scale] for d in deltas]])
+    spec = AdapterSpec(
+        name=settings.name,
+        fingerprint=hashlib.sha256(told.encode() + memory.digest).hexdigest(),
+        rank=max(d.rank for d in deltas),
+        slo=settings.slo,
+        priority=settings.priority,
+        max_waiting=settings.max_waiting,
+    )
+    return HostAdapter(spec, deltas, segment, memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """What adapter_config.json says of ranks and scales."""
+
+    path: Path
+    rank: int
+    alpha: float
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    rs: bool
+    """Rank-stabilised: the scale is alpha / sqrt(rank) instead of alpha / rank."""
+
+    @classmethod
+    def read(cls, path: Path) -> _Config:
+        """Raises CheckpointError, and UnsupportedModel for what the kernels cannot do."""
+        if not path.is_file():
+            raise CheckpointError(str(path), None, "there is no such file")
+        try:
+            told = json.loads(path.read_text("utf-8"))
+        except ValueError as error:
+            raise CheckpointError(str(path), None, f"not valid JSON: {error}") from error
+        if not isinstance(told, dict):
+            raise CheckpointError(str(path), None, "not a JSON object")
+        _refuse(path, told)
+        patterns = [told.get(key) or {} for key in ("rank_pattern", "alpha_pattern")]
+        numbers: list[Any] = [told.get("r"), told.get("lora_alpha")]
+        for pattern in patterns:
+            if not isinstance(pattern, dict):
+                raise CheckpointError(str(path), None, "its patterns are not JSON objects")
+            numbers += pattern.values()
+        if not all(type(n) in (int, float) and math.isfinite(n) for n in numbers):
+            raise CheckpointError(
+                str(path), None, "r, lora_alpha and the values of its patterns must be numbers"
+            )
+        rs = bool(told.get("use_rslora"))
+        return cls(path, told["r"], told["lora_alpha"], patterns[0], patterns[1], rs)
+
+    def of(self, module: str) -> tuple[int, float]:
+        """(rank, scale) of one module."""
+        rank = self._by_pattern(self.rank_pattern, module, self.rank)
+        alpha = self._by_pattern(self.alpha_pattern, module, self.alpha)
+        return int(rank), alpha / (math.sqrt(rank) if self.rs else rank) if rank > 0 else 0.0
+
+    def _by_pattern(self, pattern: Mapping[str, float], module: str, default: float) -> float:
+        """By the first key that matches an end of the path, from a dot on; as PEFT does."""
+        for key, value in pattern.items():
+            try:
+                if re.fullmatch(rf"(.*\.)?({key})", module):
+                    return value
+            except re.error as error:
+                raise CheckpointError(str(self.path), None, f"pattern {key!r}: {error}") from error
+        return default
+
+
+def _refuse(path: Path, told: Mapping[str, Any]) -> None:
+    """Raises UnsupportedModel for an adapter that is more than low-rank products."""
+    kind = told.get("peft_type")
+    if kind != "LORA":
+        raise UnsupportedModel(f"{path}: an adapter of type {kind!r}; only LORA is supported")
+    asks = [what for key, what in _REFUSED.items() if told.get(key)]
+    if told.get("bias", "none") != "none":
+        asks.append("biases of the base")
+    start = told.get("init_lora_weights")
+    if isinstance(start, str) and start not in _PLAIN_STARTS:
+        asks.append(f"a base changed by its initialisation ({start})")
+    if asks:
+        raise UnsupportedModel(f"{path}: the adapter needs {', '.join(asks)}; not supported")
+
+
+def _pairs(
+    path: Path, config: _Config, modules: Mapping[str, tuple[int, int]]
+) -> tuple[_Pair, ...]:
+    """A and B for each module that the file adapts, checked, in the model's order."""
+    halves: dict[str, dict[str, Stored]] = {}
+    for name, stored in read_header(path).items():
+        match = _KEY.fullmatch(name)
+        if match is None:
+            raise stored.error("not a LoRA matrix of a linear module; nothing else is supported")
+        if match[1] not in modules:
+            raise stored.error(f"the base has no linear module {match[1]!r}")
+        halves.setdefault(match[1], {})[match[2]] = stored
+    if not halves:
+        raise CheckpointError(str(path), None, "it holds no tensors")
+    pairs = []
+    for module, (inputs, outputs) in modules.items():
+        if module not in halves:
+            continue
+        rank, scale = config.of(module)
+        if not 1 <= rank <= MAX_RANK:
+            raise UnsupportedModel(
+                f"{config.path}: rank {rank} of {module!r}; 1 to {MAX_RANK} are supported"
+            )
+        for half, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+            if half not in halves[module]:
+                name = f"base_model.model.{module}.lora_{half}.weight"
+                raise CheckpointError(str(path), name, "it is missing")
+            stored = halves[module][half]
+            if stored.shape != shape:
+                raise stored.error(f"has shape {stored.shape}, rank and base need {shape}")
+            if stored.dtype not in _DTYPES:
+                raise stored.error(f"dtype {stored.dtype} is not one of {', '.join(_DTYPES)}")
+        pairs.append(_Pair(module, halves[module]["A"], halves[module]["B"], scale))
+    return tuple(pairs)
+
+
+def _read(stored: Stored, dtype: torch.dtype) -> Tensor:
+    with open(stored.path, "rb") as file:
+        file.seek(stored.start)
+        raw = bytearray(file.read(stored.n_bytes))
+    if len(raw) < stored.n_bytes:
+        raise stored.error("truncated while it was read")
+    return torch.frombuffer(raw, dtype=_DTYPES[stored.dtype]).view(stored.shape).to(dtype)

@@ -1,0 +1,117 @@
+"""Adapters of a served model against the model with their weights merged in, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ballast.core.job import SequenceWork
+from ballast.core.settings import AdapterSettings
+from benchmarks.adapters import RandomAdapter, merged, random_adapter
+from tests.models.tiny import GREEDY, Served, llama
+
+TABLES = [[0, 9, 4], [1, 8, 5], [2, 7, 6], [3, 10, 11]]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    path = tmp_path_factory.mktemp("base")
+    return llama(path, tie_word_embeddings=False), path
+
+
+@pytest.fixture(scope="module")
+def made(base: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> list[RandomAdapter]:
+    model, _ = base
+    root = tmp_path_factory.mktemp("adapters")
+    return [
+        random_adapter(model, root / "all", 1, rank=8),
+        random_adapter(model, root / "attention", 2, rank=3, only=("q_proj", "v_proj"), rs=True),
+        random_adapter(
+            model,
+            root / "patterns",
+            3,
+            rank=4,
+            only=("o_proj", "down_proj", "up_proj", "lm_head"),
+            ranks={"down_proj": 17},
+            alphas={"up_proj": 5.0},
+        ),
+    ]
+
+
+def serve(path: Path, adapters: list[RandomAdapter], **settings: Any) -> Served:
+    named = tuple(AdapterSettings(name=a.path.name, path=str(a.path)) for a in adapters)
+    served = Served(path, adapters=named, **settings)
+    assert not served.host.failed
+    return served
+
+
+@pytest.fixture(scope="module")
+def served(base: tuple[Any, Path], made: list[RandomAdapter]) -> Iterator[Served]:
+    served = serve(base[1], made)
+    yield served
+    served.close()
+
+
+def prompts(n: int) -> list[list[int]]:
+    return [torch.randint(0, 331, (5 + 9 * i,)).tolist() for i in range(n)]
+
+
+def expected(model: Any, adapter: RandomAdapter | None, tokens: list[int]) -> torch.Tensor:
+    """Log-probabilities after the last of `tokens`."""
+    with torch.no_grad():
+        if adapter is None:
+            return model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
+        with merged(model, adapter):
+            return model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
+
+
+def work(i: int, tokens: list[int], adapter: int | None, start: int = 0) -> SequenceWork:
+    return SequenceWork(str(i), tokens[start:], start, TABLES[i], GREEDY, adapter)
+
+
+def test_each_row_has_its_adapter(
+    base: tuple[Any, Path], made: list[RandomAdapter], served: Served
+) -> None:
+    model, _ = base
+    texts = prompts(4)
+    order = [2, None, 0, 1]
+    ours = served.logits(
+        *(work(i, t, a) for i, (t, a) in enumerate(zip(texts, order, strict=True)))
+    )
+    plain = [expected(model, None, t) for t in texts]
+    for i, (tokens, a) in enumerate(zip(texts, order, strict=True)):
+        reference = expected(model, None if a is None else made[a], tokens)
+        assert torch.allclose(ours[i].log_softmax(-1), reference, atol=1e-4)
+        if a is not None:
+            assert (reference - plain[i]).abs().max() > 0.1, "the adapter changes next to nothing"
+
+
+def test_tokens_of_prefill_chunks_and_decodes(
+    base: tuple[Any, Path], made: list[RandomAdapter], served: Served
+) -> None:
+    model, _ = base
+    texts = prompts(4)
+    adapters = [0, 1, 2, None]
+    sequences = [list(t) for t in texts]
+    first = [
+        SequenceWork(str(i), t[:3], 0, TABLES[i], None, a)
+        for i, (t, a) in enumerate(zip(texts, adapters, strict=True))
+    ]
+    served.logits(*first)
+    starts = [3] * 4
+    for _ in range(6):
+        batch = [
+            work(i, s, a, start)
+            for i, (s, a, start) in enumerate(zip(sequences, adapters, starts, strict=True))
+        ]
+        starts = [len(s) for s in sequences]
+        for s, sampled in zip(sequences, served.model.run(batch), strict=True):
+            s.append(sampled.token)
+    for s, text, a in zip(sequences, texts, adapters, strict=True):
+        for at in range(len(text), len(s)):
+            reference = expected(model, None if a is None else made[a], s[:at])
+            assert s[at] == int(reference.argmax())
