@@ -117,10 +117,10 @@ def bench(
     from rich.console import Console
 
     from ballast.bench.choose import workload_of
-    from ballast.bench.run import compare_live, compare_virtual, replay_http
+    from ballast.bench.run import compare_live, compare_virtual, replay_http, slos_of
 
     fleet = load(fleet_file)
-    names = [m.name for m in fleet.models]
+    names = list(slos_of(fleet))
     work = workload_of(
         workload, names, rate=rate, seconds=seconds, most_tokens=most_tokens, seed=seed
     )

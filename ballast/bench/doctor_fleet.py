@@ -27,6 +27,9 @@ def fleet(settings: FleetSettings) -> Iterator[Finding]:
             faults.append(Finding(model.name, Verdict.FAIL, str(error), cure))
             continue
         specs.append(host.spec)
+        for name, why in host.failed.items():
+            cure = "mend or replace the adapter, or take it out of the file"
+            faults.append(Finding(name, Verdict.FAIL, why, cure))
         host.close()
     yield from faults
     if not specs:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ballast.core.event import Failed, Finished, Output, TokenOut
+from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.request import Submission
 from ballast.workload.prompts import prompt_for
@@ -88,6 +89,11 @@ def submission_for(request: WorkloadRequest, prompt: tuple[int, ...]) -> Submiss
         arrival=request.at,
         ignore_eos=True,
     )
+
+
+def vocabularies_of(specs: Iterable[ModelSpec]) -> dict[str, int]:
+    """Sizes of vocabularies, by the names of models and of their adapters."""
+    return {served.name: served.vocab for spec in specs for served in spec.served}
 
 
 def prompts_of(vocab: Mapping[str, int], seed: int = 0, lowest: int = 0) -> Prompts:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ballast.bench.http import HttpTarget
-from ballast.bench.record import prompts_of
+from ballast.bench.record import prompts_of, vocabularies_of
 from ballast.bench.replay import Replayed, replay
 from ballast.bench.report import Report
 from ballast.bench.worlds import run_live, run_virtual
@@ -21,8 +21,9 @@ from ballast.workload.workload import Workload
 
 
 def slos_of(fleet: FleetSettings) -> dict[str, Slo]:
-    """Service levels by model."""
-    return {m.name: m.slo for m in fleet.models}
+    """Service levels by model and adapter."""
+    slos = {m.name: m.slo for m in fleet.models}
+    return slos | {a.name: a.slo for m in fleet.models for a in m.adapters}
 
 
 def specs_of(fleet: FleetSettings) -> list[ModelSpec]:
@@ -59,7 +60,7 @@ def replay_http(
     url: str, fleet: FleetSettings, workload: Workload, name: str = "http", key: str | None = None
 ) -> Report:
     """Against a server that runs already. Prompts are token ids of the fleet's vocabularies."""
-    vocabularies = {spec.name: spec.vocab for spec in specs_of(fleet)}
+    vocabularies = vocabularies_of(specs_of(fleet))
 
     async def run() -> Replayed:
         async with HttpTarget(url, MonotonicClock(), key) as target:

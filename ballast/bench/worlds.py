@@ -8,7 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ballast.bench.record import MemorySample, Recorder, bytes_by_owner, prompts_of, submission_for
+from ballast.bench.record import (
+    MemorySample,
+    Recorder,
+    bytes_by_owner,
+    prompts_of,
+    submission_for,
+    vocabularies_of,
+)
 from ballast.bench.replay import EngineTarget, Replayed, replay
 from ballast.bench.report import Report
 from ballast.core.cost import StepCosts
@@ -53,7 +60,7 @@ def run_live(
     loop.start()
     try:
         device.populate()
-        prompts = prompts_of({name: spec.vocab for name, spec in device.specs.items()})
+        prompts = prompts_of(vocabularies_of(device.specs.values()))
         done = asyncio.run(replay(workload, target, prompts, timeout=timeout, progress=progress))
         device.post(Drain())
     except BaseException:
@@ -76,7 +83,7 @@ def run_virtual(
 ) -> Ran:
     """The same workload in virtual time."""
     recorder = Recorder()
-    prompts = prompts_of({spec.name: spec.vocab for spec in specs})
+    prompts = prompts_of(vocabularies_of(specs))
     arrivals = []
     for request in workload.requests:
         submission = submission_for(request, prompts(request))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from ballast.core.errors import ConfigError
-from ballast.core.settings import FleetSettings, LinkSettings
+from ballast.core.settings import AdapterSettings, FleetSettings, LinkSettings, ModelSettings
 from ballast.fleet.document import key_path, read_document
 from ballast.fleet.hub import fetch, is_hub_id
-from ballast.fleet.schema import FleetKeys, ModelKeys
+from ballast.fleet.schema import ADAPTER_KEYS, FleetKeys, ModelKeys, NamedModelKeys
 
 
 def load_fleet(
@@ -38,13 +38,9 @@ def load_fleet(
     values = read_document(text, os.environ if environ is None else environ, str(file))
     keys = _check(values, str(file))
     _check_names(keys, presets)
-    models = tuple(
-        model.settings(_directory(model.path, f"models[{i}].path", file.parent, fetch_hub))
-        for i, model in enumerate(keys.models)
-    )
     story = None if keys.story is None else str(file.parent / keys.story)
     return FleetSettings(
-        models=models,
+        models=_models(keys.models, file.parent, fetch_hub),
         device=keys.devices[0].settings(),
         link=LinkSettings(
             device=keys.devices[0].name,
@@ -53,6 +49,27 @@ def load_fleet(
         preset=keys.preset,
         options=dict(keys.options),
         story_path=story,
+    )
+
+
+def _models(
+    entries: Sequence[NamedModelKeys], home: Path, fetch_hub: Callable[[str, str], str]
+) -> tuple[ModelSettings, ...]:
+    """The models, each with its adapters, in the file's order."""
+    paths: dict[str, str] = {}
+    adapters: dict[str, list[AdapterSettings]] = {}
+    for i, entry in enumerate(entries):
+        if entry.path is not None:
+            paths[entry.name] = _directory(
+                entry.path, f"models[{i}].path", home, fetch_hub, _CHECKPOINT
+            )
+        if entry.adapter is not None and entry.base is not None:
+            path = _directory(entry.adapter, f"models[{i}].adapter", home, fetch_hub, _ADAPTER)
+            adapters.setdefault(entry.base, []).append(entry.adapter_settings(path))
+    return tuple(
+        entry.settings(paths[entry.name], tuple(adapters.get(entry.name, ())))
+        for entry in entries
+        if entry.name in paths
     )
 
 
@@ -74,7 +91,16 @@ def _with_defaults(values: dict[Any, Any]) -> dict[Any, Any]:
         ModelKeys.model_validate(defaults)
     except ValidationError as error:
         raise _config_error(error, "defaults") from None
-    return {**values, "models": [_merge(defaults, model) for model in models]}
+    return {**values, "models": [_merge(_meant(defaults, model), model) for model in models]}
+
+
+def _meant(defaults: dict[Any, Any], model: Any) -> dict[Any, Any]:
+    """The part of `defaults` that an entry can have: an adapter leaves the rest to its base."""
+    if not isinstance(model, dict) or "adapter" not in model:
+        return defaults
+    limits = defaults.get("limits")
+    waiting = {k: v for k, v in limits.items() if k == "waiting"} if limits else {}
+    return {k: v for k, v in {**defaults, "limits": waiting}.items() if k in ADAPTER_KEYS}
 
 
 def _merge(under: Any, over: Any) -> Any:
@@ -130,6 +156,9 @@ def _check_names(keys: FleetKeys, presets: Collection[str]) -> None:
                 f"models[{i}].name", model.name, f"models[{seen[model.name]}] has that name already"
             )
         seen[model.name] = i
+    bases = [model.name for model in keys.models if model.adapter is None]
+    for i, model in enumerate(keys.models):
+        _check_kind(model, f"models[{i}]", bases)
     if len(keys.devices) > 1:
         names = [device.name for device in keys.devices]
         raise ConfigError("devices", names, "one device per server is supported so far")
@@ -145,17 +174,57 @@ def _check_names(keys: FleetKeys, presets: Collection[str]) -> None:
             raise ConfigError(f"links[{i}].device", link.device, f"the device is {device.name!r}")
 
 
-def _directory(text: str, key: str, base: Path, fetch_hub: Callable[[str, str], str]) -> str:
-    """The checkpoint directory that `text` names: a path first, a hub id if there is none."""
+def _check_kind(model: NamedModelKeys, at: str, bases: Sequence[str]) -> None:
+    """An entry is a checkpoint or an adapter, wholly. `bases`: what adapters can stand on."""
+    if model.adapter is None:
+        if model.base is not None:
+            raise ConfigError(f"{at}.base", model.base, "only an adapter has a base")
+        if model.path is None:
+            raise ConfigError(f"{at}.path", None, "the key is required")
+        return
+    for name in sorted(model.model_fields_set):
+        if name not in ADAPTER_KEYS:
+            known = ", ".join(ADAPTER_KEYS)
+            allowed = f"an adapter takes it from its base; known here: {known}"
+            raise ConfigError(f"{at}.{name}", getattr(model, name), allowed)
+    for name in sorted(model.limits.model_fields_set - {"waiting"}):
+        allowed = "an adapter takes it from its base; known here: waiting"
+        raise ConfigError(f"{at}.limits.{name}", getattr(model.limits, name), allowed)
+    if model.base is None:
+        raise ConfigError(f"{at}.base", None, "the key is required beside `adapter`")
+    if model.base not in bases:
+        allowed = f"it must name a model with a path: {_unknown(model.base, bases)}"
+        raise ConfigError(f"{at}.base", model.base, allowed)
+
+
+_CHECKPOINT = (
+    "config.json",
+    "a checkpoint directory (config.json, *.safetensors, tokenizer files)",
+)
+_ADAPTER = (
+    "adapter_config.json",
+    "an adapter's directory (adapter_config.json, adapter_model.safetensors)",
+)
+"""A file that the directory must have, and what the directory is."""
+
+
+def _directory(
+    text: str,
+    key: str,
+    base: Path,
+    fetch_hub: Callable[[str, str], str],
+    wanted: tuple[str, str],
+) -> str:
+    """The directory that `text` names: a path first, a hub id if there is none."""
+    file, kind = wanted
     hub_id = text.removeprefix("hf:")
     local = base / Path(text).expanduser()
     if text == hub_id and (local.exists() or not is_hub_id(text)):
-        if not (local / "config.json").is_file():
+        if not (local / file).is_file():
             raise ConfigError(
                 key,
                 text,
-                "it must be a checkpoint directory (config.json, *.safetensors, tokenizer files), "
-                f"or a hub id such as hf:org/name; looked in {local}",
+                f"it must be {kind}, or a hub id such as hf:org/name; looked in {local}",
             )
         return str(local)
     if not is_hub_id(hub_id):

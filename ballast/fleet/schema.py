@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from ballast.core.settings import DeviceSettings, ModelSettings, Slo
+from ballast.core.settings import AdapterSettings, DeviceSettings, ModelSettings, Slo
 from ballast.core.units import parse_bytes
 
 OS_PAGE = 4096
@@ -74,13 +74,29 @@ class ModelKeys(Keys):
     pinned: bool = False
 
 
+ADAPTER_KEYS = ("name", "adapter", "base", "slo", "priority", "limits")
+"""What may be said of an adapter; the rest is its base's. Of `limits`, only `waiting`."""
+
+
 class NamedModelKeys(ModelKeys):
-    """One entry of `models`."""
+    """One entry of `models`: a checkpoint (`path`), or an adapter of another entry."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$", max_length=128)]
-    path: Annotated[str, Field(min_length=1)]
+    path: Annotated[str | None, Field(min_length=1)] = None
+    adapter: Annotated[str | None, Field(min_length=1)] = None
+    base: str | None = None
 
-    def settings(self, directory: str) -> ModelSettings:
+    def adapter_settings(self, directory: str) -> AdapterSettings:
+        """With `directory` in place of a path or hub id."""
+        return AdapterSettings(
+            name=self.name,
+            path=directory,
+            slo=Slo(ttft=self.slo.ttft, tpot=self.slo.tpot),
+            priority=self.priority,
+            max_waiting=self.limits.waiting,
+        )
+
+    def settings(self, directory: str, adapters: tuple[AdapterSettings, ...]) -> ModelSettings:
         """With `directory` in place of a path or hub id."""
         return ModelSettings(
             name=self.name,
@@ -94,6 +110,7 @@ class NamedModelKeys(ModelKeys):
             max_waiting=self.limits.waiting,
             block_tokens=self.block_tokens,
             pinned=self.pinned,
+            adapters=adapters,
         )
 
 

@@ -155,7 +155,13 @@ async def _chunks(
 
 
 def _model(service: Service, spec: ModelSpec) -> Model:
-    return Model(id=spec.name, created=service.started, max_model_len=spec.max_model_len)
+    return Model(
+        id=spec.name,
+        created=service.started,
+        root=spec.base or spec.name,
+        parent=spec.base,
+        max_model_len=spec.max_model_len,
+    )
 
 
 def _json(content: msgspec.Struct | dict[str, Any], status: int = 200) -> Response:

@@ -133,6 +133,10 @@ class Model(msgspec.Struct, kw_only=True):
     created: int
     """When this server began to serve it."""
     owned_by: str = "ballast"
+    root: str
+    """The model whose weights it stands on: of an adapter, the base; else itself."""
+    parent: str | None
+    """Of an adapter, the base."""
     max_model_len: int
 
 

@@ -99,14 +99,15 @@ async def _start(fleet: FleetSettings, controller: Controller) -> Service:
 
 
 def _tokenizers(fleet: FleetSettings) -> tuple[dict[str, Tokenizer], dict[str, str]]:
-    """By model; and for models without a usable one, why."""
+    """By model, an adapter's being its base's; and for models without a usable one, why."""
     loaded: dict[str, Tokenizer] = {}
     failed: dict[str, str] = {}
     for model in fleet.models:
+        names = [model.name, *(a.name for a in model.adapters)]
         try:
-            loaded[model.name] = Tokenizer.load(model.path)
+            loaded |= dict.fromkeys(names, Tokenizer.load(model.path))
         except CheckpointError as error:
-            failed[model.name] = str(error)
+            failed |= dict.fromkeys(names, str(error))
     return loaded, failed
 
 

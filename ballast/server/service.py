@@ -45,9 +45,9 @@ class Service:
 
     @property
     def models(self) -> dict[str, ModelSpec]:
-        """The models that serve, in the fleet's order."""
-        specs = self.controller.specs
-        return {name: spec for name, spec in specs.items() if name in self._tokenizers}
+        """The models that serve, in the fleet's order, each before its adapters."""
+        served = (spec for base in self.controller.specs.values() for spec in base.served)
+        return {spec.name: spec for spec in served if spec.name in self._tokenizers}
 
     def model(self, name: str) -> ModelSpec:
         """Raises UnknownModel, with the reason if the model is of the fleet but not served."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ballast.core.errors import ConfigError
-from ballast.core.settings import FleetSettings, Slo
+from ballast.core.settings import AdapterSettings, FleetSettings, Slo
 from ballast.core.units import KiB, MiB
 from ballast.fleet.file import load_fleet
 
@@ -178,6 +178,65 @@ def test_a_fault_names_key_value_and_remedy(
 def test_names_are_unique(home: Path) -> None:
     error = fault(home, MINIMAL.replace("devices", "  - {name: a, path: m}\ndevices"))
     assert error.key == "models[1].name"
+
+
+ADAPTERS = """
+defaults: {dtype: float32, priority: 1, limits: {context: 64, waiting: 7}}
+models:
+  - {name: x, adapter: lora, base: a, priority: 5, slo: {ttft: 1}}
+  - {name: a, path: m}
+  - {name: y, adapter: lora, base: a}
+  - {name: b, path: m}
+devices:
+  - {budget: 64MiB}
+"""
+
+
+@pytest.fixture
+def with_adapter(home: Path) -> Path:
+    (home / "lora").mkdir()
+    (home / "lora" / "adapter_config.json").write_text("{}")
+    return home
+
+
+def test_adapters_stand_with_their_base(with_adapter: Path) -> None:
+    a, b = load(with_adapter, ADAPTERS).models
+    assert (a.name, a.max_model_len, b.name, b.adapters) == ("a", 64, "b", ())
+    path = str(with_adapter / "lora")
+    assert a.adapters == (
+        AdapterSettings(name="x", path=path, slo=Slo(ttft=1), priority=5, max_waiting=7),
+        AdapterSettings(name="y", path=path, priority=1, max_waiting=7),
+    )
+    hub = load(with_adapter, ADAPTERS.replace("adapter: lora", "adapter: 'hf:org/lora'"))
+    assert hub.models[0].adapters[0].path == "/hub/org/lora"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key", "says"),
+    [
+        ("base: a,", "base: c,", "models[0].base", "known here: a, b"),
+        ("base: a,", "base: y,", "models[0].base", "known here: a, b"),
+        (" base: a,", "", "models[0].base", "required beside `adapter`"),
+        ("base: a,", "base: a, path: m,", "models[0].path", "takes it from its base"),
+        ("base: a,", "base: a, pinned: true,", "models[0].pinned", "known here: name, adapter"),
+        (
+            "base: a,",
+            "base: a, limits: {running: 2},",
+            "models[0].limits.running",
+            "known here: waiting",
+        ),
+        ("base: a,", "base: a, bas: 1,", "models[0].bas", "did you mean 'base'"),
+        ("adapter: lora", "adapter: m", "models[0].adapter", "adapter_config.json"),
+        ("name: x", "name: a", "models[1].name", "models[0] has that name"),
+        ("name: a, path: m", "name: a, base: b, path: m", "models[1].base", "only an adapter"),
+        ("name: a, path: m", "name: a", "models[1].path", "required"),
+    ],
+)
+def test_a_fault_of_an_adapter(with_adapter: Path, old: str, new: str, key: str, says: str) -> None:
+    assert old in ADAPTERS
+    error = fault(with_adapter, ADAPTERS.replace(old, new, 1))
+    assert error.key == key
+    assert says in error.allowed
 
 
 @pytest.mark.parametrize("text", ["", "- 1", "a: [", "a: 1\n---\nb: 2", "a: !!python/name:os 1"])
