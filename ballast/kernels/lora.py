@@ -1,20 +1,44 @@
-"""LoRA on CPU: y[row] += scale * (x[row] A^T) B^T, with an adapter of its own for each row."""
+"""LoRA on CPU: y[row] += scale * (x[row] A^T) B^T, with an adapter of its own for each row.
+
+A `LoraGroup` is what adapters add to some linear modules that share their input, such as queries,
+keys and values: made once for a model, as its matrices never move. `AdapterRows` says for one job
+which rows go through which adapter. `LoraGroup.add` runs both kernels; `tables` and `place` make
+what a program of kernels needs to run them itself.
+
+Matrices are those of `weights/adapter.py`: A (rank, inputs), B transposed (rank, outputs), float32
+or bfloat16. Activations have their dtype, or float32. Sums are float32.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ballast.core.errors import BrokenPromise
-from ballast.memory.tensor import tensor_at
+from ballast.core.units import ceil_div
+from ballast.kernels import lora_code as code
+from ballast.kernels import team
+
+Array = np.ndarray[Any, Any]
+
+TILE_ROWS = 32
+"""Rows of one adapter that are worked on together."""
+ALONE = 1 << 17
+"""Multiplications up to which the calling thread does it all: waking others costs more."""
+
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_compiling = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """What one adapter adds to one linear module, by address: A (rank, K), B^T (rank, N)."""
+    """What one adapter adds to one linear module. `a` and `b`: addresses."""
 
     a: int
     b: int
@@ -22,35 +46,188 @@ class Matrices:
     scale: float
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One linear module, and what each adapter adds to it, if anything.
+
+    Its outputs are columns `column ..` of y: all side by side, or `block` of them every
+    `block_step` columns, for a multiple of 32.
+    """
+
+    outputs: int
+    adapters: tuple[Matrices | None, ...]
+    column: int = 0
+    block: int | None = None
+    block_step: int = 0
+
+    @property
+    def end(self) -> int:
+        """One past its last column of y."""
+        last = self.outputs - 1
+        if self.block is not None:
+            last = last // self.block * self.block_step + last % self.block
+        return self.column + last + 1
+
+
 class AdapterRows:
-    """Which rows of a batch go through which adapter. Rows of adapter -1 are left alone."""
+    """Which rows of a batch go through which adapter, for one job."""
 
-    def __init__(self, adapters: Sequence[int]) -> None:
-        self.n_rows = len(adapters)
+    def __init__(self, adapters: Sequence[int], x_rows: Array | None = None) -> None:
+        """`adapters[i]`: index of the adapter of row i of y; -1: none.
+
+        Row i of y is made from row `x_rows[i]` of x, or from row i.
+        """
         index = np.asarray(adapters, np.int64)
-        self.groups = [
-            (int(a), torch.from_numpy(np.flatnonzero(index == a)))
-            for a in np.unique(index)
-            if a >= 0
-        ]
+        self.n_rows = len(index)
+        order = np.argsort(index, kind="stable")
+        order = order[np.searchsorted(index[order], 0) :]
+        self.y_rows = np.ascontiguousarray(order, np.int64)
+        self.x_rows = self.y_rows if x_rows is None else np.asarray(x_rows, np.int64)[order]
+        tiles: list[tuple[int, int, int]] = []
+        found, starts, counts = np.unique(index[order], return_index=True, return_counts=True)
+        for adapter, start, count in zip(
+            found.tolist(), starts.tolist(), counts.tolist(), strict=True
+        ):
+            for i in range(0, count, TILE_ROWS):
+                tiles.append((start + i, min(TILE_ROWS, count - i), adapter))
+        self.tiles = np.array(tiles, np.int64).reshape(-1, 3)
+        self.adapters = found.tolist()
+
+    @property
+    def positions(self) -> int:
+        """Rows that have an adapter."""
+        return len(self.y_rows)
+
+    def fields(self) -> dict[int, int]:
+        """What a table says of these rows. They have to outlive its use."""
+        return {
+            code.TILES: len(self.tiles),
+            code.TILES_AT: self.tiles.ctypes.data,
+            code.POSITIONS: self.positions,
+            code.X_ROWS: self.x_rows.ctypes.data,
+            code.Y_ROWS: self.y_rows.ctypes.data,
+        }
 
 
-class LoraTarget:
-    """One linear module, K inputs and N outputs, and what each adapter adds to it, if any."""
+class LoraGroup:
+    """Linear modules of one input, and what adapters of one dtype add to them."""
 
-    def __init__(
-        self, k: int, n: int, dtype: torch.dtype, adapters: Sequence[Matrices | None]
-    ) -> None:
-        self.k, self.n, self.dtype = k, n, dtype
-        self.adapters = tuple(adapters)
+    def __init__(self, inputs: int, targets: Sequence[Target], dtype: torch.dtype) -> None:
+        self.inputs = inputs
+        self.targets = tuple(targets)
+        self.dtype = dtype
+        if any(t.block is not None and t.block % code.COLUMN_TILE for t in targets):
+            raise BrokenPromise(f"blocks of columns are multiples of {code.COLUMN_TILE}")
+        self._width = max(t.end for t in targets)
+        self._adapters = [_adapters(target) for target in targets]
+        self._targets = np.array(
+            [
+                (
+                    adapters.ctypes.data,
+                    target.outputs,
+                    target.column,
+                    target.block or target.outputs,
+                    target.block_step,
+                )
+                for target, adapters in zip(targets, self._adapters, strict=True)
+            ],
+            np.int64,
+        )
+        ranks = np.array([adapters[:, 2] for adapters in self._adapters])
+        self._ranks = ranks.max(0)
+        """By adapter: the most of any target."""
+        self.rank = int(self._ranks.max())
+        self.outputs = max(target.outputs for target in targets)
+        self._tables = self.tables()
+        self._address = self._tables.ctypes.data
+        self._step = self._tables.strides[0]
 
-    def add(self, rows: AdapterRows, x: torch.Tensor, y: torch.Tensor) -> None:
-        if x.shape != (rows.n_rows, self.k) or y.shape != (rows.n_rows, self.n):
-            raise BrokenPromise("rows")
-        for adapter, index in rows.groups:
-            entry = self.adapters[adapter]
-            if entry is not None:
-                a = tensor_at(entry.a, (entry.rank, self.k), self.dtype).float()
-                b = tensor_at(entry.b, (entry.rank, self.n), self.dtype).float()
-                t = (x[index].float() @ a.t()) * entry.scale
-                y[index] = (y[index].float() + t @ b).to(y.dtype)
+    def tables(self) -> Array:
+        """int64 (2, fields): tables for shrink and expand, but for what `place` fills in.
+
+        This group has to outlive them.
+        """
+        made = np.zeros((2, code.N_FIELDS), np.int64)
+        made[:, code.K] = self.inputs
+        made[:, code.TARGETS] = len(self.targets)
+        made[:, code.TARGETS_AT] = self._targets.ctypes.data
+        made[:, code.T_STRIDE] = self.rank
+        made[:, code.CHUNKS] = ceil_div(self.rank, code.RANKS), ceil_div(self.outputs, code.COLUMNS)
+        return made
+
+    def scratch(self, positions: int) -> int:
+        """float32 that a job with adapters at so many rows needs between the two kernels."""
+        return len(self.targets) * positions * self.rank
+
+    def add(self, rows: AdapterRows, x: Tensor, y: Tensor) -> None:
+        """Add to y (rows, outputs, from column 0 on) what the adapters make of x (rows, inputs).
+
+        Of one dtype; elements of a row lie side by side. Raises BrokenPromise for what the kernels
+        would misread.
+        """
+        n = rows.n_rows
+        self._check(x, n, self.inputs, "input")
+        self._check(y, n, self._width, "output")
+        most = max((self._ranks[a] for a in rows.adapters), default=0)
+        if most == 0:
+            return
+        scratch = np.empty(self.scratch(rows.positions), np.float32)
+        t = scratch.ctypes.data
+        place(self._tables, rows, (x.data_ptr(), x.stride(0)), (y.data_ptr(), y.stride(0)), t)
+        shrink, expand = kernels(x.dtype, self.dtype)
+        work = rows.positions * int(most) * len(self.targets)
+        for kernel, address, size in (
+            (shrink, self._address, self.inputs),
+            (expand, self._address + self._step, self.outputs),
+        ):
+            team.run(kernel, address, 1 if work * size <= ALONE else 1 << 16)
+
+    def _check(self, given: Tensor, rows: int, columns: int, name: str) -> None:
+        kinds = (torch.float32, self.dtype)
+        if given.shape != (rows, columns) or given.stride(1) != 1 or given.dtype not in kinds:
+            raise BrokenPromise(
+                f"an adapter's {name} is {given.dtype} {tuple(given.shape)} with strides "
+                f"{given.stride()}, not ({rows}, {columns})"
+            )
+
+
+def place(
+    made: Array,
+    rows: AdapterRows,
+    x: tuple[int, int],
+    y: tuple[int, int],
+    t: int,
+) -> None:
+    """Fill a job into tables (..., 2, fields), and that they have not been run.
+
+    `x` and `y`: address, and elements from a row to the next. `t`: address of
+    `LoraGroup.scratch` float32, which tables that do not run at the same time may share. What has
+    to outlive the run: `rows`, and the memory of these.
+    """
+    made[..., code.NEXT] = 0
+    for field, value in rows.fields().items():
+        made[..., field] = value
+    made[..., code.X], made[..., code.X_STRIDE] = x
+    made[..., code.Y], made[..., code.Y_STRIDE] = y
+    made[..., code.T] = t
+    items = made[..., code.TARGETS] * made[..., code.CHUNKS] * len(rows.tiles)
+    made[..., code.ITEMS] = items
+
+
+def kernels(activations: torch.dtype, weights: torch.dtype) -> tuple[int, int]:
+    """Addresses of `void (int64 *table)`, shrink and expand; compiles them if they are new.
+
+    Activations and adapters are of one dtype, or float32 and bfloat16.
+    """
+    kinds = f"{_NAMES[activations]}_{_NAMES[weights]}"
+    with _compiling:
+        return code.address_of(f"shrink_{kinds}"), code.address_of(f"expand_{kinds}")
+
+
+def _adapters(target: Target) -> Array:
+    """int64 (adapters, 4), as the kernels read them."""
+    made = np.zeros((len(target.adapters), 4), np.int64)
+    for row, m in zip(made, target.adapters, strict=True):
+        if m is not None:
+            row[:] = m.a, m.b, m.rank, int(np.float32(m.scale).view(np.uint32))
+    return made

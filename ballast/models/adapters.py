@@ -13,14 +13,19 @@ from torch import Tensor, nn
 
 from ballast.core.errors import BrokenPromise
 from ballast.core.job import SequenceWork
-from ballast.kernels.lora import AdapterRows, LoraTarget, Matrices
+from ballast.kernels.lora import AdapterRows, LoraGroup, Matrices, Target, kernels
 from ballast.weights.host import Delta, HostAdapter
 
 
-def targets_of(
+def groups_of(
     adapters: Sequence[HostAdapter], addresses: Sequence[int], dtype: torch.dtype
-) -> dict[str, LoraTarget]:
-    """What the adapters add to each module, by its path. `addresses`: of their segments."""
+) -> dict[str, LoraGroup]:
+    """What the adapters add to each module, by its path. `addresses`: of their segments.
+
+    Compiles the kernels, unless Numba's cache has them (seconds).
+    """
+    if adapters:
+        kernels(dtype, dtype)
     found: dict[str, list[Matrices | None]] = {}
     sizes: dict[str, Delta] = {}
     for i, (adapter, base) in enumerate(zip(adapters, addresses, strict=True)):
@@ -29,7 +34,9 @@ def targets_of(
             entries[i] = Matrices(base + d.a.offset, base + d.b.offset, d.rank, d.scale)
             sizes[d.module] = d
     return {
-        module: LoraTarget(sizes[module].inputs, sizes[module].outputs, dtype, entries)
+        module: LoraGroup(
+            sizes[module].inputs, [Target(sizes[module].outputs, tuple(entries))], dtype
+        )
         for module, entries in found.items()
     }
 
@@ -37,16 +44,16 @@ def targets_of(
 class AdaptedModules:
     """The linear modules of one model that any of its adapters changes. One job at a time."""
 
-    def __init__(self, module: nn.Module, targets: dict[str, LoraTarget]) -> None:
+    def __init__(self, module: nn.Module, groups: dict[str, LoraGroup]) -> None:
         """Changes the `forward` of these modules of `module`."""
         head = module.get_output_embeddings()  # type: ignore[operator]
-        self._n = len(targets)
+        self._n = len(groups)
         self._rows: AdapterRows | None = None
         self._sampled: AdapterRows | None = None
         self._done = 0
-        for path, target in targets.items():
+        for path, group in groups.items():
             linear = module.get_submodule(path)
-            linear.forward = self._adapted(linear.forward, target, linear is head)
+            linear.forward = self._adapted(linear.forward, group, linear is head)
 
     @contextmanager
     def job(self, work: Sequence[SequenceWork]) -> Iterator[None]:
@@ -74,13 +81,13 @@ class AdaptedModules:
             raise BrokenPromise(f"{self._done} of {self._n} adapted modules were called")
 
     def _adapted(
-        self, plain: Callable[[Tensor], Tensor], target: LoraTarget, is_head: bool
+        self, plain: Callable[[Tensor], Tensor], group: LoraGroup, is_head: bool
     ) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
             y = plain(x)
             rows = self._sampled if is_head else self._rows
             if rows is not None:
-                target.add(rows, x.flatten(0, -2), y.flatten(0, -2))
+                group.add(rows, x.flatten(0, -2), y.flatten(0, -2))
                 self._done += 1
             return y
 

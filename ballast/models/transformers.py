@@ -19,7 +19,7 @@ from ballast.kernels.paged_attention import warm_up
 from ballast.kv.layout import Layout
 from ballast.memory.tensor import tensor_at
 from ballast.models import attention
-from ballast.models.adapters import AdaptedModules, targets_of
+from ballast.models.adapters import AdaptedModules, groups_of
 from ballast.models.served import Served
 from ballast.weights.architecture import build
 from ballast.weights.host import HostModel, Segment
@@ -47,8 +47,8 @@ class ServedModel(Served):
         own = len(host.segments)
         _place(self._module, host.segments, segment_addresses[:own])
         _set_up_buffers(self._module, host.config.model_type)
-        targets = targets_of(host.adapters, segment_addresses[own:], self.dtype)
-        self._adapted = AdaptedModules(self._module, targets)
+        groups = groups_of(host.adapters, segment_addresses[own:], self.dtype)
+        self._adapted = AdaptedModules(self._module, groups)
         warm_up(self.dtype)
 
     @torch.inference_mode()

@@ -1,0 +1,182 @@
+"""The LoRA kernels against float64, and to the bit against themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ballast.core.errors import BrokenPromise
+from ballast.kernels import lora, team
+from ballast.kernels.lora import AdapterRows, LoraGroup, Matrices, Target
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@dataclass
+class Adapter:
+    """A (rank, k), B transposed (rank, n)."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    @classmethod
+    def random(cls, k: int, n: int, rank: int, dtype: torch.dtype) -> Adapter:
+        return cls(torch.randn(rank, k).to(dtype), torch.randn(rank, n).to(dtype), 2.0 / rank)
+
+    @property
+    def matrices(self) -> Matrices:
+        return Matrices(self.a.data_ptr(), self.b.data_ptr(), len(self.a), self.scale)
+
+    def of(self, x: Tensor) -> Tensor:
+        return self.scale * (x.double() @ self.a.double().t()) @ self.b.double()
+
+
+def target(adapters: list[Adapter | None], n: int, **columns: int) -> Target:
+    return Target(n, tuple(a and a.matrices for a in adapters), **columns)
+
+
+def expected(y: Tensor, x: Tensor, index: list[int], adapters: list[Adapter | None]) -> Tensor:
+    """y with what each row's adapter adds, float64."""
+    made = y.double().clone()
+    for row, i in enumerate(index):
+        adapter = adapters[i] if i >= 0 else None
+        if adapter is not None:
+            made[row] += adapter.of(x[row])
+    return made
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """At two, work is shared however little there is."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    monkeypatch.setattr(lora, "ALONE", 0)
+    torch.manual_seed(0)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+INDEX = [0, 2, -1, 1, 0, 3, 1, 1, -1, 0, 1, 2, *[1] * 70, 0]
+RANKS = (8, 3, 33)
+
+
+@pytest.mark.parametrize(("k", "n"), [(64, 96), (37, 41), (5, 3), (160, 1100)])
+@pytest.mark.parametrize(("act", "dtype"), [(F32, F32), (F32, BF16), (BF16, BF16)])
+def test_rows_ranks_and_shapes(
+    threads: int, k: int, n: int, act: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Rows of four adapters, one of which has nothing here, and of none; strides of their own."""
+    adapters: list[Adapter | None] = [Adapter.random(k, n, r, dtype) for r in RANKS]
+    adapters.append(None)
+    x = torch.randn(len(INDEX), k + 9)[:, :k].to(act)
+    y = torch.randn(len(INDEX), n + 7).to(act)[:, :n]
+    reference = expected(y, x, INDEX, adapters)
+    before = y.clone()
+    LoraGroup(k, [target(adapters, n)], dtype).add(AdapterRows(INDEX), x, y)
+    tolerance = 1e-4 if act == F32 else 1e-2
+    assert torch.allclose(y.double(), reference, rtol=tolerance, atol=tolerance)
+    untouched = [i < 0 or adapters[i] is None for i in INDEX]
+    assert torch.equal(y[untouched], before[untouched])
+    changed = (y != before).any(1)
+    assert changed.tolist() == [not u for u in untouched]
+
+
+@pytest.mark.parametrize(("act", "dtype"), [(F32, F32), (F32, BF16), (BF16, BF16)])
+def test_a_row_is_the_same_in_any_batch(threads: int, act: torch.dtype, dtype: torch.dtype) -> None:
+    k, n = 75, 83
+    adapters: list[Adapter | None] = [Adapter.random(k, n, r, dtype) for r in RANKS]
+    x, y = torch.randn(len(INDEX), k).to(act), torch.randn(len(INDEX), n).to(act)
+    group = LoraGroup(k, [target(adapters, n)], dtype)
+    index = [min(i, 2) for i in INDEX]
+    together = y.clone()
+    group.add(AdapterRows(index), x, together)
+    for row, i in enumerate(index):
+        alone = y[row : row + 1].clone()
+        group.add(AdapterRows([i]), x[row : row + 1], alone)
+        assert torch.equal(alone[0], together[row])
+
+
+def test_targets_of_one_input_in_one_output(threads: int) -> None:
+    """Queries, keys and values side by side; then gate and up in turns of 32 columns."""
+    k, rows = 48, [1, -1, 0, 0, 1]
+    x = torch.randn(5, k)
+    sizes = [(64, 0), (32, 64), (35, 96)]
+    parts = [[Adapter.random(k, n, r, F32) for r in (4, 7)] for n, _ in sizes]
+    parts[1][0] = None  # type: ignore[call-overload]
+    targets = [target(list(p), n, column=c) for p, (n, c) in zip(parts, sizes, strict=True)]
+    y = torch.randn(5, 131)
+    reference = torch.cat(
+        [
+            expected(y[:, c : c + n], x, rows, list(p))
+            for p, (n, c) in zip(parts, sizes, strict=True)
+        ],
+        1,
+    )
+    LoraGroup(k, targets, F32).add(AdapterRows(rows), x, y)
+    assert torch.allclose(y.double(), reference, atol=1e-5)
+
+    n = 80
+    both = [[Adapter.random(k, n, r, F32) for r in (4, 7)] for _ in range(2)]
+    targets = [
+        target(list(p), n, column=32 * i, block=32, block_step=64) for i, p in enumerate(both)
+    ]
+    y = torch.randn(5, 176)
+    columns = torch.arange(n) // 32 * 64 + torch.arange(n) % 32
+    whole = y.double().clone()
+    for i, p in enumerate(both):
+        at = columns + 32 * i
+        whole[:, at] = expected(y[:, at], x, rows, list(p))
+    LoraGroup(k, targets, F32).add(AdapterRows(rows), x, y)
+    assert torch.allclose(y.double(), whole, atol=1e-5)
+
+
+def test_tables_of_layers_share_a_job(threads: int) -> None:
+    """As a program runs them: tables of two layers filled at once, inputs taken by index."""
+    k, n, index, x_rows = 40, 64, [0, -1, 1], np.array([4, 0, 2])
+    layers = [[Adapter.random(k, n, r, BF16) for r in (4, 9)] for _ in range(2)]
+    groups = [LoraGroup(k, [target(list(layer), n)], BF16) for layer in layers]
+    x, y = torch.randn(6, k), torch.randn(3, n)
+    reference = y.double()
+    for layer in layers:
+        reference = expected(reference, x[x_rows], index, list(layer))
+    made = np.stack([g.tables() for g in groups])
+    rows = AdapterRows(index, x_rows)
+    t = np.empty(max(g.scratch(rows.positions) for g in groups), np.float32)
+    for _ in range(2):
+        lora.place(made, rows, (x.data_ptr(), k), (y.data_ptr(), n), t.ctypes.data)
+        for layer_tables in made:
+            for kernel, table in zip(lora.kernels(F32, BF16), layer_tables, strict=True):
+                team.run(kernel, table.ctypes.data, threads)
+        assert torch.allclose(y.double(), reference, atol=1e-4)
+        for layer in layers:
+            reference = expected(reference, x[x_rows], index, list(layer))
+
+
+def test_no_rows_and_rows_of_no_adapter(threads: int) -> None:
+    adapters: list[Adapter | None] = [Adapter.random(8, 8, 2, F32), None]
+    group = LoraGroup(8, [target(adapters, 8)], F32)
+    for index in ([], [-1, -1], [1, -1]):
+        x, y = torch.randn(len(index), 8), torch.randn(len(index), 8)
+        before = y.clone()
+        group.add(AdapterRows(index), x, y)
+        assert torch.equal(y, before)
+
+
+def test_what_the_kernels_would_misread_is_refused() -> None:
+    adapter = Adapter.random(8, 8, 2, F32)
+    group = LoraGroup(8, [target([adapter], 8)], F32)
+    x, y = torch.randn(2, 8), torch.randn(2, 8)
+    rows = AdapterRows([0, 0])
+    for bad in (x[:1], x[:, :7], x.to(BF16), torch.randn(8, 2).t()):
+        with pytest.raises(BrokenPromise, match="input"):
+            group.add(rows, bad, y)
+    with pytest.raises(BrokenPromise, match="output"):
+        group.add(rows, x, torch.randn(2, 9))
+    with pytest.raises(BrokenPromise, match="multiples of 32"):
+        LoraGroup(8, [target([adapter], 8, block=16, block_step=32)], F32)
