@@ -2,8 +2,8 @@
 
 A `LoraGroup` is what adapters add to some linear modules that share their input, such as queries,
 keys and values: made once for a model, as its matrices never move. `AdapterRows` says for one job
-which rows go through which adapter. `LoraGroup.add` runs both kernels; `tables` and `place` make
-what a program of kernels needs to run them itself.
+which rows go through which adapter. `LoraGroup.add` runs both kernels; `LoraGroup.tables`
+and `AdapterRows.place` make what a program of kernels needs to run them itself.
 
 Matrices are those of `weights/adapter.py`: A (rank, inputs), B transposed (rank, outputs), float32
 or bfloat16. Activations have their dtype, or float32. Sums are float32.
@@ -81,8 +81,8 @@ class AdapterRows:
         self.n_rows = len(index)
         order = np.argsort(index, kind="stable")
         order = order[np.searchsorted(index[order], 0) :]
-        self.y_rows = np.ascontiguousarray(order, np.int64)
-        self.x_rows = self.y_rows if x_rows is None else np.asarray(x_rows, np.int64)[order]
+        self._y_rows = order = np.ascontiguousarray(order, np.int64)
+        self._x_rows = order if x_rows is None else np.asarray(x_rows, np.int64)[order]
         tiles: list[tuple[int, int, int]] = []
         found, starts, counts = np.unique(index[order], return_index=True, return_counts=True)
         for adapter, start, count in zip(
@@ -90,23 +90,41 @@ class AdapterRows:
         ):
             for i in range(0, count, TILE_ROWS):
                 tiles.append((start + i, min(TILE_ROWS, count - i), adapter))
-        self.tiles = np.array(tiles, np.int64).reshape(-1, 3)
-        self.adapters = found.tolist()
+        self._tiles = np.array(tiles, np.int64).reshape(-1, 3)
+        self.adapters: list[int] = found.tolist()
+        """Those that any row goes through."""
+        self._fields = np.zeros(code.JOB_FIELDS, np.int64)
+        self._fields[code.TILES] = len(tiles)
+        self._fields[code.TILES_AT] = self._tiles.ctypes.data
+        self._fields[code.POSITIONS] = self.positions
+        self._fields[code.X_ROWS] = self._x_rows.ctypes.data
+        self._fields[code.Y_ROWS] = self._y_rows.ctypes.data
+        self._scratch, self._scratch_at = np.empty(0, np.float32), 0
 
     @property
     def positions(self) -> int:
         """Rows that have an adapter."""
-        return len(self.y_rows)
+        return len(self._y_rows)
 
-    def fields(self) -> dict[int, int]:
-        """What a table says of these rows. They have to outlive its use."""
-        return {
-            code.TILES: len(self.tiles),
-            code.TILES_AT: self.tiles.ctypes.data,
-            code.POSITIONS: self.positions,
-            code.X_ROWS: self.x_rows.ctypes.data,
-            code.Y_ROWS: self.y_rows.ctypes.data,
-        }
+    def place(self, made: Array, x: tuple[int, int], y: tuple[int, int], t: int) -> None:
+        """Fill this job into tables (..., fields), and that they have not been run.
+
+        `x` and `y`: address, and elements from a row to the next. `t`: address of
+        `LoraGroup.scratch` float32, which shrink and expand of a group share, and which groups that
+        do not run at the same time may share. All of it, and this, has to outlive the run.
+        """
+        fields = self._fields
+        fields[code.X], fields[code.X_STRIDE] = x
+        fields[code.Y], fields[code.Y_STRIDE] = y
+        fields[code.T] = t
+        made[..., : code.JOB_FIELDS] = fields
+
+    def scratch(self, n: int) -> int:
+        """Address of n float32, until the next call."""
+        if len(self._scratch) < n:
+            self._scratch = np.empty(n, np.float32)
+            self._scratch_at = self._scratch.ctypes.data
+        return self._scratch_at
 
 
 class LoraGroup:
@@ -134,16 +152,16 @@ class LoraGroup:
             np.int64,
         )
         ranks = np.array([adapters[:, 2] for adapters in self._adapters])
-        self._ranks = ranks.max(0)
+        self._ranks: list[int] = ranks.max(0).tolist()
         """By adapter: the most of any target."""
-        self.rank = int(self._ranks.max())
+        self.rank: int = max(self._ranks)
         self.outputs = max(target.outputs for target in targets)
         self._tables = self.tables()
         self._address = self._tables.ctypes.data
         self._step = self._tables.strides[0]
 
     def tables(self) -> Array:
-        """int64 (2, fields): tables for shrink and expand, but for what `place` fills in.
+        """int64 (2, fields): tables for shrink and expand; `AdapterRows.place` completes them.
 
         This group has to outlive them.
         """
@@ -171,11 +189,10 @@ class LoraGroup:
         most = max((self._ranks[a] for a in rows.adapters), default=0)
         if most == 0:
             return
-        scratch = np.empty(self.scratch(rows.positions), np.float32)
-        t = scratch.ctypes.data
-        place(self._tables, rows, (x.data_ptr(), x.stride(0)), (y.data_ptr(), y.stride(0)), t)
+        t = rows.scratch(self.scratch(rows.positions))
+        rows.place(self._tables, (x.data_ptr(), x.stride(0)), (y.data_ptr(), y.stride(0)), t)
         shrink, expand = kernels(x.dtype, self.dtype)
-        work = rows.positions * int(most) * len(self.targets)
+        work = rows.positions * most * len(self.targets)
         for kernel, address, size in (
             (shrink, self._address, self.inputs),
             (expand, self._address + self._step, self.outputs),
@@ -189,29 +206,6 @@ class LoraGroup:
                 f"an adapter's {name} is {given.dtype} {tuple(given.shape)} with strides "
                 f"{given.stride()}, not ({rows}, {columns})"
             )
-
-
-def place(
-    made: Array,
-    rows: AdapterRows,
-    x: tuple[int, int],
-    y: tuple[int, int],
-    t: int,
-) -> None:
-    """Fill a job into tables (..., 2, fields), and that they have not been run.
-
-    `x` and `y`: address, and elements from a row to the next. `t`: address of
-    `LoraGroup.scratch` float32, which tables that do not run at the same time may share. What has
-    to outlive the run: `rows`, and the memory of these.
-    """
-    made[..., code.NEXT] = 0
-    for field, value in rows.fields().items():
-        made[..., field] = value
-    made[..., code.X], made[..., code.X_STRIDE] = x
-    made[..., code.Y], made[..., code.Y_STRIDE] = y
-    made[..., code.T] = t
-    items = made[..., code.TARGETS] * made[..., code.CHUNKS] * len(rows.tiles)
-    made[..., code.ITEMS] = items
 
 
 def kernels(activations: torch.dtype, weights: torch.dtype) -> tuple[int, int]:

@@ -27,37 +27,36 @@ from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-# Fields of the table.
+# Fields of the table. Those of a job come first.
 NEXT = 0
 """Next item to be taken; 0 before each run."""
-ITEMS = 1
-"""Items in all: TARGETS * TILES * CHUNKS."""
-TILES = 2
-TILES_AT = 3
+TILES = 1
+TILES_AT = 2
 """Address of int64 (TILES, 3): first position, positions, adapter."""
-POSITIONS = 4
+POSITIONS = 3
 """Positions in all."""
-X_ROWS = 5
+X_ROWS = 4
 """Address of int64 (POSITIONS,): row of x at each position; Y_ROWS likewise."""
-Y_ROWS = 6
-X = 7
+Y_ROWS = 5
+X = 6
 """Address of the inputs."""
-X_STRIDE = 8
+X_STRIDE = 7
 """Elements from a row of x to the next."""
-Y = 9
+Y = 8
 """Address of the outputs."""
-Y_STRIDE = 10
-T = 11
+Y_STRIDE = 9
+T = 10
 """Address of float32 (TARGETS, POSITIONS, T_STRIDE)."""
-T_STRIDE = 12
-K = 13
+JOB_FIELDS = 11
+T_STRIDE = 11
+K = 12
 """Inputs."""
-TARGETS = 14
-TARGETS_AT = 15
+TARGETS = 13
+TARGETS_AT = 14
 """Address of int64 (TARGETS, TARGET_FIELDS)."""
-CHUNKS = 16
+CHUNKS = 15
 """Chunks of RANKS ranks (shrink) or of COLUMNS columns (expand), of the largest target."""
-N_FIELDS = 17
+N_FIELDS = 16
 
 # Fields of a target: linear modules of one input, with outputs of their own.
 ADAPTERS_AT = 0
@@ -317,9 +316,10 @@ def _shrink(table, x, like):
     x_rows, stride = _int64_at(table[X_ROWS]), table[X_STRIDE]
     t, t_stride = _float32_at(table[T]), table[T_STRIDE]
     k = table[K]
+    items = table[TARGETS] * table[TILES] * table[CHUNKS]
     while True:
         item = _fetch_add(table, NEXT, 1)
-        if item >= table[ITEMS]:
+        if item >= items:
             break
         target = item // (table[TILES] * table[CHUNKS])
         tile = item // table[CHUNKS] % table[TILES] * 3
@@ -361,9 +361,10 @@ def _expand(table, y, like):
     tiles, targets = _int64_at(table[TILES_AT]), _int64_at(table[TARGETS_AT])
     y_rows, stride = _int64_at(table[Y_ROWS]), table[Y_STRIDE]
     t, t_stride = _float32_at(table[T]), table[T_STRIDE]
+    items = table[TARGETS] * table[TILES] * table[CHUNKS]
     while True:
         item = _fetch_add(table, NEXT, 1)
-        if item >= table[ITEMS]:
+        if item >= items:
             break
         number = item // (table[TILES] * table[CHUNKS])
         target = number * TARGET_FIELDS

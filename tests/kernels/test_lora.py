@@ -149,7 +149,7 @@ def test_tables_of_layers_share_a_job(threads: int) -> None:
     rows = AdapterRows(index, x_rows)
     t = np.empty(max(g.scratch(rows.positions) for g in groups), np.float32)
     for _ in range(2):
-        lora.place(made, rows, (x.data_ptr(), k), (y.data_ptr(), n), t.ctypes.data)
+        rows.place(made, (x.data_ptr(), k), (y.data_ptr(), n), t.ctypes.data)
         for layer_tables in made:
             for kernel, table in zip(lora.kernels(F32, BF16), layer_tables, strict=True):
                 team.run(kernel, table.ctypes.data, threads)
