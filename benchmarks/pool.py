@@ -114,6 +114,8 @@ class RandomRun:
         self._ranges = [self._new(i) for i in range(models)]
         self._backed: list[dict[int, int]] = [{} for _ in self._ranges]
         self._arena = Arena(self._pool, self._vm, "arena", 16 * 64 * KiB)
+        self._aliases: list[tuple[int, int, int, int]] = []
+        """(holder, index there, owner, index there)."""
         self._fences: list[Latch] = []
         self._stamp = 0
         self.violations = 0
@@ -126,6 +128,8 @@ class RandomRun:
             (self._back, 30),
             (self._release, 26),
             (self._hand_over, 20),
+            (self._alias, 10),
+            (self._unalias, 9),
             (self._end_job, 10),
             (self._promise, 5),
             (self._resize_arena, 5),
@@ -155,6 +159,7 @@ class RandomRun:
         for r in self._ranges:
             r.validate()
             told = self._pool.owned(r.owner) + self._pool.reclaiming_of(r.owner)
+            told += self._pool.held(r.owner)
             self._compare(told, r.os_backed())
         told = self._pool.owned("arena") + self._pool.reclaiming_of("arena")
         self._compare(told, self._arena.os_backed())
@@ -182,7 +187,7 @@ class RandomRun:
         which, at = self._random.randrange(len(self._ranges)), self._random.randrange(self._span)
         n = self._random.randint(1, 8)
         places = range(at, min(at + n, self._span))
-        if any(i in self._backed[which] for i in places):
+        if any(i in self._backed[which] or self._alias_at(which, i) for i in places):
             return
         if self._ranges[which].back(at, len(places)) is None:
             for i in places:
@@ -193,8 +198,8 @@ class RandomRun:
         if not self._backed[which]:
             return
         at = self._random.choice(list(self._backed[which]))
-        n = 1
-        while n < 8 and at + n in self._backed[which]:
+        n = 0
+        while n < 8 and at + n in self._backed[which] and not self._lent(which, at + n):
             n += 1
         for i in range(at, at + n):
             self._check(which, i)
@@ -209,12 +214,42 @@ class RandomRun:
         which, heir = self._random.sample(range(len(self._ranges)), 2)
         to = self._random.randrange(self._span)
         target = self._ranges[heir]
-        if not self._backed[which] or to in self._backed[heir] or target.is_leaving(to):
+        if not self._backed[which] or not self._empty(heir, to):
             return
         at = self._random.choice(list(self._backed[which]))
+        if self._lent(which, at):
+            return
         self._ranges[which].hand_to(at, 1, target, to)
         self._backed[heir][to] = self._backed[which].pop(at)
         self._check(heir, to)
+
+    def _alias(self) -> None:
+        which, heir = self._random.sample(range(len(self._ranges)), 2)
+        to = self._random.randrange(self._span)
+        if not self._backed[which] or not self._empty(heir, to):
+            return
+        at = self._random.choice(list(self._backed[which]))
+        lender = self._ranges[which]
+        self._ranges[heir].alias(to, lender.pages(at, 1), lender.owner)
+        self._aliases.append((heir, to, which, at))
+
+    def _unalias(self) -> None:
+        if self._aliases:
+            heir, to, which, at = self._aliases.pop(self._random.randrange(len(self._aliases)))
+            found = int(array_at(self._ranges[heir].address(to), (1,), np.int64)[0])
+            if found != self._backed[which][at]:
+                raise BrokenPromise(f"index {to} of model{heir}: not its lender's contents")
+            self._ranges[heir].unalias(to, 1, self._ranges[which].owner)
+
+    def _empty(self, which: int, at: int) -> bool:
+        here = at in self._backed[which] or self._alias_at(which, at)
+        return not here and not self._ranges[which].is_leaving(at)
+
+    def _alias_at(self, which: int, at: int) -> bool:
+        return any((which, at) == alias[:2] for alias in self._aliases)
+
+    def _lent(self, which: int, at: int) -> bool:
+        return any((which, at) == alias[2:] for alias in self._aliases)
 
     def _end_job(self) -> None:
         for fence in self._fences:
@@ -235,6 +270,8 @@ class RandomRun:
     def _start_over(self) -> None:
         """A model is gone, and comes back later."""
         which = self._random.randrange(len(self._ranges))
+        if any(which in (alias[0], alias[2]) for alias in self._aliases):
+            return
         self._ranges[which].close()
         self._end_job()
         self._ranges[which] = self._new(which)

@@ -8,7 +8,7 @@ from ballast.bench import doctor_memory
 from ballast.bench.finding import Finding, Verdict, judged
 from ballast.core.cost import activation_bytes
 from ballast.core.errors import BallastError
-from ballast.core.model import ModelSpec
+from ballast.core.model import ModelSpec, weight_bytes, weight_pages
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import ceil_div, format_bytes
 from ballast.kv.layout import Layout
@@ -40,7 +40,7 @@ def fleet(settings: FleetSettings) -> Iterator[Finding]:
     for spec in specs:
         yield _model(spec, device, left)
     yield _budget(specs, device, arena)
-    weights = sum(spec.weight_bytes for spec in specs)
+    weights = weight_bytes(specs)
     yield doctor_memory.room(
         device.budget_bytes + weights, "the budget and all weights on the host"
     )
@@ -72,7 +72,7 @@ def _model(spec: ModelSpec, device: DeviceSettings, left: int) -> Finding:
 
 def _budget(specs: list[ModelSpec], device: DeviceSettings, arena: int) -> Finding:
     page = device.page_bytes
-    weights = sum(spec.weight_pages(page) for spec in specs) * page
+    weights = weight_pages(specs, page) * page
     found = (
         f"{format_bytes(device.budget_bytes)}: {format_bytes(arena)} for activations, "
         f"all weights together {format_bytes(weights)}"

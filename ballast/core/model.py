@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from ballast.core.settings import Slo
@@ -43,6 +44,9 @@ class ModelSpec:
     then one for each adapter."""
     fingerprint: str
     """Hex digest over config, dtype and tensors; salts the prefix cache."""
+    segment_digests: tuple[str, ...] = ()
+    """Hex digest of each segment's layout and bytes: segments with equal ones, of this model or of
+    several, share memory. Empty: every segment is unlike all others."""
     eos_token_ids: tuple[int, ...] = ()
     slo: Slo = field(default_factory=Slo)
     priority: int = 0
@@ -91,8 +95,29 @@ class ModelSpec:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(self.segment_bytes)
+        return weight_bytes([self])
 
     def weight_pages(self, page_bytes: int) -> int:
-        """Pages of all segments, each page aligned."""
-        return sum(ceil_div(n, page_bytes) for n in self.segment_bytes)
+        """Pages of its distinct segments, each page aligned."""
+        return weight_pages([self], page_bytes)
+
+
+def weight_bytes(specs: Iterable[ModelSpec]) -> int:
+    """Packed bytes of all segments of the models together, equal ones counted once."""
+    return sum(_distinct(specs))
+
+
+def weight_pages(specs: Iterable[ModelSpec], page_bytes: int) -> int:
+    """Pages of all segments of the models together, each page aligned, equal ones counted once."""
+    return sum(ceil_div(n, page_bytes) for n in _distinct(specs))
+
+
+def _distinct(specs: Iterable[ModelSpec]) -> list[int]:
+    alone: list[int] = []
+    equal: dict[str, int] = {}
+    for spec in specs:
+        if spec.segment_digests:
+            equal.update(zip(spec.segment_digests, spec.segment_bytes, strict=True))
+        else:
+            alone += spec.segment_bytes
+    return alone + list(equal.values())

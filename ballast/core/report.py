@@ -13,7 +13,7 @@ class ModelReport:
     residency: str
     """A value of `ballast.core.view.Residency`."""
     weight_pages: int
-    """Pages its weights hold now."""
+    """Pages its weights take now, those that it shares with other models included."""
     kv_pages: int
     cached_pages: int
     waiting: int
@@ -40,7 +40,8 @@ class DeviceReport:
     free: int
     reclaiming: int
     owners: dict[str, int]
-    """Pages by owner, `weights:NAME`, `kv:NAME`, `arena:LANE`; in all total - free - reclaiming."""
+    """Pages by owner, `weights:NAME`, `kv:NAME`, `shared:DIGEST` (weights of several models),
+    `arena:LANE`; in all total - free - reclaiming."""
     models: tuple[ModelReport, ...]
     jobs: int
     """Jobs run since start."""

@@ -40,13 +40,23 @@ class RequestView:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedView:
+    """A segment that several models contain, and the device holds once for all of them."""
+
+    owner: str
+    pages: int
+    holders: tuple[str, ...]
+    """Models on the device that use it, those being evicted left out."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelView:
     """One model on this device."""
 
     spec: ModelSpec
     residency: Residency
     weight_pages: int
-    """Pages its weights take when resident."""
+    """Pages its weights take when resident, shared segments included."""
     kv_pages: int
     """Pages that back its KV now, cached prefixes included."""
     cached_pages: int
@@ -67,6 +77,8 @@ class ModelView:
     last_used: float
     """When it last had a request, in seconds."""
     costs: StepCosts
+    shared: tuple[SharedView, ...] = ()
+    """Of its weights, what other models contain as well."""
 
     @property
     def name(self) -> str:
@@ -77,10 +89,25 @@ class ModelView:
         return not self.waiting and not self.running
 
     @property
-    def held_pages(self) -> int:
-        """Pages of the pool it holds or was promised."""
-        weights = 0 if self.residency in (Residency.ABSENT, Residency.FAILED) else self.weight_pages
-        return weights + self.kv_pages
+    def own_pages(self) -> int:
+        """Of `weight_pages`, those of segments that no other model contains."""
+        return self.weight_pages - sum(s.pages for s in self.shared)
+
+    @property
+    def missing_pages(self) -> int:
+        """Pages its activation, if absent, needs now: not what other models have brought."""
+        return self.own_pages + sum(s.pages for s in self.shared if not s.holders)
+
+    @property
+    def evictable_pages(self) -> int:
+        """Pages its eviction, if resident, frees now, KV included: not what other models use."""
+        alone = sum(s.pages for s in self.shared if s.holders == (self.name,))
+        return self.own_pages + alone + self.kv_pages
+
+    @property
+    def fair_pages(self) -> float:
+        """Pages of its weights, each shared one divided by the models that use it now."""
+        return self.own_pages + sum(s.pages / max(1, len(s.holders)) for s in self.shared)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,10 +44,14 @@ def _activate(state: DeviceState, a: Activate) -> Refusal:
     short = m.weights.activate(transfer)
     if short is not None:
         return f"short of {short.pages} pages"
-    m.transfer_id = transfer
-    m.residency = Residency.ACTIVATING
     m.activations += 1
-    state.touch(m)
+    if m.weights.filled:
+        # Other models have brought all of it.
+        state.become(m, Residency.RESIDENT)
+        state.asking = True
+    else:
+        m.transfer_id = transfer
+        state.become(m, Residency.ACTIVATING)
     return None
 
 
@@ -58,8 +62,7 @@ def _evict(state: DeviceState, a: Evict) -> Refusal:
     if m.spec.pinned:
         return f"{a.model} is pinned"
     if m.job is not None:
-        m.residency = Residency.EVICTING
-        state.touch(m)
+        state.become(m, Residency.EVICTING)
     else:
         state.evict(m)
     return None

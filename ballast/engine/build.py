@@ -18,6 +18,7 @@ from ballast.memory.pool import Pool
 from ballast.memory.transfer import Link
 from ballast.memory.vm import Vm
 from ballast.weights.residency import WeightsOnDevice
+from ballast.weights.shared import find_shared
 
 CopyNow = Callable[[int, int, int], None]
 """(destination address, source address, bytes): a copy that has ended when it returns."""
@@ -57,11 +58,12 @@ def build_state(
             format_bytes(settings.budget_bytes),
             f"the activations of one job alone need {format_bytes(activations)}",
         )
+    shared = find_shared([h.spec for h in hosted], pool, vm.page_bytes)
     models = []
     for h in hosted:
         kv = KvCache(h.spec, pool, vm, prefix=settings.prefix_cache)
         kv.move = _mover(kv, copy)
-        weights = WeightsOnDevice(h.spec, pool, vm, link, h.addresses)
+        weights = WeightsOnDevice(h.spec, pool, vm, link, h.addresses, shared)
         models.append(ModelState(h.spec, weights, kv, costs.get(h.spec.name, UNMEASURED)))
     return DeviceState(settings, models, pool, arena, link, clock)
 

@@ -30,7 +30,7 @@ from ballast.models.served import Served
 from ballast.models.transformers import ServedModel
 from ballast.policy.presets import resolve
 from ballast.weights.checkpoint import load_host_model
-from ballast.weights.host import HostModel
+from ballast.weights.host import HostModel, HostTier
 
 log = logging.getLogger(__name__)
 
@@ -118,9 +118,10 @@ class LiveDevice:
 
     def _load(self) -> list[HostModel]:
         hosts = []
+        tier = HostTier()
         for settings in self.fleet.models:
             try:
-                hosts.append(load_host_model(settings))
+                hosts.append(load_host_model(settings, tier))
                 self.failed |= hosts[-1].failed
             except BallastError as error:
                 self.failed[settings.name] = str(error)

@@ -11,9 +11,11 @@ def report(state: DeviceState, device: str) -> DeviceReport:
     """A report of single numbers, each true when it was read; safe from any thread."""
     models = tuple(_model(m) for m in state.models.values())
     owners = {"arena:lane0": state.arena.pages}
-    for m in models:
-        owners[f"weights:{m.name}"] = m.weight_pages
-        owners[f"kv:{m.name}"] = m.kv_pages
+    for s in state.shared:
+        owners[s.owner] = len(s.pages)
+    for m in state.models.values():
+        owners[m.weights.owner] = 0 if _absent(m) else m.weights.own_pages
+        owners[f"kv:{m.spec.name}"] = m.kv.pages
     return DeviceReport(
         device=device,
         now=state.clock.now(),
@@ -29,11 +31,10 @@ def report(state: DeviceState, device: str) -> DeviceReport:
 
 
 def _model(m: ModelState) -> ModelReport:
-    absent = m.residency in (Residency.ABSENT, Residency.FAILED)
     return ModelReport(
         name=m.spec.name,
         residency=m.residency.value,
-        weight_pages=0 if absent else m.weights.pages,
+        weight_pages=0 if _absent(m) else m.weights.pages,
         kv_pages=m.kv.pages,
         cached_pages=m.kv.cached_pages,
         waiting=len(m.waiting),
@@ -45,3 +46,7 @@ def _model(m: ModelState) -> ModelReport:
         cached_tokens=m.cached_tokens,
         output_tokens=m.output_tokens,
     )
+
+
+def _absent(m: ModelState) -> bool:
+    return m.residency in (Residency.ABSENT, Residency.FAILED)

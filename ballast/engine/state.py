@@ -24,7 +24,7 @@ from ballast.core.event import (
     TransferDone,
 )
 from ballast.core.job import Job
-from ballast.core.model import ModelSpec
+from ballast.core.model import ModelSpec, weight_pages
 from ballast.core.request import Request, State, Submission
 from ballast.core.settings import DeviceSettings
 from ballast.core.units import ceil_div
@@ -34,6 +34,7 @@ from ballast.core.view import (
     ModelView,
     RequestView,
     Residency,
+    SharedView,
     Shortage,
 )
 from ballast.kv.blocks import KvCache
@@ -41,6 +42,7 @@ from ballast.memory.arena import Arena
 from ballast.memory.pool import Pool
 from ballast.memory.transfer import Link
 from ballast.weights.residency import WeightsOnDevice
+from ballast.weights.shared import SharedSegment
 
 
 @dataclass(slots=True, eq=False)
@@ -117,6 +119,8 @@ class DeviceState:
         self.link = link
         self.clock = clock
         self.arena = arena
+        self.shared = tuple(dict.fromkeys(s for m in models for s in m.weights.shared))
+        """Segments that several models contain."""
         self.requests: dict[str, Request] = {}
         self.lane_job: Job | None = None
         self.asking = True
@@ -196,8 +200,8 @@ class DeviceState:
 
     def _room(self, m: ModelState) -> int:
         """Pages of KV that one request of `m` could have with the device to itself."""
-        room = self.pool.total - self.arena.pages - m.weights.pages
-        room -= sum(o.weights.pages for o in self.models.values() if o.spec.pinned and o is not m)
+        there = [o.spec for o in self.models.values() if o.spec.pinned or o is m]
+        room = self.pool.total - self.arena.pages - weight_pages(there, self.settings.page_bytes)
         return room if m.kv.limit is None else min(room, m.kv.limit)
 
     def _fitted(self, s: Submission) -> Submission:
@@ -287,10 +291,14 @@ class DeviceState:
         self.asking = True
         self.touch(m)
         if event.error is None:
-            m.residency = Residency.RESIDENT
+            if m.weights.landed():
+                self.become(m, Residency.RESIDENT)
+            else:
+                m.transfer_id = self.next_transfer()
+                m.weights.fill(m.transfer_id)
             return []
         m.weights.evict()
-        m.residency = Residency.FAILED
+        self.become(m, Residency.FAILED)
         self.freed += 1
         reason = f"the weights of {m.spec.name!r} could not be brought in: {event.error}"
         return self.fail_all(m, "model_failed", reason)
@@ -391,11 +399,19 @@ class DeviceState:
         m.blocked = None
         m.kv.clear()
         m.weights.evict()
-        m.residency = Residency.ABSENT
+        self.become(m, Residency.ABSENT)
         m.evictions += 1
         self.freed += 1
-        self.touch(m)
         self.asking = True
+
+    def become(self, m: ModelState, residency: Residency) -> None:
+        """The model's residency, once its weights are so. Who shares segments with it sees that."""
+        m.residency = residency
+        self.touch(m)
+        if m.weights.shared:
+            for other in self.models.values():
+                if other.weights.shared:
+                    self.touch(other)
 
     def next_transfer(self) -> int:
         """A number for a transfer, never used before on this device."""
@@ -449,10 +465,10 @@ class DeviceState:
 
     def view(self) -> DeviceView:
         """A frozen snapshot; only models that changed are rebuilt."""
-        deferred = 0
+        deferred = sum(s.n_pages for s in self.shared if s.holders and not self._stay(s))
         for m in self.models.values():
             if m.residency is Residency.EVICTING:
-                deferred += m.weights.pages + m.kv.pages
+                deferred += m.weights.own_pages + m.kv.pages
             elif m.leaving:
                 deferred += sum(m.kv.pages_if_freed(r.blocks) for r in m.leaving)
         return DeviceView(
@@ -489,8 +505,16 @@ class DeviceState:
                 first_pages=first,
                 last_used=m.last_used,
                 costs=m.costs,
+                shared=tuple(
+                    SharedView(s.owner, s.n_pages, self._stay(s)) for s in m.weights.shared
+                ),
             )
         return m.view
+
+    def _stay(self, segment: SharedSegment) -> tuple[str, ...]:
+        """Models that use a shared segment and are not on their way out."""
+        evicting = Residency.EVICTING
+        return tuple(n for n in segment.holders if self.models[n].residency is not evicting)
 
     @staticmethod
     def _request_view(m: ModelState, r: Request) -> RequestView:

@@ -5,7 +5,8 @@ Pure counting; no memory is touched here. Invariants, checked by `validate`:
 - every page is free, owned by one owner, or reclaiming (given back, its last use not yet over);
 - `free + reclaiming + sum(owned)` is the number of pages;
 - `promised <= free + reclaiming`;
-- only an owned page can be lent; owner and holder differ, and the owner answers for it.
+- only an owned page can be lent, to any number of holders; owner and holder differ, and the owner,
+  who answers for it, keeps it until the last of them has let go.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Ledger:
         self._owned: list[int] = []
         self._reclaimed: list[int] = []
         self._promises: dict[str, int] = {}
-        self._holders: dict[int, str] = {}
+        self._holders: dict[int, list[str]] = {}
+        self._held: dict[str, int] = {}
 
     def owned(self, owner: str) -> int:
         """Pages of `owner`, lent ones included, reclaiming ones not."""
@@ -60,16 +62,21 @@ class Ledger:
         code = self._codes[page]
         return None if code < 0 or code & 1 else self._names[code >> 1]
 
-    def holder_of(self, page: int) -> str | None:
-        """Who uses the page: who borrowed it, else its owner."""
-        return self._holders.get(page) or self.owner_of(page)
+    def holders_of(self, page: int) -> tuple[str, ...]:
+        """Who borrowed the page, once for each time, in that order."""
+        return tuple(self._holders.get(page, ()))
+
+    def held(self, holder: str) -> int:
+        """Pages of others that `holder` uses; one that it borrowed twice counts twice."""
+        return self._held.get(holder, 0)
 
     def lent(self, owner: str) -> dict[str, int]:
         """Pages of `owner` that others hold, by holder."""
         found: dict[str, int] = {}
-        for page, holder in self._holders.items():
+        for page, holders in self._holders.items():
             if self.owner_of(page) == owner:
-                found[holder] = found.get(holder, 0) + 1
+                for holder in holders:
+                    found[holder] = found.get(holder, 0) + 1
         return found
 
     def available(self, owner: str) -> int:
@@ -136,20 +143,26 @@ class Ledger:
 
     def lend(self, owner: str, pages: Sequence[int], holder: str) -> None:
         """`holder` uses pages that stay the owner's and cannot be given back until recalled."""
-        self._check_owned(owner, pages)
+        key = self._ids.get(owner, -1)
+        self._check(pages, 2 * key, f"is not owned by {owner}")
         if holder == owner:
             raise BrokenPromise(f"{owner} lends pages to itself")
-        self._holders.update(dict.fromkeys(pages, holder))
+        for page in pages:
+            self._holders.setdefault(page, []).append(holder)
+        self._held[holder] = self._held.get(holder, 0) + len(pages)
 
-    def recall(self, owner: str, pages: Sequence[int]) -> None:
-        """Lent pages are used by their owner again; the caller knows the holder has let go."""
+    def recall(self, owner: str, pages: Sequence[int], holder: str) -> None:
+        """Ends one `lend` of each page; the caller knows the holder has let go."""
         key = self._ids.get(owner, -1)
         self._check(pages, 2 * key, f"is not owned by {owner}")
         for page in pages:
-            if page not in self._holders:
-                raise BrokenPromise(f"page {page} of {owner} is not lent")
+            if holder not in self._holders.get(page, ()):
+                raise BrokenPromise(f"page {page} of {owner} is not lent to {holder}")
         for page in pages:
-            del self._holders[page]
+            self._holders[page].remove(holder)
+            if not self._holders[page]:
+                del self._holders[page]
+        self._held[holder] -= len(pages)
 
     def free_mask(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """(total,) bool: which pages are free."""
@@ -175,9 +188,14 @@ class Ledger:
             raise BrokenPromise(f"promised {self.promised}, by owner {self._promises}")
         if self.promised > self.free + self.reclaiming:
             raise BrokenPromise(f"promised {self.promised} of {self.free} + {self.reclaiming}")
-        for page, holder in self._holders.items():
-            if self.owner_of(page) in (None, holder):
-                raise BrokenPromise(f"page {page} is lent to {holder} but its owner is gone")
+        held: dict[str, int] = {}
+        for page, holders in self._holders.items():
+            if not holders or self.owner_of(page) in (None, *holders):
+                raise BrokenPromise(f"page {page} is lent to {holders} but its owner is gone")
+            for holder in holders:
+                held[holder] = held.get(holder, 0) + 1
+        if held != {holder: n for holder, n in self._held.items() if n}:
+            raise BrokenPromise(f"lent pages say {held}, the book says {self._held}")
 
     def _key(self, owner: str) -> int:
         key = self._ids.get(owner)
@@ -206,7 +224,7 @@ class Ledger:
         if self._holders:
             for page in pages:
                 if page in self._holders:
-                    raise BrokenPromise(f"page {page} is lent to {self._holders[page]}")
+                    raise BrokenPromise(f"page {page} is lent to {self._holders[page][0]}")
         return key
 
     def _write(self, pages: Sequence[int], code: int) -> None:

@@ -80,8 +80,13 @@ class Pool:
     def owner_of(self, page: int) -> str | None:
         return self._ledger.owner_of(page)
 
-    def holder_of(self, page: int) -> str | None:
-        return self._ledger.holder_of(page)
+    def holders_of(self, page: int) -> tuple[str, ...]:
+        """Who uses the page besides its owner, once for each time it was lent."""
+        return self._ledger.holders_of(page)
+
+    def held(self, holder: str) -> int:
+        """Pages lent to `holder`; one lent to it twice counts twice."""
+        return self._ledger.held(holder)
 
     def reclaiming_of(self, owner: str) -> int:
         return self._ledger.reclaiming_of(owner)
@@ -183,14 +188,14 @@ class Pool:
             self._ledger.hand_over(source, target, pages)
 
     def lend(self, owner: str, pages: Sequence[int], holder: str) -> None:
-        """`holder` uses pages that stay the owner's and that it cannot give back meanwhile."""
+        """`holder`, too, uses pages that stay the owner's, who cannot give them back meanwhile."""
         with self._books:
             self._ledger.lend(owner, pages, holder)
 
-    def recall(self, owner: str, pages: Sequence[int]) -> None:
-        """The holder has let go of the pages; they are used by their owner again."""
+    def recall(self, owner: str, pages: Sequence[int], holder: str) -> None:
+        """The holder has let go of the pages once; their owner answers for them as before."""
         with self._books:
-            self._ledger.recall(owner, pages)
+            self._ledger.recall(owner, pages, holder)
 
     def lent(self, owner: str) -> dict[str, int]:
         """Pages of `owner` that others use, by holder."""

@@ -25,14 +25,16 @@ is weights, filled by a link, which prefaults in its own thread while the loop g
 class BackedRange:
     """`n_pages` indices from address `base`, each backed by a page of the owner or by nothing.
 
-    Backing more than one index happens wholly or not at all. Pages the operating system shows
-    mapped here are `backed + leaving`; `leaving` ones wait for a fence.
+    Backing more than one index happens wholly or not at all. An index can also be an *alias* of
+    a page that another owns and lends. Pages the operating system shows mapped here are
+    `backed + aliased + leaving`; `leaving` ones wait for a fence.
     """
 
     def __init__(self, pool: Pool, vm: Vm, owner: str, n_bytes: int, *, bare: bool = False) -> None:
         """`bare`: pages come without physical memory and are not to be touched (see Arena)."""
         self.owner = owner
         self.backed = 0
+        self.aliased = 0
         self.leaving = 0
         self._pool, self._vm, self._bare = pool, vm, bare
         self._range = vm.reserve(n_bytes)
@@ -60,7 +62,7 @@ class BackedRange:
         return self._range.address(at)
 
     def pages(self, at: int, n: int) -> tuple[int, ...]:
-        """Pages that back `n` indices from `at`. Raises BrokenPromise if one is not backed."""
+        """Pages beneath `n` indices from `at`. Raises BrokenPromise if one has none."""
         pages = tuple(self._within(at, n))
         if pages and min(pages) < 0:
             raise BrokenPromise(f"{self.owner}: not all of {at} .. {at + n} is backed")
@@ -115,6 +117,34 @@ class BackedRange:
             self.leaving -= n
             raise
 
+    def alias(self, at: int, pages: Sequence[int], lender: str) -> None:
+        """Map populated pages of another owner, which lends them, at indices `at ..` as well.
+
+        Raises BrokenPromise if part of that is backed; a failing map (DeviceError) changes nothing.
+        """
+        if self._check_empty(((at, len(pages)),)):
+            raise BrokenPromise(f"{self.owner}: pages at {at} .. are still leaving")
+        self._pool.lend(lender, pages, self.owner)
+        try:
+            self._vm.map(self._range, at, pages, alias=True)
+        except DeviceError:
+            self._pool.recall(lender, pages, self.owner)
+            raise
+        self._slots[at : at + len(pages)] = array("i", pages)
+        self.aliased += len(pages)
+
+    def unalias(self, at: int, n: int, lender: str) -> None:
+        """Unmap `n` aliases of pages that `lender` owns. Nothing in flight may use them here."""
+        pages = self.pages(at, n)
+        self._pool.recall(lender, pages, self.owner)
+        try:
+            self._vm.unmap(self._range, at, n)
+        except DeviceError:
+            self._pool.lend(lender, pages, self.owner)
+            raise
+        self._slots[at : at + n] = array("i", [_EMPTY]) * n
+        self.aliased -= n
+
     def hand_to(self, at: int, n: int, target: BackedRange, to: int) -> None:
         """Pages at `at ..` move to another range and its owner, contents kept, never free between.
 
@@ -138,7 +168,7 @@ class BackedRange:
         target.backed += n
 
     def close(self, fence: Fence | None = None) -> None:
-        """Release everything; the addresses go once the last page has left."""
+        """Release everything; the addresses go once the last page has left. Aliases are gone."""
         if self._closed:
             return
         for at, n in self._stretches():
@@ -147,17 +177,18 @@ class BackedRange:
         self._release_addresses()
 
     def os_backed(self) -> int:
-        """Pages the operating system shows mapped here; equals `backed + leaving`."""
+        """Pages the operating system shows mapped here; equals `backed + aliased + leaving`."""
         return 0 if self._closed and not self.leaving else self._vm.os_mapped(self._range)
 
     def validate(self) -> None:
-        """Raises BrokenPromise unless every backed page is the owner's and the counts are right."""
-        backed = [page for page in self._slots if page >= 0]
-        counts = (len(backed), self._slots.count(_LEAVING))
-        if counts != (self.backed, self.leaving):
+        """Raises BrokenPromise unless every page here is the owner's or lent to it, as counted."""
+        here = [page for page in self._slots if page >= 0]
+        others = [page for page in here if self._pool.owner_of(page) != self.owner]
+        counts = (len(here) - len(others), len(others), self._slots.count(_LEAVING))
+        if counts != (self.backed, self.aliased, self.leaving):
             raise BrokenPromise(f"{self.owner}: slots say {counts}")
-        for page in backed:
-            if self._pool.owner_of(page) != self.owner:
+        for page in others:
+            if self.owner not in self._pool.holders_of(page):
                 raise BrokenPromise(f"{self.owner}: page {page} is {self._pool.owner_of(page)}'s")
 
     def _map_all(self, where: Sequence[tuple[int, int]], pages: tuple[int, ...]) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
+from copy import copy
 
 from ballast.core.actions import Action, Activate, Evict, Offer, Preempt
-from ballast.core.view import DeviceView, Residency
+from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.offers import Claim, Source
 
 
@@ -19,6 +19,22 @@ class Ground:
         self.taken: dict[str, dict[tuple[str, str], int]] = {}
         """Pages taken of each model, by kind of action and request."""
         self.evicted: set[str] = set()
+        self.holders = {s.owner: set(s.holders) for m in view.models for s in m.shared}
+        """Models that use each shared segment."""
+        self._models = {m.name: m for m in view.models}
+
+    def needs(self, claim: Claim) -> int:
+        """Pages of the claim, given who has come and gone since the view was taken."""
+        if not claim.activate:
+            return claim.pages
+        shared = self._models[claim.model].shared
+        return claim.pages + sum(
+            s.pages * ((not self.holders[s.owner]) - (not s.holders)) for s in shared
+        )
+
+    def covers(self, claim: Claim) -> bool:
+        """Whether what is coming suffices."""
+        return self.coming >= self.needs(claim)
 
     def take(self, offer: Offer) -> int:
         """Use an offer up; how many pages that adds to those taken before."""
@@ -27,8 +43,7 @@ class Ground:
             return 0
         taken = self.taken.setdefault(model, {})
         if isinstance(offer.action, Evict):
-            self.evicted.add(model)
-            return max(0, offer.pages - sum(taken.values()))
+            return max(0, self._evict(self._models[model]) - sum(taken.values()))
         request = offer.action.request_id if isinstance(offer.action, Preempt) else ""
         key = (type(offer.action).__name__, request)
         if key in taken:
@@ -36,9 +51,35 @@ class Ground:
         taken[key] = offer.pages
         return offer.pages
 
+    def activate(self, claim: Claim) -> None:
+        """The claim's model comes; segments that it shares with others stay as long as it."""
+        for s in self._models[claim.model].shared:
+            self.holders[s.owner].add(claim.model)
+
+    def in_vain(self, claim: Claim, evicted: str) -> bool:
+        """Whether evicting a model has freed nothing that the claim's own model would not need."""
+        wanted = {s.owner for s in self._models[claim.model].shared} if claim.activate else set()
+        m = self._models[evicted]
+        freed = (s for s in m.shared if m.name in s.holders and not self.holders[s.owner])
+        return all(s.owner in wanted for s in freed)
+
     def copy(self) -> Ground:
         """As it is now, to go back to."""
-        return deepcopy(self)
+        twin = copy(self)
+        twin.taken = {model: dict(taken) for model, taken in self.taken.items()}
+        twin.evicted = set(self.evicted)
+        twin.holders = {owner: set(holders) for owner, holders in self.holders.items()}
+        return twin
+
+    def _evict(self, m: ModelView) -> int:
+        """The model goes; pages of its weights and KV that are free then."""
+        self.evicted.add(m.name)
+        pages = m.own_pages + m.kv_pages
+        for s in m.shared:
+            if self.holders[s.owner] == {m.name}:
+                pages += s.pages
+            self.holders[s.owner].discard(m.name)
+        return pages
 
 
 def cover(view: DeviceView, claims: Sequence[Claim], sources: Sequence[Source]) -> list[Action]:
@@ -51,29 +92,60 @@ def cover(view: DeviceView, claims: Sequence[Claim], sources: Sequence[Source]) 
     ground = Ground(view)
     actions: list[Action] = []
     for claim in sorted(claims, key=lambda c: (c.order, c.model)):
-        before = ground.copy()
-        chosen: list[Action] = []
-        for source in sources:
-            if ground.coming >= claim.pages:
-                break
-            for offer in source(view, claim):
-                if ground.coming >= claim.pages:
-                    break
-                pages = ground.take(offer)
-                if pages:
-                    chosen.append(offer.action)
-                    ground.coming += pages
-                    ground.free += pages
-        if ground.coming < claim.pages:
-            ground = before
+        covered = _cover_one(view, claim, sources, ground, frozenset())
+        if covered is None:
             ground.coming = ground.free = 0
             continue
+        ground, chosen = covered
         actions += chosen
-        if claim.activate and claim.pages <= ground.free:
+        needs = ground.needs(claim)
+        if claim.activate and needs <= ground.free:
             actions.append(Activate(claim.model, why="requests wait for it"))
-        ground.coming -= claim.pages
-        ground.free -= claim.pages
+            ground.activate(claim)
+        ground.coming -= needs
+        ground.free -= needs
     return actions
+
+
+def _cover_one(
+    view: DeviceView,
+    claim: Claim,
+    sources: Sequence[Source],
+    before: Ground,
+    spared: frozenset[str],
+) -> tuple[Ground, list[Action]] | None:
+    """What covers one claim, and the ground after it; None where nothing does.
+
+    A model whose weights others share may free nothing alone and much with them, so it is evicted
+    on trial; what turns out to have been in vain is `spared` in another try.
+    """
+    ground = before.copy()
+    chosen: list[Action] = []
+    trials: list[str] = []
+    for source in sources:
+        if ground.covers(claim):
+            break
+        for offer in source(view, claim):
+            if ground.covers(claim):
+                break
+            evicts = isinstance(offer.action, Evict)
+            if evicts and offer.action.model in spared | ground.evicted:
+                continue
+            lacked = ground.needs(claim) - ground.coming
+            pages = ground.take(offer)
+            ground.coming += pages
+            ground.free += pages
+            gained = ground.needs(claim) - ground.coming < lacked
+            if gained or evicts:
+                chosen.append(offer.action)
+            if evicts and not gained:
+                trials.append(offer.action.model)
+    if not ground.covers(claim):
+        return None
+    vain = frozenset(model for model in trials if ground.in_vain(claim, model))
+    if vain:
+        return _cover_one(view, claim, sources, before, spared | vain)
+    return ground, chosen
 
 
 def activation_claims(view: DeviceView, patience: float) -> tuple[list[Claim], float | None]:
@@ -90,7 +162,7 @@ def activation_claims(view: DeviceView, patience: float) -> tuple[list[Claim], f
             overdue = view.now >= overdue_at
             if not overdue:
                 wake = overdue_at if wake is None else min(wake, overdue_at)
-            pages = m.weight_pages + m.first_pages
+            pages = m.missing_pages + m.first_pages
             claims.append(Claim(m.name, first.order, pages, overdue, activate=True))
     return claims, wake
 

@@ -35,8 +35,8 @@ Source = Callable[[DeviceView, Claim], list[Offer]]
 
 
 def reload_seconds(view: DeviceView, m: ModelView) -> float:
-    """To copy a model's weights from the host again."""
-    return copy_seconds(m.weight_pages * view.page_bytes, view.link_bytes_per_second)
+    """To copy a model's weights from the host again; of shared segments, its part."""
+    return copy_seconds(round(m.fair_pages * view.page_bytes), view.link_bytes_per_second)
 
 
 def recompute_seconds(m: ModelView, r: RequestView) -> float:
@@ -84,7 +84,7 @@ def idle_models(view: DeviceView, claim: Claim) -> list[Offer]:
             copy = reload_seconds(view, m)
             price = copy * (copy / m.spec.slo.ttft) / (1.0 + idle)
             action = Evict(m.name, why=f"idle for {idle:.1f} s, {claim.model} needs pages")
-            found.append(Offer(m.held_pages, price, action))
+            found.append(Offer(m.evictable_pages, price, action))
     return sorted(found, key=lambda offer: (offer.price, offer.action.model))
 
 
@@ -119,7 +119,7 @@ def younger_models(view: DeviceView, claim: Claim) -> list[Offer]:
     younger.sort(key=lambda pair: pair[0], reverse=True)
     return [
         Offer(
-            m.held_pages,
+            m.evictable_pages,
             reload_seconds(view, m) + sum(recompute_seconds(m, r) for r in m.running),
             Evict(m.name, why=f"{claim.model} came first"),
         )

@@ -14,14 +14,18 @@ def shares(view: DeviceView) -> dict[str, int]:
     """KV pages of each model that has a place, by name.
 
     Models are placed in descending order of their configured share while the weights fit with at
-    least one page of KV for each; what the weights leave is divided in proportion to the shares.
+    least one page of KV for each (segments that several contain need room once); what the weights
+    leave is divided in proportion to the shares.
     """
     room = view.total - view.arena
     placed: list[ModelView] = []
+    there: set[str] = set()
     for m in sorted(view.models, key=lambda m: -m.spec.share):
-        if m.weight_pages + 1 <= room:
+        pages = m.own_pages + sum(s.pages for s in m.shared if s.owner not in there)
+        if pages + 1 <= room:
             placed.append(m)
-            room -= m.weight_pages + 1
+            room -= pages + 1
+            there.update(s.owner for s in m.shared)
     room += len(placed)
     total = sum(m.spec.share for m in placed)
     return {m.name: int(room * m.spec.share / total) for m in placed}

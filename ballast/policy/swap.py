@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ballast.core.actions import Action, Activate, Decision, Evict, Hold
 from ballast.core.view import DeviceView, ModelView, Residency
@@ -52,8 +52,13 @@ class WholeModels:
         leaving = current.idle or (over and not current.running)
         if leaving and current.residency is Residency.RESIDENT:
             actions.append(Hold(current.name, False))
-            actions.append(Evict(current.name, why=f"{heir.name} is next"))
-            return self._start(view, heir, actions)
+            evict = Evict(current.name, why=f"{heir.name} is next")
+            beside = heir.missing_pages <= view.free - view.promised
+            if beside and any(current.name in s.holders for s in heir.shared):
+                # It comes first, so that the segments they share need not be brought again.
+                start = self._start(view, heir, actions)
+                return replace(start, actions=(*start.actions, evict))
+            return self._start(view, heir, [*actions, evict])
         if over and not current.held and current.residency is Residency.RESIDENT:
             actions.append(Hold(current.name, True, why=f"its turn is over, {heir.name} waits"))
         return Decision(tuple(actions), turn, None if over else over_at)

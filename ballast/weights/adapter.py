@@ -25,7 +25,17 @@ from ballast.core.errors import BallastError, CheckpointError, UnsupportedModel
 from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.settings import AdapterSettings
 from ballast.weights.architecture import build
-from ballast.weights.host import Delta, HostAdapter, HostBytes, HostModel, Piece, pack
+from ballast.weights.host import (
+    PLAIN,
+    Delta,
+    HostAdapter,
+    HostBytes,
+    HostModel,
+    HostTier,
+    PackedTensor,
+    Piece,
+    pack,
+)
 from ballast.weights.stored import Stored, read_header
 
 CONFIG = "adapter_config.json"
@@ -51,7 +61,9 @@ _PLAIN_STARTS = ("gaussian", "orthogonal", "eva")
 """Ways of initialisation that leave the base's weights as they are."""
 
 
-def load_adapters(host: HostModel, settings: Sequence[AdapterSettings]) -> HostModel:
+def load_adapters(
+    host: HostModel, settings: Sequence[AdapterSettings], tier: HostTier
+) -> HostModel:
     """`host` with the adapters that can be served; the reasons for the others are in `failed`.
 
     Takes `host` over: the result is to be closed in its place.
@@ -63,12 +75,16 @@ def load_adapters(host: HostModel, settings: Sequence[AdapterSettings]) -> HostM
     failed: dict[str, str] = {}
     for one in settings:
         try:
-            adapters.append(load_adapter(one, host.spec, modules))
+            adapters.append(load_adapter(one, host.spec, modules, tier))
         except BallastError as error:
             failed[one.name] = str(error)
     spec = replace(
         host.spec,
         segment_bytes=(*host.spec.segment_bytes, *(a.segment.n_bytes for a in adapters)),
+        segment_digests=(
+            *host.spec.segment_digests,
+            *(digest for a in adapters for digest in a.memory.digests),
+        ),
         adapters=tuple(a.spec for a in adapters),
     )
     return replace(host, spec=spec, adapters=tuple(adapters), failed=failed)
@@ -87,7 +103,10 @@ def linear_modules(config: Any) -> dict[str, tuple[int, int]]:
 
 
 def load_adapter(
-    settings: AdapterSettings, base: ModelSpec, modules: Mapping[str, tuple[int, int]]
+    settings: AdapterSettings,
+    base: ModelSpec,
+    modules: Mapping[str, tuple[int, int]],
+    tier: HostTier,
 ) -> HostAdapter:
     """Read, check, convert and seal the adapter at `settings.path`.
 
@@ -95,7 +114,7 @@ def load_adapter(
     reason), UnsupportedModel, and DeviceError where host memory does not suffice.
     """
     try:
-        return _load(settings, base, modules)
+        return _load(settings, base, modules, tier)
     except OSError as error:
         reason = error.strerror or str(error)
         raise CheckpointError(str(error.filename or settings.path), None, reason) from error
@@ -116,7 +135,10 @@ class _Pair:
 
 
 def _load(
-    settings: AdapterSettings, base: ModelSpec, modules: Mapping[str, tuple[int, int]]
+    settings: AdapterSettings,
+    base: ModelSpec,
+    modules: Mapping[str, tuple[int, int]],
+    tier: HostTier,
 ) -> HostAdapter:
     directory = Path(settings.path)
     config = _Config.read(directory / CONFIG)
@@ -129,15 +151,18 @@ def _load(
     for pair in pairs:
         tensors[f"{pair.module}.lora_A"] = _read(pair.a, dtype)
         tensors[f"{pair.module}.lora_B"] = _read(pair.b, dtype).t().contiguous()
-    sizes = [((name,), tuple(t.shape), t.numel()) for name, t in tensors.items()]
-    segment = pack(f"adapter {settings.name}", sizes, base.dtype, dtype.itemsize)
+    listed = [
+        PackedTensor((name,), tuple(t.shape), base.dtype, 0, t.nbytes, PLAIN, (name,))
+        for name, t in tensors.items()
+    ]
+    segment = pack(f"adapter {settings.name}", listed)
 
     def fill(piece: Piece) -> bytes:
         address = tensors[piece.tensor.names[0]].data_ptr() + piece.start
         ctypes.memmove(piece.address, address, piece.n_bytes)
         return hashlib.sha256(ctypes.string_at(address, piece.n_bytes)).digest()
 
-    memory = HostBytes(settings.name, [segment], fill, threads=1)
+    memory = HostBytes(settings.name, [segment], fill, 1, tier)
     deltas = tuple(
         Delta(pair.module, *modules[pair.module], pair.rank, pair.scale, a, b)
         for pair, a, b in zip(pairs, segment.tensors[::2], segment.tensors[1::2], strict=True)

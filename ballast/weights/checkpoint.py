@@ -27,14 +27,24 @@ from ballast.weights import packing
 from ballast.weights.adapter import load_adapters
 from ballast.weights.architecture import Architecture, learn
 from ballast.weights.assemble import READABLE, Recipe, Sources, recipes
-from ballast.weights.host import HostBytes, HostModel, PackedTensor, Piece, Segment, pack
+from ballast.weights.host import (
+    HostBytes,
+    HostModel,
+    HostTier,
+    PackedTensor,
+    Piece,
+    Segment,
+    pack,
+)
 from ballast.weights.stored import ITEM_BYTES, Stored, find_tensors
 
 THREADS = max(1, min(4, os.cpu_count() or 1))
 
 
-def load_host_model(settings: ModelSettings) -> HostModel:
+def load_host_model(settings: ModelSettings, tier: HostTier | None = None) -> HostModel:
     """Read, check, convert and seal the checkpoint at `settings.path`.
+
+    Segments that `tier` has already, of other checkpoints, are shared with them.
 
     `dtype: auto` serves what most bytes of the checkpoint are: bfloat16, or float32. A float16
     checkpoint is then served in float32, which holds its numbers exactly; bfloat16 would round
@@ -45,13 +55,13 @@ def load_host_model(settings: ModelSettings) -> HostModel:
     of these faults is left out, and listed in `failed`.
     """
     try:
-        return _load(settings, Path(settings.path))
+        return _load(settings, Path(settings.path), tier or HostTier())
     except OSError as error:
         reason = error.strerror or str(error)
         raise CheckpointError(str(error.filename or settings.path), None, reason) from error
 
 
-def _load(settings: ModelSettings, directory: Path) -> HostModel:
+def _load(settings: ModelSettings, directory: Path, tier: HostTier) -> HostModel:
     config = _read_config(directory)
     stored = find_tensors(directory)
     architecture = learn(config)
@@ -79,7 +89,7 @@ def _load(settings: ModelSettings, directory: Path) -> HostModel:
                 return _write(piece, packing.build(piece.tensor, read))
             return _fill(piece, plan[piece.tensor.sources[0]], sources, packing.DTYPES[dtype])
 
-        memory = HostBytes(settings.name, segments, fill, THREADS)
+        memory = HostBytes(settings.name, segments, fill, THREADS, tier)
     spec = ModelSpec(
         name=settings.name,
         n_layers=architecture.n_layers,
@@ -96,6 +106,7 @@ def _load(settings: ModelSettings, directory: Path) -> HostModel:
         block_tokens=settings.block_tokens,
         segment_bytes=tuple(s.n_bytes for s in segments),
         fingerprint=_fingerprint(architecture.config, segments, memory.digest),
+        segment_digests=memory.digests,
         eos_token_ids=eos,
         slo=settings.slo,
         priority=settings.priority,
@@ -113,7 +124,7 @@ def _load(settings: ModelSettings, directory: Path) -> HostModel:
         windows=architecture.windows,
         fused=fused,
     )
-    return load_adapters(host, settings.adapters)
+    return load_adapters(host, settings.adapters, tier)
 
 
 def _read_config(directory: Path) -> Any:

@@ -2,12 +2,14 @@
 
 ::
 
-    memfd   | embeddings        | layer 0       | layer 1       | ... | head          |
-              ^ segments begin at OS pages; tensors inside of them at multiples of 64 bytes
+    model a   [embeddings 1f..]  [layer 0 a3..]  [layer 1 77..]  [head e0..]
+    model b   [embeddings 1f..]  [layer 0 5b..]  ...
+               ^ equal layout and bytes: one memfd, held by both
 
-One memfd per model: it is filled with several threads, then sealed against writing and any change
-of size, and mapped read only. So its mappings cannot fault, whatever happens to the user's own
-files, and other processes can be given it (docs/decisions/003).
+One memfd per distinct segment: it is filled with several threads, then sealed against writing and
+any change of size, and mapped read only. So its mappings cannot fault, whatever happens to the
+user's own files, and other processes can be given it (docs/decisions/006). Tensors begin at
+multiples of 64 bytes within their segment.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import fcntl
 import hashlib
 import mmap as std_mmap
 import os
+import resource
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -86,50 +89,39 @@ Fill = Callable[[Piece], bytes]
 """Write the piece's bytes at its address; a digest of them."""
 
 
-class HostBytes:
-    """Sealed memory holding segments, mapped read only."""
+class SealedSegment:
+    """The memory of one segment, which any number of models hold. One memfd, mapped read only."""
 
-    def __init__(self, name: str, segments: Sequence[Segment], fill: Fill, threads: int) -> None:
-        """Allocate, call `fill` for every piece from several threads, seal.
-
-        Raises DeviceError where the memory is not to be had, and whatever `fill` raises; nothing
-        stays behind then.
-        """
-        self.offsets = _offsets(segments)
-        self.n_bytes = max(std_mmap.PAGESIZE, self.offsets[-1])
-        _check_available(name, self.n_bytes)
-        self.fd = os.memfd_create(f"ballast-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._base: int | None = None
+    def __init__(self, model: str, segment: Segment, fill: Fill, threads: int) -> None:
+        """Allocate, call `fill` for every piece from several threads, seal."""
+        self.holds = 0
+        self.n_bytes = _up(max(segment.n_bytes, 1), std_mmap.PAGESIZE)
+        self.address = 0
+        _check_available(model, segment.name, self.n_bytes)
+        self.fd = -1
         try:
+            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            self.fd = os.memfd_create(f"ballast-{model}", flags)
             os.ftruncate(self.fd, self.n_bytes)
-            self.digest = self._filled(segments, fill, threads)
+            self.digest = self._filled(segment, fill, threads)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
             shared = syscalls.MAP_SHARED | syscalls.MAP_POPULATE
-            self._base = syscalls.mmap(0, self.n_bytes, syscalls.PROT_READ, shared, self.fd)
+            self.address = syscalls.mmap(0, self.n_bytes, syscalls.PROT_READ, shared, self.fd)
         except OSError as error:
             self.close()
-            raise _no_memory(name, self.n_bytes, error) from error
+            raise _no_memory(model, self.n_bytes, error) from error
         except BaseException:
             self.close()
             raise
 
-    def addresses(self) -> tuple[int, ...]:
-        """Where each segment begins."""
-        if self._base is None:
-            raise DeviceError("host tier", "it is closed")
-        return tuple(self._base + offset for offset in self.offsets[:-1])
-
     def close(self) -> None:
-        """Give the memory back; a second call does nothing. No view of it may be used after."""
-        if self._base is not None:
-            syscalls.munmap(self._base, self.n_bytes)
-            self._base = None
+        if self.address:
+            syscalls.munmap(self.address, self.n_bytes)
         if self.fd >= 0:
             os.close(self.fd)
-            self.fd = -1
 
-    def _filled(self, segments: Sequence[Segment], fill: Fill, threads: int) -> bytes:
-        """Fill everything; SHA-256 over all digests in order."""
+    def _filled(self, segment: Segment, fill: Fill, threads: int) -> str:
+        """Fill everything; hex SHA-256 over the layout (but for names) and the pieces' digests."""
         write = syscalls.PROT_READ | syscalls.PROT_WRITE
         base = syscalls.mmap(0, self.n_bytes, write, syscalls.MAP_SHARED, self.fd)
 
@@ -141,22 +133,96 @@ class HostBytes:
             syscalls.fallocate(self.fd, 0, first, end - first)
             return fill(piece)
 
+        layout = [(t.shape, t.dtype, t.layout, t.offset, t.n_bytes) for t in segment.tensors]
+        total = hashlib.sha256(repr((segment.n_bytes, layout)).encode())
         pool = ThreadPoolExecutor(threads, "fill")
         try:
             pieces = [
-                Piece(t, start, min(t.piece_bytes, t.n_bytes - start), base + at + t.offset + start)
-                for at, segment in zip(self.offsets, segments, strict=False)
+                Piece(t, start, min(t.piece_bytes, t.n_bytes - start), base + t.offset + start)
                 for t in segment.tensors
                 for start in range(0, t.n_bytes, t.piece_bytes)
             ]
-            total = hashlib.sha256()
             for digest in pool.map(work, pieces):
                 total.update(digest)
-            return total.digest()
+            return total.hexdigest()
         finally:
             # No thread may write once the mapping is gone.
             pool.shutdown(wait=True, cancel_futures=True)
             syscalls.munmap(base, self.n_bytes)
+
+
+class HostTier:
+    """Segments in host memory, equal ones once however many models hold them.
+
+    Used by one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        _allow_files()
+        self._segments: dict[str, SealedSegment] = {}
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory of all segments, in whole pages of the operating system."""
+        return sum(s.n_bytes for s in self._segments.values())
+
+    def hold(self, model: str, segment: Segment, fill: Fill, threads: int) -> SealedSegment:
+        """Fill memory for a segment; where an equal one is here already, that one in its stead."""
+        filled = SealedSegment(model, segment, fill, threads)
+        found = self._segments.setdefault(filled.digest, filled)
+        if found is not filled:
+            filled.close()
+        found.holds += 1
+        return found
+
+    def release(self, sealed: SealedSegment) -> None:
+        """One hold less; the last gives the memory back."""
+        sealed.holds -= 1
+        if not sealed.holds:
+            del self._segments[sealed.digest]
+            sealed.close()
+
+
+class HostBytes:
+    """One model's hold on its segments in the host tier."""
+
+    def __init__(
+        self, name: str, segments: Sequence[Segment], fill: Fill, threads: int, tier: HostTier
+    ) -> None:
+        """Bring all segments into `tier`, one after the other, so that of a model whose segments
+        are there already no more than one is ever in memory twice.
+
+        Raises DeviceError where the memory is not to be had, and whatever `fill` raises; nothing
+        stays behind then.
+        """
+        self._tier = tier
+        self._held: list[SealedSegment] = []
+        try:
+            for segment in segments:
+                self._held.append(tier.hold(name, segment, fill, threads))
+        except BaseException:
+            self.close()
+            raise
+        self.digests = tuple(s.digest for s in self._held)
+        """Of each segment, hex."""
+        self.digest = hashlib.sha256("".join(self.digests).encode()).digest()
+        """Of all of them in order."""
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where each segment begins."""
+        if not self._held:
+            raise DeviceError("host tier", "it is closed")
+        return tuple(s.address for s in self._held)
+
+    def files(self) -> tuple[int, ...]:
+        """The sealed memfd of each segment, for another process to map; they stay the tier's."""
+        return tuple(s.fd for s in self._held)
+
+    def close(self) -> None:
+        """Let go of them; a second call does nothing. No view of them may be used after."""
+        for sealed in self._held:
+            self._tier.release(sealed)
+        self._held = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +279,7 @@ class HostModel:
         self.addresses = own + tuple(x for a in self.adapters for x in a.memory.addresses())
 
     def close(self) -> None:
-        """Give its memory back. No copy from it may be on its way."""
+        """Give back what no other model holds. No copy from it may be on its way."""
         for adapter in self.adapters:
             adapter.memory.close()
         self.memory.close()
@@ -228,25 +294,24 @@ def pack(name: str, tensors: Sequence[PackedTensor]) -> Segment:
     return Segment(name, at, tuple(packed))
 
 
-def _offsets(segments: Sequence[Segment]) -> list[int]:
-    """Where each segment begins in the file, and where the last one ends."""
-    offsets = [0]
-    for segment in segments:
-        offsets.append(offsets[-1] + _up(segment.n_bytes, std_mmap.PAGESIZE))
-    return offsets
+def _allow_files() -> None:
+    """As many open files as the system allows: a tier has one per segment, and 1024 is common."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _up(n: int, multiple: int) -> int:
     return ceil_div(n, multiple) * multiple
 
 
-def _check_available(name: str, n_bytes: int) -> None:
+def _check_available(model: str, segment: str, n_bytes: int) -> None:
     """Refuse what the kernel would answer by killing a process."""
     available = _available()
     if available is not None and n_bytes > available:
         raise DeviceError(
             "host tier",
-            f"the weights of {name} take {format_bytes(n_bytes)} of host memory, "
+            f"{segment} of {model} takes {format_bytes(n_bytes)} of host memory, "
             f"{format_bytes(available)} are available; free some, or serve fewer models",
         )
 
@@ -274,7 +339,7 @@ def _no_memory(name: str, n_bytes: int, error: OSError) -> DeviceError:
     if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EAGAIN):
         return DeviceError(
             "host tier",
-            f"no host memory for the {format_bytes(n_bytes)} of {name}'s weights "
+            f"no host memory for another {format_bytes(n_bytes)} of {name}'s weights "
             f"({error.strerror}); free some, or serve fewer models",
         )
     return DeviceError("host tier", f"{name}: {error}")

@@ -6,12 +6,14 @@ All segments lie in one range of addresses, each beginning at a page, in load or
     pages       |  0  |  1  |  2  |  3  |  4  |  5  |  6  |  7  |  8  | ...
 
 Parameters are views on these addresses for as long as the model exists; whether pages lie beneath
-is what changes. Weights are read only: eviction copies nothing.
+is what changes. Weights are read only: eviction copies nothing. Pages of a segment that other
+models contain, too, belong to it (`weights/shared.py`) and are aliased here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ballast.core.actions import Short
@@ -22,6 +24,7 @@ from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.transfer import Copy, Link
 from ballast.memory.vm import Vm
+from ballast.weights.shared import SharedSegment
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,8 @@ class Segment:
     """On the device; begins at a page."""
     host_address: int
     """In the host tier, where its bytes stay."""
+    shared: SharedSegment | None = None
+    """Whose pages these are, if not the model's own."""
 
     @property
     def copy(self) -> Copy:
@@ -47,20 +52,38 @@ class WeightsOnDevice:
     """All segments of a model, present together or absent together. Owner ``weights:NAME``."""
 
     def __init__(
-        self, spec: ModelSpec, pool: Pool, vm: Vm, link: Link, host_addresses: Sequence[int]
+        self,
+        spec: ModelSpec,
+        pool: Pool,
+        vm: Vm,
+        link: Link,
+        host_addresses: Sequence[int],
+        shared: Mapping[str, SharedSegment] | None = None,
     ) -> None:
-        """`host_addresses`: of each segment, in the order of `spec.segment_bytes`."""
+        """`host_addresses`: of each segment, in the order of `spec.segment_bytes`.
+
+        `shared`: by digest, the segments whose pages are not the model's own (`find_shared`).
+        """
         if len(host_addresses) != len(spec.segment_bytes):
             raise BrokenPromise(
                 f"{spec.name}: {len(spec.segment_bytes)} segments at {len(host_addresses)} "
                 "host addresses"
             )
         self.spec = spec
-        self.pages = spec.weight_pages(vm.page_bytes)
-        """Pages all segments take when they are here, whether they are or not."""
         self._link = link
-        self._range = BackedRange(pool, vm, f"weights:{spec.name}", self.pages * vm.page_bytes)
-        self.segments = self._table(host_addresses)
+        self._pool = pool
+        n_pages = sum(ceil_div(n, vm.page_bytes) for n in spec.segment_bytes)
+        self._range = BackedRange(pool, vm, f"weights:{spec.name}", n_pages * vm.page_bytes)
+        self.segments = self._table(host_addresses, shared or {})
+        self.own_pages = sum(s.n_pages for s in self.segments if s.shared is None)
+        """Pages of segments that no other model contains, whether they are here or not."""
+        self.shared = tuple(dict.fromkeys(s.shared for s in self.segments if s.shared is not None))
+        """The others, each once."""
+        self.pages = self.own_pages + sum(s.n_pages for s in self.shared)
+        """Pages all segments take when they are here, whether they are or not."""
+        self._own = self._stretches()
+        self._backed = False
+        self._filled = False
 
     @property
     def owner(self) -> str:
@@ -72,47 +95,159 @@ class WeightsOnDevice:
 
     @property
     def backed(self) -> bool:
-        """Whether pages lie beneath; their contents are valid once the transfer has ended."""
-        return self._range.backed > 0
+        """Whether pages lie beneath; their contents are valid once `filled`."""
+        return self._backed
+
+    @property
+    def filled(self) -> bool:
+        """Whether all bytes are there."""
+        return self._backed and self._filled and all(s.filled for s in self.shared)
 
     def segment_address(self, i: int) -> int:
         """Device address of segment `i`; never changes."""
         return self.segments[i].address
 
     def activate(self, transfer_id: int) -> Short | None:
-        """Back all segments and start the transfer that fills them; or do nothing.
+        """Put pages beneath all segments and start the transfer that fills them; or do nothing.
 
-        `Short.pages` are missing in the pool. If the link refuses, the pages go back and its error
-        is raised. The link tells the end as `TransferDone`; nothing may be read before.
+        What another model has brought is mapped, not copied; if all of it is, `filled` holds at
+        once and no transfer starts. `Short.pages` are missing in the pool. If a map or the link
+        fails, the pages go back and the error is raised.
         """
-        if self.backed:
+        if self._backed:
             raise BrokenPromise(f"{self.spec.name}: its weights are on the device already")
-        short = self._range.back(0, self.pages)
-        if short is not None:
-            return short
-        try:
-            self._link.start(transfer_id, [segment.copy for segment in self.segments])
-        except BaseException:
-            self._range.release(0, self.pages)
-            raise
+        missing = [s for s in self.shared if not s.pages]
+        wanted = self.own_pages + sum(s.n_pages for s in missing)
+        short = wanted - self._pool.available(self.owner)
+        if short > 0:
+            return Short(short)
+        with ExitStack() as undo:
+            for segment in missing:
+                lacking = segment.lease(self.owner)
+                if lacking is not None:
+                    return lacking
+                undo.callback(segment.free)
+            lacking = self._range.back_many(self._own)
+            if lacking is not None:
+                return lacking
+            undo.callback(self._drop_own)
+            for s in self.segments:
+                if s.shared is not None:
+                    self._range.alias(s.at, s.shared.pages, s.shared.owner)
+                    undo.callback(self._range.unalias, s.at, s.n_pages, s.shared.owner)
+            self._backed, self._filled = True, not self._own
+            for segment in self.shared:
+                segment.holders[self.spec.name] = None
+            undo.callback(self._forget)
+            if not self.filled:
+                self.fill(transfer_id)
+            undo.pop_all()
         return None
 
+    def fill(self, transfer_id: int) -> None:
+        """Start a transfer of all bytes that are neither there nor on their way.
+
+        The link serves transfers in order: when this one has ended, so have those before it that
+        bring shared segments. It tells its end as `TransferDone`; then comes `landed`.
+        """
+        copies: list[Copy] = []
+        brought: list[SharedSegment] = []
+        for s in self.segments:
+            if s.shared is None:
+                wanted = not self._filled
+            else:
+                wanted = not s.shared.filled and s.shared.filler is None and s.shared not in brought
+                if wanted:
+                    brought.append(s.shared)
+            if wanted:
+                copies.append(s.copy)
+        self._link.start(transfer_id, copies)
+        for segment in brought:
+            segment.filler = self.spec.name
+
+    def landed(self) -> bool:
+        """The transfer has ended well; whether everything is there.
+
+        It is not where another model was to bring a shared segment and failed: then `fill` again.
+        """
+        self._filled = True
+        for segment in self.shared:
+            if segment.filler == self.spec.name:
+                segment.filled, segment.filler = True, None
+        return self.filled
+
     def evict(self) -> None:
-        """All pages go back to the pool. No job and no transfer may use them."""
-        if not self.backed:
+        """The model's pages go back to the pool, and those of shared segments that no other model
+        uses now. No job and no transfer of this model may use them."""
+        if not self._backed:
             raise BrokenPromise(f"{self.spec.name}: its weights are not on the device")
-        self._range.release(0, self.pages)
+        for s in self.segments:
+            if s.shared is not None:
+                self._range.unalias(s.at, s.n_pages, s.shared.owner)
+        self._forget()
+        for segment in self.shared:
+            if not segment.holders:
+                segment.free()
+        self._drop_own()
 
     def close(self) -> None:
         """Evict if need be, and give the addresses back: the model is gone for good."""
+        if self._backed:
+            self.evict()
         self._range.close()
 
-    def _table(self, host_addresses: Sequence[int]) -> tuple[Segment, ...]:
+    def validate(self) -> None:
+        """Raises BrokenPromise unless the range, and who holds and owns what, agree."""
+        self._range.validate()
+        own = self.own_pages if self._backed else 0
+        if own != self._pool.owned(self.owner):
+            raise BrokenPromise(f"{self.owner}: owns {self._pool.owned(self.owner)}, not {own}")
+        for segment in self.shared:
+            if (self.spec.name in segment.holders) != self._backed:
+                raise BrokenPromise(f"{self.owner}: holds {segment.owner} against its word")
+            if bool(segment.holders) != bool(segment.pages):
+                raise BrokenPromise(f"{segment.owner}: {len(segment.pages)} pages for nobody")
+            if self._pool.owned(segment.owner) != len(segment.pages):
+                raise BrokenPromise(f"{segment.owner}: the pool says otherwise")
+        for s in self.segments:
+            here = self._range.pages(s.at, s.n_pages) if self._backed else ()
+            if s.shared is not None and self._backed and here != s.shared.pages:
+                raise BrokenPromise(f"{self.owner}: other pages than {s.shared.owner}'s")
+
+    def _forget(self) -> None:
+        """No longer a holder of shared segments, and nothing of its own is there."""
+        self._backed = self._filled = False
+        for segment in self.shared:
+            segment.holders.pop(self.spec.name, None)
+            if segment.filler == self.spec.name:
+                segment.filler = None
+
+    def _stretches(self) -> tuple[tuple[int, int], ...]:
+        """Maximal `(at, n)` of the model's own pages in its range."""
+        found: list[tuple[int, int]] = []
+        for s in self.segments:
+            if s.shared is None and found and sum(found[-1]) == s.at:
+                found[-1] = (found[-1][0], found[-1][1] + s.n_pages)
+            elif s.shared is None:
+                found.append((s.at, s.n_pages))
+        return tuple(found)
+
+    def _drop_own(self) -> None:
+        for at, n in self._own:
+            self._range.release(at, n)
+
+    def _table(
+        self, host_addresses: Sequence[int], shared: Mapping[str, SharedSegment]
+    ) -> tuple[Segment, ...]:
         page_bytes = self._range.page_bytes
+        digests = self.spec.segment_digests or [""] * len(self.spec.segment_bytes)
         table: list[Segment] = []
         at = 0
-        for n_bytes, host in zip(self.spec.segment_bytes, host_addresses, strict=True):
+        for n_bytes, host, digest in zip(
+            self.spec.segment_bytes, host_addresses, digests, strict=True
+        ):
             n_pages = ceil_div(n_bytes, page_bytes)
-            table.append(Segment(at, n_pages, n_bytes, self._range.address(at), host))
+            whose = shared.get(digest)
+            table.append(Segment(at, n_pages, n_bytes, self._range.address(at), host, whose))
             at += n_pages
         return tuple(table)

@@ -17,7 +17,7 @@ def _snapshot(book: Ledger) -> object:
         book.reclaiming,
         book.promised,
         book.owners(),
-        [(book.owner_of(p), book.holder_of(p)) for p in range(book.total)],
+        [(book.owner_of(p), book.holders_of(p)) for p in range(book.total)],
     )
 
 
@@ -64,23 +64,41 @@ def test_a_lent_page_stays_its_owners() -> None:
     book = Ledger(4)
     book.lease("a", [0, 1])
     book.lend("a", [0], "peer")
-    assert (book.owner_of(0), book.holder_of(0), book.holder_of(1)) == ("a", "peer", "a")
+    assert (book.owner_of(0), book.holders_of(0), book.holders_of(1)) == ("a", ("peer",), ())
     assert (book.owned("a"), book.lent("a"), book.lent("b")) == (2, {"peer": 1}, {})
     for attempt in (
         lambda: book.give_back("a", [0, 1]),
         lambda: book.hand_over("a", "b", [0]),
-        lambda: book.lend("a", [0], "third"),
-        lambda: book.recall("a", [1]),
-        lambda: book.recall("b", [0]),
+        lambda: book.recall("a", [1], "peer"),
+        lambda: book.recall("a", [0], "third"),
+        lambda: book.recall("b", [0], "peer"),
+        lambda: book.lend("b", [0], "third"),
         lambda: book.lend("a", [1], "a"),
     ):
         before = _snapshot(book)
         with pytest.raises(BrokenPromise):
             attempt()
         assert _snapshot(book) == before
-    book.recall("a", [0])
+    book.recall("a", [0], "peer")
     book.give_back("a", [0, 1])
     book.freed("a", [0, 1])
+    book.validate()
+
+
+def test_a_page_can_have_many_holders_and_stays_until_the_last_lets_go() -> None:
+    book = Ledger(4)
+    book.lease("a", [0, 1])
+    for holder in ("x", "y", "x"):
+        book.lend("a", [0], holder)
+    assert (book.holders_of(0), book.lent("a")) == (("x", "y", "x"), {"x": 2, "y": 1})
+    assert (book.held("x"), book.held("y"), book.held("a")) == (2, 1, 0)
+    for holder in ("x", "y", "x"):
+        book.validate()
+        with pytest.raises(BrokenPromise, match="is lent to"):
+            book.give_back("a", [0])
+        book.recall("a", [0], holder)
+    assert (book.held("x"), book.lent("a")) == (0, {})
+    book.give_back("a", [0])
     book.validate()
 
 
@@ -123,5 +141,6 @@ def test_validate_sees_each_kind_of_damage() -> None:
     damaged(lambda b: setattr(b, "promised", 1))
     damaged(lambda b: b._owned.__setitem__(0, 1))
     damaged(lambda b: b._codes.__setitem__(0, -1))
-    damaged(lambda b: b._holders.__setitem__(3, "peer"))
+    damaged(lambda b: b._holders.__setitem__(3, ["peer"]))
+    damaged(lambda b: b._held.__setitem__("peer", 1))
     damaged(lambda b: b._promises.__setitem__("x", 3))

@@ -42,7 +42,8 @@ class Memory(RuleBasedStateMachine):
         self.held: dict[str, dict[int, int]] = {o: {} for o in OWNERS}
         """Owner -> index -> the value its page is filled with."""
         self.leaving: list[tuple[str, int, Latch]] = []
-        self.lent: dict[str, set[int]] = {o: set() for o in OWNERS}
+        self.aliases: list[tuple[str, int, str, int]] = []
+        """(holder, index there, owner, index there)."""
         self.promised = 0
         self.next_value = 0
 
@@ -59,13 +60,19 @@ class Memory(RuleBasedStateMachine):
     def _left(self, owner: str) -> list[int]:
         return [at for o, at, _ in self.leaving if o == owner]
 
+    def _lent(self, owner: str) -> set[int]:
+        return {at for _, _, lender, at in self.aliases if lender == owner}
+
+    def _aliased(self, holder: str) -> set[int]:
+        return {at for user, at, _, _ in self.aliases if user == holder}
+
     def _room(self) -> int:
         return max(0, self.pool.free - self.promised)
 
     @rule(owner=owners, where=st.lists(st.tuples(places, sizes), min_size=1, max_size=3))
     def back(self, owner: str, where: list[tuple[int, int]]) -> None:
         indices = [i for at, n in where for i in range(at, at + n)]
-        taken = set(self.held[owner])
+        taken = set(self.held[owner]) | self._aliased(owner)
         if len(set(indices)) < len(indices) or max(indices) >= SPAN or taken & set(indices):
             return
         in_the_way = len(set(indices) & set(self._left(owner)))
@@ -79,7 +86,7 @@ class Memory(RuleBasedStateMachine):
     @rule(owner=owners, at=places, n=sizes, wait=st.booleans())
     def release(self, owner: str, at: int, n: int, wait: bool) -> None:
         indices = range(at, at + n)
-        if not set(indices) <= set(self.held[owner]) or self.lent[owner] & set(indices):
+        if not set(indices) <= set(self.held[owner]) or self._lent(owner) & set(indices):
             return
         fence = Latch() if wait else None
         self.ranges[owner].release(at, n, fence)
@@ -99,25 +106,28 @@ class Memory(RuleBasedStateMachine):
     @rule(source=owners, heir=owners, at=places, n=sizes, to=places)
     def hand_over(self, source: str, heir: str, at: int, n: int, to: int) -> None:
         gone, come = set(range(at, at + n)), set(range(to, to + n))
-        blocked = set(self.held[heir]) | set(self._left(heir))
+        blocked = set(self.held[heir]) | set(self._left(heir)) | self._aliased(heir)
         if source == heir or to + n > SPAN or not gone <= set(self.held[source]):
             return
-        if come & blocked or gone & self.lent[source]:
+        if come & blocked or gone & self._lent(source):
             return
         self.ranges[source].hand_to(at, n, self.ranges[heir], to)
         for i in range(n):
             self.held[heir][to + i] = self.held[source].pop(at + i)
 
-    @rule(owner=owners, at=places)
-    def lend_or_recall(self, owner: str, at: int) -> None:
-        if at not in self.held[owner]:
+    @rule(owner=owners, at=places, holder=owners, to=places)
+    def alias(self, owner: str, at: int, holder: str, to: int) -> None:
+        blocked = set(self.held[holder]) | set(self._left(holder)) | self._aliased(holder)
+        if owner == holder or at not in self.held[owner] or to in blocked:
             return
-        pages = self.ranges[owner].pages(at, 1)
-        if at in self.lent[owner]:
-            self.pool.recall(owner, pages)
-        else:
-            self.pool.lend(owner, pages, "peer")
-        self.lent[owner] ^= {at}
+        self.ranges[holder].alias(to, self.ranges[owner].pages(at, 1), owner)
+        self.aliases.append((holder, to, owner, at))
+
+    @precondition(lambda self: self.aliases)
+    @rule(which=st.integers(0, 99))
+    def unalias(self, which: int) -> None:
+        holder, to, owner, _ = self.aliases.pop(which % len(self.aliases))
+        self.ranges[holder].unalias(to, 1, owner)
 
     @rule(n=st.integers(0, 6), wait=st.booleans())
     def resize_arena(self, n: int, wait: bool) -> None:
@@ -148,7 +158,7 @@ class Memory(RuleBasedStateMachine):
 
     @rule(owner=owners)
     def start_over(self, owner: str) -> None:
-        if self.lent[owner] or self._left(owner):
+        if self._lent(owner) or self._left(owner) or self._aliased(owner):
             return
         self.ranges[owner].close()
         self.ranges[owner] = BackedRange(self.pool, self.vm, owner, SPAN * PAGE)
@@ -169,8 +179,9 @@ class Memory(RuleBasedStateMachine):
     def the_system_agrees(self) -> None:
         for owner, r in self.ranges.items():
             r.validate()
-            assert r.os_backed() == self.pool.owned(owner) + self.pool.reclaiming_of(owner)
-            assert r.backed == len(self.held[owner])
+            told = self.pool.owned(owner) + self.pool.reclaiming_of(owner) + self.pool.held(owner)
+            assert r.os_backed() == told
+            assert (r.backed, r.aliased) == (len(self.held[owner]), len(self._aliased(owner)))
         assert self.arena.os_backed() == self.arena.pages
         if isinstance(self.vm, MemfdVm):
             assert self.vm.physical_bytes() <= (N_PAGES - self.arena.pages) * PAGE
@@ -182,6 +193,9 @@ class Memory(RuleBasedStateMachine):
                 for at, value in held.items():
                     view = array_at(self.ranges[owner].address(at), (PAGE,), "uint8")
                     assert (view[:: PAGE // 64] == value).all()
+            for holder, to, owner, at in self.aliases:
+                view = array_at(self.ranges[holder].address(to), (PAGE,), "uint8")
+                assert (view[:: PAGE // 64] == self.held[owner][at]).all()
 
 
 class RealMemory(Memory):

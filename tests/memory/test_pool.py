@@ -120,14 +120,11 @@ def test_hand_over_and_loans(vm: Vm) -> None:
     pool.hand_over("a", "b", pages[:1])
     assert pool.owners() == {"a": 3, "b": 1}
     pool.lend("a", pages[2:], "peer")
-    assert (pool.lent("a"), pool.holder_of(pages[2]), pool.owner_of(pages[2])) == (
-        {"peer": 2},
-        "peer",
-        "a",
-    )
+    assert (pool.lent("a"), pool.held("peer"), pool.owner_of(pages[2])) == ({"peer": 2}, 2, "a")
+    assert (pool.holders_of(pages[2]), pool.holders_of(pages[1])) == (("peer",), ())
     with pytest.raises(BrokenPromise, match="is lent to peer"):
         pool.give_back("a", pages[2:])
-    pool.recall("a", pages[2:])
+    pool.recall("a", pages[2:], "peer")
     pool.give_back("a", pages[1:])
     pool.validate()
 

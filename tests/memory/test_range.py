@@ -91,8 +91,41 @@ def test_a_lent_page_cannot_leave(vm: Vm) -> None:
     with pytest.raises(BrokenPromise, match="lent"):
         r.release(0, 2)
     assert (r.backed, r.leaving, r.os_backed()) == (2, 0, 2)
-    pool.recall("a", r.pages(0, 1))
+    pool.recall("a", r.pages(0, 1), "peer")
     r.close()
+
+
+def test_an_alias_shows_the_lenders_page_until_it_goes(memfd: MemfdVm) -> None:
+    pool = Pool(memfd, 4)
+    a = BackedRange(pool, memfd, "a", 4 * PAGE)
+    b = BackedRange(pool, memfd, "b", 4 * PAGE)
+    assert a.back(0, 2) is None
+    assert b.back(0, 1) is None
+    array_at(a.base, (2 * PAGE,), "uint8")[:] = 7
+    b.alias(1, a.pages(0, 2), "a")
+    b.alias(3, a.pages(0, 1), "a")
+    assert (array_at(b.address(1), (3 * PAGE,), "uint8") == 7).all()
+    assert (b.backed, b.aliased, b.os_backed(), pool.held("b")) == (1, 3, 4, 3)
+    for attempt in (
+        lambda: a.release(0, 2),
+        lambda: b.release(1, 1),
+        lambda: b.alias(1, a.pages(0, 1), "a"),
+        lambda: b.unalias(0, 1, "a"),
+        lambda: b.alias(2, a.pages(0, 1), "b"),
+        lambda: b.hand_to(1, 1, a, 2),
+    ):
+        with pytest.raises(BrokenPromise):
+            attempt()
+        a.validate()
+        b.validate()
+        pool.validate()
+        assert (a.os_backed(), b.os_backed()) == (2, 4)
+    b.unalias(1, 2, "a")
+    b.unalias(3, 1, "a")
+    a.close()
+    b.close()
+    pool.validate()
+    assert pool.free == 4
 
 
 def test_contents_survive_a_hand_over(memfd: MemfdVm) -> None:

@@ -19,6 +19,7 @@ from ballast.core.settings import AdapterSettings, ModelSettings, Slo
 from ballast.memory.tensor import tensor_at
 from ballast.weights.adapter import CONFIG, MAX_RANK, TENSORS, linear_modules, load_adapter
 from ballast.weights.checkpoint import load_host_model
+from ballast.weights.host import HostTier
 from ballast.weights.host import HostModel
 from benchmarks.adapters import RandomAdapter, random_adapter
 from tests.models.tiny import llama
@@ -229,7 +230,7 @@ def test_a_fault_is_told_and_leaves_nothing_behind(
     before = set(os.listdir("/proc/self/fd"))
     settings = AdapterSettings(name="a", path=str(made.path))
     with pytest.raises(kind, match=says):
-        load_adapter(settings, host.spec, linear_modules(host.config))
+        load_adapter(settings, host.spec, linear_modules(host.config), HostTier())
     assert set(os.listdir("/proc/self/fd")) == before
     host.close()
 

@@ -1,0 +1,74 @@
+"""Segments that are part of several models: on the device once, mapped into each that needs them.
+
+::
+
+    weights:a    [ 7 ][ 8 ][ 2 ][ 3 ]        a's own range: embeddings, layer 0
+    weights:b    [ 7 ][ 8 ][ 5 ][ 6 ]        b's
+    owners       pages 7, 8: shared:1f..  2, 3: weights:a  5, 6: weights:b
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from ballast.core.actions import Short
+from ballast.core.errors import BrokenPromise
+from ballast.core.model import ModelSpec
+from ballast.core.units import ceil_div
+from ballast.memory.pool import Pool
+
+_TOLD_DIGITS = 12
+"""Of the digest, in the owner's name."""
+
+
+class SharedSegment:
+    """The pages of one segment while any model on the device uses it. Owner ``shared:DIGEST``."""
+
+    def __init__(self, digest: str, n_bytes: int, pool: Pool, page_bytes: int) -> None:
+        self.owner = f"shared:{digest[:_TOLD_DIGITS]}"
+        self.n_bytes = n_bytes
+        self.n_pages = ceil_div(n_bytes, page_bytes)
+        self.pages: tuple[int, ...] = ()
+        """Empty while no model uses it."""
+        self.holders: dict[str, None] = {}
+        """Models that use it, in the order they came; mapped or about to be."""
+        self.filled = False
+        """Whether its bytes are there."""
+        self.filler: str | None = None
+        """The model whose transfer brings them, if one is on its way."""
+        self._pool = pool
+
+    def lease(self, buyer: str) -> Short | None:
+        """Find pages, out of what is free to the owner `buyer` and promised to it; or nothing."""
+        leased = self._pool.lease(buyer, self.n_pages)
+        if isinstance(leased, Short):
+            return leased
+        self._pool.hand_over(buyer, self.owner, leased)
+        self.pages = leased
+        return None
+
+    def free(self) -> None:
+        """Give the pages back. No range may hold them."""
+        self._pool.give_back(self.owner, self.pages)
+        self.pages, self.filled, self.filler = (), False, None
+
+
+def find_shared(
+    specs: Iterable[ModelSpec], pool: Pool, page_bytes: int
+) -> dict[str, SharedSegment]:
+    """Segments that occur more than once among the models of a device, by digest."""
+    sizes: dict[str, int] = {}
+    times: Counter[str] = Counter()
+    for spec in specs:
+        if not spec.segment_digests:
+            continue
+        for digest, n_bytes in zip(spec.segment_digests, spec.segment_bytes, strict=True):
+            times[digest] += 1
+            if sizes.setdefault(digest, n_bytes) != n_bytes:
+                raise BrokenPromise(f"{spec.name}: segments of unlike sizes have digest {digest}")
+    return {
+        digest: SharedSegment(digest, sizes[digest], pool, page_bytes)
+        for digest, n in times.items()
+        if n > 1
+    }
