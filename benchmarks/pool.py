@@ -114,8 +114,8 @@ class RandomRun:
         self._ranges = [self._new(i) for i in range(models)]
         self._backed: list[dict[int, int]] = [{} for _ in self._ranges]
         self._arena = Arena(self._pool, self._vm, "arena", 16 * 64 * KiB)
-        self._aliases: list[tuple[int, int, int, int]] = []
-        """(holder, index there, owner, index there)."""
+        self._aliases: dict[tuple[int, int], tuple[int, int]] = {}
+        """(holder, index there) -> (owner, index there)."""
         self._fences: list[Latch] = []
         self._stamp = 0
         self.violations = 0
@@ -187,7 +187,7 @@ class RandomRun:
         which, at = self._random.randrange(len(self._ranges)), self._random.randrange(self._span)
         n = self._random.randint(1, 8)
         places = range(at, min(at + n, self._span))
-        if any(i in self._backed[which] or self._alias_at(which, i) for i in places):
+        if any(i in self._backed[which] or (which, i) in self._aliases for i in places):
             return
         if self._ranges[which].back(at, len(places)) is None:
             for i in places:
@@ -231,25 +231,25 @@ class RandomRun:
         at = self._random.choice(list(self._backed[which]))
         lender = self._ranges[which]
         self._ranges[heir].alias(to, lender.pages(at, 1), lender.owner)
-        self._aliases.append((heir, to, which, at))
+        self._aliases[heir, to] = (which, at)
 
     def _unalias(self) -> None:
         if self._aliases:
-            heir, to, which, at = self._aliases.pop(self._random.randrange(len(self._aliases)))
-            found = int(array_at(self._ranges[heir].address(to), (1,), np.int64)[0])
-            if found != self._backed[which][at]:
-                raise BrokenPromise(f"index {to} of model{heir}: not its lender's contents")
-            self._ranges[heir].unalias(to, 1, self._ranges[which].owner)
+            self._end_alias(self._random.choice(list(self._aliases)))
+
+    def _end_alias(self, place: tuple[int, int]) -> None:
+        (heir, to), (which, at) = place, self._aliases.pop(place)
+        found = int(array_at(self._ranges[heir].address(to), (1,), np.int64)[0])
+        if found != self._backed[which][at]:
+            raise BrokenPromise(f"index {to} of model{heir}: not its lender's contents")
+        self._ranges[heir].unalias(to, 1, self._ranges[which].owner)
 
     def _empty(self, which: int, at: int) -> bool:
-        here = at in self._backed[which] or self._alias_at(which, at)
+        here = at in self._backed[which] or (which, at) in self._aliases
         return not here and not self._ranges[which].is_leaving(at)
 
-    def _alias_at(self, which: int, at: int) -> bool:
-        return any((which, at) == alias[:2] for alias in self._aliases)
-
     def _lent(self, which: int, at: int) -> bool:
-        return any((which, at) == alias[2:] for alias in self._aliases)
+        return (which, at) in self._aliases.values()
 
     def _end_job(self) -> None:
         for fence in self._fences:
@@ -270,8 +270,9 @@ class RandomRun:
     def _start_over(self) -> None:
         """A model is gone, and comes back later."""
         which = self._random.randrange(len(self._ranges))
-        if any(which in (alias[0], alias[2]) for alias in self._aliases):
-            return
+        for place, source in list(self._aliases.items()):
+            if which in (place[0], source[0]):
+                self._end_alias(place)
         self._ranges[which].close()
         self._end_job()
         self._ranges[which] = self._new(which)

@@ -6,7 +6,7 @@ import pytest
 
 from ballast.core.actions import Activate, DropCache, Evict, Hold, Limit, Preempt, Refuse
 from ballast.core.errors import ConfigError
-from ballast.core.view import Residency, Shortage
+from ballast.core.view import Residency, SharedView, Shortage
 from ballast.policy.balloon import Balloon
 from ballast.policy.presets import PRESETS, resolve
 from ballast.policy.static import FixedShares, shares
@@ -120,7 +120,86 @@ def test_an_idle_models_weights_go_even_where_its_cache_went_first() -> None:
     assert Balloon()(device(idle, too_big, free=0), None).actions == ()
 
 
+# -- balloon, where models share segments -------------------------------------------------------
+
+
+def twins(*holders: str, pages: int = 10) -> tuple[SharedView, ...]:
+    """All of a model's weights, that others contain as well."""
+    return (SharedView("shared:1f", pages, holders),)
+
+
+def test_what_activation_takes_and_eviction_frees_depends_on_who_else_is_there() -> None:
+    there = SharedView("shared:1f", 4, ("a", "b"))
+    alone = SharedView("shared:2e", 3, ("a",))
+    nowhere = SharedView("shared:3d", 2, ())
+    a = model("a", pages=10, kv=5, shared=(there, alone))
+    assert (a.own_pages, a.evictable_pages, a.fair_pages) == (3, 11, 8.0)
+    c = model("c", ABSENT, pages=10, shared=(there, nowhere))
+    assert (c.own_pages, c.missing_pages) == (4, 6)
+
+
+def test_balloon_activates_a_second_name_without_room_for_its_weights() -> None:
+    there = model("a", running=(request(1),), shared=twins("a"))
+    other = model("b", ABSENT, waiting=(request(2, arrival=10),), first=2, shared=twins("a"))
+    decision = Balloon()(device(there, other, model("idle"), free=2), None)
+    assert kinds(decision.actions) == ["Activate"]
+
+
+def test_balloon_evicts_no_twin_in_vain() -> None:
+    busy = model("a", running=(request(1),), shared=twins("a", "b"))
+    idle = model("b", shared=twins("a", "b"), last_used=1)
+    other = model("c", last_used=5)
+    wanting = model("w", ABSENT, waiting=(request(9, arrival=10),))
+    decision = Balloon()(device(busy, idle, other, wanting, free=0), None)
+    assert [(type(a), a.model) for a in decision.actions] == [(Evict, "c"), (Activate, "w")]
+
+
+def test_balloon_evicts_both_twins_where_that_frees_their_weights() -> None:
+    a = model("a", shared=twins("a", "b"), last_used=1)
+    b = model("b", shared=twins("a", "b"), last_used=2)
+    wanting = model("w", ABSENT, waiting=(request(9, arrival=10),))
+    decision = Balloon()(device(a, b, wanting, free=0), None)
+    assert [(type(x), x.model) for x in decision.actions] == [
+        (Evict, "a"),
+        (Evict, "b"),
+        (Activate, "w"),
+    ]
+
+
+def test_balloon_does_not_count_on_pages_that_the_claims_own_model_needs() -> None:
+    """Evicting the last holder of a segment that is to come again frees the rest only."""
+    base = model("a", pages=12, shared=twins("a"))
+    wanting = model("w", ABSENT, pages=15, waiting=(request(9, arrival=10),), shared=twins("a"))
+    tight = Balloon()(device(base, wanting, free=2), None)
+    assert tight.actions == ()
+    enough = Balloon()(device(base, wanting, free=3), None)
+    assert kinds(enough.actions) == ["Evict", "Activate"]
+    twin = model("w", ABSENT, waiting=(request(9, arrival=10),), first=1, shared=twins("a"))
+    held = model("a", kv=0, shared=twins("a"))
+    assert Balloon()(device(held, twin, free=0), None).actions == ()
+
+
+def test_balloon_counts_a_segment_for_later_claims_once_a_first_has_brought_it() -> None:
+    first = model("a", ABSENT, waiting=(request(1, arrival=9),), shared=twins())
+    second = model("b", ABSENT, waiting=(request(2, arrival=9.5),), shared=twins())
+    decision = Balloon()(device(first, second, free=10), None)
+    assert [(type(x), x.model) for x in decision.actions] == [(Activate, "a"), (Activate, "b")]
+
+
+def test_balloon_keeps_a_segment_that_an_older_claim_has_come_to_use() -> None:
+    idle = model("a", shared=twins("a"))
+    twin = model("b", ABSENT, waiting=(request(1, arrival=9),), shared=twins("a"))
+    other = model("c", ABSENT, waiting=(request(2, arrival=9.5),))
+    decision = Balloon()(device(idle, twin, other, free=0), None)
+    assert [(type(x), x.model) for x in decision.actions] == [(Activate, "b")]
+
+
 # -- static -----------------------------------------------------------------------------------
+
+
+def test_static_gives_a_shared_segment_room_once() -> None:
+    a, b = (model(n, ABSENT, pages=60, shared=twins(pages=50)) for n in "ab")
+    assert shares(device(a, b, free=96, total=100, arena=4)) == {"a": 13, "b": 13}
 
 
 def test_static_divides_what_the_weights_leave() -> None:
@@ -168,6 +247,16 @@ def test_swap_starts_with_the_oldest_request() -> None:
 def test_swap_replaces_an_idle_model_at_once() -> None:
     a, b = model("a"), model("b", ABSENT, waiting=(request(1),))
     decision = WholeModels()(device(a, b, free=0), Turn("a", 9.9))
+    assert kinds(decision.actions) == ["Hold", "Evict", "Activate"]
+
+
+def test_swap_brings_a_twin_before_the_other_goes() -> None:
+    a = model("a", shared=twins("a"))
+    b = model("b", ABSENT, waiting=(request(1),), shared=twins("a"))
+    decision = WholeModels()(device(a, b, free=0), Turn("a", 9.9))
+    assert kinds(decision.actions) == ["Hold", "Activate", "Evict"]
+    larger = model("b", ABSENT, pages=12, waiting=(request(1),), shared=twins("a"))
+    decision = WholeModels()(device(a, larger, free=1), Turn("a", 9.9))
     assert kinds(decision.actions) == ["Hold", "Evict", "Activate"]
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from ballast.core.cost import UNMEASURED
 from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
-from ballast.core.view import DeviceView, ModelView, RequestView, Residency, Shortage
+from ballast.core.view import (
+    DeviceView,
+    ModelView,
+    RequestView,
+    Residency,
+    SharedView,
+    Shortage,
+)
 
 PAGE = 65536
 
@@ -56,6 +63,7 @@ def model(
     held: bool = False,
     share: float = 1.0,
     pinned: bool = False,
+    shared: tuple[SharedView, ...] = (),
 ) -> ModelView:
     return ModelView(
         spec=spec(name, pages=pages, share=share, pinned=pinned),
@@ -72,6 +80,7 @@ def model(
         first_pages=first,
         last_used=last_used,
         costs=UNMEASURED,
+        shared=shared,
     )
 
 

@@ -75,6 +75,7 @@ def watch(now: float, state: DeviceState) -> None:
     state.pool.validate()
     for m in state.models.values():
         m.kv.validate([r.blocks for r in m.running])
+        m.weights.validate()
         assert state.pool.owned(f"kv:{m.spec.name}") == m.kv.pages
         if m.kv.limit is not None:
             assert m.kv.pages <= m.kv.limit
@@ -114,6 +115,55 @@ def test_every_request_is_answered_completely_or_with_a_reason(preset: str, page
     for m in state.models.values():
         m.kv.drop_cached(m.kv.pages)
         assert m.kv.pages == 0, "blocks leaked"
+
+
+def family(parts: dict[str, str]) -> list[ModelSpec]:
+    """Models made of segments `x1 y2 ...`: a letter as digest, and a size in units of 5 pages."""
+    return [
+        replace(
+            spec(name),
+            segment_bytes=tuple(5 * PAGE * int(size) for _, size in made.split()),
+            segment_digests=tuple(letter * 64 for letter, _ in made.split()),
+        )
+        for name, made in parts.items()
+    ]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("pages", [45, 300])
+def test_models_that_share_segments_are_served_from_any_pool(preset: str, pages: int) -> None:
+    parts = {"a": "e1 p3", "twin": "e1 p3", "b": "e1 q3", "c": "e1 r2 f1", "d": "s4", "dd": "s4"}
+    specs = family(parts)
+    arrivals = submissions([s.name for s in specs], 60, seed=5)
+    heard = Heard()
+    profile = Profile(
+        costs={s.name: COSTS for s in specs}, link_bytes_per_second=1e8, overhead=1e-4
+    )
+    result = simulate(fleet(preset, specs, pages), specs, arrivals, profile, heard, observe=watch)
+    assert set(heard.ended) == {s.id for s in arrivals}
+    if preset != "static":
+        assert all(isinstance(e, Finished) for e in heard.ended.values())
+    if pages == 300:
+        distinct = {"e": 5, "p": 15, "q": 15, "r": 10, "f": 5, "s": 20}
+        moved = sum(m.weights.own_pages * m.activations for m in result.state.models.values())
+        if preset != "swap":
+            assert moved == distinct["q"] + distinct["r"] + distinct["f"]
+            assert sum(result.state.pool.owners().values()) >= sum(distinct.values())
+
+
+def test_several_names_of_a_model_fit_where_copies_would_not() -> None:
+    """Six names of a model of 20 pages, in a pool of 45: nothing is ever evicted."""
+    specs = family({f"m{i}": "w4" for i in range(6)})
+    arrivals = submissions([s.name for s in specs], 60, seed=2, rate=2.0)
+    profile = Profile(costs={s.name: COSTS for s in specs}, link_bytes_per_second=1e8, overhead=0)
+    heard, entries = Heard(), list[dict[str, object]]()
+    result = simulate(
+        fleet("balloon", specs, 45), specs, arrivals, profile, heard, entries.append, watch
+    )
+    assert all(isinstance(e, Finished) for e in heard.ended.values())
+    assert sum(m.evictions for m in result.state.models.values()) == 0
+    moved = [e["n_bytes"] for e in entries if e.get("event") == "TransferDone"]
+    assert [n for n in moved if n] == [20 * PAGE]
 
 
 def test_a_tight_pool_evicts_and_preempts_under_balloon() -> None:

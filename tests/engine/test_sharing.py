@@ -1,0 +1,261 @@
+"""Models with equal segments on one device: what the view says comes true, tokens stay right."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from ballast.bench.inprocess import InProcess
+from ballast.core.actions import Activate, Evict
+from ballast.core.clock import VirtualClock
+from ballast.core.cost import activation_bytes
+from ballast.core.event import Output, TokenOut
+from ballast.core.job import Job
+from ballast.core.request import Sampling, Submission
+from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
+from ballast.core.units import KiB, MiB
+from ballast.core.view import DeviceView, Residency
+from ballast.engine.apply import apply
+from ballast.engine.build import Hosted, build_state
+from ballast.engine.report import report
+from ballast.engine.state import DeviceState
+from ballast.memory.vm_null import NullVm
+from ballast.sim.heap import EventHeap
+from ballast.sim.runner import SimLink
+from tests.engine.checkpoints import VOCAB, make_llama
+from tests.policy import worlds
+
+PARTS = {"a": "ext", "b": "eyt", "twin": "ext", "own": "z", "echo": "eey"}
+PAGES = {"e": 6, "x": 5, "y": 3, "z": 4, "t": 1}
+
+
+def make_state(pages: int) -> tuple[DeviceState, EventHeap]:
+    specs = [
+        replace(
+            worlds.spec(name),
+            segment_bytes=tuple(PAGES[p] * worlds.PAGE for p in parts),
+            segment_digests=tuple(p * 64 for p in parts),
+        )
+        for name, parts in PARTS.items()
+    ]
+    arena = activation_bytes(specs[0], 16, 4)
+    settings = DeviceSettings(
+        budget_bytes=pages * worlds.PAGE + -(-arena // worlds.PAGE) * worlds.PAGE,
+        page_bytes=worlds.PAGE,
+        step_tokens=16,
+        step_logits=4,
+    )
+    clock = VirtualClock()
+    heap = EventHeap(clock)
+    state = build_state(
+        settings,
+        [Hosted(s, [0] * len(s.segment_bytes)) for s in specs],
+        NullVm(settings.page_bytes, settings.budget_bytes // settings.page_bytes),
+        SimLink(heap, clock, 1e7),
+        clock,
+        lambda dst, src, n: None,
+        {},
+    )
+    return state, heap
+
+
+def validate(state: DeviceState, view: DeviceView) -> None:
+    state.pool.validate()
+    for m in state.models.values():
+        m.weights.validate()
+    told = report(state, "cpu")
+    held = {owner: n for owner, n in told.owners.items() if n}
+    assert held == state.pool.owners()
+    assert sum(held.values()) == told.total - told.free - told.reclaiming
+    assert view.coming == state.pool.free + sum(
+        PAGES[p]
+        for p in {
+            p for m in view.models if m.residency is Residency.EVICTING for p in PARTS[m.name]
+        }
+        - {
+            p
+            for m in view.models
+            if m.residency in (Residency.ACTIVATING, Residency.RESIDENT)
+            for p in PARTS[m.name]
+        }
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_view_says_what_activation_takes_and_eviction_frees(seed: int) -> None:
+    rng = random.Random(seed)
+    state, heap = make_state(14)
+    kinds = set()
+    for _ in range(1500):
+        view = state.view()
+        validate(state, view)
+        m = state.models[rng.choice(list(PARTS))]
+        seen = view.model(m.spec.name)
+        free = state.pool.free
+        kind = rng.choice(("activate", "evict", "evict", "busy", "settle", "wait"))
+        evicting = any(x.residency is Residency.EVICTING for x in view.models)
+        if kind == "activate" and seen.residency is Residency.ABSENT:
+            refused = apply(state, Activate(m.spec.name), [])
+            if not evicting:
+                fits = seen.missing_pages <= free
+                assert (refused is None) == fits
+                assert state.pool.free == free - (seen.missing_pages if fits else 0)
+                kinds.add((kind, fits, seen.missing_pages == 0))
+        elif kind == "evict" and seen.residency is Residency.RESIDENT and m.job is None:
+            assert apply(state, Evict(m.spec.name), []) is None
+            if not evicting:
+                assert state.pool.free == free + seen.evictable_pages
+                kinds.add((kind, seen.evictable_pages > 0))
+        elif kind == "busy" and seen.residency is Residency.RESIDENT and m.job is None:
+            m.job = Job(0, 0, m.spec.name, ())
+            assert apply(state, Evict(m.spec.name), []) is None
+        elif kind == "settle" and m.job is not None:
+            m.job = None
+            state.evict(m)
+        elif kind == "wait" and state.in_flight:
+            for event in heap.take(None):
+                state.handle(event)
+    assert kinds == {
+        ("activate", True, False),
+        ("activate", True, True),
+        ("activate", False, False),
+        ("evict", True),
+        ("evict", False),
+    }
+
+
+def test_a_request_has_room_beside_a_pinned_model_that_shares() -> None:
+    state, _ = make_state(30)
+    models = {n: replace(m.spec, pinned=n == "a") for n, m in state.models.items()}
+    for name, m in state.models.items():
+        m.spec = models[name]
+    rooms = {n: state._room(m) for n, m in state.models.items()}
+    assert rooms == {"a": 18, "b": 15, "twin": 18, "own": 14, "echo": 15}
+
+
+# -- on real models ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model under two names, and one that has its embeddings and head but other layers."""
+    root = tmp_path_factory.mktemp("models")
+    base, tuned = make_llama(root / "base", 0), make_llama(root / "tuned", 1)
+    (file,) = tuned.glob("*.safetensors")
+    kept = load_file(base / file.name)
+    mixed = {
+        name: kept[name] if name.startswith(("model.embed", "model.norm", "lm_head")) else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(mixed, file, {"format": "pt"})
+    return {"base": base, "again": base, "tuned": tuned}
+
+
+def fleet(paths: dict[str, Path], preset: str = "balloon") -> FleetSettings:
+    device = DeviceSettings(
+        budget_bytes=64 * MiB, page_bytes=64 * KiB, step_tokens=32, step_logits=8, threads=1
+    )
+    models = tuple(
+        ModelSettings(name=n, path=str(p), dtype="float32") for n, p in sorted(paths.items())
+    )
+    return FleetSettings(models=models, device=device, preset=preset)
+
+
+def asked(model: str, tokens: int = 30) -> Submission:
+    prompt = tuple((11 * k + 5) % VOCAB for k in range(20))
+    sampling = Sampling(temperature=0.0, seed=1)
+    return Submission(
+        id=model, model=model, prompt=prompt, max_tokens=tokens, sampling=sampling, ignore_eos=True
+    )
+
+
+def validate_live(server: InProcess) -> None:
+    state = server.device.state
+    told = server.device.snapshot().owners
+    assert {o: n for o, n in told.items() if n} == state.pool.owners()
+    state.pool.validate()
+    for m in state.models.values():
+        m.weights.validate()
+        mapped = state.pool.owned(m.weights.owner) + state.pool.held(m.weights.owner)
+        assert m.weights.range.os_backed() == mapped
+
+
+def test_hosts_and_devices_hold_equal_segments_once(paths: dict[str, Path]) -> None:
+    with InProcess(fleet(paths)) as server:
+        hosts = {h.spec.name: h for h in server.device._hosts}
+        assert hosts["again"].addresses == hosts["base"].addresses
+        base, tuned = hosts["base"].addresses, hosts["tuned"].addresses
+        assert [a == b for a, b in zip(base, tuned, strict=True)] == [True, False, False, True]
+        assert hosts["again"].spec.fingerprint == hosts["base"].spec.fingerprint
+        answers = server.generate([asked(n) for n in paths])
+        assert answers["base"].tokens == answers["again"].tokens != answers["tuned"].tokens
+        assert len(set(answers["base"].tokens)) > 8
+        owners = server.device.state.pool.owners()
+        assert "weights:base" not in owners
+        assert "weights:again" not in owners
+        sizes = [-(-n // (64 * KiB)) for n in hosts["base"].spec.segment_bytes]
+        assert owners["weights:tuned"] == sum(sizes[1:3])
+        assert sum(n for o, n in owners.items() if o.startswith("shared:")) == sum(sizes)
+        validate_live(server)
+
+
+def test_the_second_name_is_active_without_a_copy(paths: dict[str, Path]) -> None:
+    with InProcess(fleet(paths)) as server:
+        moved = []
+        for name in ("base", "again", "tuned"):
+            known = len(server.device.story.entries)
+            server.generate([asked(name)])
+            entries = list(server.device.story.entries)[known:]
+            moved.append([e["n_bytes"] for e in entries if e.get("event") == "TransferDone"])
+        specs = server.device.specs
+        layers = sum(specs["tuned"].segment_bytes[1:3])
+        assert moved == [[specs["base"].weight_bytes], [], [layers]]
+
+
+@pytest.mark.parametrize("victim", ["again", "tuned"])
+def test_tokens_stay_right_while_a_sharer_goes_and_comes(
+    paths: dict[str, Path], victim: str
+) -> None:
+    """The other model has brought the segments, and leaves in the middle of an answer."""
+    with InProcess(fleet(paths)) as server:
+        alone = server.generate([asked("base", 60)])["base"].tokens
+    with InProcess(fleet(paths)) as server:
+        state = server.device.state
+        gone: list[str | None] = []
+        server.generate([asked(victim, 5)])
+
+        def evict(now: float, output: Output) -> None:
+            if isinstance(output, TokenOut) and output.request_id == "base" and output.index == 20:
+                gone.append(apply(state, Evict(victim), []))
+                validate_live(server)
+
+        server.listen = evict
+        assert server.generate([asked("base", 60)])["base"].tokens == alone
+        assert gone == [None]
+        server.listen = None
+        back = server.generate([replace(asked(victim, 60), id="back")])["back"].tokens
+        assert (back == alone) == (victim == "again")
+        validate_live(server)
+
+
+@pytest.mark.parametrize("preset", ["balloon", "swap", "static"])
+def test_a_pool_too_small_for_two_copies_serves_all_names(
+    paths: dict[str, Path], preset: str
+) -> None:
+    settings = fleet(paths, preset)
+    with InProcess(settings) as server:
+        alone = {n: server.generate([asked(n)])[n].tokens for n in paths}
+        state = server.device.state
+        pages = state.arena.pages + sum(s.n_pages for s in state.shared) + 24
+    device = replace(settings.device, budget_bytes=pages * 64 * KiB)
+    two = tuple(m for m in settings.models if m.name != "tuned")
+    with InProcess(replace(settings, device=device, models=two)) as server:
+        answers = server.generate([asked(m.name) for m in two])
+        assert {n: a.tokens for n, a in answers.items()} == {m.name: alone[m.name] for m in two}
+        told = [e for e in server.device.story.entries if e.get("event") == "TransferDone"]
+        assert sum(e["n_bytes"] for e in told) == server.device.specs["base"].weight_bytes
+        validate_live(server)
