@@ -57,6 +57,7 @@ class LiveDevice:
         confine_allocator()
         self.fleet = fleet
         self.failed: dict[str, str] = {}
+        self.tier = HostTier()
         self._hosts = self._load()
         self.clock = clock or MonotonicClock()
         self.inbox = QueueInbox(self.clock)
@@ -118,10 +119,9 @@ class LiveDevice:
 
     def _load(self) -> list[HostModel]:
         hosts = []
-        tier = HostTier()
         for settings in self.fleet.models:
             try:
-                hosts.append(load_host_model(settings, tier))
+                hosts.append(load_host_model(settings, self.tier))
                 self.failed |= hosts[-1].failed
             except BallastError as error:
                 self.failed[settings.name] = str(error)

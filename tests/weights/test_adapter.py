@@ -19,8 +19,7 @@ from ballast.core.settings import AdapterSettings, ModelSettings, Slo
 from ballast.memory.tensor import tensor_at
 from ballast.weights.adapter import CONFIG, MAX_RANK, TENSORS, linear_modules, load_adapter
 from ballast.weights.checkpoint import load_host_model
-from ballast.weights.host import HostTier
-from ballast.weights.host import HostModel
+from ballast.weights.host import HostModel, HostTier
 from benchmarks.adapters import RandomAdapter, random_adapter
 from tests.models.tiny import llama
 
