@@ -13,7 +13,7 @@ from ballast.bench.inprocess import InProcess
 from ballast.core.actions import Activate, Evict
 from ballast.core.clock import VirtualClock
 from ballast.core.cost import activation_bytes
-from ballast.core.event import Output, TokenOut
+from ballast.core.event import Output, TokenOut, TransferDone
 from ballast.core.job import Job
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
@@ -126,6 +126,25 @@ def test_the_view_says_what_activation_takes_and_eviction_frees(seed: int) -> No
         ("evict", True),
         ("evict", False),
     }
+
+
+def test_a_model_that_counted_on_anothers_copy_makes_it_when_that_fails() -> None:
+    state, heap = make_state(20)
+    for name in ("a", "b", "twin"):
+        assert apply(state, Activate(name), []) is None
+    moved = []
+    while state.in_flight:
+        for event in heap.take(None):
+            assert isinstance(event, TransferDone)
+            if not moved:
+                event = replace(event, error="the cable is loose")
+            moved.append(event.n_bytes // worlds.PAGE)
+            state.handle(event)
+            validate(state, state.view())
+    assert state.models["a"].residency is Residency.FAILED
+    assert state.models["b"].residency is state.models["twin"].residency is Residency.RESIDENT
+    first = PAGES["e"] + PAGES["x"] + PAGES["t"]
+    assert moved == [first, PAGES["y"], 0, PAGES["e"] + PAGES["t"], PAGES["x"]]
 
 
 def test_a_request_has_room_beside_a_pinned_model_that_shares() -> None:
