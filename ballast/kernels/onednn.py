@@ -23,6 +23,8 @@ from torch import Tensor
 from ballast.kernels import linear
 from ballast.kernels.linear_code import PANEL
 
+FROM_ROWS = {torch.float32: 64, torch.bfloat16: 8}
+"""Rows from which oneDNN's kernels are faster than ours, where it has any for these weights."""
 MOST_DIMS = 12
 _HINT = 16
 """Rows for which oneDNN is asked to pack: for one it keeps rows as they are."""

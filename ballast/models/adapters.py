@@ -26,19 +26,25 @@ def groups_of(
     """
     if adapters:
         kernels(dtype, dtype)
-    found: dict[str, list[Matrices | None]] = {}
-    sizes: dict[str, Delta] = {}
-    for i, (adapter, base) in enumerate(zip(adapters, addresses, strict=True)):
-        for d in adapter.deltas:
-            entries = found.setdefault(d.module, [None] * len(adapters))
-            entries[i] = Matrices(base + d.a.offset, base + d.b.offset, d.rank, d.scale)
-            sizes[d.module] = d
+    sizes: dict[str, Delta] = {d.module: d for adapter in adapters for d in adapter.deltas}
     return {
         module: LoraGroup(
             sizes[module].inputs, [Target(sizes[module].outputs, tuple(entries))], dtype
         )
-        for module, entries in found.items()
+        for module, entries in matrices_of(adapters, addresses).items()
     }
+
+
+def matrices_of(
+    adapters: Sequence[HostAdapter], addresses: Sequence[int]
+) -> dict[str, list[Matrices | None]]:
+    """By path of a module: what each adapter has for it. `addresses`: of their segments."""
+    found: dict[str, list[Matrices | None]] = {}
+    for i, (adapter, base) in enumerate(zip(adapters, addresses, strict=True)):
+        for d in adapter.deltas:
+            entries = found.setdefault(d.module, [None] * len(adapters))
+            entries[i] = Matrices(base + d.a.offset, base + d.b.offset, d.rank, d.scale)
+    return found
 
 
 class AdaptedModules:

@@ -21,20 +21,20 @@ from ballast.core.errors import BrokenPromise
 from ballast.core.job import SequenceWork
 from ballast.core.model import ModelSpec
 from ballast.core.units import ceil_div
-from ballast.kernels import layer, layer_code, linear, linear_code, onednn, team
+from ballast.kernels import layer, layer_code, linear, linear_code, team
 from ballast.kernels.paged_attention import NO_WINDOW
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.memory.tensor import array_at, tensor_at
+from ballast.models.fused_adapters import AdaptedRows, FusedAdapters
+from ballast.models.library import Library, gate
 from ballast.models.served import Rows, Served
 from ballast.weights.architecture import build
-from ballast.weights.host import PLAIN, HostModel, PackedTensor
+from ballast.weights.host import HostModel, PackedTensor
 from ballast.weights.packing import GATED, PANELS
 
 Array = np.ndarray[Any, Any]
 
-ONEDNN_ROWS = {torch.float32: 64, torch.bfloat16: 8}
-"""Rows from which oneDNN's kernels are faster than ours, where it has any for these weights."""
 ROWS_ALONE = 8
 """Rows up to which the operations between matrices take one row per item."""
 _ALIGNMENT = 64
@@ -72,7 +72,7 @@ class FusedModel(Served):
         self._scaling = spec.head_dim**-0.5
         weights = [
             {role: (p, at + p.offset) for p in segment.tensors for role in p.names}
-            for segment, at in zip(host.segments, segment_addresses, strict=True)
+            for segment, at in zip(host.segments, segment_addresses, strict=False)
         ]
         first, layers = weights[0], weights[1 : 1 + spec.n_layers]
         last = weights[-1] if len(weights) > 1 + spec.n_layers else first
@@ -80,16 +80,23 @@ class FusedModel(Served):
         self._embed = self._embedding(*first["embeddings"])
         self._norms = self._norm_tables([*layers, last], epsilon)
         self._rotary = self._rotary_tables(layers, epsilon)
-        self._linears = {
-            role: self._linear_tables(role, layers) for role in ("qkv", "o", "gate_up", "down")
-        }
+        self._linears = {role: self._linear_tables(role, layers) for role in _MATRICES}
         self._linears["head"] = self._linear_tables("head", [last])
         self._operations = np.zeros((3 + 8 * spec.n_layers, 2), np.int64)
         self._lay_out()
         self._program = team.Program(self._operations)
         self._without_head = team.Program(self._operations[: -(2 + 5)])
         self._logits = tensor_at(b.logits, (max_sampled, spec.vocab), torch.float32)
-        self._matrices = _Matrices.of(self._operations, [*layers, last], self.dtype)
+        self._interleaved = layers[0]["gate_up"][0].layout == GATED
+        self._before = _between(self._operations, spec.n_layers)
+        self._library = Library.of(layers, last, self.dtype)
+        self._open = self._linears["gate_up"].copy()
+        linear.place(self._open, 0, (b.normed, spec.hidden), (b.gate_up, _gate_up(spec)))
+        self._open[:, linear_code.MODE] = linear.STORE
+        addresses = segment_addresses[len(host.segments) :]
+        self._adapters = FusedAdapters(
+            spec, host.adapters, addresses, self.dtype, interleaved=self._interleaved
+        )
 
     @torch.inference_mode()
     def logits(self, work: Sequence[SequenceWork]) -> Tensor:
@@ -102,34 +109,58 @@ class FusedModel(Served):
             )
         self._fill(rows)
         threads = torch.get_num_threads()
-        if self._matrices is not None and rows.n >= self._matrices.from_rows:
-            self._run_in_parts(rows.n, sampled, self._matrices, threads)
+        library = self._library
+        if library is not None and rows.n < library.from_rows:
+            library = None
+        adapted = self._adapters.of(work)
+        if library is not None or adapted is not None:
+            self._run_in_parts(rows.n, sampled, library, adapted, threads)
         else:
             (self._program if sampled else self._without_head).run(threads)
         return self._logits[:sampled]
 
-    def _run_in_parts(self, n: int, sampled: int, by: _Matrices, threads: int) -> None:
-        """The same operations, with PyTorch's kernels for the matrices."""
+    def _run_in_parts(
+        self,
+        n: int,
+        sampled: int,
+        library: Library | None,
+        adapted: AdaptedRows | None,
+        threads: int,
+    ) -> None:
+        """The same operations, matrix by matrix: by a library's kernels, or with adapters."""
         b, spec = self._buffers, self.spec
 
         def rows_at(address: int, width: int, rows: int = n) -> Tensor:
             return tensor_at(address, (rows, width), torch.float32)
 
+        def multiply(role: str, i: int, x: Tensor, out: Tensor) -> None:
+            if library is not None:
+                library.multiply(role, i, x, out, add=role in ("o", "down"))
+            else:
+                table = (self._open if role == "gate_up" else self._linears[role])[i]
+                team.run(linear.kernel(self.dtype), table.ctypes.data, threads)
+            if adapted is not None:
+                adapted.add(role, i, x, out)
+
         hidden, normed = rows_at(b.hidden, spec.hidden), rows_at(b.normed, spec.hidden)
         qkv, gated = rows_at(b.qkv, _qkv(spec)), rows_at(b.gated, spec.intermediate)
         attended = rows_at(b.attended, spec.n_heads * spec.head_dim)
+        gate_up = rows_at(b.gate_up, _gate_up(spec))
+        self._open[:, linear_code.NEXT] = 0
+        self._open[:, linear_code.ROWS] = n
         for i in range(spec.n_layers):
-            by.before_qkv[i].run(threads)
-            qkv.copy_(by.multiply("qkv", i, normed))
-            by.before_o[i].run(threads)
+            self._before["qkv"][i].run(threads)
+            multiply("qkv", i, normed, qkv)
+            self._before["o"][i].run(threads)
             if i == spec.n_layers - 1 and not sampled:
                 return
-            hidden += by.multiply("o", i, attended)
-            by.before_gate_up[i].run(threads)
-            by.gate(by.multiply("gate_up", i, normed), gated)
-            hidden += by.multiply("down", i, gated)
-        by.before_head.run(threads)
-        self._logits[:sampled] = by.multiply("head", 0, normed[:sampled])
+            multiply("o", i, attended, hidden)
+            self._before["gate_up"][i].run(threads)
+            multiply("gate_up", i, normed, gate_up)
+            gate(gate_up, gated, interleaved=self._interleaved)
+            multiply("down", i, gated, hidden)
+        self._before["head"][0].run(threads)
+        multiply("head", 0, normed[:sampled], self._logits[:sampled])
 
     # -- tables, made once ------------------------------------------------------------------------
 
@@ -265,83 +296,7 @@ class FusedModel(Served):
         self._attending = tables
 
 
-class _Matrices:
-    """A model's matrices for PyTorch's kernels: packed by oneDNN, or plain ones.
-
-    `from_rows`: rows of a job from which they are to be used. `before_...`: what comes before each
-    in a layer, as programs.
-    """
-
-    def __init__(
-        self, operations: Array, weights: Sequence[_Roles], dtype: torch.dtype, from_rows: int
-    ) -> None:
-        self.from_rows = from_rows
-        self._dtype = dtype
-        n = len(weights) - 1
-        starts = range(1, 1 + 8 * n, 8)
-        self.before_qkv = [team.Program(operations[s - (s == 1) : s + 1]) for s in starts]
-        self.before_o = [team.Program(operations[s + 2 : s + 4]) for s in starts]
-        self.before_gate_up = [team.Program(operations[s + 5 : s + 6]) for s in starts]
-        self.before_head = team.Program(operations[-2:-1])
-        self._by_role: dict[str, list[tuple[Tensor, Tensor | None]]] = {
-            role: [self._matrix(role, w) for w in weights[:n]]
-            for role in ("qkv", "o", "gate_up", "down")
-        }
-        self._by_role["head"] = [self._matrix("head", weights[-1])]
-        self._interleaved = weights[0]["gate_up"][0].layout == GATED
-
-    @classmethod
-    def of(
-        cls, operations: Array, weights: Sequence[_Roles], dtype: torch.dtype
-    ) -> _Matrices | None:
-        """None where our kernels are all there is."""
-        tensors = [w[role][0] for w in weights for role in w if role in _MATRICES]
-        if any(t.layout == PLAIN for t in tensors):
-            return cls(operations, weights, dtype, 0)
-        described = [onednn.describe(*_stored_shape(t), dtype) for t in tensors]
-        if all(d is not None and d.panels for d in described):
-            return cls(operations, weights, dtype, ONEDNN_ROWS[dtype])
-        return None
-
-    def _matrix(self, role: str, weights: _Roles) -> tuple[Tensor, Tensor | None]:
-        tensor, address = weights[role]
-        n, k = _stored_shape(tensor)
-        bias = None
-        if f"{role}.bias" in weights:
-            bias = tensor_at(weights[f"{role}.bias"][1], (n,), torch.float32)
-        if tensor.layout == PLAIN:
-            return tensor_at(address, (n, k), self._dtype), bias
-        descriptor = onednn.describe(n, k, self._dtype)
-        assert descriptor is not None
-        return onednn.view(address, n, k, self._dtype, descriptor), bias
-
-    def multiply(self, role: str, i: int, x: Tensor) -> Tensor:
-        """Float32 or the model's dtype (rows, n): x W^T + b by matrix `role` of layer i."""
-        matrix, bias = self._by_role[role][i]
-        x = x.to(self._dtype)
-        if bias is not None:
-            bias = bias.to(self._dtype)
-        if matrix.layout == torch.strided:
-            return torch.nn.functional.linear(x, matrix, bias)
-        return onednn.multiply(x, matrix, bias)
-
-    def gate(self, gate_up: Tensor, out: Tensor) -> None:
-        """silu(gate) * up into `out` (rows, n), from gate and up side by side, or interleaved."""
-        half = linear_code.PANEL // 2 if self._interleaved else out.shape[1]
-        parts = gate_up.float().view(len(gate_up), -1, 2, half)
-        product = torch.nn.functional.silu(parts[:, :, 0]).mul_(parts[:, :, 1])
-        out.copy_(product.flatten(1)[:, : out.shape[1]])
-
-
-def _stored_shape(tensor: PackedTensor) -> tuple[int, int]:
-    """(n, k), with the rows that fill up the last panel of gate and up."""
-    n, k = tensor.shape
-    if tensor.layout == GATED:
-        n = ceil_div(n, linear_code.PANEL) * linear_code.PANEL
-    return n, k
-
-
-_MATRICES = ("qkv", "o", "gate_up", "down", "head")
+_MATRICES = ("qkv", "o", "gate_up", "down")
 
 _Roles = dict[str, tuple[PackedTensor, int]]
 """A segment's tensors and their device addresses, by role."""
@@ -350,6 +305,22 @@ _Roles = dict[str, tuple[PackedTensor, int]]
 def _rows(tables: Array) -> Array:
     """Address of each row."""
     return tables.ctypes.data + np.arange(len(tables)) * tables.strides[0]
+
+
+def _between(operations: Array, n_layers: int) -> dict[str, list[team.Program]]:
+    """What comes before each matrix, for each layer, as programs."""
+    starts = range(1, 1 + 8 * n_layers, 8)
+    return {
+        "qkv": [team.Program(operations[s - (s == 1) : s + 1]) for s in starts],
+        "o": [team.Program(operations[s + 2 : s + 4]) for s in starts],
+        "gate_up": [team.Program(operations[s + 5 : s + 6]) for s in starts],
+        "head": [team.Program(operations[-2:-1])],
+    }
+
+
+def _gate_up(spec: ModelSpec) -> int:
+    """Gates and ups of one token, in elements: of whole panels."""
+    return ceil_div(2 * spec.intermediate, linear_code.PANEL) * linear_code.PANEL
 
 
 def _qkv(spec: ModelSpec) -> int:
@@ -387,6 +358,7 @@ class _Buffers:
     qkv: int
     attended: int
     gated: int
+    gate_up: int
     logits: int
     cosine: int
     sine: int
@@ -421,6 +393,7 @@ def _sizes(spec: ModelSpec, rows: int, sampled: int) -> tuple[int, ...]:
         4 * rows * _qkv(spec),
         attended,
         4 * rows * spec.intermediate,
+        4 * rows * _gate_up(spec),
         4 * sampled * spec.vocab,
         angles,
         angles,

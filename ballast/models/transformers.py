@@ -18,12 +18,12 @@ from ballast.core.job import SequenceWork
 from ballast.kernels.paged_attention import warm_up
 from ballast.kv.layout import Layout
 from ballast.memory.tensor import tensor_at
-from ballast.models import attention
+from ballast.models import attention, linears
 from ballast.models.adapters import AdaptedModules, groups_of
 from ballast.models.served import Served
 from ballast.weights.architecture import build
 from ballast.weights.host import HostModel, Segment
-from ballast.weights.packing import DTYPES
+from ballast.weights.packing import DTYPES, PANELS
 
 
 class ServedModel(Served):
@@ -73,6 +73,12 @@ def _place(module: nn.Module, segments: Sequence[Segment], addresses: Sequence[i
     left = set(module.state_dict())
     for segment, base in zip(segments, addresses, strict=True):
         for packed in segment.tensors:
+            if packed.layout == PANELS:
+                (name,) = packed.names
+                linear = module.get_submodule(name.removesuffix(".weight"))
+                linears.replace(linear, base + packed.offset, DTYPES[packed.dtype])
+                left.discard(name)
+                continue
             view = tensor_at(base + packed.offset, packed.shape, DTYPES[packed.dtype])
             # Tied names share one Parameter, as they did before.
             parameter = nn.Parameter(view, requires_grad=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +128,31 @@ def learn(config: Any) -> Architecture:
         conversions=tuple(get_model_conversion_mapping(module)),
         base_prefix=str(module.base_model_prefix),
     )
+
+
+def packable(architecture: Architecture) -> frozenset[str]:
+    """Weights of linear modules that are used by calling these modules and in no other way.
+
+    Found by running the module once more with such modules replaced, and without their weights.
+    """
+    module = build(architecture.config)
+    tied = {n for _, wanted in architecture.segments for w in wanted for n in w.names[1:]}
+    tied |= {w.names[0] for _, ws in architecture.segments for w in ws if len(w.names) > 1}
+    found = set()
+    for path, linear in module.named_modules():
+        if type(linear) is nn.Linear and f"{path}.weight" not in tied:
+            linear.forward = _stand_in(linear.out_features)  # type: ignore[method-assign,assignment]
+            del linear._parameters["weight"]
+            found.add(f"{path}.weight")
+    try:
+        probe(module, architecture.positions)
+    except Exception:
+        return frozenset()
+    return frozenset(found)
+
+
+def _stand_in(outputs: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.new_empty(*x.shape[:-1], outputs)
 
 
 def _check_config(config: Any) -> None:

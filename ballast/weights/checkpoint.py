@@ -25,7 +25,7 @@ from ballast.core.settings import ModelSettings
 from ballast.memory.tensor import tensor_at
 from ballast.weights import packing
 from ballast.weights.adapter import load_adapters
-from ballast.weights.architecture import Architecture, learn
+from ballast.weights.architecture import Architecture, learn, packable
 from ballast.weights.assemble import READABLE, Recipe, Sources, recipes
 from ballast.weights.host import (
     HostBytes,
@@ -77,7 +77,10 @@ def _load(settings: ModelSettings, directory: Path, tier: HostTier) -> HostModel
     if layout is None and settings.model_impl == "fused":
         raise UnsupportedModel(f"{config.model_type}: the fused path does not know its layers")
     fused = layout is not None
-    segments = tuple(pack(*s) for s in layout or packing.as_stored(architecture, dtype))
+    if layout is None:
+        linears = packable(architecture) if settings.linear != "plain" else frozenset()
+        layout = packing.as_stored(architecture, dtype, linears)
+    segments = tuple(pack(*s) for s in layout)
     eos = _eos(directory, config)
     with Sources(plan.values()) as sources:
 

@@ -9,7 +9,7 @@ matrices in panels, so that a step reads each from front to back.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -41,12 +41,16 @@ Layout = tuple[tuple[str, tuple[PackedTensor, ...]], ...]
 """(name, tensors) of each segment, in load order; offsets are yet to be given."""
 
 
-def as_stored(architecture: Architecture, dtype: str) -> Layout:
-    """Every tensor as the architecture has it."""
-    return tuple(
-        (name, tuple(_tensor(w.names, w.shape, dtype, PLAIN, (w.names[0],)) for w in wanted))
-        for name, wanted in architecture.segments
-    )
+def as_stored(
+    architecture: Architecture, dtype: str, linears: Collection[str] = frozenset()
+) -> Layout:
+    """Every tensor as the architecture has it, but for the weights named in `linears`: in panels."""
+
+    def tensor(w: Wanted) -> PackedTensor:
+        layout = PANELS if w.names[0] in linears and len(w.names) == 1 else PLAIN
+        return _tensor(w.names, w.shape, dtype, layout, (w.names[0],))
+
+    return tuple((name, tuple(tensor(w) for w in wanted)) for name, wanted in architecture.segments)
 
 
 def fused(architecture: Architecture, dtype: str, *, packed: bool = True) -> Layout | None:

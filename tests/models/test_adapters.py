@@ -49,9 +49,14 @@ def serve(path: Path, adapters: list[RandomAdapter], **settings: Any) -> Served:
     return served
 
 
-@pytest.fixture(scope="module")
-def served(base: tuple[Any, Path], made: list[RandomAdapter]) -> Iterator[Served]:
-    served = serve(base[1], made)
+@pytest.fixture(
+    scope="module", params=["generic-plain", "generic-packed", "fused-plain", "fused-packed"]
+)
+def served(
+    request: pytest.FixtureRequest, base: tuple[Any, Path], made: list[RandomAdapter]
+) -> Iterator[Served]:
+    impl, linear = request.param.split("-")
+    served = serve(base[1], made, model_impl=impl, linear=linear)
     yield served
     served.close()
 

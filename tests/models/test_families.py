@@ -49,8 +49,9 @@ def test_family(family: str, tmp_path: Path) -> None:
     a, b = tokens_of(70, 1), tokens_of(29, 2)
     theirs = torch.stack([of(reference, x) for x in (a, b)])
     assert theirs.std() > 0.5  # or nothing would have been tested
-    ours = serve(tmp_path, a, b)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    for linear in ("plain", "packed"):
+        ours = serve(tmp_path, a, b, linear=linear)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
 WITHOUT: dict[str, dict[str, Any]] = {

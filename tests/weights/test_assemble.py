@@ -66,7 +66,11 @@ def test_recipes_are_what_torch_does(
 
 def contents(path: Path, **settings: Any) -> dict[str, torch.Tensor]:
     """All tensors of the host tier, by every name they have."""
-    model = load_host_model(ModelSettings(name="m", path=str(path), **settings))
+    model = load_host_model(
+        ModelSettings(
+            name="m", path=str(path), **{"model_impl": "generic", "linear": "plain", **settings}
+        )
+    )
     found = {}
     for segment, base in zip(model.segments, model.addresses, strict=True):
         for t in segment.tensors:

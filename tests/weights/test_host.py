@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import os
 from pathlib import Path
 
 import pytest
 
 from ballast.core.errors import DeviceError
-from ballast.weights.host import HostBytes, HostTier, Piece, Segment, pack
+from ballast.weights.host import (
+    PLAIN,
+    HostBytes,
+    HostTier,
+    PackedTensor,
+    Piece,
+    Segment,
+    pack,
+)
 
 ROWS = 5000
-F32 = ("float32", 4)
 
 
 def segments(*names: str) -> list[Segment]:
     """Of two tensors each, 24 KB together."""
-    return [
-        pack(n, [((f"{n}.w",), (ROWS,), ROWS), ((f"{n}.b",), (1000,), 1000)], *F32) for n in names
-    ]
+    return [pack(n, [floats(f"{n}.w", ROWS), floats(f"{n}.b", 1000)]) for n in names]
+
+
+def floats(name: str, *shape: int) -> PackedTensor:
+    return PackedTensor((name,), shape, "float32", 0, 4 * math.prod(shape), PLAIN, ())
 
 
 class Filler:
@@ -89,7 +99,7 @@ def test_the_layout_counts_not_only_the_bytes() -> None:
     tier = HostTier()
     a = load(tier, "a", one=0)
     (wide,) = segments("one")
-    other = pack("one", [(("one.w",), (ROWS // 2, 2), ROWS), (("one.b",), (1000,), 1000)], *F32)
+    other = pack("one", [floats("one.w", ROWS // 2, 2), floats("one.b", 1000)])
     assert other.n_bytes == wide.n_bytes
     b = HostBytes("b", [other], Filler({"one": 0}), 1, tier)
     assert b.digests != a.digests

@@ -1,0 +1,93 @@
+"""The matrices of a fused model one at a time, by PyTorch's kernels: oneDNN's, or plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ballast.core.units import ceil_div
+from ballast.kernels import onednn
+from ballast.kernels.linear_code import PANEL
+from ballast.memory.tensor import tensor_at
+from ballast.weights.host import PLAIN, PackedTensor
+from ballast.weights.packing import GATED
+
+_Roles = Mapping[str, tuple[PackedTensor, int]]
+"""A segment's tensors and their device addresses, by role."""
+
+
+class Library:
+    """`from_rows`: rows of a job from which it is to be preferred to our own kernels."""
+
+    def __init__(
+        self, layers: Sequence[_Roles], last: _Roles, dtype: torch.dtype, from_rows: int
+    ) -> None:
+        self.from_rows = from_rows
+        self._dtype = dtype
+        self._matrices = {
+            role: [self._matrix(role, w) for w in layers]
+            for role in ("qkv", "o", "gate_up", "down")
+        }
+        self._matrices["head"] = [self._matrix("head", last)]
+
+    @classmethod
+    def of(cls, layers: Sequence[_Roles], last: _Roles, dtype: torch.dtype) -> Library | None:
+        """None where our kernels are all there is for these weights on this CPU."""
+        matrices = [last["head"][0], *(layers[0][r][0] for r in ("qkv", "o", "gate_up", "down"))]
+        if any(t.layout == PLAIN for t in matrices):
+            return cls(layers, last, dtype, 0)
+        described = [onednn.describe(*_stored_shape(t), dtype) for t in matrices]
+        if all(d is not None and d.panels for d in described):
+            return cls(layers, last, dtype, onednn.FROM_ROWS[dtype])
+        return None
+
+    def multiply(self, role: str, i: int, x: Tensor, out: Tensor, *, add: bool) -> None:
+        """x W^T + b of layer i's matrix `role` into `out`, or added to it. Float32 both.
+
+        `out` may be wider, by what fills up a panel.
+        """
+        matrix, bias = self._matrices[role][i]
+        x = x.to(self._dtype)
+        if bias is not None:
+            bias = bias.to(self._dtype)
+        if matrix.layout == torch.strided:
+            y = torch.nn.functional.linear(x, matrix, bias)
+        else:
+            y = onednn.multiply(x, matrix, bias)
+        if add:
+            out += y
+        else:
+            out[:, : y.shape[1]] = y
+
+    def _matrix(self, role: str, weights: _Roles) -> tuple[Tensor, Tensor | None]:
+        tensor, address = weights[role]
+        n, k = _stored_shape(tensor)
+        bias = None
+        if f"{role}.bias" in weights:
+            bias = tensor_at(weights[f"{role}.bias"][1], (n,), torch.float32)
+        if tensor.layout == PLAIN:
+            return tensor_at(address, (n, k), self._dtype), bias
+        descriptor = onednn.describe(n, k, self._dtype)
+        assert descriptor is not None
+        return onednn.view(address, n, k, self._dtype, descriptor), bias
+
+
+def gate(gate_up: Tensor, out: Tensor, *, interleaved: bool) -> None:
+    """silu(gate) * up into `out` (rows, n), of `gate_up` (rows, >= 2 n).
+
+    Gates stand before ups; or `interleaved`, half a panel of each in turns.
+    """
+    n = out.shape[1]
+    half = PANEL // 2 if interleaved else n
+    blocks = gate_up if interleaved else gate_up[:, : 2 * n]
+    parts = blocks.view(len(blocks), -1, 2, half)
+    product = torch.nn.functional.silu(parts[:, :, 0]).mul_(parts[:, :, 1])
+    out.copy_(product.flatten(1)[:, :n])
+
+
+def _stored_shape(tensor: PackedTensor) -> tuple[int, int]:
+    """(n, k), with the rows that fill up the last panel of gate and up."""
+    n, k = tensor.shape
+    return (ceil_div(n, PANEL) * PANEL if tensor.layout == GATED else n), k

@@ -1,0 +1,52 @@
+"""Linear layers of a module whose weights are packed: computed by our kernel, or by oneDNN's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ballast.kernels import linear, onednn, team
+
+
+def packed(
+    address: int, n: int, k: int, dtype: torch.dtype, bias: Callable[[], Tensor | None]
+) -> Callable[[Tensor], Tensor]:
+    """x (..., k) -> x W^T + bias (..., n), of `dtype`, for the panels at `address`.
+
+    They need not be there yet. `bias` is asked for in every call.
+    """
+    tables = linear.tables(np.array([address]), n, k)
+    table, kernel = tables.ctypes.data, linear.kernel(dtype)
+    descriptor = onednn.describe(n, k, dtype)
+    matrix = None
+    if descriptor is not None and descriptor.panels:
+        matrix = onednn.view(address, n, k, dtype, descriptor)
+
+    def multiply(x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        if matrix is not None and len(rows) >= onednn.FROM_ROWS[dtype]:
+            return onednn.multiply(rows, matrix, bias()).view(*x.shape[:-1], n)
+        wide = rows.float().contiguous()
+        out = torch.empty(len(rows), n)
+        linear.place(tables, len(rows), (wide.data_ptr(), k), (out.data_ptr(), n))
+        team.run(kernel, table, torch.get_num_threads())
+        added = bias()
+        if added is not None:
+            out += added
+        return out.to(dtype).view(*x.shape[:-1], n)
+
+    return multiply
+
+
+def replace(module: nn.Module, address: int, dtype: torch.dtype) -> None:
+    """Have `module` compute from panels at `address` instead of its weight."""
+
+    def bias() -> Tensor | None:
+        return module.bias  # type: ignore[return-value]
+
+    assert isinstance(module, nn.Linear)
+    n, k = module.out_features, module.in_features
+    module.forward = packed(address, n, k, dtype, bias)  # type: ignore[method-assign,assignment]
