@@ -11,26 +11,18 @@ from pathlib import Path
 import pytest
 
 from ballast.core.errors import DeviceError
-from ballast.weights.host import (
-    PLAIN,
-    HostBytes,
-    HostTier,
-    PackedTensor,
-    Piece,
-    Segment,
-    pack,
-)
+from ballast.weights.host import PLAIN, HostBytes, HostTier, PackedTensor, Piece, Segment, pack
 
 ROWS = 5000
 
 
+def tensor(name: str, *shape: int) -> PackedTensor:
+    return PackedTensor((name,), shape, "float32", 0, 4 * math.prod(shape), PLAIN, (name,))
+
+
 def segments(*names: str) -> list[Segment]:
     """Of two tensors each, 24 KB together."""
-    return [pack(n, [floats(f"{n}.w", ROWS), floats(f"{n}.b", 1000)]) for n in names]
-
-
-def floats(name: str, *shape: int) -> PackedTensor:
-    return PackedTensor((name,), shape, "float32", 0, 4 * math.prod(shape), PLAIN, ())
+    return [pack(n, [tensor(f"{n}.w", ROWS), tensor(f"{n}.b", 1000)]) for n in names]
 
 
 class Filler:
@@ -99,7 +91,7 @@ def test_the_layout_counts_not_only_the_bytes() -> None:
     tier = HostTier()
     a = load(tier, "a", one=0)
     (wide,) = segments("one")
-    other = pack("one", [floats("one.w", ROWS // 2, 2), floats("one.b", 1000)])
+    other = pack("one", [tensor("one.w", ROWS // 2, 2), tensor("one.b", 1000)])
     assert other.n_bytes == wide.n_bytes
     b = HostBytes("b", [other], Filler({"one": 0}), 1, tier)
     assert b.digests != a.digests
