@@ -1,8 +1,8 @@
 """The compiled part of linear layers on panel-packed weights: what one thread does.
 
 All compiled code is in this one file, because Numba's cache looks for changes in the file of the
-function that it compiles, and not in those that it calls: hence also the twins of what
-`attention_code.py` has.
+function that it compiles, and not in those that it calls: hence also a twin of the exponential of
+`attention_code.py`.
 
 Kernels take one argument, the address of a table of int64 whose fields are the constants below.
 Threads share work through an atomic counter in it, so any number of them may call one kernel on
@@ -29,6 +29,8 @@ import numpy as np
 from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from ballast.kernels.intrinsics import fetch_add, float32_at, int64_at, uint16_at
 
 # Fields of the table.
 NEXT = 0
@@ -98,33 +100,6 @@ _F32 = ir.FloatType()
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 _FLOATS = types.CPointer(types.float32)
-
-
-def _pointer_to(kind):
-    def pointer(context, address):
-        def generate(ctx, builder, signature, arguments):
-            return builder.inttoptr(arguments[0], ctx.get_value_type(signature.return_type))
-
-        return types.CPointer(kind)(types.int64), generate
-
-    return pointer
-
-
-_float32_at = intrinsic(_pointer_to(types.float32))
-"""int64 address -> pointer to float32."""
-_uint16_at = intrinsic(_pointer_to(types.uint16))
-_int64_at = intrinsic(_pointer_to(types.int64))
-
-
-@intrinsic
-def _fetch_add(context, table, field, amount):
-    """Add to a field of a table of int64 as one atomic step; its value before."""
-
-    def generate(ctx, builder, signature, arguments):
-        pointer = builder.gep(arguments[0], [arguments[1]])
-        return builder.atomic_rmw("add", pointer, arguments[2], "seq_cst")
-
-    return types.int64(types.CPointer(types.int64), types.int64, types.int64), generate
 
 
 def _on_stack(n):
@@ -332,11 +307,11 @@ def _chunks(rows, k):
 @njit(error_model="numpy")
 def _stage(table, first, rows, start, n, stage):
     """Copy inputs start .. start + n - 1 of some rows into the buffer, and a zero behind them."""
-    x, stride = _float32_at(table[X]), table[X_STRIDE]
+    x, stride = float32_at(table[X]), table[X_STRIDE]
     for r in range(rows):
         row = first + r
         if table[X_INDEX] != 0:
-            row = _int64_at(table[X_INDEX])[row]
+            row = int64_at(table[X_INDEX])[row]
         at, to = row * stride + start, r * _STRIDE
         for i in range(n):
             stage[to + i] = x[at + i]
@@ -350,7 +325,7 @@ def _begin(table, panel, rows, sums):
     for j in range(rows * PANEL):
         sums[j] = _ZERO
     if table[BIAS] != 0:
-        bias = _float32_at(table[BIAS] + 4 * panel * PANEL)
+        bias = float32_at(table[BIAS] + 4 * panel * PANEL)
         n = PANEL if table[MODE] == GATED else min(PANEL, table[N] - panel * PANEL)
         for r in range(rows):
             for j in range(n):
@@ -372,13 +347,13 @@ def _finish(table, panel, first, rows, sums):
                 numerator = gate if gate >= _ZERO else gate * e
                 sums[at + j] = numerator / (_ONE + e) * up
         if mode == ADD and table[SCALE] != 0:
-            scale = _float32_at(table[SCALE])[first + r]
+            scale = float32_at(table[SCALE])[first + r]
             for j in range(PANEL):
                 sums[at + j] *= scale
         row = first + r
         if table[OUT_INDEX] != 0:
-            row = _int64_at(table[OUT_INDEX])[row]
-        out = _float32_at(table[OUT] + 4 * (row * table[OUT_STRIDE] + panel * width))
+            row = int64_at(table[OUT_INDEX])[row]
+        out = float32_at(table[OUT] + 4 * (row * table[OUT_STRIDE] + panel * width))
         if mode == ADD:
             for j in range(n):
                 out[j] += sums[at + j]
@@ -396,7 +371,7 @@ def _linear(table, weights, itemsize):
     whole = 64 // itemsize
     panel_size = (k + whole - 1) // whole * whole * PANEL
     chunks = _chunks(all_rows, k)
-    item = _fetch_add(table, NEXT, 1)
+    item = fetch_add(table, NEXT, 1)
     while item < panels * chunks:
         panel, chunk = item % panels, item // panels
         first = chunk * all_rows // chunks
@@ -409,7 +384,7 @@ def _linear(table, weights, itemsize):
             after = w + _SLICE * PANEL
             if start + _SLICE >= k:
                 # Not sooner, as nobody else can do it then, and not later, for the fetching.
-                item = _fetch_add(table, NEXT, 1)
+                item = fetch_add(table, NEXT, 1)
                 after = item % panels * panel_size if item < panels * chunks else w
             after = table[WEIGHTS] + after * itemsize
             for g in range(groups):
@@ -425,11 +400,11 @@ _SIGNATURE = types.void(types.CPointer(types.int64))
 
 
 def _linear_float32(table):
-    _linear(table, _float32_at(table[WEIGHTS]), 4)
+    _linear(table, float32_at(table[WEIGHTS]), 4)
 
 
 def _linear_bfloat16(table):
-    _linear(table, _uint16_at(table[WEIGHTS]), 2)
+    _linear(table, uint16_at(table[WEIGHTS]), 2)
 
 
 _PLAIN = {"float32": _linear_float32, "bfloat16": _linear_bfloat16}
