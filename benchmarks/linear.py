@@ -4,8 +4,8 @@ Per dtype of the weights, shape (outputs x inputs) and number of rows: Ballast's
 panels, `F.linear` on the matrix as a checkpoint has it, and oneDNN on what it packs for itself.
 Inputs have the dtype that each takes: float32 for ours, the weights' for the others. All run in
 turns in one process, and every call takes the next of many equal layers, so that none finds its
-weights in a cache. `speedup` is the quicker of the other two over ours, in time; the read
-bandwidth of all threads stands beside what a single row reaches of it.
+weights in a cache. `speedup` is the time of the quicker of the other two over that of ours;
+`read` is how much of the read bandwidth of all threads ours makes use of.
 """
 
 from __future__ import annotations
@@ -146,10 +146,12 @@ def main() -> None:
     bandwidth = read_bandwidth()
     Console().print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s")
     result: dict[str, Any] = {"read_bandwidth": bandwidth}
-    columns = ("ours us", "F.linear us", "oneDNN us", "speedup", "GFLOP/s", "of bandwidth")
-    table = Table("weights", "shape", "rows", *columns, title="linear")
+    columns = ("ours", "F.linear", "oneDNN", "speedup", "GFLOP/s", "read")
+    table = Table("shape", "rows", *columns, title="linear: microseconds of a call")
     for name in [args.dtype] if args.dtype else NAMES:
         by_shape = result[name] = {}
+        table.add_section()
+        table.add_row(name)
         for shape in shapes:
             n, k = (int(part) for part in shape.split("x"))
             layers = Layers(n, k, NAMES[name])
@@ -160,7 +162,7 @@ def main() -> None:
                 figures = [f"{value:.0f}" for value in found["us"].values()]
                 figures += [f"{found['speedup']:.2f}", f"{found['gflops']:.0f}"]
                 share = f"{found['of_read_bandwidth']:.0%}"
-                table.add_row(name, shape, str(rows), *figures, share)
+                table.add_row(shape, str(rows), *figures, share)
         everything = [e for by_rows in by_shape.values() for e in by_rows.values()]
         by_shape["least_speedup"] = min(e["speedup"] for e in everything)
     finish(args, "linear", result, table)
