@@ -91,6 +91,8 @@ _STEP = 4 * PANEL
 _LINE = 64
 _AHEAD = 2048
 """Bytes from what is read to what a tile of all outputs fetches."""
+_AHEAD_PART = 1024
+"""The same for a tile of some outputs: of them alone, from the second cache into the first."""
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -153,6 +155,9 @@ def _tile(context, rows, stage, weights, w, k, sums, s, next_at, share):
                     if passes == 1:
                         _fetch_soon(builder, panel, i, steps, next_at)
                     else:
+                        step = builder.mul(i, _int64(_STEP))
+                        soon = builder.add(step, _int64(_AHEAD_PART + 4 * first))
+                        _prefetch(builder, builder.add(panel, soon), _STEP // _LINE // passes, 3)
                         done_before = builder.mul(steps, _int64(j))
                         _fetch_share(builder, next_at, builder.add(i, done_before), share, passes)
             builder.branch(done)
