@@ -91,19 +91,28 @@ class PagedBatch:
         self._attend_tiles = _tiles(starts, counts, sizes, per_tile)
         self._write_tiles = _tiles(starts, counts, sizes, WRITE_TOKENS)
         rows = min(per_tile, max(counts)) * group
-        rows += rows % 2
         n_threads = torch.get_num_threads()
-        item_heads = _item_heads(len(self._attend_tiles), kv.kv_heads, rows, n_threads)
-        items = len(self._attend_tiles) * kv.kv_heads // item_heads
+        self._order, n_slots = _order(self._attend_tiles, n_threads)
+        item_heads = _item_heads(len(self._order), kv.kv_heads, rows, n_threads)
+        parts = kv.kv_heads // item_heads
+        items = len(self._order) * parts
         self._attend = self._table(self._attend_tiles, items)
         self._write = self._table(self._write_tiles, len(self._write_tiles))
         self._workers = min(items, n_threads)
         n_bytes = code.scratch_bytes(rows, item_heads, kv.head_dim)
-        self._scratch = np.empty(n_threads * n_bytes, np.uint8)
+        slot_floats = code.slot_floats(rows, kv.kv_heads, kv.head_dim)
+        self._scratch = np.empty(
+            code.ALIGNMENT + n_threads * n_bytes + 4 * n_slots * slot_floats, np.uint8
+        )
+        scratch = -(-self._scratch.ctypes.data // code.ALIGNMENT) * code.ALIGNMENT
+        self._pending = np.zeros(len(self._attend_tiles) * parts, np.int64)
         self._attend[code.MAX_ROWS] = rows
         self._attend[code.ITEM_HEADS] = item_heads
-        self._attend[code.SCRATCH] = self._scratch.ctypes.data
+        self._attend[code.SCRATCH] = scratch
         self._attend[code.SCRATCH_BYTES] = n_bytes
+        self._attend[code.SLOTS] = scratch + n_threads * n_bytes
+        self._attend[code.ORDER] = self._order.ctypes.data
+        self._attend[code.PENDING] = self._pending.ctypes.data
         self._writers = 1 if self.n_tokens * kv.kv_heads * kv.head_dim <= ALONE else 1 << 16
         # The address of an array costs a microsecond to ask for.
         self._attend_at, self._write_at = self._attend.ctypes.data, self._write.ctypes.data
@@ -223,14 +232,37 @@ def warm_up(dtype: torch.dtype | None = None) -> None:
 
 def scratch_bytes(heads: int, kv_heads: int, head_dim: int) -> int:
     """Most bytes of scratch memory that one thread needs to attend."""
-    rows = max(TILE_ROWS, heads // kv_heads) + 1
+    rows = max(TILE_ROWS, heads // kv_heads)
     return code.scratch_bytes(rows, max(1, ITEM_ROWS // rows), head_dim)
 
 
-def _item_heads(tiles: int, kv_heads: int, rows: int, threads: int) -> int:
+def _order(tiles: Array, threads: int) -> tuple[Array, int]:
+    """int64 (n, 3): tile, split or -1, first slot of the tile; and how many slots there are.
+
+    Those with the most to do come first. A tile is cut into its splits if else it could keep one
+    thread busy after the others have ended.
+    """
+    contexts = tiles[:, 1] + tiles[:, 2]
+    splits = (contexts + code.SPLIT - 1) // code.SPLIT
+    work = contexts * tiles[:, 1]
+    cut = (work * (ITEMS_PER_THREAD * threads) > work.sum()) & (splits > 1) & (threads > 1)
+    pieces = np.where(cut, splits, 1)
+    order = np.empty((int(pieces.sum()), 3), np.int64)
+    order[:, 0] = np.repeat(np.arange(len(tiles)), pieces)
+    ends = np.cumsum(pieces)
+    number = np.arange(len(order)) - np.repeat(ends - pieces, pieces)
+    order[:, 1] = np.where(np.repeat(cut, pieces), number, -1)
+    slots = np.where(cut, splits, 0)
+    order[:, 2] = np.repeat(np.cumsum(slots) - slots, pieces)
+    by_work = np.argsort(-np.repeat(work // pieces, pieces), kind="stable")
+    return order[by_work], int(slots.sum())
+
+
+def _item_heads(entries: int, kv_heads: int, rows: int, threads: int) -> int:
     """KV heads per item: all, unless that leaves too few items for the threads or is too much."""
     for heads in range(min(kv_heads, ITEM_ROWS // rows), 1, -1):
-        if kv_heads % heads == 0 and tiles * kv_heads // heads >= ITEMS_PER_THREAD * threads:
+        enough = entries * kv_heads // heads >= ITEMS_PER_THREAD * threads
+        if kv_heads % heads == 0 and (enough or threads == 1):
             return heads
     return 1
 
