@@ -1,0 +1,151 @@
+"""What the matrices of a decode step and the machine's memory allow: the yardsticks of a speed.
+
+`Gemms`: one decode step's matrix products alone, by each known kernel. `Reader`: bytes per second
+of reading memory, by the best of a few readers.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Product = Callable[[Tensor], Tensor]
+"""x (rows, in) bfloat16 -> (rows, out)."""
+READ_BYTES = 640 * 2**20
+"""Many times any cache."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One kind of matrix of a decode step: `count` of them, each (outputs, inputs)."""
+
+    name: str
+    outputs: int
+    inputs: int
+    count: int
+
+    @property
+    def parameters(self) -> int:
+        return self.count * self.outputs * self.inputs
+
+
+def plain(weight: Tensor, rows: int) -> Product:
+    """PyTorch's linear on the row-major matrix."""
+    own = weight.clone()
+    return lambda x: functional.linear(x, own)
+
+
+def packed(weight: Tensor, rows: int) -> Product:
+    """oneDNN's on a matrix in the layout that oneDNN chooses for this many rows."""
+    own = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    call = torch.ops.mkldnn._linear_pointwise
+    return lambda x: call(x, own, None, "none", [], "")
+
+
+def single(weight: Tensor, rows: int) -> Product:
+    """PyTorch's linear in float32: twice the bytes, so for information only."""
+    own = weight.float()
+    return lambda x: functional.linear(x.float(), own)
+
+
+KERNELS: dict[str, Callable[[Tensor, int], Product]] = {"plain": plain, "packed": packed}
+
+
+class Gemms:
+    """The products of one decode step of `rows` streams, on weights that no cache holds.
+
+    Every layer has its own copy of the weights, and a sweep goes through them in the order of a
+    real step.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[Matrix],
+        rows: int,
+        kernels: dict[str, Callable[[Tensor, int], Product]] = KERNELS,
+    ) -> None:
+        self._inputs = {m.name: torch.randn(rows, m.inputs, dtype=torch.bfloat16) for m in matrices}
+        layers = max(m.count for m in matrices)
+        order = [m for i in range(layers) for m in matrices if i < m.count and m.count > 1]
+        order += [m for m in matrices if m.count == 1]
+        values = {m.name: torch.randn(m.outputs, m.inputs).bfloat16() for m in matrices}
+        self._steps = {
+            name: [(m.name, prepare(values[m.name], rows)) for m in order]
+            for name, prepare in kernels.items()
+        }
+        self.times: dict[str, dict[str, list[float]]] = {
+            name: {m.name: [] for m in matrices} for name in kernels
+        }
+        """Kernel, matrix: seconds of all its products in one step, one value per `measure`."""
+        for name in kernels:
+            self._sweep(name)
+
+    def measure(self, least_seconds: float = 0.15) -> None:
+        """Every kernel in turn, for so long, at least one step."""
+        for name, times in self.times.items():
+            sums: dict[str, float] = defaultdict(float)
+            n = 0
+            end = time.perf_counter() + least_seconds
+            while n == 0 or time.perf_counter() < end:
+                for matrix, seconds in self._sweep(name).items():
+                    sums[matrix] += seconds
+                n += 1
+            for matrix, seconds in sums.items():
+                times[matrix].append(seconds / n)
+
+    def fastest(self) -> dict[str, str]:
+        """Per matrix, the kernel with the least median."""
+        some = next(iter(self.times.values()))
+        return {
+            matrix: min(self.times, key=lambda k: statistics.median(self.times[k][matrix]))
+            for matrix in some
+        }
+
+    def sums(self) -> list[float]:
+        """Seconds of one step with each matrix by its fastest kernel, one value per `measure`."""
+        chosen = self.fastest()
+        rounds = zip(*(self.times[k][matrix] for matrix, k in chosen.items()), strict=True)
+        return [sum(values) for values in rounds]
+
+    def _sweep(self, name: str) -> dict[str, float]:
+        seconds: dict[str, float] = defaultdict(float)
+        with torch.inference_mode():
+            for matrix, product in self._steps[name]:
+                x = self._inputs[matrix]
+                begin = time.perf_counter()
+                product(x)
+                seconds[matrix] += time.perf_counter() - begin
+        return seconds
+
+
+class Reader:
+    """Read bandwidth in bytes per second, of `READ_BYTES` at a time."""
+
+    def __init__(self) -> None:
+        integers = torch.ones(READ_BYTES // 8, dtype=torch.int64)
+        floats = integers.view(torch.float32)
+        self._readers: dict[str, Callable[[], object]] = {
+            "torch int64 sum": integers.sum,
+            "torch float32 sum": floats.sum,
+            "torch float32 dot": lambda: torch.dot(floats, floats),
+        }
+        self.rates: dict[str, list[float]] = {name: [] for name in self._readers}
+        for read in self._readers.values():
+            read()
+
+    def measure(self) -> None:
+        for name, read in self._readers.items():
+            begin = time.perf_counter()
+            read()
+            self.rates[name].append(READ_BYTES / (time.perf_counter() - begin))
+
+    def best(self) -> str:
+        """The reader with the highest median."""
+        return max(self.rates, key=lambda name: statistics.median(self.rates[name]))

