@@ -53,7 +53,8 @@ def generate(model: Any) -> Run:
         cache = caches.get(len(prompts))
         if cache is None:
             cache = caches[len(prompts)] = StaticCache(model.config, max_cache_len=MOST_TOKENS)
-        cache.reset()
+        with torch.inference_mode():
+            cache.reset()
         return _generate(model, prompts, new_tokens, past_key_values=cache)
 
     return run

@@ -2,12 +2,12 @@
 
 Two random Llamas in bfloat16, one stream and 16 streams of 128 + 128 tokens, all in process; tokens
 per second are output tokens over wall time, prompts included. Every engine runs in a child process,
-and they take turns of a second or three, the others standing still (`benchmarks.turns`): all
-figures are of the same minutes. Before each round of turns the yardsticks are measured: the decode
+and they take turns of seconds, the others standing still (`benchmarks.turns`): all figures are of
+the same minutes. Before each round of turns the yardsticks are measured: the decode
 step's matrix products alone by each known kernel, and the memory's read bandwidth.
 
 - `vs_transformers`: tokens per second at 16 streams over the better of `generate` and continuous
-  batching; the lesser of the two sizes.
+  batching; the lesser of the two sizes. The larger size runs only what was better at the smaller.
 - `decode_over_gemm`: seconds of a decode step in which every stream gets a token, over the sum of
   its matrix products, each by the fastest known kernel; the greatest of sizes and streams.
 - `of_bandwidth`: bytes of weights and KV that a decode step of one stream of the larger model must
@@ -39,8 +39,10 @@ from benchmarks.turns import Broken, Contestant, Run, contest
 
 PROMPT, OUTPUT = 128, 128
 STREAMS = (1, 16)
-SLICE_SECONDS = {1: 1.0, 16: 3.0}
-WARM_UP_TOKENS = 4
+RUNS = {1: 2, 16: 1}
+TURN_SECONDS, LEAST_TURNS = 4.0, 4
+"""Of the slowest engine; the others' turns are shorter, so that all end together."""
+WARM_UP_PROMPT, WARM_UP_OUTPUT = 16, 8
 OURS, GENERATE, CONTINUOUS, VLLM = "ballast", "generate", "continuous", "vllm_cpu"
 VOCAB = 32000
 HEAD_DIM = 64
@@ -211,15 +213,21 @@ class Contest:
     broken: dict[str, str]
     """Why an engine takes no part."""
 
-    def warm_up(self, asked: Sequence[Sequence[int]]) -> None:
-        """A short run of each by itself; who fails leaves."""
+    def warm_up(self, streams: int, output: int) -> dict[str, float]:
+        """A short run of each by itself; who fails leaves. Returns how long a turn of each is."""
+        estimated: dict[str, float] = {}
         for c in list(self.contestants):
             try:
-                c.ask(asked, WARM_UP_TOKENS)
-                while c.turn(60.0) is None:
+                c.ask(prompts(streams, WARM_UP_PROMPT), WARM_UP_OUTPUT)
+                while (run := c.turn(60.0)) is None:
                     pass
             except Broken as reason:
                 self.leave(c, reason)
+            else:
+                step = statistics.median(s.seconds for s in run.steps)
+                estimated[c.name] = run.prefill * PROMPT / WARM_UP_PROMPT + step * output
+        turns = max(LEAST_TURNS, max(estimated.values()) / TURN_SECONDS)
+        return {name: seconds / turns for name, seconds in estimated.items()}
 
     def leave(self, c: Contestant, reason: Broken) -> None:
         if c.name == OURS:
@@ -230,8 +238,8 @@ class Contest:
         self.contestants.remove(c)
 
 
-def enter(path: Path, args: argparse.Namespace, log: Path) -> Contest:
-    """Start every engine on the checkpoint at `path`."""
+def enter(path: Path, args: argparse.Namespace, log: Path, leave_out: Sequence[str]) -> Contest:
+    """Start every engine on the checkpoint at `path`, but those in `leave_out`."""
     modules: dict[str, tuple[str, list[str], str]] = {
         OURS: ("benchmarks.child_ballast", [str(path)], sys.executable),
         GENERATE: ("benchmarks.child_transformers", [str(path), "generate"], sys.executable),
@@ -241,6 +249,8 @@ def enter(path: Path, args: argparse.Namespace, log: Path) -> Contest:
         modules[VLLM] = ("benchmarks.child_vllm", [str(path)], args.peer_python)
     contest = Contest([], {})
     for name, (module, arguments, python) in modules.items():
+        if name in leave_out:
+            continue
         try:
             contest.contestants.append(Contestant(name, module, arguments, log, python))
         except Broken as reason:
@@ -257,19 +267,22 @@ def prompts(streams: int, length: int) -> list[list[int]]:
 
 
 def measure(
-    size: Size, args: argparse.Namespace, reader: Reader, scratch: Path
+    size: Size,
+    args: argparse.Namespace,
+    reader: Reader,
+    scratch: Path,
+    leave_out: Sequence[str] = (),
 ) -> tuple[list[Phase], dict[str, Any]]:
     """All of one size: its phases, and facts about its model and engines."""
     path = scratch / size.name
     parameters = size.make(path)
     output = OUTPUT // 4 if args.quick else OUTPUT
     log = scratch / "children.log"
-    contest_ = enter(path, args, log)
+    contest_ = enter(path, args, log, leave_out)
     phases = []
     try:
         for streams in STREAMS:
-            asked = prompts(streams, PROMPT)
-            contest_.warm_up(asked)
+            slices = contest_.warm_up(streams, output)
             phase = Phase(size, streams, Gemms(size.matrices, streams), reader)
             phase.first_reading = len(next(iter(reader.rates.values())))
 
@@ -277,12 +290,15 @@ def measure(
                 phase.gemms.measure()
                 phase.reader.measure()
 
-            runs = 3 if streams == 1 else 1
             phase.runs = contest(
-                contest_.contestants, asked, output, SLICE_SECONDS[streams], between, runs
+                [c for c in contest_.contestants if c.name in slices],
+                prompts(streams, PROMPT),
+                output,
+                slices,
+                between,
+                RUNS[streams],
             )
             phases.append(phase)
-            Console().print(table([phase]))
         facts = {c.name: c.facts for c in contest_.contestants}
     finally:
         for c in contest_.contestants:
@@ -299,29 +315,26 @@ def float32_gemms(size: Size, streams: int) -> float:
 
 
 def table(phases: Sequence[Phase]) -> Table:
-    told = Table(
-        "model", "streams", "engine", "tokens/s", "prefill tokens/s", "decode step ms", "x"
-    )
+    """Per model and streams: the engines, then the yardsticks of our decode step."""
+    told = Table("", "tokens/s", "ours is", "prefill tok/s", "step, ms", title="single_model")
     for phase in phases:
+        told.add_section()
+        told.add_row(f"[bold]{phase.size.name}, {phase.streams} streams[/bold]")
         for name in phase.runs:
             told.add_row(
-                phase.size.name,
-                str(phase.streams),
                 name,
                 f"{phase.rate(name):.1f}",
+                f"{phase.rate(OURS) / phase.rate(name):.2f} x",
                 f"{phase.prefill_rate(name):.0f}",
                 f"{phase.step(name) * 1e3:.1f}",
-                f"{phase.rate(OURS) / phase.rate(name):.2f}",
             )
-        gemm, bandwidth = phase.over_gemm().median, phase.of_bandwidth().median
+        gemm = statistics.median(phase.gemms.sums())
         told.add_row(
-            phase.size.name,
-            str(phase.streams),
-            "[dim]matrices alone[/dim]",
-            "",
-            "",
-            f"{statistics.median(phase.gemms.sums()) * 1e3:.1f}",
-            f"over_gemm {gemm:.2f}, of_bandwidth {bandwidth:.2f}",
+            "matrices alone", "", f"{phase.over_gemm().median:.2f} x", "", f"{gemm * 1e3:.1f}"
+        )
+        speed = statistics.median(phase.bandwidths())
+        told.add_row(
+            f"memory, {speed / 1e9:.1f} GB/s", "", f"{phase.of_bandwidth().median:.2f} of it"
         )
     return told
 
@@ -338,21 +351,23 @@ def main() -> None:
     sizes = SIZES[:1] if args.quick else SIZES
     phases: list[Phase] = []
     told: dict[str, Any] = {}
+    leave_out: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
         reader = Reader()
         for size in sizes:
-            taken, about = measure(size, args, reader, Path(scratch))
+            taken, about = measure(size, args, reader, Path(scratch), leave_out)
             phases += taken
+            many = next(p for p in taken if p.streams > 1)
+            leave_out = [n for n in (GENERATE, CONTINUOUS) if n != many.better()]
             told[size.name] = {
                 **about,
                 "weight_bytes_read": size.weight_bytes_read,
                 "float32_gemm_seconds": {str(n): float32_gemms(size, n) for n in STREAMS},
                 **{f"streams_{p.streams}": p.to_json() for p in taken},
             }
-    many = [p for p in phases if p.streams > 1]
     largest = next(p for p in phases if p.size is sizes[-1] and p.streams == 1)
     result: dict[str, Any] = {
-        "vs_transformers": min(p.rate(OURS) / p.rate(p.better()) for p in many),
+        "vs_transformers": min(p.rate(OURS) / p.rate(p.better()) for p in phases if p.streams > 1),
         "decode_over_gemm": max(p.over_gemm().median for p in phases),
         "of_bandwidth": largest.of_bandwidth().median,
     }

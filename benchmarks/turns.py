@@ -208,13 +208,13 @@ def contest(
     contestants: Sequence[Contestant],
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
-    slice_seconds: float,
+    slices: Mapping[str, float],
     between: Callable[[], object],
     runs: int = 1,
 ) -> Mapping[str, list[Run]]:
-    """At least `runs` runs of each, in turns; `between` is called before each round of turns.
+    """`runs` runs of each, in turns of `slices[name]` seconds; `between` comes before each round.
 
-    Who is done early begins again, so that all are measured over the same time.
+    Slices in proportion to how long a run takes let all end in about the same round.
     """
     taken: dict[str, list[Run]] = {c.name: [] for c in contestants}
     for c in contestants:
@@ -223,12 +223,10 @@ def contest(
     while any(c.busy for c in contestants):
         between()
         for c in list(contestants)[:: 1 if number % 2 == 0 else -1]:
-            if not c.busy:
-                continue
-            run = c.turn(slice_seconds, number)
+            run = c.turn(slices[c.name], number) if c.busy else None
             if run is not None:
                 taken[c.name].append(run)
-                if any(len(done) < runs for done in taken.values()):
+                if len(taken[c.name]) < runs:
                     c.ask(prompts, new_tokens)
         number += 1
     return taken
