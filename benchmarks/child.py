@@ -8,14 +8,17 @@ there, in seconds of the system's monotonic clock, or ``{"error": text}``.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+PR_SET_PDEATHSIG = 1
 Prompts = list[list[int]]
 Run = Callable[[Prompts, int], list[list[float]]]
 """(prompts, new tokens) -> times of each stream's tokens."""
@@ -24,8 +27,10 @@ Run = Callable[[Prompts, int], list[list[float]]]
 def serve(load: Callable[[], tuple[Run, Mapping[str, Any]]]) -> None:
     """Load, then run what is asked until standard input ends.
 
-    Whatever a library prints goes to standard error, out of the way of the answers.
+    Whatever a library prints goes to standard error, out of the way of the answers. Ends with its
+    parent, stopped or not.
     """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-Product = Callable[[Tensor], Tensor]
-"""x (rows, in) bfloat16 -> (rows, out)."""
+Product = Callable[[], object]
+"""Computes x W^T once."""
+Kernel = Callable[[Tensor, Tensor], Product]
+"""Prepares the product of its own copy of W (out, in) and x (rows, in), both bfloat16."""
 READ_BYTES = 640 * 2**20
 """Many times any cache."""
 
@@ -36,26 +38,26 @@ class Matrix:
         return self.count * self.outputs * self.inputs
 
 
-def plain(weight: Tensor, rows: int) -> Product:
+def plain(weight: Tensor, x: Tensor) -> Product:
     """PyTorch's linear on the row-major matrix."""
     own = weight.clone()
-    return lambda x: functional.linear(x, own)
+    return lambda: functional.linear(x, own)
 
 
-def packed(weight: Tensor, rows: int) -> Product:
+def packed(weight: Tensor, x: Tensor) -> Product:
     """oneDNN's on a matrix in the layout that oneDNN chooses for this many rows."""
-    own = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    own = torch.ops.mkldnn._reorder_linear_weight(weight, len(x))
     call = torch.ops.mkldnn._linear_pointwise
-    return lambda x: call(x, own, None, "none", [], "")
+    return lambda: call(x, own, None, "none", [], "")
 
 
-def single(weight: Tensor, rows: int) -> Product:
+def single(weight: Tensor, x: Tensor) -> Product:
     """PyTorch's linear in float32: twice the bytes, so for information only."""
-    own = weight.float()
-    return lambda x: functional.linear(x.float(), own)
+    own, wide = weight.float(), x.float()
+    return lambda: functional.linear(wide, own)
 
 
-KERNELS: dict[str, Callable[[Tensor, int], Product]] = {"plain": plain, "packed": packed}
+KERNELS: dict[str, Kernel] = {"plain": plain, "packed": packed}
 
 
 class Gemms:
@@ -69,15 +71,15 @@ class Gemms:
         self,
         matrices: Sequence[Matrix],
         rows: int,
-        kernels: dict[str, Callable[[Tensor, int], Product]] = KERNELS,
+        kernels: Mapping[str, Kernel] = KERNELS,
     ) -> None:
-        self._inputs = {m.name: torch.randn(rows, m.inputs, dtype=torch.bfloat16) for m in matrices}
+        inputs = {m.name: torch.randn(rows, m.inputs).bfloat16() for m in matrices}
         layers = max(m.count for m in matrices)
         order = [m for i in range(layers) for m in matrices if i < m.count and m.count > 1]
         order += [m for m in matrices if m.count == 1]
         values = {m.name: torch.randn(m.outputs, m.inputs).bfloat16() for m in matrices}
         self._steps = {
-            name: [(m.name, prepare(values[m.name], rows)) for m in order]
+            name: [(m.name, prepare(values[m.name], inputs[m.name])) for m in order]
             for name, prepare in kernels.items()
         }
         self.times: dict[str, dict[str, list[float]]] = {
@@ -118,9 +120,8 @@ class Gemms:
         seconds: dict[str, float] = defaultdict(float)
         with torch.inference_mode():
             for matrix, product in self._steps[name]:
-                x = self._inputs[matrix]
                 begin = time.perf_counter()
-                product(x)
+                product()
                 seconds[matrix] += time.perf_counter() - begin
         return seconds
 
