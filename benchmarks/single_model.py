@@ -299,6 +299,7 @@ def measure(
                 RUNS[streams],
             )
             phases.append(phase)
+            Console().print(table([phase]))
         facts = {c.name: c.facts for c in contest_.contestants}
     finally:
         for c in contest_.contestants:
