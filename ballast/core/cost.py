@@ -96,5 +96,8 @@ def activation_bytes(spec: ModelSpec, step_tokens: int, step_logits: int) -> int
     experts = 2 * e * hidden + rows * (max(gated, weighted) + 8 * 8)
     # Logits in the model's dtype and in float32; a copy and its log-softmax where asked for.
     head = step_logits * spec.vocab * ((e if e != f else 0) + 3 * f) + 8 * 8 * spec.vocab
+    # What is between an adapter's two matrices; which rows go through which.
+    if spec.adapters:
+        through += t * (f * max(a.rank for a in spec.adapters) + 8 * 8)
     bound = through + max(rotary, norm, attention, mlp, experts, head)
     return bound + ceil_div(bound, 8) + 2 * MiB

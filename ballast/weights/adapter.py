@@ -25,6 +25,7 @@ from ballast.core.errors import BallastError, CheckpointError, UnsupportedModel
 from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.settings import AdapterSettings
 from ballast.weights.architecture import build
+from ballast.weights.assemble import READABLE, Recipe, Sources
 from ballast.weights.host import (
     PLAIN,
     Delta,
@@ -36,14 +37,13 @@ from ballast.weights.host import (
     Piece,
     pack,
 )
+from ballast.weights.packing import DTYPES
 from ballast.weights.stored import Stored, read_header
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 MAX_RANK = 512
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_SERVED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _REFUSED = {
     "use_dora": "DoRA",
@@ -146,16 +146,12 @@ def _load(
     if not path.is_file():
         raise CheckpointError(str(path), None, "there is no such file; only safetensors are read")
     pairs = _pairs(path, config, modules)
-    dtype = _SERVED[base.dtype]
-    tensors: dict[str, Tensor] = {}
-    for pair in pairs:
-        tensors[f"{pair.module}.lora_A"] = _read(pair.a, dtype)
-        tensors[f"{pair.module}.lora_B"] = _read(pair.b, dtype).t().contiguous()
-    listed = [
+    tensors = _read(pairs, DTYPES[base.dtype])
+    packed = [
         PackedTensor((name,), tuple(t.shape), base.dtype, 0, t.nbytes, PLAIN, (name,))
         for name, t in tensors.items()
     ]
-    segment = pack(f"adapter {settings.name}", listed)
+    segment = pack(f"adapter {settings.name}", packed)
 
     def fill(piece: Piece) -> bytes:
         address = tensors[piece.tensor.names[0]].data_ptr() + piece.start
@@ -278,16 +274,18 @@ def _pairs(
             stored = halves[module][half]
             if stored.shape != shape:
                 raise stored.error(f"has shape {stored.shape}, rank and base need {shape}")
-            if stored.dtype not in _DTYPES:
-                raise stored.error(f"dtype {stored.dtype} is not one of {', '.join(_DTYPES)}")
+            if stored.dtype not in READABLE:
+                raise stored.error(f"dtype {stored.dtype} is not one of {', '.join(READABLE)}")
         pairs.append(_Pair(module, halves[module]["A"], halves[module]["B"], scale))
     return tuple(pairs)
 
 
-def _read(stored: Stored, dtype: torch.dtype) -> Tensor:
-    with open(stored.path, "rb") as file:
-        file.seek(stored.start)
-        raw = bytearray(file.read(stored.n_bytes))
-    if len(raw) < stored.n_bytes:
-        raise stored.error("truncated while it was read")
-    return torch.frombuffer(raw, dtype=_DTYPES[stored.dtype]).view(stored.shape).to(dtype)
+def _read(pairs: Sequence[_Pair], dtype: torch.dtype) -> dict[str, Tensor]:
+    """A, and B transposed, of each module in turn, by name."""
+    found: dict[str, Tensor] = {}
+    with Sources([Recipe.of(half) for pair in pairs for half in (pair.a, pair.b)]) as sources:
+        for pair in pairs:
+            a, b = (sources.read(Recipe.of(half), dtype) for half in (pair.a, pair.b))
+            found[f"{pair.module}.lora_A"] = a
+            found[f"{pair.module}.lora_B"] = b.t().contiguous()
+    return found

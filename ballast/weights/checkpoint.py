@@ -72,10 +72,12 @@ def _load(settings: ModelSettings, directory: Path, tier: HostTier) -> HostModel
     plan = _match(architecture, found, directory)
     dtype = _choose_dtype(settings, plan)
     layout = None
-    if settings.model_impl != "generic":
+    # The fast path has no place yet where an adapter could add to its fused matrices.
+    if settings.model_impl != "generic" and not settings.adapters:
         layout = packing.fused(architecture, dtype, packed=settings.linear != "plain")
     if layout is None and settings.model_impl == "fused":
-        raise UnsupportedModel(f"{config.model_type}: the fused path does not know its layers")
+        why = "has no adapters" if settings.adapters else "does not know its layers"
+        raise UnsupportedModel(f"{config.model_type}: the fused path {why}")
     fused = layout is not None
     if layout is None:
         linears = packable(architecture) if settings.linear != "plain" else frozenset()

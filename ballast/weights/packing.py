@@ -44,7 +44,7 @@ Layout = tuple[tuple[str, tuple[PackedTensor, ...]], ...]
 def as_stored(
     architecture: Architecture, dtype: str, linears: Collection[str] = frozenset()
 ) -> Layout:
-    """Every tensor as the architecture has it, but for the weights named in `linears`: in panels."""
+    """Every tensor as the architecture has it, but for weights named in `linears`: in panels."""
 
     def tensor(w: Wanted) -> PackedTensor:
         layout = PANELS if w.names[0] in linears and len(w.names) == 1 else PLAIN

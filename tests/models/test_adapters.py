@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
+from ballast.core.errors import BrokenPromise
 from ballast.core.job import SequenceWork
 from ballast.core.settings import AdapterSettings
+from ballast.models.transformers import ServedModel
 from benchmarks.adapters import RandomAdapter, merged, random_adapter
-from tests.models.tiny import GREEDY, Served, llama
+from tests.models.tiny import GREEDY, Served, llama, save
 
 TABLES = [[0, 9, 4], [1, 8, 5], [2, 7, 6], [3, 10, 11]]
 
@@ -120,3 +123,74 @@ def test_tokens_of_prefill_chunks_and_decodes(
         for at in range(len(text), len(s)):
             reference = expected(model, None if a is None else made[a], s[:at])
             assert s[at] == int(reference.argmax())
+
+
+def test_rows_of_the_base_are_untouched_to_the_bit(served: Served) -> None:
+    texts = prompts(4)
+    alone = served.logits(*(work(i, t, None) for i, t in enumerate(texts)))
+    beside = served.logits(*(work(i, t, [None, 0, None, 2][i]) for i, t in enumerate(texts)))
+    assert torch.equal(alone[[0, 2]], beside[[0, 2]])
+    assert not torch.equal(alone[[1, 3]], beside[[1, 3]])
+
+
+def test_bfloat16(base: tuple[Any, Path], made: list[RandomAdapter]) -> None:
+    model, path = base
+    served = serve(path, made, dtype="bfloat16")
+    tokens = prompts(2)[1]
+    for a in (0, 1, 2):
+        ours = served.logits(work(0, tokens, a))[0].log_softmax(-1)
+        errors = [
+            float((ours - expected(model, other, tokens)).abs().mean())
+            for other in (made[a], made[a - 1], None)
+        ]
+        assert errors[0] < 0.5 * min(errors[1:])
+    served.close()
+
+
+def test_a_module_that_is_left_out_is_noticed(
+    base: tuple[Any, Path], made: list[RandomAdapter]
+) -> None:
+    """Were a module of some family not called as a module, its adapters would be lost silently."""
+    served = serve(base[1], made)
+    assert isinstance(served.model, ServedModel)
+    layer = served.model._module.get_submodule("model.layers.1")
+    layer.self_attn.q_proj.forward = torch.nn.Identity()
+    with pytest.raises(BrokenPromise, match=r"\d+ of \d+ adapted modules"):
+        served.logits(work(0, [1, 2, 3], 0))
+    served.close()
+
+
+@pytest.mark.parametrize("family", ["GPT2", "MoE"])
+def test_other_linear_modules(family: str, tmp_path: Path) -> None:
+    """GPT-2's are Conv1D; of a mixture of experts, those outside of the experts."""
+    torch.manual_seed(0)
+    config: Any
+    if family == "GPT2":
+        config = transformers.GPT2Config(
+            vocab_size=97, n_positions=128, n_embd=48, n_layer=2, n_head=4, initializer_range=0.2
+        )
+        model = save(transformers.GPT2LMHeadModel(config), tmp_path / "m")
+    else:
+        config = transformers.Qwen3MoeConfig(
+            vocab_size=97,
+            hidden_size=48,
+            intermediate_size=96,
+            moe_intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            max_position_embeddings=128,
+            initializer_range=0.2,
+        )
+        model = save(transformers.Qwen3MoeForCausalLM(config), tmp_path / "m")
+    adapter = random_adapter(model, tmp_path / "a", 1)
+    served = serve(tmp_path / "m", [adapter])
+    tokens = torch.randint(0, 97, (21,)).tolist()
+    ours = served.logits(work(0, tokens, 0))[0].log_softmax(-1)
+    reference = expected(model, adapter, tokens)
+    assert torch.allclose(ours, reference, atol=1e-4)
+    assert (expected(model, None, tokens) - reference).abs().max() > 0.1
+    served.close()

@@ -40,8 +40,8 @@ def made(base: tuple[Any, Path], tmp_path: Path) -> RandomAdapter:
 
 def load(base: tuple[Any, Path], *adapters: Path, **settings: Any) -> HostModel:
     named = tuple(AdapterSettings(name=p.name, path=str(p)) for p in adapters)
-    path = str(base[1])
-    return load_host_model(ModelSettings(name="base", path=path, adapters=named, **settings))
+    settings = {"path": str(base[1]), "model_impl": "generic", **settings}
+    return load_host_model(ModelSettings(name="base", adapters=named, **settings))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -232,6 +232,18 @@ def test_a_fault_is_told_and_leaves_nothing_behind(
         load_adapter(settings, host.spec, linear_modules(host.config), HostTier())
     assert set(os.listdir("/proc/self/fd")) == before
     host.close()
+
+
+def test_a_base_with_adapters_is_laid_out_for_the_generic_path(
+    base: tuple[Any, Path], made: RandomAdapter
+) -> None:
+    plain, host = load(base, model_impl="auto"), load(base, made.path, model_impl="auto")
+    assert plain.fused
+    assert not host.fused
+    plain.close()
+    host.close()
+    with pytest.raises(UnsupportedModel, match="has no adapters"):
+        load(base, made.path, model_impl="fused")
 
 
 def test_one_fault_does_not_stop_the_others(
