@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ballast.core.clock import VirtualClock
@@ -9,9 +11,11 @@ from ballast.core.cost import StepCosts
 from ballast.core.errors import BrokenPromise, ConfigError
 from ballast.core.event import Arrival, Cancel, JobDone
 from ballast.core.job import Job, SequenceWork
+from ballast.core.model import AdapterSpec
 from ballast.core.request import Request, Sampling, State, Submission
 from ballast.core.story import Story
 from ballast.core.units import GiB, KiB, MiB, ceil_div, format_bytes, parse_bytes
+from tests.policy.worlds import model
 
 
 @pytest.mark.parametrize(
@@ -47,7 +51,8 @@ def test_format_and_division() -> None:
 
 
 def request(prompt: int = 4, max_tokens: int = 3) -> Request:
-    return Request.of(Submission(id="r", model="m", prompt=(1,) * prompt, max_tokens=max_tokens), 1)
+    submission = Submission(id="r", model="m", prompt=(1,) * prompt, max_tokens=max_tokens)
+    return Request.of(submission, 1, model("m").spec)
 
 
 def test_a_request_lives_legally() -> None:
@@ -68,6 +73,21 @@ def test_a_request_lives_legally() -> None:
 def test_a_waiting_request_cannot_finish() -> None:
     with pytest.raises(BrokenPromise):
         request().to(State.FINISHED)
+
+
+def test_prefixes_are_apart_by_adapter_and_tenant() -> None:
+    adapters = tuple(
+        AdapterSpec(name=n, fingerprint=f, rank=4) for n, f in (("x", "0"), ("y", "1"))
+    )
+    spec = replace(model("m").spec, adapters=adapters)
+    asked = Submission(id="r", model="?", prompt=(1,), max_tokens=1)
+    made = [
+        Request.of(replace(asked, salt=salt), 1, spec, adapter)
+        for salt in ("", "0", "0:", "1")
+        for adapter in (None, 0, 1)
+    ]
+    assert len({r.salt for r in made}) == len(made)
+    assert {r.model for r in made} == {"m"}
 
 
 def test_job_counts_what_costs() -> None:
