@@ -72,12 +72,10 @@ def _load(settings: ModelSettings, directory: Path, tier: HostTier) -> HostModel
     plan = _match(architecture, found, directory)
     dtype = _choose_dtype(settings, plan)
     layout = None
-    # The fast path has no place yet where an adapter could add to its fused matrices.
-    if settings.model_impl != "generic" and not settings.adapters:
+    if settings.model_impl != "generic":
         layout = packing.fused(architecture, dtype, packed=settings.linear != "plain")
     if layout is None and settings.model_impl == "fused":
-        why = "has no adapters" if settings.adapters else "does not know its layers"
-        raise UnsupportedModel(f"{config.model_type}: the fused path {why}")
+        raise UnsupportedModel(f"{config.model_type}: the fused path does not know its layers")
     fused = layout is not None
     if layout is None:
         linears = packable(architecture) if settings.linear != "plain" else frozenset()
