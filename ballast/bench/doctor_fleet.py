@@ -10,7 +10,7 @@ from ballast.core.cost import activation_bytes
 from ballast.core.errors import BallastError
 from ballast.core.model import ModelSpec, weight_bytes, weight_pages
 from ballast.core.settings import DeviceSettings, FleetSettings
-from ballast.core.units import ceil_div, format_bytes
+from ballast.core.units import KiB, ceil_div, format_bytes
 from ballast.kv.layout import Layout
 from ballast.weights.checkpoint import load_host_model
 
@@ -59,11 +59,12 @@ def _model(spec: ModelSpec, device: DeviceSettings, left: int) -> Finding:
         f"KV {format_bytes(spec.kv_bytes_per_token)} a token ({layout.waste:.0%} waste), "
         f"{tokens} tokens if alone"
     )
-    least = format_bytes(device.budget_bytes + (weights + full - left) * page)
+    # Exact: it is written into the fleet file.
+    least = (device.budget_bytes // page + weights + full - left) * page // KiB
     return judged(
         spec.name,
         found,
-        f"a request of {spec.max_model_len} tokens needs a budget of {least}; "
+        f"a request of {spec.max_model_len} tokens needs a budget of {least}KiB; "
         "raise `devices[0].budget` or lower `limits.context`",
         fail=alone < layout.slab_pages,
         warn=alone < full,

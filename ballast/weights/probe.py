@@ -148,7 +148,7 @@ def _look_into(function: Callable[..., Any], positions: int) -> Mask:
             return Mask(False)
         if n <= q:
             windows.add(n)
-    return Mask(len(windows) <= 1, min(windows, default=None))
+    return Mask(True, min(windows, default=None)) if len(windows) <= 1 else Mask(False)
 
 
 def _experts(

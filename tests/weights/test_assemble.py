@@ -66,11 +66,8 @@ def test_recipes_are_what_torch_does(
 
 def contents(path: Path, **settings: Any) -> dict[str, torch.Tensor]:
     """All tensors of the host tier, by every name they have."""
-    model = load_host_model(
-        ModelSettings(
-            name="m", path=str(path), **{"model_impl": "generic", "linear": "plain", **settings}
-        )
-    )
+    settings = {"model_impl": "generic", "linear": "plain", **settings}
+    model = load_host_model(ModelSettings(name="m", path=str(path), **settings))
     found = {}
     for segment, base in zip(model.segments, model.addresses, strict=True):
         for t in segment.tensors:
