@@ -220,7 +220,7 @@ def main() -> None:
     args = options(__doc__)
     warm_up()
     memory = Memory()
-    rounds = 3 if args.quick else 7
+    rounds = 3 if args.quick else 5
     sizes = SIZES[:1] if args.quick else SIZES
     contexts = (128, 512, 2048) if args.quick else (128, 512, 2048, 8192)
     result: dict[str, Any] = {"goal": GOAL, "decode": {}, "prefill": {}, "worst": {}}

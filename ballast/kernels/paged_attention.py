@@ -31,7 +31,7 @@ TILE_ROWS = 32
 """Rows (query tokens times heads sharing a KV head) that go through the KV cache together."""
 ITEM_ROWS = 64
 """Rows of an item over all its heads; more would not stay in the first cache."""
-ITEMS_PER_THREAD = 4
+ITEMS_PER_THREAD = 2
 """Items to have for each thread, if there can be so many."""
 WRITE_TOKENS = 32
 """Tokens written per item."""

@@ -241,6 +241,16 @@ def test_infinite_values_stay_in_their_sequence() -> None:
     assert out[0].isnan().any()
 
 
+def test_a_key_that_is_not_a_number_shows() -> None:
+    torch.manual_seed(6)
+    cache = Cache.of([20], [3], kv_heads=1, dim=16)
+    q, k, v = inputs(3, 2, 1, 16, torch.float32)
+    k[1, 0, 3] = float("nan")
+    out = attend(cache, 2, [20], [3], 0, q, k, v)
+    assert not out[0].isnan().any()  # comes before it
+    assert out[1:].isnan().all()
+
+
 def test_extreme_scores_do_not_overflow() -> None:
     torch.manual_seed(3)
     cache = Cache.of([33], [40], kv_heads=1, dim=16)
