@@ -35,7 +35,7 @@ MEMORY = 1 << 30
 SWEEP = 128 << 20
 """Least bytes read in a measurement: several times the last cache."""
 LAYERS = 16
-MOST_SETS = 32
+MOST_SETS = 64
 PREFILL = 512
 BLOCK_TOKENS = 16
 FROM = 512
@@ -134,8 +134,8 @@ class Decode:
 
     def seconds_per_byte(self) -> float:
         """Of the layers that come next, as many as make a sweep."""
-        n = -(-SWEEP // self._layer_bytes)
         size = len(self._tables)
+        n = min(-(-SWEEP // self._layer_bytes), size)  # counters are good for one run
         rows = [(self._next + i) % size for i in range(n)]
         self._next = (self._next + n) % size
         self._tables[:, [code.NEXT, code.WORKERS]] = 0
