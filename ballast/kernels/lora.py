@@ -128,7 +128,10 @@ class AdapterRows:
 
 
 class LoraGroup:
-    """Linear modules of one input, and what adapters of one dtype add to them."""
+    """Linear modules of one input, and what adapters of one dtype add to them.
+
+    `width`: columns of y, up to the last that any of them has.
+    """
 
     def __init__(self, inputs: int, targets: Sequence[Target], dtype: torch.dtype) -> None:
         self.inputs = inputs
@@ -136,7 +139,7 @@ class LoraGroup:
         self.dtype = dtype
         if any(t.block is not None and t.block % code.COLUMN_TILE for t in targets):
             raise BrokenPromise(f"blocks of columns are multiples of {code.COLUMN_TILE}")
-        self._width = max(t.end for t in targets)
+        self.width = max(t.end for t in targets)
         self._adapters = [_adapters(target) for target in targets]
         self._targets = np.array(
             [
@@ -185,7 +188,7 @@ class LoraGroup:
         """
         n = rows.n_rows
         self._check(x, n, self.inputs, "input")
-        self._check(y, n, self._width, "output")
+        self._check(y, n, self.width, "output")
         most = max((self._ranks[a] for a in rows.adapters), default=0)
         if most == 0:
             return

@@ -93,6 +93,7 @@ class FusedModel(Served):
         self._open = self._linears["gate_up"].copy()
         linear.place(self._open, 0, (b.normed, spec.hidden), (b.gate_up, _gate_up(spec)))
         self._open[:, linear_code.MODE] = linear.STORE
+        self._open[:, linear_code.N] = _gate_up(spec)
         addresses = segment_addresses[len(host.segments) :]
         self._adapters = FusedAdapters(
             spec, host.adapters, addresses, self.dtype, interleaved=self._interleaved

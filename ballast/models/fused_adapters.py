@@ -95,4 +95,5 @@ class AdaptedRows:
         """Add to y (rows, outputs of layer i's matrix `role`) what x (rows, inputs) makes there."""
         group = self._groups[role][i]
         if group is not None:
-            group.add(self._sampled if role == "head" else self._rows, x, y)
+            rows = self._sampled if role == "head" else self._rows
+            group.add(rows, x, y[:, : group.width])

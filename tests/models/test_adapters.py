@@ -32,7 +32,7 @@ def made(base: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> li
     root = tmp_path_factory.mktemp("adapters")
     return [
         random_adapter(model, root / "all", 1, rank=8),
-        random_adapter(model, root / "attention", 2, rank=3, only=("q_proj", "v_proj"), rs=True),
+        random_adapter(model, root / "attention", 2, rank=3, only=("q_proj", "k_proj"), rs=True),
         random_adapter(
             model,
             root / "patterns",

@@ -37,7 +37,7 @@ def llama(
             "num_hidden_layers": 3,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "intermediate_size": 160,
+            "intermediate_size": 150,
             "vocab_size": 331,
             "max_position_embeddings": 512,
             "initializer_range": 0.25,
