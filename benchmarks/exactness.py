@@ -3,6 +3,8 @@
 - `families`: for each a small random model (`benchmarks/families.py`), 6 prompts at once of
   different lengths, 48 greedy tokens each, against `transformers`: once for each of `PATHS` that
   knows it.
+- `adapters`: three LoRA adapters of different ranks and modules, and their base, in one batch,
+  against `transformers` with each adapter's weights merged in; on each of `PATHS`.
 - `pressure`: three models in a pool so small that models are evicted and requests preempted in
   mid-generation, against `transformers`.
 - `sampling`: seeded sampling, the pressured run against the same requests served alone.
@@ -19,6 +21,7 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,18 +32,20 @@ from transformers import AutoModelForCausalLM
 
 from ballast.bench.inprocess import Answer, InProcess
 from ballast.core.request import Sampling, Submission
-from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings, Slo
+from ballast.core.settings import AdapterSettings, DeviceSettings, FleetSettings, ModelSettings, Slo
 from ballast.core.units import KiB, MiB
 from ballast.weights.packing import FUSED
+from benchmarks.adapters import merged, random_adapter
 from benchmarks.common import finish, options
 from benchmarks.families import FAMILIES, VOCAB, config, make
 
 MARGIN = 1e-4
 NEW_TOKENS = 64
 PATHS: dict[str, dict[str, Any]] = {
-    "generic": {"model_impl": "generic"},
+    "generic": {"model_impl": "generic", "linear": "plain"},
+    "generic_packed": {"model_impl": "generic", "linear": "packed"},
     "fused": {"model_impl": "fused", "linear": "plain"},
-    "packed": {"model_impl": "fused", "linear": "packed"},
+    "fused_packed": {"model_impl": "fused", "linear": "packed"},
 }
 """Ways to run a model, by name: what its settings say beside the usual."""
 
@@ -176,6 +181,35 @@ def check_families(scratch: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def check_adapters(scratch: Path) -> dict[str, Any]:
+    """`ok`, and the verdict on every path."""
+    base = scratch / "base"
+    make(base, config("llama"))
+    model = reference(base)
+    adapters = [
+        random_adapter(model, scratch / "all", 1, rank=8),
+        random_adapter(model, scratch / "attention", 2, rank=3, only=("q_proj", "k_proj"), rs=True),
+        random_adapter(model, scratch / "rest", 3, rank=17, only=("up_proj", "lm_head")),
+    ]
+    by_name = {a.path.name: a for a in adapters}
+    requests = asked(["model", *by_name], 4, seed=4, new_tokens=32)
+    found = {}
+    for path, more in PATHS.items():
+        named = tuple(AdapterSettings(name=n, path=str(a.path)) for n, a in by_name.items())
+        verdict = Verdict()
+        with InProcess(fleet({"model": base}, 96 * MiB, {**more, "adapters": named})) as server:
+            answers = server.generate(requests)
+        for r in requests:
+            adapter = by_name.get(r.model)
+            with nullcontext(model) if adapter is None else merged(model, adapter) as whole:
+                compare(whole, r.prompt, answers[r.id], verdict)
+        found[path] = verdict
+    return {
+        "ok": all(v.ok for v in found.values()),
+        **{path: v.to_json() for path, v in found.items()},
+    }
+
+
 def make_llama(directory: Path, seed: int, **changes: int) -> Path:
     """One that is large enough to be in the way of others."""
     sizes = {
@@ -222,7 +256,7 @@ def table(result: Mapping[str, Any]) -> Table:
     shown = Table("", "ok", "tokens", "wrong", "ties", "log-prob. error", "most repeated")
     rows = {
         f"{family} {path}": verdict
-        for family, found in result["families"].items()
+        for family, found in {**result["families"], "adapters": result["adapters"]}.items()
         for path, verdict in found.items()
         if path != "ok"
     }
@@ -243,6 +277,7 @@ def main() -> None:
             "third": make_llama(Path(scratch) / "c", 2, num_key_value_heads=8),
         }
         families = check_families(Path(scratch) / "families")
+        adapters = check_adapters(Path(scratch) / "adapters")
         settings = tight(paths)
         n = 4 if args.quick else 10
         greedy = asked(list(paths), n, seed=2)
@@ -258,8 +293,9 @@ def main() -> None:
             for r in sampled:
                 undisturbed |= server.generate([r])
         differing = [r.id for r in sampled if disturbed[r.id].tokens != undisturbed[r.id].tokens]
-    result = {
+    result: dict[str, Any] = {
         "families": families,
+        "adapters": adapters,
         "pressure": {
             **pressure.to_json(),
             **moved,
@@ -271,8 +307,10 @@ def main() -> None:
             "differing": differing,
             **moved_sampling,
         },
-        "ok": all(family["ok"] for family in families.values()),
     }
+    result["ok"] = all(f["ok"] for f in families.values()) and all(
+        result[part]["ok"] for part in ("adapters", "pressure", "sampling")
+    )
     finish(args, "exactness", result, table(result))
 
 

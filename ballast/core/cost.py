@@ -100,4 +100,15 @@ def activation_bytes(spec: ModelSpec, step_tokens: int, step_logits: int) -> int
     if spec.adapters:
         through += t * (f * max(a.rank for a in spec.adapters) + 8 * 8)
     bound = through + max(rotary, norm, attention, mlp, experts, head)
+    if not spec.experts_per_token:
+        bound = max(bound, _fused_bytes(spec, step_tokens, step_logits))
     return bound + ceil_div(bound, 8) + 2 * MiB
+
+
+def _fused_bytes(spec: ModelSpec, t: int, step_logits: int) -> int:
+    """The same on the fast path: its workspace, float32, and what a library's matrices take."""
+    q, k, inner = spec.n_heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.intermediate
+    workspace = 4 * t * (2 * spec.hidden + 2 * q + 2 * k + spec.head_dim + 3 * inner + 6)
+    library = t * 2 * inner * (4 if spec.dtype_bytes == 4 else 6)
+    logits = 4 * step_logits * spec.vocab
+    return workspace + logits + max(library, 2 * logits + 8 * 8 * spec.vocab)

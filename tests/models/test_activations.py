@@ -12,6 +12,7 @@ from ballast.core.cost import activation_bytes
 from ballast.core.job import SequenceWork
 from ballast.core.request import Sampling
 from ballast.core.units import MiB, ceil_div
+from ballast.models.fused import workspace_bytes
 from benchmarks.families import config, make
 from tests.models.tiny import Served, llama
 
@@ -53,9 +54,12 @@ def test_largest_job_stays_below_its_bound(case: str, dtype: str, tmp_path: Path
         vocab_size=vocab,
         num_hidden_layers=2,
     )
-    measured, bound = measure(tmp_path, dtype, tokens, logits)
-    assert measured > MiB
-    assert measured <= bound <= 4 * measured
+    for impl, linear in (("generic", "plain"), ("generic", "packed"), ("fused", "packed")):
+        measured, bound = measure(tmp_path, dtype, tokens, logits, impl, linear)
+        assert measured > MiB
+        assert measured <= bound <= 4 * measured
+    measured, bound = measure(tmp_path, dtype, tokens, logits, "fused", "plain")
+    assert measured <= bound
 
 
 _WIDE = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
@@ -81,11 +85,13 @@ def test_other_families_stay_below_it(family: str, dtype: str, tmp_path: Path) -
     assert measured <= bound <= 5 * measured
 
 
-def measure(path: Path, dtype: str, tokens: int, logits: int) -> tuple[int, int]:
+def measure(
+    path: Path, dtype: str, tokens: int, logits: int, impl: str = "generic", linear: str = "plain"
+) -> tuple[int, int]:
     """(measured peak, bound) of a largest job."""
     rest = tokens - logits + 1
     blocks = logits + ceil_div(rest, 16)
-    served = Served(path, blocks=blocks, dtype=dtype)
+    served = Served(path, blocks=blocks, dtype=dtype, model_impl=impl, linear=linear)
     # As hard as sampling gets: drawn from a nucleus, with log-probabilities.
     sampling = Sampling(temperature=0.7, top_p=0.9, logprobs=True)
     work = [SequenceWork(str(i), [1], 0, [i], sampling) for i in range(logits - 1)]
@@ -94,6 +100,8 @@ def measure(path: Path, dtype: str, tokens: int, logits: int) -> tuple[int, int]
     work.append(SequenceWork("long", tail, 0, list(range(logits - 1, blocks)), sampling))
     served.model.run(work[-1:])
     measured = peak_bytes(served, work)
+    if served.host.fused:
+        measured += workspace_bytes(served.spec, tokens, logits)
     bound = activation_bytes(served.spec, tokens, logits)
     served.close()
     return measured, bound
