@@ -234,16 +234,15 @@ def test_a_fault_is_told_and_leaves_nothing_behind(
     host.close()
 
 
-def test_a_base_with_adapters_is_laid_out_for_the_generic_path(
+def test_adapters_do_not_change_how_their_base_is_laid_out(
     base: tuple[Any, Path], made: RandomAdapter
 ) -> None:
     plain, host = load(base, model_impl="auto"), load(base, made.path, model_impl="auto")
-    assert plain.fused
-    assert not host.fused
+    assert plain.fused and host.fused
+    assert host.segments == plain.segments
+    assert host.spec.segment_digests[: len(plain.segments)] == plain.spec.segment_digests
     plain.close()
     host.close()
-    with pytest.raises(UnsupportedModel, match="has no adapters"):
-        load(base, made.path, model_impl="fused")
 
 
 def test_one_fault_does_not_stop_the_others(
