@@ -72,6 +72,8 @@ class ModelKeys(Keys):
     limits: LimitKeys = LimitKeys()
     block_tokens: Annotated[int, Field(ge=1, le=1024)] = 16
     pinned: bool = False
+    model_impl: Literal["auto", "generic", "fused"] = "auto"
+    linear: Literal["auto", "packed", "plain"] = "auto"
 
 
 ADAPTER_KEYS = ("name", "adapter", "base", "slo", "priority", "limits")
@@ -110,6 +112,8 @@ class NamedModelKeys(ModelKeys):
             max_waiting=self.limits.waiting,
             block_tokens=self.block_tokens,
             pinned=self.pinned,
+            model_impl=self.model_impl,
+            linear=self.linear,
             adapters=adapters,
         )
 

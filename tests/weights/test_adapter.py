@@ -238,7 +238,8 @@ def test_adapters_do_not_change_how_their_base_is_laid_out(
     base: tuple[Any, Path], made: RandomAdapter
 ) -> None:
     plain, host = load(base, model_impl="auto"), load(base, made.path, model_impl="auto")
-    assert plain.fused and host.fused
+    assert plain.fused
+    assert host.fused
     assert host.segments == plain.segments
     assert host.spec.segment_digests[: len(plain.segments)] == plain.spec.segment_digests
     plain.close()
