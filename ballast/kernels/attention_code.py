@@ -1,7 +1,7 @@
 """The compiled part of paged attention: what one thread does. `paged_attention.py` calls it.
 
-All compiled code is in this one file, because Numba's cache looks for changes in the file of the
-function that it compiles, and not in those that it calls.
+All compiled code but `intrinsics.py` is in this one file, because Numba's cache looks for changes
+in the file of the function that it compiles, and not in those that it calls.
 
 Kernels take one argument, the address of a table of int64 whose fields are the constants below.
 Threads share work through an atomic counter in it, so any number of them may call one kernel on
@@ -36,6 +36,16 @@ from llvmlite import binding
 from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from ballast.kernels.intrinsics import (
+    fetch_add,
+    float32_at,
+    int32_at,
+    int64_at,
+    narrow,
+    uint16_at,
+    widen,
+)
 
 # Fields of the table.
 NEXT = 0
@@ -143,41 +153,12 @@ _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 
 
-# What Numba cannot say: addresses as arrays, atomic counters, bfloat16 (handled as its bits,
-# uint16), an exp that vectorises, and loops over vectors held in registers.
+# What Numba cannot say: an exp that vectorises, and loops over vectors held in registers.
 
 _F32 = ir.FloatType()
 _I64 = ir.IntType(64)
 _I32 = ir.IntType(32)
 _I16 = ir.IntType(16)
-
-
-def _pointer_to(kind):
-    def pointer(context, address):
-        def generate(ctx, builder, signature, arguments):
-            return builder.inttoptr(arguments[0], ctx.get_value_type(signature.return_type))
-
-        return types.CPointer(kind)(types.int64), generate
-
-    return pointer
-
-
-_float32_at = intrinsic(_pointer_to(types.float32))
-"""int64 address -> pointer to float32."""
-_uint16_at = intrinsic(_pointer_to(types.uint16))
-_int64_at = intrinsic(_pointer_to(types.int64))
-_int32_at = intrinsic(_pointer_to(types.int32))
-
-
-@intrinsic
-def _fetch_add(context, table, field, amount):
-    """Add to a field of a table of int64 as one atomic step; its value before."""
-
-    def generate(ctx, builder, signature, arguments):
-        pointer = builder.gep(arguments[0], [arguments[1]])
-        return builder.atomic_rmw("add", pointer, arguments[2], "seq_cst")
-
-    return types.int64(types.CPointer(types.int64), types.int64, types.int64), generate
 
 
 @intrinsic
@@ -213,10 +194,10 @@ def _load(builder, pointer):
     if kind == _F32:
         return builder.load(builder.bitcast(pointer, _VECTOR.as_pointer()), align=4)
     bits = ir.VectorType(_I16, LANES)
-    narrow = builder.load(builder.bitcast(pointer, bits.as_pointer()), align=2)
+    halves = builder.load(builder.bitcast(pointer, bits.as_pointer()), align=2)
     wide = ir.VectorType(_I32, LANES)
     shift = ir.Constant(wide, [16] * LANES)
-    return builder.bitcast(builder.shl(builder.zext(narrow, wide), shift), _VECTOR)
+    return builder.bitcast(builder.shl(builder.zext(halves, wide), shift), _VECTOR)
 
 
 def _store(builder, vector, pointer):
@@ -397,39 +378,6 @@ def _stretch(context, source, at, out, to, n, scale):
     return types.void(source, i64, _FLOATS, i64, i64, types.float32), generate
 
 
-@intrinsic
-def _widen(context, element):
-    """An element of a KV array or a query as float32, exactly."""
-    if element == types.float32:
-        return types.float32(types.float32), lambda ctx, builder, signature, arguments: arguments[0]
-
-    def generate(ctx, builder, signature, arguments):
-        bits = builder.shl(builder.zext(arguments[0], _I32), ir.Constant(_I32, 16))
-        return builder.bitcast(bits, _F32)
-
-    return types.float32(types.uint16), generate
-
-
-@intrinsic
-def _narrow(context, value, like):
-    """float32 `value` as an element of the type of `like`, rounded to nearest, ties to even."""
-    if like == types.float32:
-        return (
-            types.float32(types.float32, types.float32),
-            lambda ctx, builder, signature, arguments: arguments[0],
-        )
-
-    def generate(ctx, builder, signature, arguments):
-        bits = builder.bitcast(arguments[0], _I32)
-        odd = builder.and_(builder.lshr(bits, ir.Constant(_I32, 16)), ir.Constant(_I32, 1))
-        rounded = builder.add(bits, builder.add(odd, ir.Constant(_I32, 0x7FFF)))
-        top = builder.trunc(builder.lshr(rounded, ir.Constant(_I32, 16)), _I16)
-        is_nan = builder.fcmp_unordered("uno", arguments[0], arguments[0])
-        return builder.select(is_nan, ir.Constant(_I16, 0x7FC0), top)
-
-    return types.uint16(types.float32, types.uint16), generate
-
-
 _LOG2_E = 1.44269504088896341
 _LN2_HIGH = 0.693359375
 _LN2_LOW = -2.12194440e-4
@@ -595,7 +543,7 @@ def _widen_row(source, at, out, to, dim, width, scale):
     whole = dim // LANES * LANES
     _stretch(source, at, out, to, whole, scale)
     for d in range(whole, dim):
-        out[to + d] = _widen(source[at + d]) * scale
+        out[to + d] = widen(source[at + d]) * scale
     for d in range(dim, width):
         out[to + d] = _ZERO
 
@@ -784,8 +732,8 @@ def _attend(table, source, target, kv):
     scale = np.float32(_float64_field(table, SCALE))
     softcap = np.float32(_float64_field(table, SOFTCAP))
     window = table[WINDOW]
-    tiles, order = _int64_at(table[TILES]), _int64_at(table[ORDER])
-    pending = _int64_at(table[PENDING])
+    tiles, order = int64_at(table[TILES]), int64_at(table[ORDER])
+    pending = int64_at(table[PENDING])
     max_rows, item_heads = table[MAX_ROWS], table[ITEM_HEADS]
     parts = kv_heads // item_heads
     width = (dim + LANES - 1) // LANES * LANES
@@ -793,28 +741,28 @@ def _attend(table, source, target, kv):
 
     # This worker's part of the scratch memory.
     all_rows = item_heads * max_rows
-    place = table[SCRATCH] + _fetch_add(table, WORKERS, 1) * table[SCRATCH_BYTES]
+    place = table[SCRATCH] + fetch_add(table, WORKERS, 1) * table[SCRATCH_BYTES]
     query_at, sums_at = place, place + 4 * all_rows * width
-    query, sums = _float32_at(query_at), _float32_at(sums_at)
-    sums_all = _float32_at(place + 8 * all_rows * width)
+    query, sums = float32_at(query_at), float32_at(sums_at)
+    sums_all = float32_at(place + 8 * all_rows * width)
     place += 12 * all_rows * width
     score_at = place
-    score = _float32_at(score_at)
+    score = float32_at(score_at)
     place += 4 * all_rows * CHUNK
-    padded = _float32_at(place)
+    padded = float32_at(place)
     if _jit_staged(max_rows, dim):
         place += 4 * CHUNK * width
-    offsets, places = _int64_at(place), _int64_at(place + 8 * (CHUNK + LANES))
+    offsets, places = int64_at(place), int64_at(place + 8 * (CHUNK + LANES))
     for t in range(CHUNK + LANES):
         places[t] = t * width
     place += 16 * (CHUNK + LANES)
-    best = _float32_at(place)
-    total = _float32_at(place + 4 * all_rows)
-    best_all = _float32_at(place + 8 * all_rows)
-    total_all = _float32_at(place + 12 * all_rows)
+    best = float32_at(place)
+    total = float32_at(place + 4 * all_rows)
+    best_all = float32_at(place + 8 * all_rows)
+    total_all = float32_at(place + 12 * all_rows)
 
     while True:
-        item = _fetch_add(table, NEXT, 1)
+        item = fetch_add(table, NEXT, 1)
         if item >= table[ITEMS]:
             break
         part = item % parts
@@ -823,7 +771,7 @@ def _attend(table, source, target, kv):
         tile, split, slot = order[entry], order[entry + 1], order[entry + 2]
         first, n_tokens = tiles[tile * 4], tiles[tile * 4 + 1]
         position = tiles[tile * 4 + 2]
-        blocks = _int32_at(table[TABLES] + 4 * tiles[tile * 4 + 3])
+        blocks = int32_at(table[TABLES] + 4 * tiles[tile * 4 + 3])
         rows = n_tokens * group
         staged = _jit_staged(rows, dim)
         context = position + n_tokens
@@ -855,7 +803,7 @@ def _attend(table, source, target, kv):
                         _pad(kv, offsets, shift + h * dim, n, dim, width, padded)
                         q, at = query_at + 4 * h * rows * width, score_at + 4 * h * rows * CHUNK
                         _scores_staged(
-                            _float32_at(q), 1, rows, width, padded, places, n, 0, 0, _float32_at(at)
+                            float32_at(q), 1, rows, width, padded, places, n, 0, 0, float32_at(at)
                         )
                 else:
                     _scores_in_place(
@@ -880,7 +828,7 @@ def _attend(table, source, target, kv):
                         _pad(kv, offsets, shift + h * dim + values, n, dim, width, padded)
                         at, to = score_at + 4 * h * rows * CHUNK, sums_at + 4 * h * rows * width
                         _add_staged(
-                            _float32_at(at),
+                            float32_at(at),
                             1,
                             rows,
                             width,
@@ -890,7 +838,7 @@ def _attend(table, source, target, kv):
                             n,
                             0,
                             0,
-                            _float32_at(to),
+                            float32_at(to),
                         )
                 else:
                     _add_in_place(
@@ -916,21 +864,21 @@ def _attend(table, source, target, kv):
             at = base + (slot + split) * slot_bytes
             n_sums = item_heads * rows * width
             if begin <= end:
-                _copy(best, total, sums, _float32_at(at), item_heads * rows, width)
-            if _fetch_add(pending, tile * parts + part, 1) < last_split:
+                _copy(best, total, sums, float32_at(at), item_heads * rows, width)
+            if fetch_add(pending, tile * parts + part, 1) < last_split:
                 continue
             pending[tile * parts + part] = 0
             for one in range(first_split, last_split + 1):
                 at = base + (slot + one) * slot_bytes
-                best_2 = _float32_at(at + 4 * n_sums)
-                total_2 = _float32_at(at + 4 * n_sums + 4 * item_heads * rows)
+                best_2 = float32_at(at + 4 * n_sums)
+                total_2 = float32_at(at + 4 * n_sums + 4 * item_heads * rows)
                 _merge(
                     best_all,
                     total_all,
                     sums_all,
                     best_2,
                     total_2,
-                    _float32_at(at),
+                    float32_at(at),
                     item_heads * rows,
                     width,
                 )
@@ -941,7 +889,7 @@ def _attend(table, source, target, kv):
                 head = (first_head + h) * group + r % group
                 out = ((first + r // group) * heads + head) * dim
                 for d in range(dim):
-                    target[out + d] = _narrow(sums_all[row * width + d] * inverse, target[0])
+                    target[out + d] = narrow(sums_all[row * width + d] * inverse, target[0])
 
 
 @njit(error_model="numpy")
@@ -949,10 +897,10 @@ def _write(table, keys, values, kv):
     kv_heads, dim = table[KV_HEADS], table[HEAD_DIM]
     block_tokens = table[BLOCK_TOKENS]
     step = kv_heads * dim
-    tiles = _int64_at(table[TILES])
-    blocks = _int32_at(table[TABLES])
+    tiles = int64_at(table[TILES])
+    blocks = int32_at(table[TABLES])
     while True:
-        item = _fetch_add(table, NEXT, 1)
+        item = fetch_add(table, NEXT, 1)
         if item >= table[ITEMS]:
             break
         tile = item * 4
@@ -974,23 +922,23 @@ _SIGNATURE = types.void(types.CPointer(types.int64))
 
 
 def _attend_float32(table):
-    _attend(table, _float32_at(table[SOURCE]), _float32_at(table[TARGET]), _float32_at(table[KV]))
+    _attend(table, float32_at(table[SOURCE]), float32_at(table[TARGET]), float32_at(table[KV]))
 
 
 def _attend_bfloat16(table):
-    _attend(table, _uint16_at(table[SOURCE]), _uint16_at(table[TARGET]), _uint16_at(table[KV]))
+    _attend(table, uint16_at(table[SOURCE]), uint16_at(table[TARGET]), uint16_at(table[KV]))
 
 
 def _attend_float32_over_bfloat16(table):
-    _attend(table, _float32_at(table[SOURCE]), _float32_at(table[TARGET]), _uint16_at(table[KV]))
+    _attend(table, float32_at(table[SOURCE]), float32_at(table[TARGET]), uint16_at(table[KV]))
 
 
 def _write_float32(table):
-    _write(table, _float32_at(table[SOURCE]), _float32_at(table[VALUE]), _float32_at(table[KV]))
+    _write(table, float32_at(table[SOURCE]), float32_at(table[VALUE]), float32_at(table[KV]))
 
 
 def _write_bfloat16(table):
-    _write(table, _uint16_at(table[SOURCE]), _uint16_at(table[VALUE]), _uint16_at(table[KV]))
+    _write(table, uint16_at(table[SOURCE]), uint16_at(table[VALUE]), uint16_at(table[KV]))
 
 
 _PLAIN = {

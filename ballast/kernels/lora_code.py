@@ -1,7 +1,7 @@
 """The compiled part of LoRA: what one thread does. `lora.py` makes the tables.
 
-All compiled code is in this one file, because Numba's cache looks for changes in the file of the
-function that it compiles, and not in those that it calls.
+All compiled code but `intrinsics.py` is in this one file, because Numba's cache looks for changes
+in the file of the function that it compiles, and not in those that it calls.
 
 Kernels take one argument, the address of a table of int64 whose fields are the constants below.
 Threads share work through an atomic counter in it, so any number of them may call one kernel on
@@ -26,6 +26,8 @@ import llvmlite.ir as ir
 from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from ballast.kernels.intrinsics import fetch_add, float32_at, int64_at, uint16_at
 
 # Fields of the table. Those of a job come first.
 NEXT = 0
@@ -95,34 +97,7 @@ _WORDS = ir.VectorType(_I32, LANES)
 _HALVES = ir.VectorType(_I16, LANES)
 
 
-# What Numba cannot say: addresses as arrays, atomic counters, bfloat16 (handled as its bits,
-# uint16), and sums in vector registers in an order that is ours.
-
-
-def _pointer_to(kind):
-    def pointer(context, address):
-        def generate(ctx, builder, signature, arguments):
-            return builder.inttoptr(arguments[0], ctx.get_value_type(signature.return_type))
-
-        return types.CPointer(kind)(types.int64), generate
-
-    return pointer
-
-
-_float32_at = intrinsic(_pointer_to(types.float32))
-_uint16_at = intrinsic(_pointer_to(types.uint16))
-_int64_at = intrinsic(_pointer_to(types.int64))
-
-
-@intrinsic
-def _fetch_add(context, table, field, amount):
-    """Add to a field of a table of int64 as one atomic step; its value before."""
-
-    def generate(ctx, builder, signature, arguments):
-        pointer = builder.gep(arguments[0], [arguments[1]])
-        return builder.atomic_rmw("add", pointer, arguments[2], "seq_cst")
-
-    return types.int64(types.CPointer(types.int64), types.int64, types.int64), generate
+# What Numba cannot say: sums in vector registers in an order that is ours.
 
 
 def _int64(value):
@@ -312,25 +287,25 @@ _sum_one_one = _sums(1, 0)
 
 @njit(error_model="numpy")
 def _shrink(table, x, like):
-    tiles, targets = _int64_at(table[TILES_AT]), _int64_at(table[TARGETS_AT])
-    x_rows, stride = _int64_at(table[X_ROWS]), table[X_STRIDE]
-    t, t_stride = _float32_at(table[T]), table[T_STRIDE]
+    tiles, targets = int64_at(table[TILES_AT]), int64_at(table[TARGETS_AT])
+    x_rows, stride = int64_at(table[X_ROWS]), table[X_STRIDE]
+    t, t_stride = float32_at(table[T]), table[T_STRIDE]
     k = table[K]
     items = table[TARGETS] * table[TILES] * table[CHUNKS]
     while True:
-        item = _fetch_add(table, NEXT, 1)
+        item = fetch_add(table, NEXT, 1)
         if item >= items:
             break
         target = item // (table[TILES] * table[CHUNKS])
         tile = item // table[CHUNKS] % table[TILES] * 3
         begin = item % table[CHUNKS] * RANKS
         entry = targets[target * TARGET_FIELDS + ADAPTERS_AT] + tiles[tile + 2] * 32
-        adapter = _int64_at(entry)
+        adapter = int64_at(entry)
         end = min(begin + RANKS, adapter[2])
         if begin >= end:
             continue
         a = like(adapter[0])
-        scale = _float32_at(entry + 24)[0]
+        scale = float32_at(entry + 24)[0]
         first, last = tiles[tile], tiles[tile] + tiles[tile + 1]
         row = first
         above = target * table[POSITIONS]
@@ -358,19 +333,19 @@ def _shrink(table, x, like):
 
 @njit(error_model="numpy")
 def _expand(table, y, like):
-    tiles, targets = _int64_at(table[TILES_AT]), _int64_at(table[TARGETS_AT])
-    y_rows, stride = _int64_at(table[Y_ROWS]), table[Y_STRIDE]
-    t, t_stride = _float32_at(table[T]), table[T_STRIDE]
+    tiles, targets = int64_at(table[TILES_AT]), int64_at(table[TARGETS_AT])
+    y_rows, stride = int64_at(table[Y_ROWS]), table[Y_STRIDE]
+    t, t_stride = float32_at(table[T]), table[T_STRIDE]
     items = table[TARGETS] * table[TILES] * table[CHUNKS]
     while True:
-        item = _fetch_add(table, NEXT, 1)
+        item = fetch_add(table, NEXT, 1)
         if item >= items:
             break
         number = item // (table[TILES] * table[CHUNKS])
         target = number * TARGET_FIELDS
         tile = item // table[CHUNKS] % table[TILES] * 3
         begin = item % table[CHUNKS] * COLUMNS
-        adapter = _int64_at(targets[target + ADAPTERS_AT] + tiles[tile + 2] * 32)
+        adapter = int64_at(targets[target + ADAPTERS_AT] + tiles[tile + 2] * 32)
         n, rank = targets[target + N], adapter[2]
         end = min(begin + COLUMNS, n)
         if rank == 0 or begin >= end:
@@ -416,27 +391,27 @@ _SIGNATURE = types.void(types.CPointer(types.int64))
 
 
 def _shrink_float32_float32(table):
-    _shrink(table, _float32_at(table[X]), _float32_at)
+    _shrink(table, float32_at(table[X]), float32_at)
 
 
 def _shrink_float32_bfloat16(table):
-    _shrink(table, _float32_at(table[X]), _uint16_at)
+    _shrink(table, float32_at(table[X]), uint16_at)
 
 
 def _shrink_bfloat16_bfloat16(table):
-    _shrink(table, _uint16_at(table[X]), _uint16_at)
+    _shrink(table, uint16_at(table[X]), uint16_at)
 
 
 def _expand_float32_float32(table):
-    _expand(table, _float32_at(table[Y]), _float32_at)
+    _expand(table, float32_at(table[Y]), float32_at)
 
 
 def _expand_float32_bfloat16(table):
-    _expand(table, _float32_at(table[Y]), _uint16_at)
+    _expand(table, float32_at(table[Y]), uint16_at)
 
 
 def _expand_bfloat16_bfloat16(table):
-    _expand(table, _uint16_at(table[Y]), _uint16_at)
+    _expand(table, uint16_at(table[Y]), uint16_at)
 
 
 _PLAIN = {
