@@ -31,7 +31,7 @@ from ballast.models.library import Library, gate
 from ballast.models.served import Rows, Served
 from ballast.weights.architecture import build
 from ballast.weights.host import HostModel, PackedTensor
-from ballast.weights.packing import GATED, PANELS
+from ballast.weights.packing import GATED, MATRICES, PANELS
 
 Array = np.ndarray[Any, Any]
 
@@ -80,7 +80,7 @@ class FusedModel(Served):
         self._embed = self._embedding(*first["embeddings"])
         self._norms = self._norm_tables([*layers, last], epsilon)
         self._rotary = self._rotary_tables(layers, epsilon)
-        self._linears = {role: self._linear_tables(role, layers) for role in _MATRICES}
+        self._linears = {role: self._linear_tables(role, layers) for role in MATRICES}
         self._linears["head"] = self._linear_tables("head", [last])
         self._operations = np.zeros((3 + 8 * spec.n_layers, 2), np.int64)
         self._lay_out()
@@ -296,8 +296,6 @@ class FusedModel(Served):
         self._attention[:, 0], self._attention[:, 1] = kernel, _rows(tables)
         self._attending = tables
 
-
-_MATRICES = ("qkv", "o", "gate_up", "down")
 
 _Roles = dict[str, tuple[PackedTensor, int]]
 """A segment's tensors and their device addresses, by role."""

@@ -13,13 +13,7 @@ from ballast.kernels.linear_code import PANEL
 from ballast.kernels.lora import AdapterRows, LoraGroup, Matrices, Target, kernels
 from ballast.models.adapters import matrices_of
 from ballast.weights.host import HostAdapter
-
-_PARTS = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
+from ballast.weights.packing import MATRICES
 
 
 class FusedAdapters:
@@ -66,7 +60,7 @@ class FusedAdapters:
                 group(role, [f"model.layers.{i}.{part}" for part in parts])
                 for i in range(spec.n_layers)
             ]
-            for role, parts in _PARTS.items()
+            for role, parts in MATRICES.items()
         }
         self._groups["head"] = [group("head", ["lm_head"])]
 

@@ -12,7 +12,7 @@ from ballast.kernels import onednn
 from ballast.kernels.linear_code import PANEL
 from ballast.memory.tensor import tensor_at
 from ballast.weights.host import PLAIN, PackedTensor
-from ballast.weights.packing import GATED
+from ballast.weights.packing import GATED, MATRICES
 
 _Roles = Mapping[str, tuple[PackedTensor, int]]
 """A segment's tensors and their device addresses, by role."""
@@ -26,16 +26,13 @@ class Library:
     ) -> None:
         self.from_rows = from_rows
         self._dtype = dtype
-        self._matrices = {
-            role: [self._matrix(role, w) for w in layers]
-            for role in ("qkv", "o", "gate_up", "down")
-        }
+        self._matrices = {role: [self._matrix(role, w) for w in layers] for role in MATRICES}
         self._matrices["head"] = [self._matrix("head", last)]
 
     @classmethod
     def of(cls, layers: Sequence[_Roles], last: _Roles, dtype: torch.dtype) -> Library | None:
         """None where our kernels are all there is for these weights on this CPU."""
-        matrices = [last["head"][0], *(layers[0][r][0] for r in ("qkv", "o", "gate_up", "down"))]
+        matrices = [last["head"][0], *(layers[0][role][0] for role in MATRICES)]
         if any(t.layout == PLAIN for t in matrices):
             return cls(layers, last, dtype, 0)
         described = [onednn.describe(*_stored_shape(t), dtype) for t in matrices]

@@ -110,12 +110,13 @@ def _tensor(
     return PackedTensor(names, shape, dtype, 0, n_bytes, layout, sources)
 
 
-_MATRICES = {
+MATRICES = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o": ("self_attn.o_proj",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
+"""The fused matrices of a layer by role, and the modules in each, in their order."""
 _VECTORS = {
     "input_norm": "input_layernorm",
     "q_norm": "self_attn.q_norm",
@@ -132,7 +133,7 @@ def _layer(wanted: Sequence[Wanted], dtype: str, packed: bool) -> tuple[PackedTe
         vector = by_part.pop(f"{name}.weight", None)
         if vector is not None:
             found.append(_plain(role, vector, dtype))
-    for role, names in _MATRICES.items():
+    for role, names in MATRICES.items():
         weights = [by_part.pop(f"{name}.weight", None) for name in names]
         biases = [by_part.pop(f"{name}.bias", None) for name in names]
         layout = PLAIN if not packed else GATED if role == "gate_up" else PANELS
