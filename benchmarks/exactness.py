@@ -132,7 +132,7 @@ def asked(
     made = []
     for i, prompt in enumerate(prompts(n, seed)):
         for model in models:
-            sampling = Sampling(temperature=temperature, top_p=0.95, seed=1000 + i, logprobs=True)
+            sampling = Sampling(temperature=temperature, top_p=0.95, seed=1000 + i, logprobs=0)
             made.append(
                 Submission(
                     id=f"{model}-{i}",

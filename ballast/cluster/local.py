@@ -7,10 +7,11 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ballast.core.errors import Unavailable
-from ballast.core.settings import FleetSettings
+from ballast.core.settings import FleetSettings, ServerSettings
 from ballast.transport.messages import Configure, NotReady, Ready, ToServer, ToWorker
 from ballast.transport.zmq import PrivateDirectory, ServerSocket
 
@@ -73,7 +74,8 @@ class LocalWorker:
             if not configured:  # any first message tells that it listens
                 # Connected for good: without a path there is nothing left to clean up later.
                 self._directory.close()
-                self.send(Configure(fleet, logging.getLogger().getEffectiveLevel()))
+                told = replace(fleet, server=ServerSettings())
+                self.send(Configure(told, logging.getLogger().getEffectiveLevel()))
                 configured = True
             if isinstance(message, Ready):
                 return message

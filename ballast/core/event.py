@@ -78,6 +78,8 @@ class TokenOut:
     token: int
     index: int
     logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens and their log-probabilities, likeliest first, as many as asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,4 +110,27 @@ class Cancelled:
     request_id: str
 
 
-Output = TokenOut | Finished | Failed | Cancelled
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """To the client: how likely the prompt's tokens from `start` on were, each after those before.
+
+    Position 0 of a prompt has no score: `start` is at least 1. Parts come in order.
+    """
+
+    request_id: str
+    start: int
+    logprobs: tuple[float, ...]
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """By position, the likeliest tokens there; empty if none were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """To the client: the embedding of a prompt; `Finished` follows, without any tokens."""
+
+    request_id: str
+    values: bytes
+    """float32, little endian, as many as the model's hidden size, of Euclidean length 1."""
+
+
+Output = TokenOut | Finished | Failed | Cancelled | PromptScores | Embedded

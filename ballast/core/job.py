@@ -74,3 +74,5 @@ class Sampled:
     request_id: str
     token: int
     logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens and their log-probabilities, likeliest first, as many as asked for."""

@@ -21,6 +21,8 @@ class AdapterSpec:
     slo: Slo = field(default_factory=Slo)
     priority: int = 0
     max_waiting: int = 10_000
+    queue_seconds: float | None = None
+    """None: the base's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,10 @@ class ModelSpec:
     share: float = 1.0
     max_running: int = 64
     max_waiting: int = 10_000
+    queue_seconds: float | None = None
+    """A request that waited so long without being admitted fails; None: it waits."""
+    embeds: bool = False
+    """The checkpoint is of an embedding model: the last token's hidden state stands for a text."""
     pinned: bool = False
     experts_per_token: int = 0
     """How many experts a token goes through in a layer; 0: there are none."""
@@ -72,6 +78,7 @@ class ModelSpec:
                 slo=a.slo,
                 priority=a.priority,
                 max_waiting=a.max_waiting,
+                queue_seconds=self.queue_seconds if a.queue_seconds is None else a.queue_seconds,
                 adapters=(),
                 base=self.name,
             )

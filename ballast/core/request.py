@@ -18,11 +18,27 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     """0: all."""
+    min_p: float = 0.0
+    """Drop tokens whose probability is below this times that of the likeliest."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token that the output has."""
+    frequency_penalty: float = 0.0
+    """The same, once for each time that it has it."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens in prompt or output."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit)."""
+    banned: tuple[int, ...] = ()
+    """Tokens that cannot be chosen before `min_tokens` are there: those that end the output."""
+    min_tokens: int = 0
+    grammar: str = ""
+    """What the output must follow, as llguidance writes grammars; empty: nothing."""
     seed: int = 0
     """Always set: the server draws one where the client gave none, and keeps it."""
     choice: int = 0
     """Index among the `n` choices of one request."""
-    logprobs: bool = False
+    logprobs: int | None = None
+    """Log-probabilities of the chosen token and of so many of the likeliest; None: of none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +61,14 @@ class Submission:
     ignore_eos: bool = False
     salt: str = ""
     """Isolates prefix caches between tenants."""
+    prompt_logprobs: int | None = None
+    """Also tell the prompt's tokens' log-probabilities (`PromptScores`), with so many of the
+    likeliest at each position; None: no."""
+    embed: bool = False
+    """Instead of tokens: the model's embedding of the prompt (`Embedded`)."""
+    resumed: tuple[int, ...] = ()
+    """Output tokens that the client has already, from a worker that died: the output goes on
+    after them, token for token as it would have."""
 
 
 class State(enum.Enum):

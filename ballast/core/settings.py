@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ballast.core.units import KiB
+from ballast.core.units import KiB, MiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,8 @@ class AdapterSettings:
     priority: int = 0
     max_waiting: int = 10_000
     """Most requests for this adapter queued; more are refused."""
+    queue_seconds: float | None = None
+    """A request that waited so long without being admitted fails; None: the base's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,8 @@ class ModelSettings:
     """Most requests in one batch."""
     max_waiting: int = 10_000
     """Most requests queued; more are refused."""
+    queue_seconds: float | None = None
+    """A request that waited so long without being admitted fails; None: it waits."""
     block_tokens: int = 16
     pinned: bool = False
     """A pinned model is never evicted."""
@@ -58,6 +62,8 @@ class ModelSettings:
     linear: str = "auto"
     """How its matrices lie in memory: `packed` for the CPU's kernels, `plain`, or `auto`."""
     adapters: tuple[AdapterSettings, ...] = ()
+    tool_parser: str = "auto"
+    """How it writes tool calls (a name of `ballast.server.tools`); `auto`: by its template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +92,46 @@ class LinkSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeySettings:
+    """What one API key may do."""
+
+    name: str
+    """For logs and metrics; never the key itself."""
+    key: str
+    models: tuple[str, ...] | None = None
+    """None: all."""
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    """Of prompts and outputs together."""
+    concurrent: int | None = None
+    """Most requests open at a time."""
+    isolated: bool = False
+    """Its cached prefixes serve no other key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """What concerns clients and operators, not devices."""
+
+    keys: tuple[KeySettings, ...] = ()
+    """None: no key is asked for."""
+    admin_key: str | None = None
+    """None: there are no admin routes."""
+    most_open: int = 4096
+    """Most generating requests open at a time; more are refused (429)."""
+    most_body_bytes: int = 32 * MiB
+    """Longest request body; a longer one is refused (413)."""
+    ping_seconds: float = 5.0
+    """A stream that has nothing to say for so long says `: ping`."""
+    drain_seconds: float = 30.0
+    """For open requests, after SIGTERM."""
+    silent_seconds: float = 20.0
+    """A worker that says nothing for so long is killed and restarted."""
+    stuck_seconds: float = 300.0
+    """So is one whose job, or turn of its loop, takes so long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSettings:
     """Everything a server serves, and on what."""
 
@@ -97,3 +143,5 @@ class FleetSettings:
     """Tunables of the preset; an unknown name is a ConfigError."""
     story_path: str | None = None
     """Where to write every event and decision as JSON lines; None: a ring in memory only."""
+    server: ServerSettings = field(default_factory=ServerSettings)
+    """Not sent to workers: it holds secrets, and is none of their business."""

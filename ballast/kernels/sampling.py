@@ -44,7 +44,7 @@ def sample(
         for i, p in enumerate(params):
             if p.temperature > 0.0:
                 tokens[i] = _drawn(array[i], p, positions[i])
-    asked = [i for i, p in enumerate(params) if p.logprobs]
+    asked = [i for i, p in enumerate(params) if p.logprobs is not None]
     logprobs: list[float | None] = [None] * n
     if asked:
         chosen = torch.tensor([tokens[i] for i in asked])[:, None]

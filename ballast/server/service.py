@@ -130,7 +130,7 @@ class Service:
                 top_k=max(0, request.top_k or 0),
                 seed=seed,
                 choice=choice,
-                logprobs=request.wants_logprobs,
+                logprobs=0 if request.wants_logprobs else None,
             )
 
         return of

@@ -14,7 +14,15 @@ import msgspec
 
 from ballast import __version__
 from ballast.core.errors import BallastError
-from ballast.core.event import Cancelled, Failed, Finished, Output, TokenOut
+from ballast.core.event import (
+    Cancelled,
+    Embedded,
+    Failed,
+    Finished,
+    Output,
+    PromptScores,
+    TokenOut,
+)
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.request import Submission
@@ -119,13 +127,30 @@ class WrappedCancelled(_Wrapper, frozen=True, tag="c"):
     output: Cancelled
 
 
-Wrapped = WrappedToken | WrappedFinished | WrappedFailed | WrappedCancelled
+class WrappedScores(_Wrapper, frozen=True, tag="s"):
+    output: PromptScores
+
+
+class WrappedEmbedded(_Wrapper, frozen=True, tag="v"):
+    output: Embedded
+
+
+Wrapped = (
+    WrappedToken
+    | WrappedFinished
+    | WrappedFailed
+    | WrappedCancelled
+    | WrappedScores
+    | WrappedEmbedded
+)
 
 _WRAPPERS: dict[type, type[Wrapped]] = {
     TokenOut: WrappedToken,
     Finished: WrappedFinished,
     Failed: WrappedFailed,
     Cancelled: WrappedCancelled,
+    PromptScores: WrappedScores,
+    Embedded: WrappedEmbedded,
 }
 
 

@@ -102,7 +102,12 @@ class EchoDevice:
         partial = s.sampling.seed in (HOLD, DIE, BREAK)
         count = 2 if partial else s.max_tokens
         outputs: list[Output] = [
-            TokenOut(s.id, s.prompt[i % len(s.prompt)], i, -0.5 if s.sampling.logprobs else None)
+            TokenOut(
+                s.id,
+                s.prompt[i % len(s.prompt)],
+                i,
+                -0.5 if s.sampling.logprobs is not None else None,
+            )
             for i in range(count)
         ]
         if s.sampling.seed == BREAK:

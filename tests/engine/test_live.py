@@ -55,7 +55,7 @@ def asked(n: int, temperature: float = 0.0, models: tuple[str, ...] = NAMES) -> 
             model=model,
             prompt=tuple((7 * i + 3 * k + ord(model)) % VOCAB for k in range(5 + 23 * i)),
             max_tokens=40,
-            sampling=Sampling(temperature=temperature, seed=i, logprobs=True),
+            sampling=Sampling(temperature=temperature, seed=i, logprobs=0),
             ignore_eos=True,
         )
         for i in range(n)

@@ -58,9 +58,9 @@ def test_log_probabilities_are_of_the_raw_logits_and_only_where_asked() -> None:
     torch.manual_seed(0)
     logits = torch.randn(3, 50) * 3
     params = [
-        Sampling(logprobs=True),
+        Sampling(logprobs=0),
         Sampling(temperature=0.3, top_k=4, seed=1),
-        Sampling(temperature=2.0, top_p=0.5, seed=2, logprobs=True),
+        Sampling(temperature=2.0, top_p=0.5, seed=2, logprobs=0),
     ]
     tokens, logprobs = sample(logits, params, [1, 2, 3])
     exact = logits.double().log_softmax(-1)
@@ -122,8 +122,8 @@ def test_a_draw_depends_on_nothing_around_it() -> None:
         Sampling(),
         Sampling(temperature=0.8, top_p=0.9, seed=7),
         Sampling(temperature=0.8, top_k=20, seed=8, choice=2),
-        Sampling(logprobs=True),
-        Sampling(temperature=1.0, seed=7, logprobs=True),
+        Sampling(logprobs=0),
+        Sampling(temperature=1.0, seed=7, logprobs=0),
     ]
     positions = [5, 9, 5, 100, 2, 6]
     together, _ = sample(logits, params, positions)

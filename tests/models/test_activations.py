@@ -93,7 +93,7 @@ def measure(
     blocks = logits + ceil_div(rest, 16)
     served = Served(path, blocks=blocks, dtype=dtype, model_impl=impl, linear=linear)
     # As hard as sampling gets: drawn from a nucleus, with log-probabilities.
-    sampling = Sampling(temperature=0.7, top_p=0.9, logprobs=True)
+    sampling = Sampling(temperature=0.7, top_p=0.9, logprobs=0)
     work = [SequenceWork(str(i), [1], 0, [i], sampling) for i in range(logits - 1)]
     # Different tokens, so that they go to different experts.
     tail = [2 + i % 300 for i in range(rest)]

@@ -137,11 +137,11 @@ def test_greedy_generation_equals_generate(pair: Any) -> None:
 def test_sampling_is_part_of_a_job(pair: Any) -> None:
     reference, served = pair
     tokens = tokens_of(20, 9)
-    drawn = Sampling(temperature=0.9, seed=4, logprobs=True)
+    drawn = Sampling(temperature=0.9, seed=4, logprobs=0)
     work = [
         SequenceWork("a", tokens.tolist(), 0, [1, 2], drawn),
         SequenceWork("b", tokens[:9].tolist(), 0, [3], None),
-        SequenceWork("c", tokens.tolist(), 0, [4, 5], Sampling(logprobs=True)),
+        SequenceWork("c", tokens.tolist(), 0, [4, 5], Sampling(logprobs=0)),
     ]
     a, c = served.model.run(work)
     assert (a.request_id, c.request_id) == ("a", "c")
