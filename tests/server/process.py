@@ -29,8 +29,6 @@ class ServerProcess:
             (sys.executable, __file__, str(fleet_file), *options),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            # Of the checkout that the tests are from, whichever is installed.
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
             text=True,
         )
         self.lines: list[str] = []
