@@ -97,7 +97,7 @@ class KeySettings:
 
     name: str
     """For logs and metrics; never the key itself."""
-    key: str
+    key: str = field(repr=False)
     models: tuple[str, ...] | None = None
     """None: all."""
     requests_per_minute: int | None = None
@@ -115,7 +115,7 @@ class ServerSettings:
 
     keys: tuple[KeySettings, ...] = ()
     """None: no key is asked for."""
-    admin_key: str | None = None
+    admin_key: str | None = field(default=None, repr=False)
     """None: there are no admin routes."""
     most_open: int = 4096
     """Most generating requests open at a time; more are refused (429)."""

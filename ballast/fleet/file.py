@@ -14,7 +14,18 @@ from ballast.core.errors import ConfigError
 from ballast.core.settings import AdapterSettings, FleetSettings, LinkSettings, ModelSettings
 from ballast.fleet.document import key_path, read_document
 from ballast.fleet.hub import fetch, is_hub_id
-from ballast.fleet.schema import ADAPTER_KEYS, FleetKeys, ModelKeys, NamedModelKeys
+from ballast.fleet.schema import (
+    ADAPTER_KEYS,
+    ADAPTER_LIMITS,
+    ApiKeyKeys,
+    FleetKeys,
+    ModelKeys,
+    NamedModelKeys,
+    ServerKeys,
+)
+
+HIDDEN = "(hidden)"
+"""In place of what is, or may be, a secret."""
 
 
 def load_fleet(
@@ -49,6 +60,7 @@ def load_fleet(
         preset=keys.preset,
         options=dict(keys.options),
         story_path=story,
+        server=keys.server.settings(),
     )
 
 
@@ -99,8 +111,8 @@ def _meant(defaults: dict[Any, Any], model: Any) -> dict[Any, Any]:
     if not isinstance(model, dict) or "adapter" not in model:
         return defaults
     limits = defaults.get("limits")
-    waiting = {k: v for k, v in limits.items() if k == "waiting"} if limits else {}
-    return {k: v for k, v in {**defaults, "limits": waiting}.items() if k in ADAPTER_KEYS}
+    kept = {k: v for k, v in limits.items() if k in ADAPTER_LIMITS} if limits else {}
+    return {k: v for k, v in {**defaults, "limits": kept}.items() if k in ADAPTER_KEYS}
 
 
 def _merge(under: Any, over: Any) -> Any:
@@ -114,6 +126,8 @@ def _config_error(error: ValidationError, *prefix: str) -> ConfigError:
     first = error.errors(include_url=False)[0]
     parts = (*prefix, *first["loc"])
     key, value = key_path(parts), first["input"]
+    if parts[:1] == ("server",) and not _shown(parts):
+        value = HIDDEN
     kind, context = first["type"], first.get("ctx", {})
     if kind == "extra_forbidden":
         return ConfigError(key, value, _unknown(str(parts[-1]), _known_keys(parts[:-1])))
@@ -126,6 +140,14 @@ def _config_error(error: ValidationError, *prefix: str) -> ConfigError:
         return ConfigError(key, value, f"a mapping is needed, with keys among: {known}")
     message = first["msg"].replace("Input should", "it should")
     return ConfigError(key, value, message[:1].lower() + message[1:])
+
+
+def _shown(parts: tuple[str | int, ...]) -> bool:
+    """Whether the value at this place of `server` can hold no secret, wherever one was put."""
+    plain = ServerKeys.model_fields.keys() - {"keys", "admin_key"}
+    if len(parts) > 1 and parts[1] == "keys":
+        plain = ApiKeyKeys.model_fields.keys() - {"key"}
+    return not plain.isdisjoint(str(part) for part in parts[1:])
 
 
 def _known_keys(parts: tuple[str | int, ...]) -> list[str]:
@@ -156,6 +178,7 @@ def _check_names(keys: FleetKeys, presets: Collection[str]) -> None:
                 f"models[{i}].name", model.name, f"models[{seen[model.name]}] has that name already"
             )
         seen[model.name] = i
+    _check_api_keys(keys.server)
     bases = [model.name for model in keys.models if model.adapter is None]
     for i, model in enumerate(keys.models):
         _check_kind(model, f"models[{i}]", bases)
@@ -174,6 +197,19 @@ def _check_names(keys: FleetKeys, presets: Collection[str]) -> None:
             raise ConfigError(f"links[{i}].device", link.device, f"the device is {device.name!r}")
 
 
+def _check_api_keys(server: ServerKeys) -> None:
+    """Names and keys are unique: a request has one tenant, and an operator is nobody else."""
+    names: dict[str, str] = {}
+    secrets = {} if server.admin_key is None else {server.admin_key: "server.admin_key"}
+    for i, key in enumerate(server.keys):
+        at = f"server.keys[{i}]"
+        if key.name in names:
+            raise ConfigError(f"{at}.name", key.name, f"{names[key.name]} has that name already")
+        if key.key in secrets:
+            raise ConfigError(f"{at}.key", HIDDEN, f"{secrets[key.key]} is the same key")
+        names[key.name] = secrets[key.key] = at
+
+
 def _check_kind(model: NamedModelKeys, at: str, bases: Sequence[str]) -> None:
     """An entry is a checkpoint or an adapter, wholly. `bases`: what adapters can stand on."""
     if model.adapter is None:
@@ -187,8 +223,9 @@ def _check_kind(model: NamedModelKeys, at: str, bases: Sequence[str]) -> None:
             known = ", ".join(ADAPTER_KEYS)
             allowed = f"an adapter takes it from its base; known here: {known}"
             raise ConfigError(f"{at}.{name}", getattr(model, name), allowed)
-    for name in sorted(model.limits.model_fields_set - {"waiting"}):
-        allowed = "an adapter takes it from its base; known here: waiting"
+    for name in sorted(model.limits.model_fields_set.difference(ADAPTER_LIMITS)):
+        known = ", ".join(ADAPTER_LIMITS)
+        allowed = f"an adapter takes it from its base; known here: {known}"
         raise ConfigError(f"{at}.limits.{name}", getattr(model.limits, name), allowed)
     if model.base is None:
         raise ConfigError(f"{at}.base", None, "the key is required beside `adapter`")

@@ -6,7 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from ballast.core.settings import AdapterSettings, DeviceSettings, ModelSettings, Slo
+from ballast.core.settings import (
+    AdapterSettings,
+    DeviceSettings,
+    KeySettings,
+    ModelSettings,
+    ServerSettings,
+    Slo,
+)
 from ballast.core.units import parse_bytes
 
 OS_PAGE = 4096
@@ -26,6 +33,17 @@ def _bandwidth(value: Any) -> float:
     return float(parse_bytes(value))
 
 
+def _secret(value: Any) -> str:
+    """Its text as the header carries it: a number would have lost leading zeros by now."""
+    if not isinstance(value, str):
+        raise ValueError('a text is needed: write it as "${NAME}", in quotes, and set NAME')
+    if not value:
+        raise ValueError("it must not be empty: is the environment variable empty?")
+    if not (value.isascii() and value.isprintable()) or " " in value:
+        raise ValueError("a key consists of printable ASCII characters other than the space")
+    return value
+
+
 def _page(value: Any) -> int:
     size = _size(value)
     if size < OS_PAGE or size & (size - 1):
@@ -38,6 +56,8 @@ Size = Annotated[int, BeforeValidator(_size), Field(gt=0)]
 PageSize = Annotated[int, BeforeValidator(_page)]
 Bandwidth = Annotated[float, BeforeValidator(_bandwidth), Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$", max_length=128)]
+Secret = Annotated[str, BeforeValidator(_secret)]
 
 
 class Keys(BaseModel):
@@ -60,6 +80,8 @@ class LimitKeys(Keys):
     """Most tokens of prompt and output together."""
     running: Count = 64
     waiting: Annotated[int, Field(ge=0)] = 10_000
+    queue_seconds: Positive | None = None
+    """A request that waited so long without being admitted fails."""
 
 
 class ModelKeys(Keys):
@@ -74,16 +96,19 @@ class ModelKeys(Keys):
     pinned: bool = False
     model_impl: Literal["auto", "generic", "fused"] = "auto"
     linear: Literal["auto", "packed", "plain"] = "auto"
+    tool_parser: Annotated[str, Field(min_length=1)] = "auto"
 
 
 ADAPTER_KEYS = ("name", "adapter", "base", "slo", "priority", "limits")
-"""What may be said of an adapter; the rest is its base's. Of `limits`, only `waiting`."""
+"""What may be said of an adapter; the rest is its base's."""
+ADAPTER_LIMITS = ("waiting", "queue_seconds")
+"""The same, of `limits`."""
 
 
 class NamedModelKeys(ModelKeys):
     """One entry of `models`: a checkpoint (`path`), or an adapter of another entry."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$", max_length=128)]
+    name: Name
     path: Annotated[str | None, Field(min_length=1)] = None
     adapter: Annotated[str | None, Field(min_length=1)] = None
     base: str | None = None
@@ -96,6 +121,7 @@ class NamedModelKeys(ModelKeys):
             slo=Slo(ttft=self.slo.ttft, tpot=self.slo.tpot),
             priority=self.priority,
             max_waiting=self.limits.waiting,
+            queue_seconds=self.limits.queue_seconds,
         )
 
     def settings(self, directory: str, adapters: tuple[AdapterSettings, ...]) -> ModelSettings:
@@ -110,11 +136,13 @@ class NamedModelKeys(ModelKeys):
             max_model_len=self.limits.context,
             max_running=self.limits.running,
             max_waiting=self.limits.waiting,
+            queue_seconds=self.limits.queue_seconds,
             block_tokens=self.block_tokens,
             pinned=self.pinned,
             model_impl=self.model_impl,
             linear=self.linear,
             adapters=adapters,
+            tool_parser=self.tool_parser,
         )
 
 
@@ -150,6 +178,57 @@ class LinkKeys(Keys):
     """Bytes per second; None: unpaced."""
 
 
+class ApiKeyKeys(Keys):
+    """One entry of `server.keys`."""
+
+    name: Name
+    key: Secret = Field(repr=False)
+    models: Annotated[tuple[Name, ...], Field(strict=False)] | None = None
+    """None: all."""
+    requests_per_minute: Count | None = None
+    tokens_per_minute: Count | None = None
+    concurrent: Count | None = None
+    isolated: bool = False
+
+    def settings(self) -> KeySettings:
+        return KeySettings(
+            name=self.name,
+            key=self.key,
+            models=self.models,
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
+            concurrent=self.concurrent,
+            isolated=self.isolated,
+        )
+
+
+class ServerKeys(Keys):
+    """`server`: what concerns clients and operators."""
+
+    keys: list[ApiKeyKeys] = Field(default_factory=list)
+    admin_key: Secret | None = Field(default=None, repr=False)
+    most_open: Count = ServerSettings().most_open
+    most_body: Size = ServerSettings().most_body_bytes
+    ping_seconds: Positive = ServerSettings().ping_seconds
+    drain_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = (
+        ServerSettings().drain_seconds
+    )
+    silent_seconds: Positive = ServerSettings().silent_seconds
+    stuck_seconds: Positive = ServerSettings().stuck_seconds
+
+    def settings(self) -> ServerSettings:
+        return ServerSettings(
+            keys=tuple(key.settings() for key in self.keys),
+            admin_key=self.admin_key,
+            most_open=self.most_open,
+            most_body_bytes=self.most_body,
+            ping_seconds=self.ping_seconds,
+            drain_seconds=self.drain_seconds,
+            silent_seconds=self.silent_seconds,
+            stuck_seconds=self.stuck_seconds,
+        )
+
+
 class FleetKeys(Keys):
     """The whole file."""
 
@@ -160,3 +239,4 @@ class FleetKeys(Keys):
     models: Annotated[list[NamedModelKeys], Field(min_length=1)]
     devices: Annotated[list[DeviceKeys], Field(min_length=1)]
     links: list[LinkKeys] = Field(default_factory=list)
+    server: ServerKeys = ServerKeys()

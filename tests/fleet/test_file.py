@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ballast.core.errors import ConfigError
-from ballast.core.settings import AdapterSettings, FleetSettings, Slo
+from ballast.core.settings import AdapterSettings, FleetSettings, KeySettings, ServerSettings, Slo
 from ballast.core.units import KiB, MiB
 from ballast.fleet.file import load_fleet
 
@@ -70,9 +70,10 @@ def test_every_key(home: Path) -> None:
             slo: {tpot: 0.05}
             priority: 3
             share: 2.5
-            limits: {context: 512, running: 8, waiting: 0}
+            limits: {context: 512, running: 8, waiting: 0, queue_seconds: 30}
             block_tokens: 32
             pinned: true
+            tool_parser: hermes
           - {name: b/c, path: m}
         devices:
           - {name: "cpu:1", budget: 1GB, page: 2MiB, threads: 2, step_tokens: 128,
@@ -85,6 +86,8 @@ def test_every_key(home: Path) -> None:
     assert (a.dtype, a.slo, a.priority, a.share) == ("bfloat16", Slo(ttft=1, tpot=0.05), 3, 2.5)
     assert (a.max_model_len, a.max_running, a.max_waiting) == (512, 8, 0)
     assert (a.block_tokens, a.pinned) == (32, True)
+    assert (a.queue_seconds, a.tool_parser) == (30.0, "hermes")
+    assert (b.queue_seconds, b.tool_parser) == (None, "auto")
     assert (b.name, b.dtype, b.slo, b.pinned) == ("b/c", "float32", Slo(ttft=1, tpot=0.1), False)
     device = fleet.device
     assert (device.name, device.budget_bytes, device.page_bytes) == ("cpu:1", 10**9, 2 * MiB)
@@ -181,7 +184,7 @@ def test_names_are_unique(home: Path) -> None:
 
 
 ADAPTERS = """
-defaults: {dtype: float32, priority: 1, limits: {context: 64, waiting: 7}}
+defaults: {dtype: float32, priority: 1, limits: {context: 64, waiting: 7, queue_seconds: 3}}
 models:
   - {name: x, adapter: lora, base: a, priority: 5, slo: {ttft: 1}}
   - {name: a, path: m}
@@ -204,8 +207,10 @@ def test_adapters_stand_with_their_base(with_adapter: Path) -> None:
     assert (a.name, a.max_model_len, b.name, b.adapters) == ("a", 64, "b", ())
     path = str(with_adapter / "lora")
     assert a.adapters == (
-        AdapterSettings(name="x", path=path, slo=Slo(ttft=1), priority=5, max_waiting=7),
-        AdapterSettings(name="y", path=path, priority=1, max_waiting=7),
+        AdapterSettings(
+            name="x", path=path, slo=Slo(ttft=1), priority=5, max_waiting=7, queue_seconds=3
+        ),
+        AdapterSettings(name="y", path=path, priority=1, max_waiting=7, queue_seconds=3),
     )
     hub = load(with_adapter, ADAPTERS.replace("adapter: lora", "adapter: 'hf:org/lora'"))
     assert hub.models[0].adapters[0].path == "/hub/org/lora"
@@ -223,7 +228,7 @@ def test_adapters_stand_with_their_base(with_adapter: Path) -> None:
             "base: a,",
             "base: a, limits: {running: 2},",
             "models[0].limits.running",
-            "known here: waiting",
+            "known here: waiting, queue_seconds",
         ),
         ("base: a,", "base: a, bas: 1,", "models[0].bas", "did you mean 'base'"),
         ("adapter: lora", "adapter: m", "models[0].adapter", "adapter_config.json"),
@@ -237,6 +242,87 @@ def test_a_fault_of_an_adapter(with_adapter: Path, old: str, new: str, key: str,
     error = fault(with_adapter, ADAPTERS.replace(old, new, 1))
     assert error.key == key
     assert says in error.allowed
+
+
+SERVER = (
+    MINIMAL
+    + """
+server:
+  keys:
+    - name: team-a
+      key: "${KEY_A}"
+      models: [a]
+      requests_per_minute: 60
+      tokens_per_minute: 10000
+      concurrent: 4
+      isolated: true
+    - {name: team-b, key: sk-bbb}
+  admin_key: ${KEY_ADMIN}
+  most_open: 10
+  most_body: 1MiB
+  ping_seconds: 1
+  drain_seconds: 0
+  silent_seconds: 5.5
+  stuck_seconds: 60
+"""
+)
+SECRETS = {"KEY_A": "0123", "KEY_ADMIN": "sk-admin"}
+
+
+def test_the_server_section(home: Path) -> None:
+    assert load(home, MINIMAL).server == ServerSettings()
+    server = load(home, SERVER, **SECRETS).server
+    assert server == ServerSettings(
+        keys=(
+            KeySettings(
+                name="team-a",
+                key="0123",
+                models=("a",),
+                requests_per_minute=60,
+                tokens_per_minute=10_000,
+                concurrent=4,
+                isolated=True,
+            ),
+            KeySettings(name="team-b", key="sk-bbb"),
+        ),
+        admin_key="sk-admin",
+        most_open=10,
+        most_body_bytes=MiB,
+        ping_seconds=1,
+        drain_seconds=0,
+        silent_seconds=5.5,
+        stuck_seconds=60,
+    )
+    for secret in ("0123", "sk-bbb", "sk-admin"):
+        assert secret not in repr(server)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key", "says"),
+    [
+        ('"${KEY_A}"', "${KEY_A}", "server.keys[0].key", "in quotes"),
+        ('"${KEY_A}"', '""', "server.keys[0].key", "must not be empty"),
+        ('"${KEY_A}"', '"a secret"', "server.keys[0].key", "printable ASCII"),
+        ('"${KEY_A}"', '"${MISSING}"', "server.keys[0].key", "environment variable MISSING"),
+        ('"${KEY_A}"', "sk-bbb", "server.keys[1].key", "server.keys[0] is the same key"),
+        ('"${KEY_A}"', "sk-admin", "server.keys[0].key", "server.admin_key is the same key"),
+        ("key: sk-bbb", "key: k, kye: sk-bbb", "server.keys[1].kye", "did you mean 'key'"),
+        ("{name: team-b, key: sk-bbb}", "sk-bbb", "server.keys[1]", "keys among: name, key"),
+        ("admin_key", "adminkey", "server.adminkey", "did you mean 'admin_key'"),
+        ("team-b", "team-a", "server.keys[1].name", "server.keys[0] has that name"),
+        ("concurrent: 4", "concurrent: 0", "server.keys[0].concurrent", "or equal to 1"),
+        ("most_body: 1MiB", "most_body: big", "server.most_body", "512MiB"),
+    ],
+)
+def test_a_fault_of_the_server_section_tells_no_secret(
+    home: Path, old: str, new: str, key: str, says: str
+) -> None:
+    assert old in SERVER
+    error = fault(home, SERVER.replace(old, new, 1), **SECRETS)
+    assert error.key == key
+    assert says in str(error)
+    for secret in ("0123", "sk-bbb", "sk-admin", "a secret"):
+        assert secret not in str(error)
 
 
 @pytest.mark.parametrize("text", ["", "- 1", "a: [", "a: 1\n---\nb: 2", "a: !!python/name:os 1"])
