@@ -141,11 +141,11 @@ def pages_of(exposition: str) -> dict[str, int]:
     page_bytes = 1.0
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
-            if sample.name == "ballast_page_bytes":
+            if sample.name == "ballast:page_bytes":
                 page_bytes = sample.value
-            elif sample.name in ("ballast_free_pages", "ballast_reclaiming_pages"):
-                pages[sample.name.split("_")[1]] = sample.value
-            elif sample.name == "ballast_pages":
+            elif sample.name in ("ballast:free_pages", "ballast:reclaiming_pages"):
+                pages[sample.name.removeprefix("ballast:").removesuffix("_pages")] = sample.value
+            elif sample.name == "ballast:pages":
                 parts = (sample.labels.get("owner", ""), sample.labels.get("model", ""))
                 pages[":".join(part for part in parts if part)] = sample.value
     return {owner: int(n * page_bytes) for owner, n in pages.items()}

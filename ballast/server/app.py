@@ -19,8 +19,8 @@ from ballast.server.choice import Piece
 from ballast.server.faults import Fault
 from ballast.server.gate import Gate
 from ballast.server.generation import Generation
-from ballast.server.metrics import CONTENT_TYPE
 from ballast.server.openai import ChatRequest, CompletionRequest, GenerateRequest
+from ballast.server.reading import add_reading
 from ballast.server.responses import Model, ModelList, encode
 from ballast.server.service import Service
 from ballast.server.sse import DONE, ClientGone, EventStream, event, unless_gone
@@ -32,6 +32,7 @@ def create_app(service: Service) -> Gate:
     gate = Gate(app)
     _add_faults(app)
     _add_reading(app, service, gate)
+    add_reading(app, service)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -65,10 +66,6 @@ def _add_reading(app: FastAPI, service: Service, gate: Gate) -> None:
         if gate.draining:
             return _json({"status": "draining", "failed": failed}, 503)
         return _json({"status": "ok", "failed": failed})
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
 
 def _add_faults(app: FastAPI) -> None:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from ballast.core.errors import BallastError, RequestError, Unavailable, UnknownModel
 from ballast.core.event import Failed
 from ballast.server.responses import Error, ErrorBody, encode
+from ballast.server.watch import CODE
 
 _STATUS = {
     "invalid_request": 400,
@@ -71,7 +73,19 @@ class Fault(Exception):
     def response(self) -> Response:
         """The whole response. Where trying again may help, it says when."""
         headers = {"retry-after": "1"} if self.status in (429, 503) else None
-        return Response(self.body(), self.status, headers, "application/json")
+        return _FaultResponse(self.code, self.body(), self.status, headers, "application/json")
+
+
+class _FaultResponse(Response):
+    """Leaves the error's code where metrics and logs look for it."""
+
+    def __init__(self, code: str, *response: Any) -> None:
+        super().__init__(*response)
+        self._code = code
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[CODE] = self._code
+        await super().__call__(scope, receive, send)
 
 
 def _reason(param: str, error: Any) -> str:

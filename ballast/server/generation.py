@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from ballast.cluster.controller import Outlet
 from ballast.core.clock import Clock
@@ -12,6 +12,7 @@ from ballast.server.faults import Fault
 from ballast.server.metrics import Metrics
 from ballast.server.responses import Usage
 from ballast.server.timing import Timing
+from ballast.server.watch import current
 
 
 class Generation:
@@ -32,6 +33,9 @@ class Generation:
         self._clock = clock
         self._metrics = metrics
         self._timings = {i: Timing(arrived) for i in choices}
+        note = current()
+        if note is not None:
+            note.answer = self
 
     async def batches(self) -> AsyncIterator[list[Piece]]:
         """Pieces as they come, until every choice has ended. Raises Fault if one fails."""
@@ -44,12 +48,27 @@ class Generation:
 
     def close(self) -> None:
         """Want no more: requests still open are withdrawn, and their memory is freed."""
+        left = self._outlet.open & self._choices.keys()
         self._outlet.close()
+        now = self._clock.now()
+        for request_id in left:
+            if self._choices[request_id].finish_reason is None:
+                self._end(request_id, "abort", now)
 
     @property
     def size(self) -> int:
         """Number of choices."""
         return len(self._choices)
+
+    @property
+    def timings(self) -> Sequence[Timing]:
+        """By choice."""
+        return list(self._timings.values())
+
+    @property
+    def finish_reasons(self) -> Sequence[str | None]:
+        """By choice; None where it has not ended."""
+        return [c.finish_reason for c in self._choices.values()]
 
     @property
     def usage(self) -> Usage:
@@ -81,7 +100,10 @@ class Generation:
             case Cancelled():
                 raise Fault(500, "the request was cancelled", "cancelled")
         if piece.finish_reason is not None:
-            self._metrics.finished(
-                self.model, timing, choice.output_tokens, piece.finish_reason, now
-            )
+            self._end(output.request_id, piece.finish_reason, now)
         return piece
+
+    def _end(self, request_id: str, reason: str, now: float) -> None:
+        choice, timing = self._choices[request_id], self._timings[request_id]
+        tokens = (choice.prompt_tokens, choice.output_tokens)
+        self._metrics.finished(self.model, timing, *tokens, reason, now)

@@ -1,15 +1,23 @@
-"""What `/metrics` tells: Prometheus text, under vLLM's names where vLLM has one."""
+"""What `/metrics` tells of requests: Prometheus text, under vLLM's names where vLLM has one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ballast.core.report import DeviceReport
-from ballast.server.timing import Timing
+from ballast.core.clock import Clock
+from ballast.server.timing import Recent, Timing
 
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5)
 _BUCKETS_FIRST = (*_FIRST, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
@@ -22,135 +30,192 @@ _BUCKETS_ALL = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 """Seconds."""
+_BUCKETS_TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+_BUCKETS_CHOICES = (1, 2, 5, 10, 20, 50, 100)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
+@dataclass(slots=True)
+class _OfModel:
+    """The series of one model, found once: a token must cost next to nothing."""
+
+    prompt: Counter
+    generated: Counter
+    ttft: Histogram
+    gap: Histogram
+    recent_ttft: Recent
+    recent_tpot: Recent
+
 
 class Metrics:
-    """Counts and times of requests as this server saw them, and the device's last report."""
+    """Counts and times of requests as this server saw them, beside what `device` collects.
 
-    def __init__(self, report: Callable[[], DeviceReport | None]) -> None:
+    Labels are names of models, routes and error codes: never what a client may choose.
+    """
+
+    def __init__(self, device: Collector, clock: Clock) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        self.registry.register(_DeviceCollector(report))
-        label = ("model_name",)
+        self.registry.register(device)
+        self._clock = clock
+        self._models: dict[str, _OfModel] = {}
 
-        def counter(name: str, help: str, *more: str) -> Counter:
-            return Counter(name, help, (*label, *more), registry=self.registry)
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(name, help, labels, registry=self.registry)
 
-        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, help, label, buckets=buckets, registry=self.registry)
+        def histogram(name: str, help: str, buckets: Iterable[float], *labels: str) -> Histogram:
+            names = labels or ("model_name",)
+            return Histogram(name, help, names, buckets=tuple(buckets), registry=self.registry)
 
-        self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of answered requests")
-        self._generated = counter("vllm:generation_tokens", "Tokens generated")
+        model = "model_name"
+        self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of answered requests", model)
+        self._generated = counter("vllm:generation_tokens", "Tokens generated", model)
         self._success = counter(
-            "vllm:request_success", "Requests answered in full", "finished_reason"
+            "vllm:request_success", "Requests that ended without error", model, "finished_reason"
         )
-        self._failed = counter("ballast_request_failure", "Requests that failed", "code")
+        self._failed = counter("ballast:request_failure", "Requests that failed", model, "code")
         self._ttft = histogram(
             "vllm:time_to_first_token_seconds", "From arrival to first token", _BUCKETS_FIRST
         )
         self._gap = histogram(
-            "vllm:time_per_output_token_seconds", "From token to token", _BUCKETS_TOKEN
+            "vllm:inter_token_latency_seconds", "From token to token", _BUCKETS_TOKEN
         )
+        older = "vllm:time_per_output_token_seconds"
+        self.registry.register(_Renamed(self._gap, older, "The same, as vLLM called it before"))
         self._tpot = histogram(
             "vllm:request_time_per_output_token_seconds",
             "Mean time per output token after the first, by request",
             _BUCKETS_TOKEN,
         )
-        self._e2e = histogram(
-            "vllm:e2e_request_latency_seconds", "From arrival to last token", _BUCKETS_ALL
+        times = {
+            "e2e_request_latency": "From arrival to last token",
+            "request_queue_time": "From arrival at the device to admission",
+            "request_prefill_time": "From admission to first token",
+            "request_decode_time": "From first to last token",
+            "request_inference_time": "From admission to last token",
+        }
+        self._times = {
+            name: histogram(f"vllm:{name}_seconds", help, _BUCKETS_ALL)
+            for name, help in times.items()
+        }
+        sizes = {
+            "request_prompt_tokens": "Tokens of a prompt",
+            "request_generation_tokens": "Tokens of an output",
+            "request_params_max_tokens": "`max_tokens`, where the client named it",
+        }
+        self._sizes = {
+            name: histogram(f"vllm:{name}", help, _BUCKETS_TOKENS) for name, help in sizes.items()
+        }
+        self._n = histogram("vllm:request_params_n", "`n`", _BUCKETS_CHOICES)
+        route = ("handler", "method")
+        self._http = counter("http_requests", "HTTP requests answered", *route, "status")
+        self._http_seconds = histogram(
+            "http_request_duration_seconds", "To the end of the response", _BUCKETS_ALL, *route
         )
+        self._errors = counter("ballast:http_errors", "Error responses", "status", "code")
+        self.open_streams = Gauge(
+            "ballast:open_streams", "Responses being streamed", registry=self.registry
+        )
+
+    def asked(self, model: str, choices: int, max_tokens: int | None) -> None:
+        """A client's request was accepted."""
+        self._n.labels(model).observe(choices)
+        if max_tokens is not None:
+            self._sizes["request_params_max_tokens"].labels(model).observe(max_tokens)
 
     def token(self, model: str, timing: Timing, prompt_tokens: int, now: float) -> None:
         """A token came."""
+        of = self._models.get(model) or self._of(model)
         if timing.last is None:
             timing.first = now
-            self._ttft.labels(model).observe(now - timing.arrived)
-            self._prompt.labels(model).inc(prompt_tokens)
+            of.ttft.observe(now - timing.arrived)
+            of.recent_ttft.add(now - timing.arrived)
+            of.prompt.inc(prompt_tokens)
         else:
-            self._gap.labels(model).observe(now - timing.last)
+            of.gap.observe(now - timing.last)
         timing.last = now
-        self._generated.labels(model).inc()
+        of.generated.inc()
 
     def finished(
-        self, model: str, timing: Timing, output_tokens: int, reason: str, now: float
+        self,
+        model: str,
+        timing: Timing,
+        prompt_tokens: int,
+        output_tokens: int,
+        reason: str,
+        now: float,
     ) -> None:
-        """A request has ended well."""
+        """A request has ended well, or (`abort`) its client left it."""
         self._success.labels(model, reason).inc()
-        self._e2e.labels(model).observe(now - timing.arrived)
-        if timing.first is not None and timing.last is not None and output_tokens > 1:
-            self._tpot.labels(model).observe((timing.last - timing.first) / (output_tokens - 1))
+        self._sizes["request_prompt_tokens"].labels(model).observe(prompt_tokens)
+        self._sizes["request_generation_tokens"].labels(model).observe(output_tokens)
+        tpot = timing.tpot(output_tokens)
+        if tpot is not None:
+            self._tpot.labels(model).observe(tpot)
+            (self._models.get(model) or self._of(model)).recent_tpot.add(tpot)
+        self._time("e2e_request_latency", model, now - timing.arrived)
+        if timing.first is not None and timing.last is not None:
+            self._time("request_decode_time", model, timing.last - timing.first)
+            if timing.queued is not None:
+                admitted = timing.arrived + timing.queued
+                self._time("request_queue_time", model, timing.queued)
+                self._time("request_prefill_time", model, timing.first - admitted)
+                self._time("request_inference_time", model, timing.last - admitted)
 
     def failed(self, model: str, code: str) -> None:
         """A request has failed."""
         self._failed.labels(model, code).inc()
 
+    def answered(
+        self, route: str | None, method: str, status: int, code: str | None, seconds: float
+    ) -> None:
+        """An HTTP request is over. `route` as the router writes it; `code` of an error."""
+        where = (route or "other", method if method in _METHODS else "other")
+        self._http.labels(*where, str(status)).inc()
+        self._http_seconds.labels(*where).observe(seconds)
+        if code is not None:
+            self._errors.labels(str(status), code).inc()
+
+    def recent(self, model: str) -> tuple[Recent, Recent]:
+        """TTFT and TPOT of the last minute."""
+        of = self._models.get(model) or self._of(model)
+        return of.recent_ttft, of.recent_tpot
+
     def text(self) -> bytes:
-        """All of it, as Prometheus reads it."""
+        """All of it, as Prometheus reads it. From any thread: it takes a while."""
         return generate_latest(self.registry)
 
+    def _time(self, name: str, model: str, seconds: float) -> None:
+        self._times[name].labels(model).observe(max(0.0, seconds))
 
-class _DeviceCollector(Collector):
-    """The device's last report, at the moment of asking."""
+    def _of(self, model: str) -> _OfModel:
+        made = self._models[model] = _OfModel(
+            self._prompt.labels(model),
+            self._generated.labels(model),
+            self._ttft.labels(model),
+            self._gap.labels(model),
+            Recent(self._clock),
+            Recent(self._clock),
+        )
+        return made
 
-    def __init__(self, report: Callable[[], DeviceReport | None]) -> None:
-        self._report = report
+
+class _Renamed(Collector):
+    """A histogram once more, under the name it had before."""
+
+    def __init__(self, histogram: Histogram, name: str, help: str) -> None:
+        self._histogram, self._name, self._help = histogram, name, help
 
     def describe(self) -> Iterable[Metric]:
-        return []
+        return [HistogramMetricFamily(self._name, self._help)]
 
     def collect(self) -> Iterable[Metric]:
-        report = self._report()
-        if report is None:
-            return
-        yield from _pool(report)
-        yield from _models(report)
-
-
-def _pool(report: DeviceReport) -> Iterable[Metric]:
-    pages = GaugeMetricFamily("ballast_pages", "Pages by owner", labels=("owner", "model"))
-    held: dict[tuple[str, str], int] = {}
-    for owner, n in report.owners.items():
-        kind, _, name = owner.partition(":")
-        key = (kind, "" if kind == "arena" else name)
-        held[key] = held.get(key, 0) + n
-    for key, n in held.items():
-        pages.add_metric(key, n)
-    yield pages
-    for name, help, value in (
-        ("ballast_page_bytes", "Bytes of a page", report.page_bytes),
-        ("ballast_pool_pages", "Pages of the pool: owned, free and reclaiming", report.total),
-        ("ballast_free_pages", "Pages that nobody owns", report.free),
-        ("ballast_reclaiming_pages", "Pages given back, in use by a job", report.reclaiming),
-    ):
-        yield GaugeMetricFamily(name, help, value=value)
-    yield CounterMetricFamily("ballast_jobs", "Jobs run", value=report.jobs)
-
-
-def _models(report: DeviceReport) -> Iterable[Metric]:
-    label = ("model_name",)
-    for name, help, field in (
-        ("vllm:num_requests_running", "Requests in the batch", "running"),
-        ("vllm:num_requests_waiting", "Requests that wait for memory or a place", "waiting"),
-        ("ballast_cached_pages", "Pages that hold cached prefixes only", "cached_pages"),
-    ):
-        gauge = GaugeMetricFamily(name, help, labels=label)
-        for m in report.models:
-            gauge.add_metric((m.name,), getattr(m, field))
-        yield gauge
-    for name, help, field in (
-        ("vllm:num_preemptions", "Requests preempted", "preemptions"),
-        ("ballast_activations", "Times its weights were brought in", "activations"),
-        ("ballast_evictions", "Times its weights were evicted", "evictions"),
-        ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", "cached_tokens"),
-    ):
-        counter = CounterMetricFamily(name, help, labels=label)
-        for m in report.models:
-            counter.add_metric((m.name,), getattr(m, field))
-        yield counter
-    residency = GaugeMetricFamily(
-        "ballast_residency", "1: where its weights are", labels=("model_name", "residency")
-    )
-    for m in report.models:
-        residency.add_metric((m.name, m.residency), 1)
-    yield residency
+        for metric in self._histogram.collect():
+            renamed = HistogramMetricFamily(self._name, self._help)
+            renamed.samples = [
+                s._replace(name=s.name.replace(metric.name, self._name)) for s in metric.samples
+            ]
+            yield renamed

@@ -24,6 +24,7 @@ from ballast.engine.inbox import MonotonicClock
 from ballast.server.app import create_app
 from ballast.server.service import Service
 from ballast.server.tokenizer import Tokenizer
+from ballast.server.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ async def _answer(
     gate = create_app(service)
     http = HttpServer(
         uvicorn.Config(
-            gate,
+            Watch(gate, service.metrics, service.clock),
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -13,11 +13,13 @@ from ballast.core.errors import ContextLengthExceeded, InvalidRequest, UnknownMo
 from ballast.core.model import ModelSpec
 from ballast.core.request import Sampling, Submission
 from ballast.server.choice import Choice
+from ballast.server.devicemetrics import DeviceCollector
 from ballast.server.generation import Generation
 from ballast.server.metrics import Metrics
 from ballast.server.openai import ChatRequest, CompletionRequest, GenerateRequest, ignored
 from ballast.server.stopstrings import StopScanner
 from ballast.server.tokenizer import Tokenizer, long_to_tokenize
+from ballast.server.watch import current
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +38,11 @@ class Service:
         wall: Clock,
     ) -> None:
         self.controller = controller
-        self.metrics = Metrics(lambda: controller.report)
+        self.metrics = Metrics(DeviceCollector(controller, wall), clock)
         self.wall = wall
         self.started = int(wall.now())
         self._tokenizers = tokenizers
-        self._clock = clock
+        self.clock = clock
         self._warned: set[str] = set()
 
     @property
@@ -64,9 +66,12 @@ class Service:
 
     async def generate(self, request: GenerateRequest, request_id: str) -> Generation:
         """Submit a request. Raises RequestError or Unavailable."""
-        arrived = self._clock.now()
+        arrived = self.clock.now()
         spec = self.model(request.model)
         self._warn(request)
+        note = current()
+        if note is not None:
+            note.request, note.request_id = request, request_id
         prompts = await self._prompts(request, spec)
         sampling = self._sampling(request)
         tokenizer = self._tokenizers[spec.name]
@@ -93,7 +98,8 @@ class Service:
                     index, p, len(prompt), tokenizer.detokenizer(), StopScanner(stops)
                 )
         outlet = self.controller.submit(submissions)
-        return Generation(spec.name, outlet, choices, arrived, self._clock, self.metrics)
+        self.metrics.asked(spec.name, request.choices, request.most_tokens)
+        return Generation(spec.name, outlet, choices, arrived, self.clock, self.metrics)
 
     async def _prompts(self, request: GenerateRequest, spec: ModelSpec) -> list[list[int]]:
         tokenizer = self._tokenizers[spec.name]

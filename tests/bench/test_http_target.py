@@ -27,15 +27,15 @@ seen: list[dict[str, Any]] = []
 arrived = threading.Event()
 disconnected = threading.Event()
 
-METRICS = """# TYPE ballast_page_bytes gauge
-ballast_page_bytes 1024.0
-# TYPE ballast_pages gauge
-ballast_pages{owner="kv",model="a"} 3.0
-ballast_pages{owner="arena",model=""} 1.0
-# TYPE ballast_free_pages gauge
-ballast_free_pages 2.0
-# TYPE ballast_reclaiming_pages gauge
-ballast_reclaiming_pages 0.0
+METRICS = """# TYPE ballast:page_bytes gauge
+ballast:page_bytes 1024.0
+# TYPE ballast:pages gauge
+ballast:pages{owner="kv",model="a"} 3.0
+ballast:pages{owner="arena",model=""} 1.0
+# TYPE ballast:free_pages gauge
+ballast:free_pages 2.0
+# TYPE ballast:reclaiming_pages gauge
+ballast:reclaiming_pages 0.0
 # TYPE other gauge
 other 1.0
 """

@@ -326,9 +326,9 @@ def test_metrics(client: OpenAI, echo: ServerProcess) -> None:
     ):
         assert sample(echo, name, model_name="wren-mini") > 0, name
     assert sample(echo, "vllm:num_requests_waiting", model_name=MODEL) == 0
-    assert sample(echo, "ballast_pages", owner="weights", model=MODEL) == 4
-    assert sample(echo, "ballast_pages", owner="arena", model="") == 3
-    assert sample(echo, "ballast_pool_pages") == 100
+    assert sample(echo, "ballast:pages", owner="weights", model=MODEL) == 4
+    assert sample(echo, "ballast:pages", owner="arena", model="") == 3
+    assert sample(echo, "ballast:pool_pages") == 100
 
 
 def sample(server: ServerProcess, name: str, **labels: str) -> float:

@@ -167,8 +167,8 @@ def test_a_client_that_leaves_frees_its_memory(real: ServerProcess) -> None:
     asyncio.run(scenario())
     until(lambda: sample(real, "vllm:num_requests_running", model_name=MODEL) == 0)
     until(lambda: sample(real, "vllm:num_requests_waiting", model_name=MODEL) == 0)
-    held = sample(real, "ballast_pages", owner="kv", model=MODEL)
-    assert held == sample(real, "ballast_cached_pages", model_name=MODEL)
+    held = sample(real, "ballast:pages", owner="kv", model=MODEL)
+    assert held == sample(real, "ballast:cached_pages", model_name=MODEL)
     now = sample(real, "vllm:request_success_total", model_name=MODEL, finished_reason="length")
     assert now == done, "the requests were finished, not cancelled"
 

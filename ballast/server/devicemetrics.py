@@ -1,0 +1,206 @@
+"""What `/metrics` tells of the device: its pages, its models, and the pod as gateways see it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ballast.core.clock import Clock
+from ballast.core.model import ModelSpec
+from ballast.core.report import DeviceReport, ModelReport
+from ballast.core.view import Residency
+
+log = logging.getLogger(__name__)
+
+
+class Facts(Protocol):
+    """What is known of the device; `ballast.cluster.controller.Controller` knows it."""
+
+    @property
+    def report(self) -> DeviceReport | None: ...
+
+    @property
+    def specs(self) -> Mapping[str, ModelSpec]: ...
+
+    @property
+    def lost(self) -> str | None: ...
+
+
+class DeviceCollector(Collector):
+    """The device's last report, at the moment of asking. `wall` dates what must be dated."""
+
+    def __init__(self, facts: Facts, wall: Clock) -> None:
+        self._facts = facts
+        self._wall = wall
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """What cannot be told is left out and logged: a scrape never fails."""
+        report, specs = self._facts.report, dict(self._facts.specs)
+        yield GaugeMetricFamily(
+            "ballast:worker_up", "1: the device's process answers", self._facts.lost is None
+        )
+        if report is None:
+            return
+        now = self._wall.now()
+        parts: tuple[Callable[[], Iterable[Metric]], ...] = (
+            lambda: _pool(report),
+            lambda: _models(report),
+            lambda: _caches(report, specs),
+            lambda: _pod(report, specs),
+            lambda: _served(report, specs, now),
+        )
+        for part in parts:
+            try:
+                yield from list(part())
+            except Exception:  # whatever it is: the other metrics are needed all the more
+                log.exception("metrics of the device cannot be told")
+
+
+def _pool(report: DeviceReport) -> Iterator[Metric]:
+    pages = GaugeMetricFamily("ballast:pages", "Pages by owner", labels=("owner", "model"))
+    for key, n in owned(report).items():
+        pages.add_metric(key, n)
+    yield pages
+    for name, help, value in (
+        ("ballast:page_bytes", "Bytes of a page", report.page_bytes),
+        ("ballast:pool_pages", "Pages of the pool: owned, free and reclaiming", report.total),
+        ("ballast:free_pages", "Pages that nobody owns", report.free),
+        ("ballast:reclaiming_pages", "Pages given back, in use by a job", report.reclaiming),
+    ):
+        yield GaugeMetricFamily(name, help, value=value)
+    yield CounterMetricFamily("ballast:jobs", "Jobs run", value=report.jobs)
+
+
+def _models(report: DeviceReport) -> Iterator[Metric]:
+    label = ("model_name",)
+    for name, help, field in (
+        ("vllm:num_requests_running", "Requests in the batch", "running"),
+        ("vllm:num_requests_waiting", "Requests that wait for memory or a place", "waiting"),
+        ("ballast:cached_pages", "Pages that hold cached prefixes only", "cached_pages"),
+    ):
+        gauge = GaugeMetricFamily(name, help, labels=label)
+        for m in report.models:
+            gauge.add_metric((m.name,), getattr(m, field))
+        yield gauge
+    usage = GaugeMetricFamily(
+        "vllm:kv_cache_usage_perc", "Of the pages it could have for KV, those in use", labels=label
+    )
+    for m in report.models:
+        usage.add_metric((m.name,), _usage(report, (m,)))
+    yield usage
+    for name, help, field in (
+        ("vllm:num_preemptions", "Requests preempted", "preemptions"),
+        (
+            "vllm:prefix_cache_queries",
+            "Prompt tokens looked up in the prefix cache",
+            "prompt_tokens",
+        ),
+        ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", "cached_tokens"),
+        ("ballast:activations", "Times its weights were brought in", "activations"),
+        ("ballast:evictions", "Times its weights were evicted", "evictions"),
+    ):
+        counter = CounterMetricFamily(name, help, labels=label)
+        for m in report.models:
+            counter.add_metric((m.name,), getattr(m, field))
+        yield counter
+    residency = GaugeMetricFamily(
+        "ballast:residency", "1: where its weights are", labels=("model_name", "residency")
+    )
+    for m in report.models:
+        residency.add_metric((m.name, m.residency), 1)
+    yield residency
+
+
+def _caches(report: DeviceReport, specs: Mapping[str, ModelSpec]) -> Iterator[Metric]:
+    info = GaugeMetricFamily(
+        "vllm:cache_config_info",
+        "1. Blocks that would fit with the device to itself",
+        labels=("model_name", "block_size", "num_gpu_blocks"),
+    )
+    for spec in specs.values():
+        pages = _room(report) - spec.weight_pages(report.page_bytes)
+        blocks = max(0, pages) * report.page_bytes // spec.block_bytes
+        info.add_metric((spec.name, str(spec.block_tokens), str(blocks)), 1)
+    yield info
+
+
+def _pod(report: DeviceReport, specs: Mapping[str, ModelSpec]) -> Iterator[Metric]:
+    """Without a label for the model: an endpoint picker reads one series of a pod."""
+    models = report.models
+    waiting, running = sum(m.waiting for m in models), sum(m.running for m in models)
+    for name, help, value in (
+        ("ballast:queued_requests", "Requests that wait, of all models", waiting),
+        ("ballast:running_requests", "Requests in batches, of all models", running),
+        ("ballast:kv_cache_usage", "Of all pages for KV, those in use", _usage(report, models)),
+    ):
+        yield GaugeMetricFamily(name, help, value=value)
+    if specs:
+        tokens = min(s.block_tokens for s in specs.values())
+        most = max(s.kv_bytes_per_token for s in specs.values())
+        blocks = _room(report) * report.page_bytes // (tokens * most)
+        info = GaugeMetricFamily(
+            "ballast:cache_config_info",
+            "1. Blocks of the model with the largest ones that would fit without any weights",
+            labels=("block_size", "num_gpu_blocks"),
+        )
+        info.add_metric((str(tokens), str(blocks)), 1)
+        yield info
+
+
+def _served(report: DeviceReport, specs: Mapping[str, ModelSpec], now: float) -> Iterator[Metric]:
+    """What is on the device, in the form in which gateways know of adapters."""
+    adapters = {
+        m.name: [a.name for a in specs[m.name].adapters] for m in report.models if m.name in specs
+    }
+    names = {m: [m, *own] for m, own in adapters.items()}
+    told = (
+        ("vllm:lora_requests_info", "Adapters whose base is resident, or waited for", adapters),
+        ("ballast:lora_requests_info", "The same, of models as well", names),
+    )
+    for name, help, by_model in told:
+        most = sum(map(len, by_model.values()))
+        if most == 0:
+            continue
+        here, coming = [], []
+        for m in report.models:
+            if m.residency == Residency.RESIDENT.value:
+                here += by_model.get(m.name, [])
+            elif m.waiting or m.residency == Residency.ACTIVATING.value:
+                coming += by_model.get(m.name, [])
+        gauge = GaugeMetricFamily(
+            name, help, labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        )
+        gauge.add_metric((str(most), ",".join(here), ",".join(coming)), now)
+        yield gauge
+
+
+def owned(report: DeviceReport) -> dict[tuple[str, str], int]:
+    """Pages by (kind of owner, model); lanes' activations together, under no model."""
+    held: dict[tuple[str, str], int] = {}
+    for owner, n in report.owners.items():
+        kind, _, name = owner.partition(":")
+        key = (kind, "" if kind == "arena" else name)
+        held[key] = held.get(key, 0) + n
+    return held
+
+
+def _room(report: DeviceReport) -> int:
+    """Pages for weights and KV."""
+    return report.total - owned(report).get(("arena", ""), 0)
+
+
+def _usage(report: DeviceReport, models: Iterable[ModelReport]) -> float:
+    """0 to 1: of the pages that these have for KV or could take, those that requests use."""
+    backed = used = 0
+    for m in models:
+        backed += m.kv_pages
+        used += m.kv_pages - m.cached_pages
+    could = backed + report.free + report.reclaiming
+    return used / could if could else 0.0
