@@ -27,7 +27,7 @@ class JobDone:
     """A job ended. `seconds` is its time on the lane."""
 
     job: Job
-    sampled: tuple[Sampled, ...]
+    results: tuple[Result, ...]
     seconds: float
 
 
@@ -132,5 +132,8 @@ class Embedded:
     values: bytes
     """float32, little endian, as many as the model's hidden size, of Euclidean length 1."""
 
+
+Result = Sampled | Failed
+"""What a job brings for one request; `Failed`: it cannot go on, through its own fault alone."""
 
 Output = TokenOut | Finished | Failed | Cancelled | PromptScores | Embedded

@@ -24,6 +24,11 @@ class SequenceWork:
     """None: nothing is sampled (a prefill chunk that does not reach the prompt's end)."""
     adapter: int | None = None
     """Index into `ModelSpec.adapters`; None: the model as it is."""
+    history: Sequence[int] | None = None
+    """The request's tokens so far, prompt and output, where `sample` depends on them. They do not
+    change while the job runs."""
+    prompt_tokens: int = 0
+    """How many of `history` are the prompt's."""
 
     @property
     def end(self) -> int:
@@ -76,3 +81,5 @@ class Sampled:
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     """The likeliest tokens and their log-probabilities, likeliest first, as many as asked for."""
+    ends: bool = False
+    """The output's grammar is complete with it: nothing may follow."""

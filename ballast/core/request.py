@@ -40,6 +40,18 @@ class Sampling:
     logprobs: int | None = None
     """Log-probabilities of the chosen token and of so many of the likeliest; None: of none."""
 
+    @property
+    def shaped(self) -> bool:
+        """Whether the logits are changed first, by the tokens so far or by the client's wishes."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.logit_bias
+            or (self.banned and self.min_tokens)
+            or self.grammar
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
@@ -66,9 +78,9 @@ class Submission:
     likeliest at each position; None: no."""
     embed: bool = False
     """Instead of tokens: the model's embedding of the prompt (`Embedded`)."""
-    resumed: tuple[int, ...] = ()
-    """Output tokens that the client has already, from a worker that died: the output goes on
-    after them, token for token as it would have."""
+    resumed: tuple[int, ...] | None = None
+    """Not None: it was accepted before, by a worker that died. The output goes on after these
+    tokens, which the client has already, token for token as it would have."""
 
 
 class State(enum.Enum):
@@ -122,6 +134,8 @@ class Request:
     """Cancel arrived while in flight; takes effect when the job ends."""
     first_token_at: float | None = None
     last_token_at: float | None = None
+    shaped: bool = False
+    """Its next token depends on its tokens so far (`Sampling.shaped`)."""
     admitted_at: float | None = None
 
     @classmethod
@@ -133,11 +147,12 @@ class Request:
         fingerprint = "" if adapter is None else spec.adapters[adapter].fingerprint
         return cls(
             submission,
-            list(submission.prompt),
+            [*submission.prompt, *(submission.resumed or ())],
             (submission.arrival, sequence),
             spec.name,
             adapter,
             f"{fingerprint}:{submission.salt}",
+            shaped=submission.sampling.shaped,
         )
 
     @property

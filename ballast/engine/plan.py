@@ -37,7 +37,12 @@ class _Plan:
         samples = end == len(r.tokens)
         tokens = r.tokens[r.computed : end]
         sampling = r.submission.sampling if samples else None
-        self.work.append(SequenceWork(r.id, tokens, r.computed, r.blocks, sampling, r.adapter))
+        history = r.tokens if samples and r.shaped else None
+        self.work.append(
+            SequenceWork(
+                r.id, tokens, r.computed, r.blocks, sampling, r.adapter, history, r.prompt_tokens
+            )
+        )
         self.tokens -= n
         self.logits -= samples
 

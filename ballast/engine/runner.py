@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 
 from ballast.core.clock import Clock
-from ballast.core.event import Event, JobDone, JobFailed
-from ballast.core.job import Job, Sampled, SequenceWork
+from ballast.core.event import Event, JobDone, JobFailed, Result
+from ballast.core.job import Job, SequenceWork
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class Executor(Protocol):
     """A model that can run the work of a job."""
 
-    def run(self, work: Sequence[SequenceWork]) -> list[Sampled]: ...
+    def run(self, work: Sequence[SequenceWork]) -> list[Result]: ...
 
 
 class CpuRunner:
@@ -59,11 +59,11 @@ class CpuRunner:
         while (job := self._jobs.get()) is not None:
             begun = self._clock.now()
             try:
-                sampled = tuple(self._executors[job.model].run(job.work))
+                results = tuple(self._executors[job.model].run(job.work))
             except Exception as error:  # the fleet outlives a job that breaks
                 log.exception("job %d of %s failed", job.id, job.model)
                 self._post(JobFailed(job, f"{type(error).__name__}: {error}"))
             else:
-                self._post(JobDone(job, sampled, self._clock.now() - begun))
+                self._post(JobDone(job, results, self._clock.now() - begun))
             if self._after_job is not None:
                 self._after_job()

@@ -23,7 +23,7 @@ from ballast.core.event import (
     TokenOut,
     TransferDone,
 )
-from ballast.core.job import Job
+from ballast.core.job import Job, Sampled
 from ballast.core.model import ModelSpec, weight_pages
 from ballast.core.request import Request, State, Submission
 from ballast.core.settings import DeviceSettings
@@ -155,6 +155,10 @@ class DeviceState:
         if refusal is not None:
             return [Failed(s.id, *refusal)]
         m, adapter = self._named[s.model]
+        # The worker that died may have generated all of it.
+        reason = _finish_reason(m, s, s.resumed[-1], len(s.resumed)) if s.resumed else None
+        if s.resumed and reason is not None:
+            return [Finished(s.id, reason, len(s.prompt), len(s.resumed), 0, 0)]
         self._sequence += 1
         request = Request.of(s, self._sequence, m.spec, adapter)
         self.requests[s.id] = request
@@ -183,9 +187,12 @@ class DeviceState:
                 f"prompt ({len(s.prompt)}) and output ({s.max_tokens}) exceed the context of "
                 f"{m.spec.max_model_len} tokens",
             )
-        if len(m.waiting) >= m.spec.max_waiting:
+        wrong = _unknown_token(s, m.spec.vocab)
+        if wrong is not None:
+            return "invalid_request", f"there is no token {wrong}: {s.model!r} has {m.spec.vocab}"
+        if s.resumed is None and len(m.waiting) >= m.spec.max_waiting:
             return "queue_full", f"{m.spec.max_waiting} requests of {m.spec.name!r} wait already"
-        if adapter is not None:
+        if s.resumed is None and adapter is not None:
             most = m.spec.adapters[adapter].max_waiting
             if len(m.waiting) >= most and sum(r.adapter == adapter for r in m.waiting) >= most:
                 return "queue_full", f"{most} requests of {s.model!r} wait already"
@@ -231,25 +238,31 @@ class DeviceState:
             request = self.requests[work.request_id]
             request.computed = work.end
         outputs: list[Output] = []
-        for sampled in event.sampled:
-            request = self.requests[sampled.request_id]
+        for result in event.results:
+            request = self.requests[result.request_id]
             if request.cancelled:
                 continue
-            request.tokens.append(sampled.token)
-            if request.first_token_at is None:
-                request.first_token_at = now
-            request.last_token_at = now
-            index = request.generated - 1
-            outputs.append(TokenOut(request.id, sampled.token, index, sampled.logprob))
-            reason = self._finish_reason(m, request)
-            if reason is not None:
-                outputs.append(self._finished(m, request, reason))
+            if isinstance(result, Failed):
+                outputs.append(self._end(request, State.FAILED, result))
+            else:
+                outputs += self._token(m, request, result, now)
         for work in event.job.work:
             open_request = self.requests.get(work.request_id)
             if open_request is not None:
                 self._remember(m, open_request)
         outputs += self._settle(m, event.job)
         return outputs
+
+    def _token(self, m: ModelState, request: Request, new: Sampled, now: float) -> list[Output]:
+        """One more token of a request's output; its last, perhaps."""
+        request.tokens.append(new.token)
+        if request.first_token_at is None:
+            request.first_token_at = now
+        request.last_token_at = now
+        n = request.generated
+        told = TokenOut(request.id, new.token, n - 1, new.logprob, new.top)
+        reason = "stop" if new.ends else _finish_reason(m, request.submission, new.token, n)
+        return [told] if reason is None else [told, self._finished(m, request, reason)]
 
     def _job_failed(self, event: JobFailed) -> list[Output]:
         m = self._close_job(event.job)
@@ -317,17 +330,10 @@ class DeviceState:
 
     # -- what happens to requests ---------------------------------------------------------------
 
-    def _finish_reason(self, m: ModelState, request: Request) -> str | None:
-        s = request.submission
-        last = request.tokens[-1]
-        if last in s.stop_token_ids or (not s.ignore_eos and last in m.spec.eos_token_ids):
-            return "stop"
-        return "length" if request.generated >= s.max_tokens else None
-
     def _finished(self, m: ModelState, request: Request, reason: str) -> Output:
         m.prompt_tokens += request.prompt_tokens
         m.cached_tokens += request.cached_tokens
-        m.output_tokens += request.generated
+        m.output_tokens += request.generated - len(request.submission.resumed or ())
         self._remember(m, request)
         told = Finished(
             request.id,
@@ -528,3 +534,19 @@ class DeviceState:
             m.kv.pages_if_freed(r.blocks) if r.blocks and not leaving else 0,
             r.in_flight,
         )
+
+
+def _finish_reason(m: ModelState, s: Submission, last: int, generated: int) -> str | None:
+    """Why an output of `generated` tokens ends with `last`, if it does."""
+    if last in s.stop_token_ids or (not s.ignore_eos and last in m.spec.eos_token_ids):
+        return "stop"
+    return "length" if generated >= s.max_tokens else None
+
+
+def _unknown_token(s: Submission, vocab: int) -> int | None:
+    """A token of a request that the model does not have."""
+    biased = (token for token, _ in s.sampling.logit_bias)
+    for tokens in (s.prompt, s.resumed or (), s.sampling.banned, tuple(biased)):
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
+            return min(tokens) if min(tokens) < 0 else max(tokens)
+    return None

@@ -1,15 +1,20 @@
-"""The next token: a function of (logits, parameters, seed, choice, position) alone.
+"""The next token: a function of (logits, tokens so far, parameters, seed, choice, position) alone.
 
-Greedy at temperature 0. Else Gumbel-max: the token with the largest `logit / temperature + g`,
-where g is Gumbel noise from a counter-based generator (Philox 4x32-10; Salmon et al., SC'11) with
-the seed as key and (token, position, choice) as counter. There is no state to carry along: a
-request that was preempted, moved or resumed after a crash continues with the tokens it would have
-had, whatever runs beside it.
+Where a request asks for that, its logits are shaped first, in vLLM's order: bias, penalties, what
+is banned, what its grammar allows. Then the choice is greedy at temperature 0, else Gumbel-max: the
+token with the largest `logit / temperature + g`, where g is Gumbel noise from a counter-based
+generator (Philox 4x32-10; Salmon et al., SC'11) with the seed as key and (token, position, choice)
+as counter. There is no state to carry along: a request that was preempted, moved or resumed after a
+crash continues with the tokens it would have had, whatever runs beside it. Log-probabilities are
+always those of the raw logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,16 +26,40 @@ from ballast.core.request import Sampling
 Array = np.ndarray[Any, Any]
 
 
+Scores = tuple[float, tuple[tuple[int, float], ...]]
+"""A token's log-probability; the likeliest tokens with theirs, likeliest first."""
+
+SCORED_AT_ONCE = 8
+"""Rows whose log-softmax is in memory at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the next token depends on beside its logits."""
+
+    history: Sequence[int]
+    """Prompt and output so far."""
+    prompt_tokens: int
+    allowed: Array | None = None
+    """(vocab,) bool: what the output's grammar allows, at least one; None: there is no grammar."""
+
+
+_NO_SHAPES: Mapping[int, Shape] = MappingProxyType({})
+
+
 def sample(
-    logits: torch.Tensor, params: Sequence[Sampling], positions: Sequence[int]
-) -> tuple[list[int], list[float | None]]:
+    logits: torch.Tensor,
+    params: Sequence[Sampling],
+    positions: Sequence[int],
+    shapes: Mapping[int, Shape] = _NO_SHAPES,
+) -> tuple[list[int], dict[int, Scores]]:
     """Choose one token for each row of `logits` (n, vocab), float32 and contiguous.
 
-    `positions[i]` is the index that the new token will have in its whole sequence. Beside the
-    tokens, log-probabilities where `params` ask for them: of the chosen token, by the raw logits.
-    Top-k keeps what is not below the k-th largest logit; top-p the fewest most probable tokens
-    (of those kept) that have at least that probability together. Equal logits: the smaller index
-    first.
+    `positions[i]` is the index that the new token will have in its whole sequence; `shapes` has the
+    rows for which `Sampling.shaped` is true. Beside the tokens, by row, log-probabilities where
+    `params` ask for them. Min-p keeps what is no rarer than that share of the likeliest; of that,
+    top-k what is not below the k-th largest logit; of that, top-p the fewest most probable tokens
+    that have at least that probability together. Equal logits: the smaller index first.
     """
     n = logits.shape[0]
     tokens = [0] * n
@@ -42,16 +71,73 @@ def sample(
     if len(greedy) < n:
         array = logits.numpy()
         for i, p in enumerate(params):
-            if p.temperature > 0.0:
+            if p.temperature > 0.0 and i not in shapes:
                 tokens[i] = _drawn(array[i], p, positions[i])
-    asked = [i for i, p in enumerate(params) if p.logprobs is not None]
-    logprobs: list[float | None] = [None] * n
-    if asked:
-        chosen = torch.tensor([tokens[i] for i in asked])[:, None]
-        found = logits[asked].log_softmax(-1).gather(1, chosen)[:, 0]
-        for i, value in zip(asked, found.tolist(), strict=True):
-            logprobs[i] = value
-    return tokens, logprobs
+    for i, shape in shapes.items():
+        row = shaped(logits[i].numpy(), params[i], shape)
+        greedy_row = params[i].temperature <= 0.0
+        tokens[i] = int(row.argmax()) if greedy_row else _drawn(row, params[i], positions[i])
+    asked = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
+    if not asked:
+        return tokens, {}
+    found = scores(logits, list(asked), [tokens[i] for i in asked], list(asked.values()))
+    return tokens, dict(zip(asked, found, strict=True))
+
+
+def scores(
+    logits: torch.Tensor, rows: Sequence[int], chosen: Sequence[int], top: Sequence[int]
+) -> list[Scores]:
+    """How likely `chosen[i]` is by row `rows[i]` of `logits`, and the `top[i]` likeliest there.
+
+    Of equally likely tokens the smaller comes first.
+    """
+    found: list[Scores] = []
+    for at in range(0, len(rows), SCORED_AT_ONCE):
+        part = logits[list(rows[at : at + SCORED_AT_ONCE])].log_softmax(-1)
+        here = torch.tensor(chosen[at : at + SCORED_AT_ONCE])[:, None]
+        own = part.gather(1, here)[:, 0].tolist()
+        for row, value, k in zip(part, own, top[at : at + SCORED_AT_ONCE], strict=True):
+            found.append((value, _likeliest(row, k)))
+    return found
+
+
+def _likeliest(row: torch.Tensor, k: int) -> tuple[tuple[int, float], ...]:
+    k = min(k, len(row))
+    if k == 0:
+        return ()
+    # Of what is equal to the last of them, `topk` picks as it likes.
+    candidates = (row >= row.topk(k).values[-1]).nonzero()[:, 0]
+    order = row[candidates].argsort(descending=True, stable=True)[:k]
+    tokens = candidates[order]
+    return tuple(zip(tokens.tolist(), row[tokens].tolist(), strict=True))
+
+
+def shaped(row: Array, p: Sampling, shape: Shape) -> Array:
+    """The logits (vocab,) after bias, penalties, bans and grammar; `row` stays as it is."""
+    row = row.copy()
+    output = shape.history[shape.prompt_tokens :]
+    if p.logit_bias:
+        tokens, biases = zip(*p.logit_bias, strict=True)
+        np.add.at(row, list(tokens), np.array(biases, np.float32))
+    if p.repetition_penalty != 1.0:
+        distinct = set(shape.history)
+        seen = np.fromiter(distinct, np.int64, len(distinct))
+        found, by = row[seen], np.float32(p.repetition_penalty)
+        row[seen] = np.where(found > 0.0, found / by, found * by)
+    if p.presence_penalty or p.frequency_penalty:
+        counts = Counter(output)
+        told = np.fromiter(counts, np.int64, len(counts))
+        times = np.fromiter(counts.values(), np.float32, len(counts))
+        row[told] -= np.float32(p.frequency_penalty) * times + np.float32(p.presence_penalty)
+    allowed = shape.allowed
+    if p.banned and len(output) < p.min_tokens:
+        rest = np.ones(len(row), np.bool_) if allowed is None else allowed.copy()
+        rest[list(p.banned)] = False
+        # A grammar that leaves nothing else outweighs `min_tokens`.
+        allowed = rest if rest.any() else allowed
+    if allowed is not None:
+        row[~allowed] = -np.inf
+    return row
 
 
 def _drawn(row: Array, p: Sampling, position: int) -> int:
@@ -71,11 +157,16 @@ def _drawn(row: Array, p: Sampling, position: int) -> int:
 
 
 def _candidates(row: Array, p: Sampling) -> Array:
-    """Indices that top-k and top-p leave, int64; empty stands for all."""
+    """Indices that min-p, top-k and top-p leave, int64; empty stands for all."""
     kept = np.empty(0, np.int64)
-    if 0 < p.top_k < len(row):
-        least = np.partition(row, -p.top_k)[-p.top_k]
+    if p.min_p > 0.0:
+        least = row.max() + p.temperature * np.log(min(p.min_p, 1.0))
         kept = np.flatnonzero(row >= least)
+    left = row[kept] if len(kept) else row
+    if 0 < p.top_k < len(left):
+        least = np.partition(left, -p.top_k)[-p.top_k]
+        within = np.flatnonzero(left >= least)
+        kept = kept[within] if len(kept) else within
     if p.top_p >= 1.0:
         return kept
     logits = (row[kept] if len(kept) else row).astype(np.float64) / p.temperature

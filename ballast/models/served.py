@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from ballast.core.errors import BrokenPromise
+from ballast.core.event import Result
 from ballast.core.job import Sampled, SequenceWork
 from ballast.core.model import ModelSpec
 from ballast.kernels import sampling
@@ -50,21 +51,23 @@ class Served(ABC):
         Computes KV for all of `work`. What it returns is valid until the next call.
         """
 
-    def run(self, work: Sequence[SequenceWork]) -> list[Sampled]:
+    def run(self, work: Sequence[SequenceWork]) -> list[Result]:
         """Compute KV for all of `work`, and sample where it asks for that, in its order."""
         sampled = [w for w in work if w.sample is not None]
         logits = self.logits(work)
         if not sampled:
             return []
-        tokens, logprobs = sampling.sample(
+        tokens, scores = sampling.sample(
             logits,
             [w.sample for w in sampled if w.sample is not None],
             [w.end for w in sampled],
+            {
+                i: sampling.Shape(w.history, w.prompt_tokens)
+                for i, w in enumerate(sampled)
+                if w.history is not None
+            },
         )
-        return [
-            Sampled(w.request_id, token, logprob)
-            for w, token, logprob in zip(sampled, tokens, logprobs, strict=True)
-        ]
+        return [Sampled(w.request_id, tokens[i], *scores.get(i, ())) for i, w in enumerate(sampled)]
 
     def rows(self, work: Sequence[SequenceWork]) -> Rows:
         """The rows of a job. Raises BrokenPromise where a sequence is longer than the model's."""

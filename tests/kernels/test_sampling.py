@@ -7,9 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+)
 
 from ballast.core.request import Sampling
-from ballast.kernels.sampling import philox, sample
+from ballast.kernels.sampling import Shape, philox, sample, shaped
 
 
 def draw(logits: torch.Tensor, p: Sampling, n: int) -> np.ndarray:
@@ -51,7 +55,7 @@ def test_philox_gives_the_published_answers(
 
 def test_greedy_takes_the_largest_and_of_equals_the_first() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 5.0, 5.0, 5.0], [-3.0, -2.0, -9.0, -2.5]])
-    assert sample(logits, [Sampling()] * 3, [7, 8, 9]) == ([1, 0, 1], [None] * 3)
+    assert sample(logits, [Sampling()] * 3, [7, 8, 9]) == ([1, 0, 1], {})
 
 
 def test_log_probabilities_are_of_the_raw_logits_and_only_where_asked() -> None:
@@ -62,11 +66,12 @@ def test_log_probabilities_are_of_the_raw_logits_and_only_where_asked() -> None:
         Sampling(temperature=0.3, top_k=4, seed=1),
         Sampling(temperature=2.0, top_p=0.5, seed=2, logprobs=0),
     ]
-    tokens, logprobs = sample(logits, params, [1, 2, 3])
+    tokens, scores = sample(logits, params, [1, 2, 3])
     exact = logits.double().log_softmax(-1)
-    assert logprobs[1] is None
-    for i in (0, 2):
-        assert logprobs[i] == pytest.approx(float(exact[i, tokens[i]]), abs=1e-5)
+    assert set(scores) == {0, 2}
+    for i, (logprob, top) in scores.items():
+        assert logprob == pytest.approx(float(exact[i, tokens[i]]), abs=1e-5)
+        assert top == ()
 
 
 # Expected tokens draws 20,000 each: with fixed seeds these are facts, not chances; the bounds are
@@ -160,3 +165,108 @@ def test_edges() -> None:
         sample(equal, [Sampling(temperature=1.0, seed=s, top_k=2)], [0])[0][0] for s in range(99)
     }
     assert kept == {0, 1, 2, 3, 4}
+
+
+def one(logits: torch.Tensor, p: Sampling, history: list[int], prompt: int, **kw: object) -> int:
+    """The token that follows `history`, whose first `prompt` tokens are the prompt."""
+    shape = Shape(history, prompt, **kw)  # type: ignore[arg-type]
+    return sample(logits[None], [p], [len(history)], {0: shape})[0][0]
+
+
+@pytest.mark.parametrize("penalty", [1.0, 0.7, 1.8])
+def test_penalties_are_those_of_transformers_and_of_the_definition(penalty: float) -> None:
+    torch.manual_seed(6)
+    logits = torch.randn(60) * 4
+    history = [3, 3, 9, 50, 7, 7, 7, 3]
+    p = Sampling(
+        repetition_penalty=penalty,
+        presence_penalty=0.75,
+        frequency_penalty=-0.5,
+        logit_bias=((1, 2.5), (7, -100.0)),
+    )
+    expected = logits.clone()
+    expected[1] += 2.5
+    expected[7] -= 100.0
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(
+        torch.tensor([history]), expected[None].clone()
+    )[0]
+    for token, times in {50: 1, 7: 3, 3: 1}.items():  # of the output, from index 3 on
+        expected[token] -= 0.75 - 0.5 * times
+    before = logits.clone()
+    found = shaped(logits.numpy(), p, Shape(history, 3))
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
+    assert torch.equal(logits, before), "the workspace was written to"
+
+
+def test_penalties_steer_greedy_and_leave_log_probabilities_alone() -> None:
+    logits = torch.tensor([3.0, 2.0, 1.0])
+    p = Sampling(presence_penalty=1.5, logprobs=2)
+    tokens, scores = sample(logits[None], [p], [2], {0: Shape([2, 0], 1)})
+    assert tokens == [1]
+    exact = logits.log_softmax(-1)
+    assert scores[0][0] == pytest.approx(float(exact[1]))
+    assert [t for t, _ in scores[0][1]] == [0, 1]
+    assert [v for _, v in scores[0][1]] == pytest.approx(exact[:2].tolist())
+
+
+def test_banned_tokens_wait_for_the_minimum_and_a_grammar_outweighs_it() -> None:
+    logits = torch.tensor([1.0, 9.0, 5.0, 4.0])
+    p = Sampling(banned=(1,), min_tokens=2)
+    assert one(logits, p, [0, 0], 2) == 2
+    assert one(logits, p, [0, 0, 2], 2) == 2
+    assert one(logits, p, [0, 0, 2, 2], 2) == 1
+    allowed = np.array([False, True, False, True])
+    assert one(logits, p, [0, 0], 2, allowed=allowed) == 3
+    assert one(logits, p, [0, 0, 2, 2], 2, allowed=allowed) == 1
+    assert one(logits, p, [0, 0], 2, allowed=np.array([False, True, False, False])) == 1
+
+
+def test_a_grammar_holds_whatever_the_temperature() -> None:
+    torch.manual_seed(7)
+    logits = torch.randn(40)
+    allowed = np.zeros(40, np.bool_)
+    allowed[[4, 30]] = True
+    for more in ({}, {"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.9}):
+        for seed in range(20):
+            p = Sampling(temperature=3.0, seed=seed, **more)  # type: ignore[arg-type]
+            assert one(logits, p, [1, 2], 1, allowed=allowed) in (4, 30)
+
+
+def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest() -> None:
+    torch.manual_seed(8)
+    logits = torch.randn(14)
+    p = Sampling(temperature=1.4, seed=9, min_p=0.3)
+    expected = MinPLogitsWarper(0.3)(torch.zeros(1, 1), (logits / 1.4)[None])[0]
+    weights = expected.double().softmax(-1).numpy()
+    assert 1 < (weights > 0).sum() < 14
+    assert chi_square(draw(logits, p, 20_000), 20_000 * weights) < 36.1
+
+
+@pytest.mark.parametrize("n", [1, 7, 20])
+def test_the_likeliest_tokens_are_told_in_order_and_ties_by_id(n: int) -> None:
+    torch.manual_seed(9)
+    logits = torch.randn(11, 50).round(decimals=0)
+    _, scores = sample(logits, [Sampling(logprobs=n)] * 11, range(11))
+    exact = logits.double().log_softmax(-1)
+    for i in range(11):
+        order = np.argsort(-logits[i].numpy(), kind="stable")[:n]
+        top = scores[i][1]
+        assert [t for t, _ in top] == order.tolist()
+        assert [v for _, v in top] == pytest.approx(exact[i, order].tolist(), abs=1e-5)
+
+
+def test_a_shaped_row_changes_nothing_for_the_others() -> None:
+    torch.manual_seed(10)
+    logits = torch.randn(5, 90)
+    params = [
+        Sampling(),
+        Sampling(repetition_penalty=2.0),
+        Sampling(temperature=1.0, seed=3),
+        Sampling(temperature=0.9, seed=3, frequency_penalty=1.0),
+        Sampling(temperature=0.9, seed=4, top_p=0.8),
+    ]
+    shapes = {1: Shape([5, int(logits[1].argmax())], 1), 3: Shape([5, 6, 6], 1)}
+    together, _ = sample(logits, params, range(5), shapes)
+    for i in range(5):
+        mine = {0: shapes[i]} if i in shapes else {}
+        assert sample(logits[i : i + 1], [params[i]], [i], mine)[0] == [together[i]]

@@ -1,0 +1,155 @@
+"""What one request may ask for: a function of its tokens alone, whatever happens to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ballast.bench.inprocess import Answer, InProcess
+from ballast.core.actions import Preempt
+from ballast.core.event import Failed, Output, TokenOut
+from ballast.core.request import Sampling, Submission
+from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
+from ballast.core.units import KiB, MiB
+from ballast.engine.apply import apply
+from tests.engine.checkpoints import VOCAB, make_llama
+
+PENALISED = {
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.4,
+    "logit_bias": ((5, 3.0), (9, -4.0)),
+    "banned": (2, 7),
+    "min_tokens": 12,
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("requests") / "a", 3)
+
+
+def fleet(path: Path, **model: object) -> FleetSettings:
+    device = DeviceSettings(
+        budget_bytes=64 * MiB, page_bytes=64 * KiB, step_tokens=32, step_logits=8, threads=1
+    )
+    settings = ModelSettings(name="a", path=str(path), dtype="float32", **model)  # type: ignore[arg-type]
+    return FleetSettings(models=(settings,), device=device)
+
+
+@pytest.fixture(scope="module")
+def server(path: Path) -> Iterator[InProcess]:
+    with InProcess(fleet(path)) as server:
+        yield server
+
+
+def asked(name: str, n: int = 40, prompt: int = 37, **sampling: object) -> Submission:
+    return Submission(
+        id=name,
+        model="a",
+        prompt=tuple((7 * k + 11) % VOCAB for k in range(prompt)),
+        max_tokens=n,
+        sampling=Sampling(**sampling),  # type: ignore[arg-type]
+        ignore_eos=True,
+    )
+
+
+def answer(server: InProcess, submission: Submission) -> Answer:
+    return server.generate([submission])[submission.id]
+
+
+def disturbed(server: InProcess, submission: Submission, every: int = 5) -> Answer:
+    """Preempted after each `every` tokens."""
+    state = server.device.state
+
+    def disturb(now: float, output: Output) -> None:
+        if isinstance(output, TokenOut) and output.index % every == every - 1:
+            apply(state, Preempt("a", output.request_id, why="a test"), [])
+
+    server.listen = disturb
+    try:
+        return answer(server, submission)
+    finally:
+        server.listen = None
+
+
+WAYS = {
+    "greedy": {},
+    "seeded": {"temperature": 0.9, "seed": 5, "top_p": 0.95, "min_p": 0.01},
+    "greedy penalised": PENALISED,
+    "seeded penalised": {"temperature": 1.1, "seed": 6, **PENALISED},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_are_the_same_after_preemptions_and_after_a_crash(
+    server: InProcess, way: str
+) -> None:
+    asking = asked(f"{way} whole", **WAYS[way])
+    whole = answer(server, asking)
+    assert len(set(whole.tokens)) > 8
+    again = disturbed(server, replace(asking, id=f"{way} disturbed"))
+    assert again.finished.preemptions > 3
+    assert again.tokens == whole.tokens
+    for n in (0, 1, 17, 39):
+        had = tuple(whole.tokens[:n])
+        rest = answer(server, replace(asking, id=f"{way} {n}", resumed=had))
+        assert [*had, *rest.tokens] == whole.tokens
+        assert rest.finished.output_tokens == 40
+        assert rest.finished.prompt_tokens == 37
+
+
+def test_the_index_of_a_resumed_output_goes_on(server: InProcess) -> None:
+    whole = answer(server, asked("counted"))
+    told: list[Output] = []
+    server.listen = lambda now, output: told.append(output)
+    answer(server, replace(asked("counted on"), resumed=tuple(whole.tokens[:30])))
+    server.listen = None
+    assert [o.index for o in told if isinstance(o, TokenOut)] == list(range(30, 40))
+
+
+def test_an_output_that_was_complete_ends_at_once(server: InProcess) -> None:
+    long = answer(server, replace(asked("complete", n=5), resumed=(1, 2, 3, 4, 5)))
+    assert (long.tokens, long.finished.reason, long.finished.output_tokens) == ([], "length", 5)
+    stopped = replace(asked("stopped"), resumed=(1, 2, 3), stop_token_ids=(3,))
+    ended = answer(server, stopped)
+    assert (ended.tokens, ended.finished.reason, ended.finished.output_tokens) == ([], "stop", 3)
+
+
+def test_min_tokens_keeps_the_end_away(server: InProcess) -> None:
+    free = answer(server, asked("free"))
+    stop = free.tokens[2]
+    early = answer(server, replace(asked("early"), stop_token_ids=(stop,)))
+    assert early.finished.reason == "stop"
+    assert len(early.tokens) == free.tokens.index(stop) + 1
+    late = replace(asked("late", banned=(stop,), min_tokens=20), stop_token_ids=(stop,))
+    kept = answer(server, late)
+    assert stop not in kept.tokens[:20]
+    assert len(kept.tokens) >= 20
+
+
+def test_tokens_that_the_model_does_not_have_are_refused(server: InProcess) -> None:
+    plain = asked("plain")
+    for i, wrong in enumerate(
+        [
+            replace(plain, prompt=(1, VOCAB)),
+            replace(plain, prompt=(-1, 1)),
+            asked("bias", logit_bias=((VOCAB + 3, 1.0),)),
+            asked("ban", banned=(VOCAB,), min_tokens=1),
+        ]
+    ):
+        end = answer(server, replace(wrong, id=f"wrong {i}")).end
+        assert isinstance(end, Failed)
+        assert end.code == "invalid_request"
+        assert "there is no token" in end.reason
+
+
+def test_a_request_that_was_accepted_is_taken_again_from_a_full_queue(path: Path) -> None:
+    with InProcess(fleet(path, max_waiting=0)) as server:
+        refused = answer(server, asked("new", n=3)).end
+        assert isinstance(refused, Failed)
+        assert refused.code == "queue_full"
+        assert answer(server, replace(asked("old", n=3), resumed=())).finished
