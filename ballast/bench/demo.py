@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +11,8 @@ from rich.console import Console
 
 from ballast.bench.choose import workload_of
 from ballast.bench.run import compare_virtual, replay_http
+from ballast.bench.serving import serving
 from ballast.bench.show import comparison_table, report_table
-from ballast.core.errors import Unavailable
 from ballast.core.settings import FleetSettings
 from ballast.core.units import format_bytes
 from ballast.fleet.make import DEFAULT_STEPS, make_fleet
@@ -55,7 +50,8 @@ def run_demo(
     names = [m.name for m in fleet.models]
     workload = workload_of("bursty", names, rate=rate, seconds=seconds, most_tokens=256)
     console.rule(f"serving {len(names)} models from {format_bytes(fleet.device.budget_bytes)}")
-    with server(file) as url:
+    with serving(file) as running:
+        url = running.url
         console.print(f"{url} is up")
         console.print(f"[bold]{names[0]}[/bold]: {QUESTION}\n  {chat(url, names[0])!r}")
         console.print(f"{len(workload.requests)} requests: {workload.describe()}")
@@ -68,26 +64,6 @@ def run_demo(
     ]
     console.print(comparison_table([live, *virtual]))
     console.print(f"next: ballast serve {file}, and README.md for a first chat")
-
-
-@contextlib.contextmanager
-def server(file: Path) -> Iterator[str]:
-    """`ballast serve` on a free port, in a process of its own; drained on leaving."""
-    command = [sys.executable, "-m", "ballast.cli", "serve", str(file), "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            found = re.search(r"(http://\S+)/v1", line)
-            if found:
-                yield found[1]
-                break
-        else:
-            raise Unavailable(f"the server ended with code {process.wait()} before it was ready")
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
-        process.stdout.close()
 
 
 def chat(url: str, model: str, most: int = 60) -> str:
