@@ -1,0 +1,64 @@
+"""What an output's text turns out to be: something said, or calls of functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the reader."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """Call number `index` (from 0) is one of the function `name`."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """More of the arguments of call `index`; all its fragments together are JSON text."""
+
+    index: int
+    fragment: str
+
+
+Delta = Content | Began | Arguments
+
+
+class Sink:
+    """Gathers deltas; neighbours of one kind become one."""
+
+    def __init__(self) -> None:
+        self._deltas: list[Delta] = []
+
+    def say(self, text: str) -> None:
+        """More content."""
+        if not text:
+            return
+        if self._deltas and isinstance(last := self._deltas[-1], Content):
+            self._deltas[-1] = Content(last.text + text)
+        else:
+            self._deltas.append(Content(text))
+
+    def begin(self, index: int, call_id: str, name: str) -> None:
+        """A new call."""
+        self._deltas.append(Began(index, call_id, name))
+
+    def grow(self, index: int, fragment: str) -> None:
+        """More arguments of a call."""
+        if self._deltas and isinstance(last := self._deltas[-1], Arguments):
+            self._deltas[-1] = Arguments(index, last.fragment + fragment)
+        else:
+            self._deltas.append(Arguments(index, fragment))
+
+    def take(self) -> list[Delta]:
+        """What was gathered since the last time."""
+        taken, self._deltas = self._deltas, []
+        return taken

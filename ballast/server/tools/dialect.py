@@ -1,0 +1,97 @@
+"""How one model writes calls: chosen by its chat template, used for every request with tools."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ballast.core.errors import ConfigError
+from ballast.server.grammar import validated
+from ballast.server.tools.enforced import calls_grammar
+from ballast.server.tools.parser import ToolParser
+from ballast.server.tools.request import Tools, arguments_of
+from ballast.server.tools.syntax import SYNTAXES, Syntax, recognised
+
+
+@dataclass(frozen=True, slots=True)
+class ToolDialect:
+    """A row of the table of dialects, with what this model's tokenizer makes of its markers."""
+
+    name: str
+    syntax: Syntax
+    special_markers: Mapping[str, int]
+    """Markers that are special tokens, with ids: the detokenizer must show them."""
+
+    @classmethod
+    def of(
+        cls, template: str, parser: str, special_token: Callable[[str], int | None]
+    ) -> ToolDialect | None:
+        """The dialect of a model with this chat template; None if it does not know tools.
+
+        `parser` names one, or is `auto`; raises ConfigError for other names. `special_token` gives
+        the id of the special token that is written so, if there is one.
+        """
+        if parser not in ("auto", *SYNTAXES):
+            allowed = ", ".join(SYNTAXES)
+            raise ConfigError("tool_parser", parser, f"it is auto or one of {allowed}")
+        name = recognised(template) if parser == "auto" else parser
+        if name is None:
+            return None
+        syntax = SYNTAXES[name]
+        ids = {marker: special_token(marker) for marker in syntax.markers}
+        return cls(name, syntax, {m: i for m, i in ids.items() if i is not None})
+
+    def grammar(self, tools: Tools) -> str:
+        """What an output must follow so that it is a call; empty where it need not be one.
+
+        Raises InvalidRequest if the functions' schemas together are too much.
+        """
+        if not tools.forced:
+            return ""
+        return validated(
+            calls_grammar(self.syntax, tools.functions, tools.parallel, self.special_markers),
+            "tools",
+        )
+
+    def parser(self, tools: Tools) -> ToolParser:
+        """For one output of a request with `tools`."""
+        return ToolParser(self.syntax, frozenset(f.name for f in tools.functions), self._new_id)
+
+    def conversation(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> list[dict[str, Any]]:
+        """Messages as the chat template wants them, given beside `tools`.
+
+        Templates write the arguments of earlier calls as objects, where clients send texts.
+        """
+        turns = [self._turn(message) for message in messages]
+        if self.syntax.tools_in_system and tools:
+            if not turns or turns[0].get("role") != "system":
+                turns.insert(0, {"role": "system", "content": ""})
+            turns[0]["tools"] = json.dumps([t.get("function", t) for t in tools])
+        return turns
+
+    def _turn(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        calls = message.get("tool_calls")
+        if not isinstance(calls, Sequence) or self.syntax.text_arguments:
+            return dict(message)
+        return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+    def _new_id(self) -> str:
+        if self.syntax.call_id:
+            return self.syntax.call_id + secrets.token_hex(12)
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+def _with_object(call: object) -> object:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        return call
+    return {
+        **call,
+        "function": {**function, "arguments": arguments_of(function.get("arguments"))},
+    }

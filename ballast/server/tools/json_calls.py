@@ -1,0 +1,161 @@
+"""Calls written in JSON: objects with name and arguments, or arguments behind a name.
+
+Read leniently: arguments are passed on as they were written, and are valid JSON if the model wrote
+that. Keys and names decide whether there is a call at all, and must be right.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from ballast.server.tools.reader import NoCall, Reader, Reading
+
+_MOST_HEADER = 256
+_ARGUMENTS = ("arguments", "parameters")
+_KNOWN = ("name", "type", "id", *_ARGUMENTS)
+
+
+def json_calls(reader: Reader, header: re.Pattern[str] | None) -> Reading[None]:
+    """An object, a list of them, or, if there is a `header`, that and arguments."""
+    yield from reader.blank()
+    first = yield from reader.peek()
+    if first == "[" and header is not None:
+        # A name never begins so.
+        header = None
+    if header is not None and first != "{":
+        yield from _headed(reader, header)
+    elif first == "[":
+        yield from reader.take()
+        while True:
+            yield from reader.blank()
+            yield from _object(reader)
+            yield from reader.blank()
+            if (yield from reader.peek()) != ",":
+                break
+            yield from reader.take()
+        yield from reader.expect("]")
+    else:
+        yield from _object(reader)
+    reader.accept()
+
+
+def _headed(reader: Reader, header: re.Pattern[str]) -> Reading[None]:
+    text = ""
+    while (yield from reader.peek()) != "{":
+        text += yield from reader.take()
+        if len(text) > _MOST_HEADER:
+            raise NoCall
+    match = header.fullmatch(text)
+    if match is None:
+        raise NoCall
+    reader.begin(match["name"])
+    yield from _value(reader, passed_on=True)
+
+
+def _object(reader: Reader) -> Reading[None]:
+    """`{"name": ..., "arguments": ...}`, in any order and with keys that say nothing."""
+    yield from reader.expect("{")
+    name: str | None = None
+    arguments: str | None = None
+    begun = False
+    while True:
+        yield from reader.blank()
+        key = yield from _string(reader)
+        yield from reader.blank()
+        yield from reader.expect(":")
+        yield from reader.blank()
+        if key not in _KNOWN and not begun:
+            raise NoCall
+        if key == "name" and name is None:
+            name = yield from _string(reader)
+            if not reader.callable(name):
+                raise NoCall
+            if arguments is not None:
+                reader.begin(name)
+                reader.grow(arguments)
+                begun = True
+        elif key in _ARGUMENTS and arguments is None:
+            if name is not None:
+                reader.begin(name)
+                begun = True
+            if begun and (yield from reader.peek()) == "{":
+                arguments = yield from _value(reader, passed_on=True)
+            else:
+                arguments = _as_object((yield from _value(reader)))
+                if begun:
+                    reader.grow(arguments)
+        else:
+            yield from _value(reader)
+        yield from reader.blank()
+        if (yield from reader.peek()) != ",":
+            break
+        yield from reader.take()
+        if begun:
+            reader.accept()
+    yield from reader.expect("}")
+    if name is None:
+        raise NoCall
+    if not begun:
+        reader.begin(name)
+        reader.grow("{}")
+    reader.accept()
+
+
+def _string(reader: Reader) -> Reading[str]:
+    """A string's text. Raises NoCall if it is none, or cannot be sent as UTF-8."""
+    if (yield from reader.peek()) != '"':
+        raise NoCall
+    raw = yield from _value(reader)
+    try:
+        text = str(json.loads(raw))
+        text.encode()
+    except ValueError:
+        raise NoCall from None
+    return text
+
+
+def _value(reader: Reader, *, passed_on: bool = False) -> Reading[str]:
+    """The text of one value, whatever its brackets hold; `passed_on`: to the call that began."""
+    text: list[str] = []
+    depth = 0
+    quoted = escaped = False
+    while True:
+        character = yield from reader.peek()
+        if not quoted and depth == 0 and (character in ",]}" or character.isspace()):
+            break  # a number or a word ends where the next thing begins; END is in ",]}" too
+        yield from reader.take()
+        text.append(character)
+        if passed_on:
+            reader.grow(character)
+        if quoted:
+            if escaped:
+                escaped = False
+            elif character == "\\":
+                escaped = True
+            elif character == '"':
+                quoted = False
+        elif character == '"':
+            quoted = True
+        elif character in "{[":
+            depth += 1
+        elif character in "}]":
+            depth -= 1
+        else:
+            continue
+        if depth == 0 and not quoted:
+            break
+    return "".join(text)
+
+
+def _as_object(text: str) -> str:
+    """Arguments that are no object as they stand: models write them as a text, or as null."""
+    try:
+        value = json.loads(text)
+        if value is None:
+            return "{}"
+        if isinstance(value, str) and isinstance(json.loads(value), dict):
+            return value
+    except (ValueError, RecursionError):
+        pass
+    return text

@@ -1,0 +1,125 @@
+"""What a request says about tools, checked."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ballast.core.errors import InvalidRequest
+from ballast.server.grammar import checked_schema
+
+MOST_FUNCTIONS = 128
+_NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that the model may call."""
+
+    name: str
+    schema: Mapping[str, Any]
+    """JSON Schema of its arguments, of type object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The functions that a request offers, and how free the model is to call them."""
+
+    functions: tuple[Function, ...]
+    """All that may be called; with a named function as choice, that one."""
+    forced: bool
+    """The answer has to be a call."""
+    parallel: bool
+    """It may be several."""
+
+    @classmethod
+    def of(cls, tools: object, tool_choice: object = None, parallel: object = None) -> Tools | None:
+        """From the fields `tools`, `tool_choice` and `parallel_tool_calls` of a request, as sent.
+
+        None if nothing can be called: without tools, and with the choice `none`. Raises
+        InvalidRequest. Compiles the schemas, which takes about a millisecond each.
+        """
+        if parallel is not None and not isinstance(parallel, bool):
+            raise InvalidRequest("parallel_tool_calls is true or false", "parallel_tool_calls")
+        functions = _functions(tools)
+        if tool_choice is None:
+            tool_choice = "auto" if functions else "none"
+        if tool_choice == "none":
+            return None
+        if not functions:
+            raise InvalidRequest("tool_choice needs tools", "tool_choice")
+        several = parallel is not False
+        if isinstance(tool_choice, str):
+            if tool_choice not in ("auto", "required"):
+                raise InvalidRequest(
+                    "tool_choice is none, auto, required, or an object that names a function",
+                    "tool_choice",
+                )
+            return cls(functions, tool_choice == "required", several)
+        name = _named(tool_choice)
+        chosen = tuple(f for f in functions if f.name == name)
+        if not chosen:
+            raise InvalidRequest(f"no tool has the name {name!r}", "tool_choice.function.name")
+        return cls(chosen, True, False)
+
+
+def _functions(tools: object) -> tuple[Function, ...]:
+    if tools is None:
+        return ()
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        raise InvalidRequest("tools is a list", "tools")
+    if len(tools) > MOST_FUNCTIONS:
+        raise InvalidRequest(f"at most {MOST_FUNCTIONS} tools", "tools")
+    functions = tuple(_function(tool, f"tools.{i}") for i, tool in enumerate(tools))
+    if len({f.name for f in functions}) < len(functions):
+        raise InvalidRequest("two tools have one name", "tools")
+    return functions
+
+
+def _function(tool: object, where: str) -> Function:
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        raise InvalidRequest("a tool is an object with the type function", f"{where}.type")
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        raise InvalidRequest("a tool has an object `function`", f"{where}.function")
+    name = function.get("name")
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise InvalidRequest(
+            "a function's name has 1 to 128 of the characters a-z A-Z 0-9 _ . : / -",
+            f"{where}.function.name",
+        )
+    description = function.get("description")
+    if description is not None and not isinstance(description, str):
+        raise InvalidRequest("a description is a text", f"{where}.function.description")
+    schema = function.get("parameters")
+    where = f"{where}.function.parameters"
+    if schema is None:
+        schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
+        raise InvalidRequest("parameters is a JSON schema of type object", where)
+    schema = {"type": "object", **schema}
+    return Function(name, checked_schema(schema, where, lenient=not function.get("strict")))
+
+
+def _named(tool_choice: object) -> str:
+    function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise InvalidRequest("tool_choice names a function", "tool_choice.function.name")
+    return name
+
+
+def arguments_of(text: object) -> object:
+    """The arguments of an earlier call, which clients send as JSON text, as an object.
+
+    Text that is no JSON stays what it is: a model wrote it, and may see it again.
+    """
+    if not isinstance(text, str):
+        return text
+    try:
+        return json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        return text
