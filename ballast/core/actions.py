@@ -10,6 +10,9 @@ class Short:
     """Not enough pages: a result, never an exception. `pages` are missing."""
 
     pages: int
+    blocks: int = 0
+    """Of a KV cache: the blocks for which it needs those pages. Any that its own requests give
+    back will do as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +90,13 @@ Action = Activate | Evict | Preempt | DropCache | Compact | Limit | Hold | Refus
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """`pages` that `action` would free, at `price` seconds of expected harm to requests."""
+    """`pages` that `action` would free for all, at `price` seconds of expected harm to requests."""
 
     pages: int
     price: float
     action: Action
+    blocks: int = 0
+    """Beside the pages: blocks that only the model itself can use."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,8 @@ class RequestView:
     pages: int
     """Pages that preempting it would free now (0 while waiting)."""
     in_flight: bool
+    blocks: int = 0
+    """Blocks that preempting it would leave to its own model, on pages that others use too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,10 @@ class ModelView:
     """First come first."""
     running: tuple[RequestView, ...]
     """First come first."""
+    slab_pages: int
+    """Pages that its KV cache takes and gives back at a time."""
+    slab_blocks: int
+    """Blocks that lie on so many pages."""
     first_pages: int
     """Pages the first waiting request needs to be admitted (0 if none waits)."""
     last_used: float
@@ -120,6 +126,8 @@ class Shortage:
     """Pages it asked for."""
     limited: bool
     """The model's own limit stood in the way, not the pool."""
+    blocks: int = 0
+    """Blocks for which it needs those pages; any that its model gets back will do as well."""
 
 
 @dataclass(frozen=True, slots=True)

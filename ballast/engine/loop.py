@@ -94,8 +94,10 @@ class Loop:
             self._decide(outputs)
         self._dispatch(outputs)
         while self._stuck:
-            self._give_up_on_one(outputs)
-            self._decide(outputs)
+            # The last job may have ended what stood in the way of a remedy.
+            if not self._decide(outputs):
+                self._give_up_on_one(outputs)
+                self._decide(outputs)
             self._dispatch(outputs)
         if outputs:
             self.outbox(outputs)

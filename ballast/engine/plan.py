@@ -49,7 +49,9 @@ class _Plan:
     def lacks(self, r: Request, short: Short) -> None:
         """Note that `r` cannot go on; this does not stop the others."""
         m = self.model
-        m.shortages.append(Shortage(m.spec.name, r.id, short.pages, m.kv.limited(short)))
+        m.shortages.append(
+            Shortage(m.spec.name, r.id, short.pages, m.kv.limited(short), short.blocks)
+        )
 
 
 def plan(m: ModelState, settings: DeviceSettings, now: float, freed: int) -> list[SequenceWork]:

@@ -508,6 +508,8 @@ class DeviceState:
                 busy=m.job is not None,
                 waiting=tuple(self._request_view(m, r) for r in m.waiting),
                 running=tuple(self._request_view(m, r) for r in m.running),
+                slab_pages=m.kv.layout.slab_pages,
+                slab_blocks=m.kv.layout.blocks_per_slab,
                 first_pages=first,
                 last_used=m.last_used,
                 costs=m.costs,
@@ -524,15 +526,16 @@ class DeviceState:
 
     @staticmethod
     def _request_view(m: ModelState, r: Request) -> RequestView:
-        leaving = r in m.leaving
+        held = [] if r in m.leaving else r.blocks
         return RequestView(
             r.id,
             r.order,
             r.submission.priority,
             len(r.tokens),
             r.computed,
-            m.kv.pages_if_freed(r.blocks) if r.blocks and not leaving else 0,
+            m.kv.pages_if_freed(held) if held else 0,
             r.in_flight,
+            m.kv.blocks_if_freed(held) if held else 0,
         )
 
 

@@ -138,6 +138,16 @@ class KvCache:
         emptied = sum(1 for index, n in last.items() if of[index].used == n)
         return emptied * self.layout.slab_pages
 
+    def blocks_if_freed(self, blocks: Iterable[int]) -> int:
+        """Blocks that `free(blocks, surrender=True)` would leave to this cache in slabs that stay.
+
+        They come beside `pages_if_freed`.
+        """
+        refs, size = self._refs, self._size
+        last = Counter(b // size for b in blocks if refs.get(b) == 1)
+        of = self._slabs.of
+        return sum(n for index, n in last.items() if of[index].used != n)
+
     def limited(self, short: Short) -> bool:
         """Whether a growth just refused with `short` would exceed the limit, whatever is free."""
         most = self._backing.most
@@ -182,7 +192,7 @@ class KvCache:
             beyond = n - slabs.at_hand - len(slabs.idle) * self._size
             fresh = ceil_div(max(0, beyond), self._size)
             if fresh and not self._back(fresh):
-                return Short(self.pages_for(n))
+                return Short(self.pages_for(n), max(0, n - slabs.at_hand))
             self._forget(slabs.sacrifice(n - slabs.free))
         taken = slabs.take(n)
         self._refs.update(dict.fromkeys(taken, 1))

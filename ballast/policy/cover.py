@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from copy import copy
 
 from ballast.core.actions import Action, Activate, Evict, Offer, Preempt
+from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.offers import Claim, Source
 
@@ -18,6 +19,8 @@ class Ground:
         self.free = view.free - view.promised
         self.taken: dict[str, dict[tuple[str, str], int]] = {}
         """Pages taken of each model, by kind of action and request."""
+        self.blocks: dict[str, int] = {}
+        """Blocks that each model gets back on pages that it keeps."""
         self.evicted: set[str] = set()
         self.holders = {s.owner: set(s.holders) for m in view.models for s in m.shared}
         """Models that use each shared segment."""
@@ -25,12 +28,17 @@ class Ground:
 
     def needs(self, claim: Claim) -> int:
         """Pages of the claim, given who has come and gone since the view was taken."""
-        if not claim.activate:
+        m = self._models[claim.model]
+        if claim.activate:
+            there = (not self.holders[s.owner] for s in m.shared)
+            before = (not s.holders for s in m.shared)
+            return claim.pages + sum(
+                s.pages * (now - then) for s, now, then in zip(m.shared, there, before, strict=True)
+            )
+        if not claim.blocks:
             return claim.pages
-        shared = self._models[claim.model].shared
-        return claim.pages + sum(
-            s.pages * ((not self.holders[s.owner]) - (not s.holders)) for s in shared
-        )
+        left = max(0, claim.blocks - self.blocks.get(claim.model, 0))
+        return ceil_div(left, m.slab_blocks) * m.slab_pages
 
     def covers(self, claim: Claim) -> bool:
         """Whether what is coming suffices."""
@@ -49,7 +57,16 @@ class Ground:
         if key in taken:
             return 0
         taken[key] = offer.pages
+        self.blocks[model] = self.blocks.get(model, 0) + offer.blocks
         return offer.pages
+
+    def use(self, claim: Claim) -> None:
+        """The claim gets what it needs."""
+        needs = self.needs(claim)
+        self.coming -= needs
+        self.free -= needs
+        left = self.blocks.get(claim.model, 0) - claim.blocks
+        self.blocks[claim.model] = max(0, left)
 
     def activate(self, claim: Claim) -> None:
         """The claim's model comes; segments that it shares with others stay as long as it."""
@@ -67,6 +84,7 @@ class Ground:
         """As it is now, to go back to."""
         twin = copy(self)
         twin.taken = {model: dict(taken) for model, taken in self.taken.items()}
+        twin.blocks = dict(self.blocks)
         twin.evicted = set(self.evicted)
         twin.holders = {owner: set(holders) for owner, holders in self.holders.items()}
         return twin
@@ -98,12 +116,11 @@ def cover(view: DeviceView, claims: Sequence[Claim], sources: Sequence[Source]) 
             continue
         ground, chosen = covered
         actions += chosen
-        needs = ground.needs(claim)
-        if claim.activate and needs <= ground.free:
+        activates = claim.activate and ground.needs(claim) <= ground.free
+        ground.use(claim)
+        if activates:
             actions.append(Activate(claim.model, why="requests wait for it"))
             ground.activate(claim)
-        ground.coming -= needs
-        ground.free -= needs
     return actions
 
 
@@ -136,7 +153,8 @@ def _cover_one(
             ground.coming += pages
             ground.free += pages
             gained = ground.needs(claim) - ground.coming < lacked
-            if gained or evicts:
+            for_itself = offer.blocks > 0 and offer.action.model == claim.model
+            if gained or evicts or for_itself:
                 chosen.append(offer.action)
             if evicts and not gained:
                 trials.append(offer.action.model)
@@ -184,7 +202,7 @@ def shortage_claims(view: DeviceView, patience: float) -> tuple[list[Claim], flo
                 urgent = r in m.running or view.now >= overdue_at
                 if not urgent:
                     wake = overdue_at if wake is None else min(wake, overdue_at)
-                claims.append(Claim(m.name, r.order, s.pages, urgent))
+                claims.append(Claim(m.name, r.order, s.pages, urgent, s.blocks))
     return claims, wake
 
 

@@ -27,6 +27,8 @@ class Claim:
     pages: int
     may_preempt: bool
     """Whether work in progress of younger requests may be undone for it."""
+    blocks: int = 0
+    """Of a request: the blocks that those pages are for (`Shortage.blocks`)."""
     activate: bool = False
     """The model's weights are among the pages: it is to be activated once they are there."""
 
@@ -89,19 +91,26 @@ def idle_models(view: DeviceView, claim: Claim) -> list[Offer]:
 
 
 def younger_requests(view: DeviceView, claim: Claim) -> list[Offer]:
-    """Running requests that came after the claim's, youngest first."""
+    """Running requests that came after the claim's, youngest first.
+
+    One whose blocks share all their pages with others' frees no page, but blocks for its model.
+    """
     if not claim.may_preempt:
         return []
     younger = [
         (r, m)
         for m in view.models
         for r in m.running
-        if r.order > claim.order and r.pages > 0 and m.residency is Residency.RESIDENT
+        if r.order > claim.order and m.residency is Residency.RESIDENT
+        if r.pages > 0 or (r.blocks > 0 and m.name == claim.model)
     ]
     younger.sort(key=lambda pair: pair[0].order, reverse=True)
     return [
         Offer(
-            r.pages, recompute_seconds(m, r), Preempt(m.name, r.id, why=f"{claim.model} came first")
+            r.pages,
+            recompute_seconds(m, r),
+            Preempt(m.name, r.id, why=f"{claim.model} came first"),
+            r.blocks,
         )
         for r, m in younger
     ]

@@ -55,7 +55,7 @@ class FixedShares:
             m = view.model(s.model)
             for r in m.running:
                 if r.id == s.request_id:
-                    claim = Claim(m.name, r.order, s.pages, may_preempt=True)
+                    claim = Claim(m.name, r.order, s.pages, may_preempt=True, blocks=s.blocks)
                     alone = _within(view, m)
                     actions += cover(alone, [claim], [own_younger_requests])
         return Decision(tuple(actions), memo)

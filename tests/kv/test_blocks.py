@@ -80,7 +80,7 @@ def test_slabs_of_several_pages_come_and_go_whole() -> None:
     assert (kv.layout.slab_pages, kv.layout.blocks_per_slab) == (3, 4)
     table = grown(kv, 5)
     assert kv.pages == 6
-    assert kv.grow(table, 18) == Short(3)
+    assert kv.grow(table, 18) == Short(3, 1)
     kv.free(table)
     assert pool.free == 8
 
@@ -99,7 +99,7 @@ def test_growth_is_all_or_nothing() -> None:
     kv, pool = make(3)
     table = grown(kv, 9)
     before = list(table)
-    assert kv.grow(table, 2 * 17) == Short(2)
+    assert kv.grow(table, 2 * 17) == Short(2, 5)
     assert (table, kv.pages, pool.free) == (before, 3, 0)
     assert kv.grow(table, 2 * 12) is None
 
@@ -109,7 +109,7 @@ def test_a_short_counts_what_was_asked_for_so_that_free_pages_can_be_set_against
     pool.lease("other", 2)
     table: list[int] = []
     short = kv.grow(table, 2 * 12)
-    assert short == Short(3)
+    assert short == Short(3, 12)
     assert kv.pages_for(12) == 3
     assert not kv.limited(short)
 
@@ -119,7 +119,7 @@ def test_a_limit_bounds_growth_and_says_so() -> None:
     kv.limit = 2
     table = grown(kv, 8)
     short = kv.grow(table, 18)
-    assert short == Short(1)
+    assert short == Short(1, 1)
     assert kv.limited(short)
     kv.limit = None
     assert kv.grow(table, 18) is None
@@ -135,7 +135,7 @@ def test_a_limit_is_not_blamed_for_an_empty_pool() -> None:
     pool.lease("other", 6)
     table = grown(kv, 4)
     short = kv.grow(table, 2 * 12)
-    assert short == Short(2)
+    assert short == Short(2, 8)
     assert not kv.limited(short)
 
 
@@ -152,7 +152,7 @@ def test_promised_pages_are_not_taken() -> None:
     kv, pool = make(4)
     pool.promise("weights:x", 3)
     table: list[int] = []
-    assert kv.grow(table, 16) == Short(2)
+    assert kv.grow(table, 16) == Short(2, 8)
     assert kv.grow(table, 8) is None
 
 
@@ -407,7 +407,7 @@ def test_a_machine_without_memory_is_short_and_changes_nothing() -> None:
     pool = Pool(vm, 8)
     kv = KvCache(make_spec(), pool, vm)
     table = grown(kv, 4)
-    assert kv.grow(table, 2 * 12) == Short(2)
+    assert kv.grow(table, 2 * 12) == Short(2, 8)
     kv.validate([table])
     assert kv.grow(table, 2 * 8) is None
     kv.validate([table])
@@ -447,5 +447,5 @@ def test_validate_sees_a_table_that_is_not_counted() -> None:
 def test_a_pool_smaller_than_a_slab_is_short_for_ever() -> None:
     kv, _ = make(2, head_dim=12)
     table: list[int] = []
-    assert kv.grow(table, 1) == Short(3)
+    assert kv.grow(table, 1) == Short(3, 1)
     kv.validate([table])

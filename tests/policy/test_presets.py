@@ -97,6 +97,18 @@ def test_balloon_running_request_short_of_pages_preempts_the_youngest_at_once() 
     ]
 
 
+def test_balloon_preempts_for_blocks_on_pages_that_stay() -> None:
+    old, young, youngest = (request(i, arrival=float(i), blocks=2) for i in (1, 2, 3))
+    m = model("a", kv=2, running=(old, young, youngest))
+    other = model("b", kv=1, running=(request(4, arrival=4.0, blocks=3),))
+    for missing, asked in ((2, ["r3"]), (3, ["r3", "r2"])):
+        lack = Shortage("a", old.id, 1, limited=False, blocks=missing)
+        actions = Balloon()(device(m, other, free=0, shortages=(lack,)), None).actions
+        assert [a.request_id for a in actions if isinstance(a, Preempt)] == asked
+    lack = Shortage("a", old.id, 2, limited=False, blocks=5)
+    assert Balloon()(device(m, free=0, shortages=(lack,)), None).actions == ()
+
+
 def test_an_uncovered_older_claim_keeps_free_pages_from_younger_ones() -> None:
     old = model("old", ABSENT, pages=50, waiting=(request(1, arrival=9.9),))
     young = model("young", ABSENT, pages=5, waiting=(request(2, arrival=10.0),))

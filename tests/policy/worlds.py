@@ -42,9 +42,16 @@ def spec(
 
 
 def request(
-    sequence: int, *, arrival: float = 0.0, pages: int = 0, tokens: int = 32, flying: bool = False
+    sequence: int,
+    *,
+    arrival: float = 0.0,
+    pages: int = 0,
+    blocks: int = 0,
+    tokens: int = 32,
+    flying: bool = False,
 ) -> RequestView:
-    return RequestView(f"r{sequence}", (arrival, sequence), 0, tokens, tokens - 1, pages, flying)
+    order = (arrival, sequence)
+    return RequestView(f"r{sequence}", order, 0, tokens, tokens - 1, pages, flying, blocks)
 
 
 def model(
@@ -77,6 +84,8 @@ def model(
         busy=False,
         waiting=waiting,
         running=running,
+        slab_pages=1,
+        slab_blocks=4,
         first_pages=first,
         last_used=last_used,
         costs=UNMEASURED,
