@@ -78,6 +78,8 @@ class LiveDevice:
         self.executors = self._executors()
         # Between jobs the C allocator keeps no more than the arena stands for.
         cap = AllocatorCap(self.state.arena.pages * device.page_bytes)
+        for executor in self.executors.values():
+            executor.grammars.aside = cap.aside
         self.runner = CpuRunner(self.executors, self.post, self.clock, device.threads, cap.check)
         self._story_file = open(fleet.story_path, "w") if fleet.story_path else None  # noqa: SIM115
         self.story = Story(sink=self._write_story if self._story_file else sink)

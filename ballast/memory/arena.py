@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from ballast.core.actions import Short
 from ballast.core.errors import DeviceError
 from ballast.core.units import MiB, ceil_div
@@ -96,6 +99,15 @@ class AllocatorCap:
         self.n_bytes = n_bytes
         self.trims = 0
         self._base = anonymous_bytes()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is allocated meanwhile and kept is no activation: it does not count."""
+        before = anonymous_bytes()
+        try:
+            yield
+        finally:
+            self._base += anonymous_bytes() - before
 
     @property
     def used(self) -> int:

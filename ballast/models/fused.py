@@ -61,7 +61,7 @@ class FusedModel(Served):
         `max_rows`, `max_sampled`: most tokens of a job, and most positions sampled in it. Raises
         BrokenPromise where the workspace is too small for them.
         """
-        super().__init__(host.spec, kv_base, layout)
+        super().__init__(host, kv_base, layout)
         spec = self.spec
         self._buffers = b = _Buffers.of(spec, workspace, max_rows, max_sampled)
         self._workspace = workspace  # its memory goes with it

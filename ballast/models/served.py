@@ -9,16 +9,19 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ballast.core.errors import BrokenPromise
-from ballast.core.event import Result
+from ballast.core.errors import BrokenPromise, InvalidRequest
+from ballast.core.event import Failed, Result
 from ballast.core.job import Sampled, SequenceWork
-from ballast.core.model import ModelSpec
 from ballast.kernels import sampling
 from ballast.kernels.paged_attention import KvArray, PagedBatch
 from ballast.kv.layout import Layout
+from ballast.models.grammar import Grammars
+from ballast.weights.host import HostModel
 from ballast.weights.packing import DTYPES
 
 Array = np.ndarray[Any, Any]
+
+UNSCORED: tuple[None, tuple[()]] = (None, ())
 
 
 class Served(ABC):
@@ -27,9 +30,12 @@ class Served(ABC):
     One job at a time; different models may run at the same time on different threads.
     """
 
-    def __init__(self, spec: ModelSpec, kv_base: int, layout: Layout) -> None:
+    def __init__(self, host: HostModel, kv_base: int, layout: Layout) -> None:
         """`kv_base`: address of block 0, which need not be backed by memory yet."""
-        self.spec = spec
+        self.spec = spec = host.spec
+        self.grammars = Grammars(
+            host.directory, spec.vocab, spec.eos_token_ids, keep=spec.max_running
+        )
         self.dtype = dtype = DTYPES[spec.dtype]
         if layout.stride_bytes % dtype.itemsize:
             raise BrokenPromise(f"{spec.name}: blocks are {layout.stride_bytes} bytes apart")
@@ -57,17 +63,41 @@ class Served(ABC):
         logits = self.logits(work)
         if not sampled:
             return []
-        tokens, scores = sampling.sample(
-            logits,
-            [w.sample for w in sampled if w.sample is not None],
-            [w.end for w in sampled],
-            {
-                i: sampling.Shape(w.history, w.prompt_tokens)
-                for i, w in enumerate(sampled)
-                if w.history is not None
-            },
-        )
-        return [Sampled(w.request_id, tokens[i], *scores.get(i, ())) for i, w in enumerate(sampled)]
+        shapes, failed = self._shapes(sampled)
+        params = [w.sample for w in sampled if w.sample is not None]
+        tokens, scores = sampling.sample(logits, params, [w.end for w in sampled], shapes)
+        results: list[Result] = []
+        for i, w in enumerate(sampled):
+            if i in failed:
+                results.append(failed[i])
+                continue
+            ends = i in shapes and self._ends(w.request_id, tokens[i], shapes[i])
+            logprob, top = scores.get(i, UNSCORED)
+            results.append(Sampled(w.request_id, tokens[i], logprob, top, ends))
+        return results
+
+    def _ends(self, request_id: str, token: int, shape: sampling.Shape) -> bool:
+        return shape.allowed is not None and self.grammars.ends(request_id, token)
+
+    def _shapes(
+        self, sampled: Sequence[SequenceWork]
+    ) -> tuple[dict[int, sampling.Shape], dict[int, Failed]]:
+        """What shapes the logits of those that ask for it; those whose grammar is at fault."""
+        shapes: dict[int, sampling.Shape] = {}
+        failed: dict[int, Failed] = {}
+        for i, w in enumerate(sampled):
+            if w.history is None or w.sample is None:
+                continue
+            allowed = None
+            if w.sample.grammar:
+                output = w.history[w.prompt_tokens :]
+                try:
+                    allowed = self.grammars.allowed(w.request_id, w.sample.grammar, output)
+                except InvalidRequest as error:
+                    failed[i] = Failed(w.request_id, error.code, str(error))
+                    continue
+            shapes[i] = sampling.Shape(w.history, w.prompt_tokens, allowed)
+        return shapes, failed
 
     def rows(self, work: Sequence[SequenceWork]) -> Rows:
         """The rows of a job. Raises BrokenPromise where a sequence is longer than the model's."""

@@ -41,7 +41,7 @@ class ServedModel(Served):
         Raises UnsupportedModel where the module keeps state that cannot be set up without its
         weights.
         """
-        super().__init__(host.spec, kv_base, layout)
+        super().__init__(host, kv_base, layout)
         self._module = build(host.config)
         self._module.set_attn_implementation(attention.NAME)  # type: ignore[operator]
         own = len(host.segments)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from llguidance import LLMatcher
+from transformers import AutoTokenizer
 
 from ballast.bench.inprocess import Answer, InProcess
 from ballast.core.actions import Preempt
@@ -15,8 +18,21 @@ from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB
 from ballast.engine.apply import apply
-from tests.engine.checkpoints import VOCAB, make_llama
+from ballast.fleet.tokenizer import train_tokenizer
+from tests.engine.checkpoints import make_llama
 
+VOCAB = 300
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 4},
+        "on": {"type": "boolean"},
+    },
+    "required": ["name", "sizes", "on"],
+    "additionalProperties": False,
+}
+GRAMMAR: str = LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace_pattern": " ?"})
 PENALISED = {
     "repetition_penalty": 1.3,
     "presence_penalty": 0.5,
@@ -29,7 +45,12 @@ PENALISED = {
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama(tmp_path_factory.mktemp("requests") / "a", 3)
+    """A model whose tokenizer is of whole words and single bytes."""
+    directory = make_llama(tmp_path_factory.mktemp("requests") / "a", 3, vocab_size=VOCAB)
+    train_tokenizer(['{"name": "x", "sizes": [1, 2]} true false'] * 5, VOCAB, 256).save_pretrained(
+        directory
+    )
+    return directory
 
 
 def fleet(path: Path, **model: object) -> FleetSettings:
@@ -153,3 +174,38 @@ def test_a_request_that_was_accepted_is_taken_again_from_a_full_queue(path: Path
         assert isinstance(refused, Failed)
         assert refused.code == "queue_full"
         assert answer(server, replace(asked("old", n=3), resumed=())).finished
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_a_grammar_holds_across_preemptions_and_crashes(
+    server: InProcess, path: Path, temperature: float
+) -> None:
+    name = f"grammar {temperature}"
+    asking = asked(name, n=200, grammar=GRAMMAR, temperature=temperature, seed=4, min_tokens=3)
+    whole = answer(server, asking)
+    assert whole.finished.reason == "stop"
+    text = AutoTokenizer.from_pretrained(path).decode(whole.tokens, skip_special_tokens=True)
+    found = json.loads(text)
+    assert set(found) == {"name", "sizes", "on"}
+    assert isinstance(found["name"], str)
+    assert all(isinstance(n, int) for n in found["sizes"])
+    assert isinstance(found["on"], bool)
+    again = disturbed(server, replace(asking, id=f"{name} disturbed"), every=3)
+    assert again.finished.preemptions > 1
+    assert again.tokens == whole.tokens
+    for n in (0, 1, len(whole.tokens) // 2, len(whole.tokens) - 1):
+        had = tuple(whole.tokens[:n])
+        rest = answer(server, replace(asking, id=f"{name} {n}", resumed=had))
+        assert [*had, *rest.tokens] == whole.tokens
+        assert rest.finished.reason == "stop"
+
+
+def test_a_grammar_at_fault_fails_its_request_alone(server: InProcess) -> None:
+    requests = [asked("sound 1"), asked("at fault", grammar="nonsense {"), asked("sound 2")]
+    answers = server.generate(requests)
+    failed = answers["at fault"].end
+    assert isinstance(failed, Failed)
+    assert failed.code == "invalid_request"
+    assert "grammar" in failed.reason
+    for name in ("sound 1", "sound 2"):
+        assert answers[name].finished.output_tokens == 40
