@@ -7,7 +7,7 @@ from typing import Protocol
 
 from msgspec import UnsetType
 
-from ballast.server.choice import Piece
+from ballast.server.pieces import Piece, Scored
 from ballast.server.responses import (
     UNSET,
     Answer,
@@ -19,15 +19,19 @@ from ballast.server.responses import (
     Chunk,
     ChunkChoice,
     Delta,
+    StopReason,
     TextChoice,
     TextCompletion,
     TextLogprobs,
     TokenLogprob,
+    TopLogprob,
     Usage,
 )
 from ballast.server.tokenizer import Tokenizer
 
 _Usage = Usage | UnsetType | None
+_LEAST = -9999.0
+"""The log-probability of what cannot be, as vLLM tells it."""
 
 
 class Form(Protocol):
@@ -59,15 +63,17 @@ class _Head:
         tokenizer: Tokenizer,
         *,
         tells_usage: bool,
-        logprobs: bool,
+        logprobs: int | None,
     ) -> None:
         self._id, self._created, self._model = answer_id, created, model
         self._fingerprint = fingerprint
         self._tokenizer = tokenizer
         self._usage: _Usage = None if tells_usage else UNSET
-        self._wants_logprobs = logprobs
-        self._offsets: dict[int, int] = {}
-        """Characters of each choice so far."""
+        self._alternatives = logprobs
+        """How many are told with each token's log-probability; None: there are none."""
+
+    def _token(self, token: int) -> str:
+        return self._tokenizer.token_text(token)[0]
 
 
 class ChatForm(_Head):
@@ -78,16 +84,22 @@ class ChatForm(_Head):
         return [self._chunk([ChunkChoice(i, delta)]) for i in range(choices)]
 
     def chunk(self, piece: Piece) -> Chunk:
-        delta = Delta() if piece.token is None and not piece.text else Delta(content=piece.text)
+        ends = piece.finish_reason is not None
+        delta = Delta() if ends and not piece.text else Delta(content=piece.text)
         logprobs = self._logprobs([piece])
-        return self._chunk([ChunkChoice(piece.choice, delta, piece.finish_reason, logprobs)])
+        choice = ChunkChoice(
+            piece.choice, delta, piece.finish_reason, logprobs, _stop_reason([piece])
+        )
+        return self._chunk([choice])
 
     def closing(self, usage: Usage) -> Chunk:
         return self._chunk([], usage)
 
     def whole(self, pieces: Iterable[Piece], choices: int, usage: Usage) -> Answer:
         made = [
-            ChatChoice(i, ChatMessage(_text(own)), _reason(own), self._logprobs(own))
+            ChatChoice(
+                i, ChatMessage(_text(own)), _reason(own), self._logprobs(own), _stop_reason(own)
+            )
             for i, own in enumerate(_by_choice(pieces, choices))
         ]
         return ChatCompletion(
@@ -110,14 +122,17 @@ class ChatForm(_Head):
         )
 
     def _logprobs(self, pieces: Iterable[Piece]) -> ChatLogprobs | None:
-        if not self._wants_logprobs:
+        if self._alternatives is None:
             return None
-        content = []
-        for piece in pieces:
-            if piece.token is not None and piece.logprob is not None:
-                text, raw = self._tokenizer.token_text(piece.token)
-                content.append(TokenLogprob(text, piece.logprob, list(raw)))
-        return ChatLogprobs(content)
+        return ChatLogprobs([self._scored(t) for p in pieces for t in p.scored])
+
+    def _scored(self, scored: Scored) -> TokenLogprob:
+        text, raw = self._tokenizer.token_text(scored.token)
+        top = []
+        for token, logprob in scored.top[: self._alternatives]:
+            other, other_raw = self._tokenizer.token_text(token)
+            top.append(TopLogprob(other, _told(logprob), list(other_raw)))
+        return TokenLogprob(text, _told(scored.logprob), list(raw), top)
 
 
 class TextForm(_Head):
@@ -128,7 +143,9 @@ class TextForm(_Head):
 
     def chunk(self, piece: Piece) -> Chunk:
         logprobs = self._logprobs([piece])
-        choice = TextChoice(piece.choice, piece.text, piece.finish_reason, logprobs)
+        choice = TextChoice(
+            piece.choice, piece.text, piece.finish_reason, logprobs, _stop_reason([piece])
+        )
         return self._completion([choice], self._usage)
 
     def closing(self, usage: Usage) -> Chunk:
@@ -136,7 +153,7 @@ class TextForm(_Head):
 
     def whole(self, pieces: Iterable[Piece], choices: int, usage: Usage) -> Answer:
         made = [
-            TextChoice(i, _text(own), _reason(own), self._logprobs(own))
+            TextChoice(i, _text(own), _reason(own), self._logprobs(own), _stop_reason(own))
             for i, own in enumerate(_by_choice(pieces, choices))
         ]
         return self._completion(made, usage)
@@ -152,17 +169,30 @@ class TextForm(_Head):
         )
 
     def _logprobs(self, pieces: Iterable[Piece]) -> TextLogprobs | None:
-        if not self._wants_logprobs:
+        if self._alternatives is None:
             return None
-        told = TextLogprobs([], [], [])
-        for piece in pieces:
-            at = self._offsets.get(piece.choice, 0)
-            self._offsets[piece.choice] = at + len(piece.text)
-            if piece.token is not None:
-                told.tokens.append(self._tokenizer.token_text(piece.token)[0])
-                told.token_logprobs.append(piece.logprob)
-                told.text_offset.append(at)
+        scored = [s for piece in pieces for s in piece.scored]
+        return TextLogprobs(
+            [self._token(s.token) for s in scored],
+            [None if s.logprob is None else _told(s.logprob) for s in scored],
+            [self._top(s) for s in scored] if self._alternatives else None,
+            [s.at for s in scored],
+        )
+
+    def _top(self, scored: Scored) -> dict[str, float] | None:
+        """Alternatives and the token itself; of tokens with equal texts, the likeliest."""
+        if scored.logprob is None:
+            return None
+        told: dict[str, float] = {}
+        for token, logprob in scored.top[: self._alternatives]:
+            told.setdefault(self._token(token), _told(logprob))
+        told.setdefault(self._token(scored.token), _told(scored.logprob))
         return told
+
+
+def _told(logprob: float | None) -> float:
+    """JSON has no infinities."""
+    return _LEAST if logprob is None else max(logprob, _LEAST)
 
 
 def _by_choice(pieces: Iterable[Piece], choices: int) -> list[list[Piece]]:
@@ -178,3 +208,7 @@ def _text(pieces: Iterable[Piece]) -> str:
 
 def _reason(pieces: Iterable[Piece]) -> str | None:
     return next((p.finish_reason for p in pieces if p.finish_reason is not None), None)
+
+
+def _stop_reason(pieces: Iterable[Piece]) -> StopReason:
+    return next((p.stop_reason for p in pieces if p.stop_reason is not None), UNSET)

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ballast.core.event import Finished, TokenOut
 from ballast.server.detokenize import Detokenizer
+from ballast.server.echo import Echo
+from ballast.server.pieces import Piece, Scored
 from ballast.server.stopstrings import StopScanner
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What one token, or the end of an output, adds to a choice."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stops:
+    """What ends an output before its last token."""
 
-    choice: int
-    text: str
-    """May be empty: of an incomplete character, or held back as the beginning of a stop string."""
-    token: int | None
-    """None: the end of the output, which adds no token."""
-    logprob: float | None = None
-    finish_reason: str | None = None
+    strings: tuple[str, ...] = ()
+    """To be found in the text."""
+    tokens: tuple[int, ...] = ()
+    """That the client named; they have no text."""
+    eos: tuple[int, ...] = ()
+    """The model's own; none if they are to be ignored."""
+    min_tokens: int = 0
+    """Nothing ends the output before it has so many."""
+
+    @property
+    def banned(self) -> tuple[int, ...]:
+        """Tokens that cannot be chosen before `min_tokens` are there."""
+        return tuple(sorted({*self.tokens, *self.eos})) if self.min_tokens else ()
 
 
 class Choice:
@@ -31,8 +39,12 @@ class Choice:
         prompt: int,
         prompt_tokens: int,
         detokenizer: Detokenizer,
-        scanner: StopScanner,
+        stops: Stops,
+        *,
+        echo: Echo | None = None,
+        silent: bool = False,
     ) -> None:
+        """`echo`: begin with the prompt. `silent`: say nothing else (`max_tokens` is 0)."""
         self.index = index
         self.prompt = prompt
         """Number of its prompt among those of the client's request."""
@@ -41,22 +53,59 @@ class Choice:
         """Up to and including the token that completed a stop string."""
         self.cached_tokens = 0
         self.finish_reason: str | None = None
+        self.echo = echo
+        self._silent = silent
         self._detokenizer = detokenizer
-        self._scanner = scanner
+        self._stops = stops
+        self._ends = frozenset((*stops.tokens, *stops.eos))
+        self._scanner = StopScanner(stops.strings)
+        self._said = 0
+        """Characters."""
+        self._last: int | None = None
+
+    def opening(self) -> Piece | None:
+        """What comes before the first token, once."""
+        if self.echo is None:
+            return None
+        piece, self.echo = self.echo.piece(self.index), None
+        self._said = len(piece.text)
+        return piece
 
     def take(self, output: TokenOut) -> Piece:
         """One more token. It ends the choice if it completes a stop string."""
+        if self._silent:
+            return Piece(self.index, "")
         self.output_tokens += 1
-        text = self._scanner.push(self._detokenizer.push(output.token))
-        if self._scanner.matched is not None:
-            self.finish_reason = "stop"
-        return Piece(self.index, text, output.token, output.logprob, self.finish_reason)
+        self._last = output.token
+        text = ""
+        if output.token not in self._ends or self.output_tokens <= self._stops.min_tokens:
+            text = self._detokenizer.push(output.token)
+        if self.output_tokens > self._stops.min_tokens:
+            text = self._scanner.push(text)
+        scored: tuple[Scored, ...] = ()
+        if output.logprob is not None:
+            scored = (Scored(output.token, self._said, output.logprob, output.top),)
+        self._said += len(text)
+        piece = Piece(self.index, text, scored)
+        return piece if self._scanner.matched is None else self._stopped(piece)
 
     def end(self, output: Finished) -> Piece:
         """The worker's last word."""
         self.cached_tokens = output.cached_tokens
-        self.finish_reason = output.reason
+        if self._silent:
+            self.finish_reason = "length"
+            return Piece(self.index, "", finish_reason="length")
         text = self._scanner.push(self._detokenizer.flush()) + self._scanner.flush()
+        piece = Piece(self.index, text)
         if self._scanner.matched is not None:
-            self.finish_reason = "stop"
-        return Piece(self.index, text, None, None, self.finish_reason)
+            return self._stopped(piece)
+        self.finish_reason = output.reason
+        named = output.reason == "stop" and self._last in self._stops.tokens
+        return replace(
+            piece, finish_reason=output.reason, stop_reason=self._last if named else None
+        )
+
+    def _stopped(self, piece: Piece) -> Piece:
+        """By a stop string."""
+        self.finish_reason = "stop"
+        return replace(piece, finish_reason="stop", stop_reason=self._scanner.matched)

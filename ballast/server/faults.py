@@ -68,7 +68,9 @@ class Fault(Exception):
         """As JSON."""
         kind = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
         told = kind.get(self.status, "invalid_request_error")
-        return encode(ErrorBody(Error(self.message, told, self.param, self.code)))
+        # What a client sent may be quoted, and be no Unicode.
+        message = self.message.encode(errors="replace").decode()
+        return encode(ErrorBody(Error(message, told, self.param, self.code)))
 
     def response(self) -> Response:
         """The whole response. Where trying again may help, it says when."""

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ballast.server.faults import Fault
 
-_GENERATES = ("/v1/completions", "/v1/chat/completions")
+_GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 
 
 class Gate:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 from ballast.cluster.controller import Outlet
 from ballast.core.clock import Clock
-from ballast.core.event import Cancelled, Failed, Finished, Output, TokenOut
-from ballast.server.choice import Choice, Piece
+from ballast.core.event import (
+    Cancelled,
+    Failed,
+    Finished,
+    Output,
+    PromptScores,
+    TokenOut,
+)
+from ballast.server.choice import Choice
 from ballast.server.faults import Fault
 from ballast.server.metrics import Metrics
+from ballast.server.pieces import Piece
 from ballast.server.responses import Usage
 from ballast.server.timing import Timing
 from ballast.server.watch import current
@@ -37,14 +46,26 @@ class Generation:
         if note is not None:
             note.answer = self
 
-    async def batches(self) -> AsyncIterator[list[Piece]]:
-        """Pieces as they come, until every choice has ended. Raises Fault if one fails."""
+    async def batches(self, patience: float | None = None) -> AsyncIterator[list[Piece]]:
+        """Pieces as they come, until every choice has ended; an empty list whenever there was
+        none for `patience` seconds. Raises Fault if a choice fails, after what came before it."""
         while any(c.finish_reason is None for c in self._choices.values()):
-            outputs = await self._outlet.take()
-            now = self._clock.now()
-            pieces = [p for o in outputs if (p := self._piece(o, now)) is not None]
+            try:
+                async with asyncio.timeout(patience):
+                    outputs = await self._outlet.take()
+            except TimeoutError:
+                yield []
+                continue
+            pieces: list[Piece] = []
+            fault = self._take(outputs, pieces)
             if pieces:
                 yield pieces
+            if fault is not None:
+                raise fault
+
+    async def whole(self) -> list[Piece]:
+        """All of it. Raises Fault."""
+        return [piece async for batch in self.batches() for piece in batch]
 
     def close(self) -> None:
         """Want no more: requests still open are withdrawn, and their memory is freed."""
@@ -53,7 +74,7 @@ class Generation:
         now = self._clock.now()
         for request_id in left:
             if self._choices[request_id].finish_reason is None:
-                self._end(request_id, "abort", now)
+                self._count(request_id, "abort", now)
 
     @property
     def size(self) -> int:
@@ -81,29 +102,53 @@ class Generation:
             sum(c.cached_tokens for c in prompts),
         )
 
-    def _piece(self, output: Output, now: float) -> Piece | None:
-        choice = self._choices[output.request_id]
-        if choice.finish_reason is not None:
-            return None  # past a stop string
+    def _take(self, outputs: Iterable[Output], pieces: list[Piece]) -> Fault | None:
+        """Append what outputs that came together add; the end of a choice joins its last token."""
+        now = self._clock.now()
+        last: dict[int, int] = {}
+        """By choice, where in `pieces` its last token is."""
+        for output in outputs:
+            choice = self._choices[output.request_id]
+            if choice.finish_reason is not None:
+                continue  # past a stop string
+            if isinstance(output, Failed | Cancelled):
+                return self._fault(output)
+            if isinstance(output, TokenOut | Finished) and (opening := choice.opening()):
+                pieces.append(opening)
+            if isinstance(output, TokenOut):
+                last[choice.index] = len(pieces)
+                pieces.append(self._token(output, choice, now))
+            elif isinstance(output, Finished):
+                end = choice.end(output)
+                at = last.get(choice.index)
+                if at is None:
+                    pieces.append(end)
+                else:
+                    pieces[at] = pieces[at].ended_by(end)
+            elif isinstance(output, PromptScores) and choice.echo is not None:
+                choice.echo.add(output)
+            self._count_end(output.request_id, choice, now)
+        return None
+
+    def _token(self, output: TokenOut, choice: Choice, now: float) -> Piece:
+        piece = choice.take(output)
         timing = self._timings[output.request_id]
-        match output:
-            case TokenOut():
-                piece = choice.take(output)
-                self._metrics.token(self.model, timing, choice.prompt_tokens, now)
-                if piece.finish_reason is not None:
-                    self._outlet.withdraw(output.request_id)
-            case Finished():
-                piece = choice.end(output)
-            case Failed():
-                self._metrics.failed(self.model, output.code)
-                raise Fault.of_failed(output)
-            case Cancelled():
-                raise Fault(500, "the request was cancelled", "cancelled")
+        self._metrics.token(self.model, timing, choice.prompt_tokens, now)
         if piece.finish_reason is not None:
-            self._end(output.request_id, piece.finish_reason, now)
+            self._outlet.withdraw(output.request_id)
         return piece
 
-    def _end(self, request_id: str, reason: str, now: float) -> None:
+    def _count_end(self, request_id: str, choice: Choice, now: float) -> None:
+        if choice.finish_reason is not None:
+            self._count(request_id, choice.finish_reason, now)
+
+    def _count(self, request_id: str, reason: str, now: float) -> None:
         choice, timing = self._choices[request_id], self._timings[request_id]
         tokens = (choice.prompt_tokens, choice.output_tokens)
         self._metrics.finished(self.model, timing, *tokens, reason, now)
+
+    def _fault(self, output: Failed | Cancelled) -> Fault:
+        if isinstance(output, Failed):
+            self._metrics.failed(self.model, output.code)
+            return Fault.of_failed(output)
+        return Fault(500, "the request was cancelled", "cancelled")

@@ -1,78 +1,64 @@
-"""Requests of the OpenAI API, as far as Ballast serves it, checked field by field.
-
-Unknown fields are kept apart (`model_extra`), so that they can be named in a warning: a client
-written for another server works, and its author can find out what had no effect.
-"""
+"""Requests that generate, in the words of the OpenAI API and of vLLM, checked field by field."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StrictInt,
-    model_validator,
+from pydantic import BaseModel, Field, StrictInt, model_validator
+
+from ballast.core.errors import InvalidRequest
+from ballast.server.conversation import Conversation, Messages
+from ballast.server.fields import (
+    FINITE,
+    MOST_PROMPTS,
+    MOST_TOP,
+    Body,
+    Count,
+    LogitBias,
+    Penalty,
+    Prompts,
+    Stop,
+    Text,
+    TokenId,
+    one_by_one,
 )
 
 MOST_CHOICES = 128
-MOST_PROMPTS = 256
 _SEED = 2**63
-
-_Finite = Field(allow_inf_nan=False)
-
-
-def _listed(value: object) -> object:
-    """A single stop string stands for a list of one."""
-    return [value] if isinstance(value, str) else value
-
-
-def _unicode(text: str) -> str:
-    """JSON can spell half of a surrogate pair, which is no character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"half a surrogate pair at character {error.start}") from None
-    return text
-
-
-_Text = Annotated[str, AfterValidator(_unicode)]
-
-_Stop = Annotated[
-    list[Annotated[_Text, Field(min_length=1)]] | None,
-    Field(max_length=16),
-    BeforeValidator(_listed),
-]
-
-
-_TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31)]
+_PRIORITY = 2**31
+_Most = Annotated[StrictInt, Field(ge=0)]
+"""The context bounds it, and says so."""
 
 
 class StreamOptions(BaseModel):
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
-class _Generate(BaseModel):
+class _Generate(Body):
     """What chat and completions have in common. None stands for the default."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
-
-    model: _Text
-    max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
-    temperature: Annotated[float, _Finite, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, _Finite, Field(gt=0, le=1)] | None = None
+    max_tokens: _Most | None = None
+    min_tokens: Count | None = None
+    temperature: Annotated[float, FINITE, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, FINITE, Field(gt=0, le=1)] | None = None
     top_k: Annotated[StrictInt, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, FINITE, Field(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, FINITE, Field(ge=0.01, le=100)] | None = None
+    """Bounded, so that no logit overflows."""
+    logit_bias: LogitBias | None = None
     seed: Annotated[StrictInt, Field(ge=-_SEED, lt=_SEED)] | None = None
-    stop: _Stop = None
+    stop: Stop = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[StrictInt, Field(ge=1, le=MOST_CHOICES)] | None = None
-    user: str | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[_TokenId], Field(max_length=64)] | None = None
+    priority: Annotated[StrictInt, Field(ge=-_PRIORITY, lt=_PRIORITY)] | None = None
+    """As vLLM's: a smaller one comes earlier."""
+    user: Text | None = None
 
     @property
     def choices(self) -> int:
@@ -80,62 +66,54 @@ class _Generate(BaseModel):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def told_logprobs(self) -> int | None:
+        """Alternatives to tell with the log-probability of each token; None: tell none at all."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """What no field can know alone. Raises InvalidRequest, naming the field."""
+        most = self.most_tokens
+        if most is not None and most < 1:
+            raise InvalidRequest("max_tokens: must be at least 1", "max_tokens")
+        if most is not None and (self.min_tokens or 0) > most:
+            raise InvalidRequest(f"min_tokens: {self.min_tokens} is above {most}", "min_tokens")
 
 
-class TextPart(BaseModel):
-    type: Literal["text"]
-    text: _Text
-
-
-class Message(BaseModel):
-    """One turn of a conversation; what the chat template may know beyond it is passed on."""
-
-    model_config = ConfigDict(extra="allow")
-
-    role: Annotated[_Text, Field(min_length=1)]
-    content: _Text | list[TextPart] | None = None
-
-    def for_template(self) -> dict[str, Any]:
-        """With the content as one string: small models' templates know nothing else."""
-        content = self.content
-        if isinstance(content, list):
-            content = "".join(part.text for part in content)
-        return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
-
-
-class ChatRequest(_Generate):
+class ChatRequest(_Generate, Conversation):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    messages: Messages
+    max_completion_tokens: _Most | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[StrictInt, Field(ge=0, le=0)] | None = None
-    """Only the chosen token's log-probability is known."""
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=MOST_TOP)] | None = None
 
     @property
     def most_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def wants_logprobs(self) -> bool:
-        return bool(self.logprobs)
+    def told_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
-
-Tokens = Annotated[list[_TokenId], Field(min_length=1)]
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs: needs logprobs to be true", "top_logprobs")
 
 
 class CompletionRequest(_Generate):
     """`POST /v1/completions`."""
 
-    prompt: (
-        _Text
-        | Tokens
-        | Annotated[list[_Text], Field(min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[list[Tokens], Field(min_length=1, max_length=MOST_PROMPTS)]
-    )
-    logprobs: Annotated[StrictInt, Field(ge=0, le=0)] | None = None
-    """Only the chosen token's log-probability is known."""
+    prompt: Prompts
+    echo: bool | None = None
+    logprobs: Annotated[StrictInt, Field(ge=0, le=MOST_TOP)] | None = None
 
     @model_validator(mode="after")
     def _bounded(self) -> CompletionRequest:
@@ -146,25 +124,15 @@ class CompletionRequest(_Generate):
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one by one, as text or as token ids."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if isinstance(prompt[0], int):
-            return [prompt]
-        return list(prompt)
+        return one_by_one(self.prompt)
 
     @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens
+    def told_logprobs(self) -> int | None:
+        return self.logprobs
 
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs is not None
+    def check(self) -> None:
+        if not (self.echo and self.max_tokens == 0):  # the prompt alone, with its scores
+            super().check()
 
 
 GenerateRequest = ChatRequest | CompletionRequest
-
-
-def ignored(request: GenerateRequest) -> list[str]:
-    """Fields the client sent that have no effect here."""
-    return sorted(request.model_extra or {})

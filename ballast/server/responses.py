@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
+from starlette.responses import Response
 
 UNSET = msgspec.UNSET
+StopReason = str | int | msgspec.UnsetType
+"""As vLLM tells it: the stop string or token, of those that the client named, that was met."""
 
 
 class PromptDetails(msgspec.Struct):
@@ -32,8 +35,9 @@ class Usage(msgspec.Struct):
 class TextLogprobs(msgspec.Struct):
     tokens: list[str]
     token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    """By the text of a token; null where no alternatives are asked for."""
     text_offset: list[int]
-    top_logprobs: None = None
 
 
 class TextChoice(msgspec.Struct):
@@ -41,6 +45,7 @@ class TextChoice(msgspec.Struct):
     text: str
     finish_reason: str | None = None
     logprobs: TextLogprobs | None = None
+    stop_reason: StopReason = UNSET
 
 
 class TextCompletion(msgspec.Struct, kw_only=True):
@@ -59,11 +64,17 @@ class TextCompletion(msgspec.Struct, kw_only=True):
 # -- chat ---------------------------------------------------------------------------------------
 
 
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
 class TokenLogprob(msgspec.Struct):
     token: str
     logprob: float
     bytes: list[int]
-    top_logprobs: list[None] = []
+    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(msgspec.Struct):
@@ -82,6 +93,7 @@ class ChatChoice(msgspec.Struct):
     message: ChatMessage
     finish_reason: str | None
     logprobs: ChatLogprobs | None = None
+    stop_reason: StopReason = UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -106,6 +118,7 @@ class ChunkChoice(msgspec.Struct):
     delta: Delta
     finish_reason: str | None = None
     logprobs: ChatLogprobs | None = None
+    stop_reason: StopReason = UNSET
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -124,7 +137,45 @@ Chunk = TextCompletion | ChatChunk
 Answer = TextCompletion | ChatCompletion
 
 
+# -- texts --------------------------------------------------------------------------------------
+
+
+class Tokenized(msgspec.Struct, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct):
+    prompt: str
+
+
+class EmbeddingItem(msgspec.Struct, kw_only=True):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[EmbeddingItem]
+    model: str
+    usage: EmbeddingUsage
+
+
 # -- models, errors -----------------------------------------------------------------------------
+
+
+class ModelStatus(msgspec.Struct, omit_defaults=True):
+    value: Literal["loaded", "loading", "evicted", "failed"]
+    reason: str | None = None
+    """Of a failed one."""
 
 
 class Model(msgspec.Struct, kw_only=True):
@@ -137,7 +188,9 @@ class Model(msgspec.Struct, kw_only=True):
     """The model whose weights it stands on: of an adapter, the base; else itself."""
     parent: str | None
     """Of an adapter, the base."""
-    max_model_len: int
+    max_model_len: int | None
+    """Null where it could not be loaded."""
+    status: ModelStatus
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -157,3 +210,8 @@ class ErrorBody(msgspec.Struct):
 
 
 encode = msgspec.json.Encoder().encode
+
+
+def answered(content: msgspec.Struct | dict[str, Any], status: int = 200) -> Response:
+    """As the whole of an HTTP response."""
+    return Response(encode(content), status, media_type="application/json")

@@ -91,7 +91,7 @@ async def _start(fleet: FleetSettings, controller: Controller) -> Service:
         raise
     tokenizers, failed = await loading
     controller.failed = {**failed, **controller.failed}
-    service = Service(controller, tokenizers, MonotonicClock(), WallClock())
+    service = Service(controller, tokenizers, MonotonicClock(), WallClock(), fleet.server)
     for name, why in controller.failed.items():
         print(f"ballast: {name} is not served: {why}", file=sys.stderr, flush=True)
     if not service.models:

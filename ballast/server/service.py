@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TypeVar
 
 from ballast.cluster.controller import Controller
 from ballast.core.clock import Clock
-from ballast.core.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
+from ballast.core.errors import InvalidRequest, UnknownModel
 from ballast.core.model import ModelSpec
-from ballast.core.request import Sampling, Submission
+from ballast.core.request import Submission
+from ballast.core.settings import ServerSettings
 from ballast.server.choice import Choice
+from ballast.server.conversation import Conversation
 from ballast.server.devicemetrics import DeviceCollector
+from ballast.server.echo import Echo
+from ballast.server.embedding import Embedding
+from ballast.server.fields import Body
 from ballast.server.generation import Generation
 from ballast.server.metrics import Metrics
-from ballast.server.openai import ChatRequest, CompletionRequest, GenerateRequest, ignored
-from ballast.server.stopstrings import StopScanner
+from ballast.server.openai import ChatRequest, CompletionRequest, GenerateRequest
+from ballast.server.parameters import (
+    check_fits,
+    check_tokens,
+    most_tokens,
+    sampling_of,
+    stops_of,
+)
+from ballast.server.texts import EmbeddingRequest
 from ballast.server.tokenizer import Tokenizer, long_to_tokenize
 from ballast.server.watch import current
 
 log = logging.getLogger(__name__)
 
-COMPLETION_TOKENS = 16
-"""Default `max_tokens` of completions, as OpenAI's."""
+T = TypeVar("T")
 
 
 class Service:
@@ -36,8 +48,10 @@ class Service:
         tokenizers: Mapping[str, Tokenizer],
         clock: Clock,
         wall: Clock,
+        settings: ServerSettings,
     ) -> None:
         self.controller = controller
+        self.settings = settings
         self.metrics = Metrics(DeviceCollector(controller, wall), clock)
         self.wall = wall
         self.started = int(wall.now())
@@ -64,21 +78,24 @@ class Service:
         """Of a model that serves."""
         return self._tokenizers[name]
 
-    async def generate(self, request: GenerateRequest, request_id: str) -> Generation:
-        """Submit a request. Raises RequestError or Unavailable."""
+    async def generate(
+        self, request: GenerateRequest, spec: ModelSpec, request_id: str
+    ) -> Generation:
+        """Submit a request to a model. Raises RequestError or Unavailable."""
         arrived = self.clock.now()
-        spec = self.model(request.model)
-        self._warn(request)
+        self.warn(request)
         note = current()
         if note is not None:
             note.request, note.request_id = request, request_id
-        prompts = await self._prompts(request, spec)
-        sampling = self._sampling(request)
+        request.check()
         tokenizer = self._tokenizers[spec.name]
-        stops, stop_ids = self._stops(request, tokenizer)
+        stops = stops_of(request, spec, tokenizer)
+        sampling = sampling_of(request, spec, stops)
+        prompts = await self._prompts(request, spec)
+        echo = isinstance(request, CompletionRequest) and bool(request.echo)
         submissions: list[Submission] = []
         choices: dict[str, Choice] = {}
-        for p, prompt in enumerate(prompts):
+        for p, (text, prompt) in enumerate(prompts):
             most = most_tokens(request, spec, len(prompt))
             for c in range(request.choices):
                 index = p * request.choices + c
@@ -88,97 +105,114 @@ class Service:
                     prompt=tuple(prompt),
                     max_tokens=most,
                     open_ended=request.most_tokens is None,
-                    sampling=sampling(c),
-                    priority=spec.priority,
-                    stop_token_ids=stop_ids,
+                    sampling=replace(sampling, choice=c),
+                    priority=spec.priority - (request.priority or 0),
+                    stop_token_ids=stops.tokens,
                     ignore_eos=bool(request.ignore_eos),
+                    prompt_logprobs=request.told_logprobs if echo else None,
                 )
                 submissions.append(submission)
+                scored = submission.prompt_logprobs is not None
+                shows_special = request.skip_special_tokens is False
                 choices[submission.id] = Choice(
-                    index, p, len(prompt), tokenizer.detokenizer(), StopScanner(stops)
+                    index,
+                    p,
+                    len(prompt),
+                    tokenizer.detokenizer(special=shows_special),
+                    stops,
+                    echo=Echo(text, prompt, tokenizer.detokenizer(), scored=scored)
+                    if echo
+                    else None,
+                    silent=request.most_tokens == 0,
                 )
         outlet = self.controller.submit(submissions)
         self.metrics.asked(spec.name, request.choices, request.most_tokens)
         return Generation(spec.name, outlet, choices, arrived, self.clock, self.metrics)
 
-    async def _prompts(self, request: GenerateRequest, spec: ModelSpec) -> list[list[int]]:
-        tokenizer = self._tokenizers[spec.name]
-        if isinstance(request, ChatRequest):
-            messages = [m.for_template() for m in request.messages]
-            return [await _off_loop(long_to_tokenize(messages), lambda: tokenizer.chat(messages))]
-        return [await self._prompt(p, tokenizer, spec) for p in request.prompts]
-
-    @staticmethod
-    async def _prompt(prompt: str | list[int], tokenizer: Tokenizer, spec: ModelSpec) -> list[int]:
-        if isinstance(prompt, str):
-            text = prompt
-            tokens = await _off_loop(long_to_tokenize(text), lambda: tokenizer.encode(text))
-        else:
-            tokens = prompt
-            if max(tokens) >= spec.vocab:
-                raise InvalidRequest(
-                    f"prompt: token id {max(tokens)} is not below {spec.vocab}", "prompt"
+    async def embed(self, request: EmbeddingRequest, request_id: str) -> Embedding:
+        """Submit texts to be embedded. Raises RequestError or Unavailable."""
+        arrived = self.clock.now()
+        spec = self.model(request.model)
+        self.warn(request)
+        if not spec.embeds:
+            raise InvalidRequest(f"the model {spec.name!r} does not embed texts", "model")
+        if request.dimensions not in (None, spec.hidden):
+            raise InvalidRequest(
+                f"dimensions: embeddings of {spec.name!r} have {spec.hidden}", "dimensions"
+            )
+        prompts = [await self.tokens(text, spec, "input") for text in request.texts]
+        submissions = []
+        for i, prompt in enumerate(prompts):
+            check_fits(spec, len(prompt), 1, "input")
+            submissions.append(
+                Submission(
+                    id=f"{request_id}-{i}",
+                    model=spec.name,
+                    prompt=tuple(prompt),
+                    max_tokens=1,
+                    priority=spec.priority - (request.priority or 0),
+                    embed=True,
                 )
+            )
+        outlet = self.controller.submit(submissions)
+        return Embedding(spec.name, outlet, submissions, arrived, self.clock, self.metrics)
+
+    async def tokens(self, text: str | list[int], spec: ModelSpec, field: str) -> list[int]:
+        """Of a prompt: at least one, all of the vocabulary. Raises InvalidRequest."""
+        if isinstance(text, str):
+            tokens = await self.encoded(text, spec, special=True)
+        else:
+            tokens = text
+            check_tokens(tokens, spec, field)
         if not tokens:
-            raise InvalidRequest("prompt: it is empty", "prompt")
+            raise InvalidRequest(f"{field}: it is empty", field)
         return tokens
 
-    @staticmethod
-    def _sampling(request: GenerateRequest) -> Callable[[int], Sampling]:
-        """By index of the choice. A missing seed is drawn once for all choices."""
-        seed = secrets.randbits(63) if request.seed is None else request.seed
-        temperature = 1.0 if request.temperature is None else request.temperature
+    async def encoded(self, text: str, spec: ModelSpec, special: bool) -> list[int]:
+        """Token ids; `special`: with what the tokenizer puts around a text."""
+        tokenizer = self._tokenizers[spec.name]
+        return await off_loop(
+            long_to_tokenize(text), lambda: tokenizer.encode(text, special=special)
+        )
 
-        def of(choice: int) -> Sampling:
-            return Sampling(
-                temperature=temperature,
-                top_p=1.0 if request.top_p is None else request.top_p,
-                top_k=max(0, request.top_k or 0),
-                seed=seed,
-                choice=choice,
-                logprobs=0 if request.wants_logprobs else None,
+    async def conversation(self, request: Conversation, spec: ModelSpec) -> list[int]:
+        """A conversation as the model reads it. Raises InvalidRequest."""
+        tokenizer = self._tokenizers[spec.name]
+        messages = [m.for_template() for m in request.messages or ()]
+
+        def render() -> list[int]:
+            return tokenizer.chat(
+                messages,
+                answer=request.add_generation_prompt is not False,
+                continued=bool(request.continue_final_message),
+                more=request.chat_template_kwargs,
+                special=bool(request.add_special_tokens),
             )
 
-        return of
+        tokens = await off_loop(long_to_tokenize(messages), render)
+        if not tokens:
+            raise InvalidRequest("messages: the chat template makes nothing of them", "messages")
+        return tokens
 
-    @staticmethod
-    def _stops(request: GenerateRequest, tokenizer: Tokenizer) -> tuple[list[str], tuple[int, ...]]:
-        """Stop strings that are to be found in text, and stop tokens, which have none."""
-        strings: list[str] = []
-        tokens = list(request.stop_token_ids or ())
-        for stop in request.stop or ():
-            token = tokenizer.special_token(stop)
-            if token is None:
-                strings.append(stop)
-            else:
-                tokens.append(token)
-        return strings, tuple(tokens)
+    async def _prompts(
+        self, request: GenerateRequest, spec: ModelSpec
+    ) -> list[tuple[str | None, list[int]]]:
+        """Each as text, where the client wrote text, and as tokens."""
+        if isinstance(request, ChatRequest):
+            return [(None, await self.conversation(request, spec))]
+        return [
+            (p if isinstance(p, str) else None, await self.tokens(p, spec, "prompt"))
+            for p in request.prompts
+        ]
 
-    def _warn(self, request: GenerateRequest) -> None:
+    def warn(self, request: Body) -> None:
         """Name ignored fields, each once: clients tend to send the same ones every time."""
-        for name in ignored(request):
+        for name in request.ignored:
             if name not in self._warned and len(self._warned) < 1000:
                 self._warned.add(name)
                 log.warning("the request field %.80r is ignored", name)
 
 
-def most_tokens(request: GenerateRequest, spec: ModelSpec, prompt_tokens: int) -> int:
-    """Bound on the output. Raises ContextLengthExceeded; nothing is ever truncated."""
-    left = spec.max_model_len - prompt_tokens
-    asked = request.most_tokens
-    if left < (asked or 1):
-        wanted = f"{prompt_tokens} of the prompt and {asked or 1} to generate"
-        param = "messages" if isinstance(request, ChatRequest) else "prompt"
-        raise ContextLengthExceeded(
-            f"the context of {spec.name!r} is {spec.max_model_len} tokens; "
-            f"this request needs {prompt_tokens + (asked or 1)}: {wanted}",
-            param,
-        )
-    if asked is not None:
-        return asked
-    return min(left, COMPLETION_TOKENS) if isinstance(request, CompletionRequest) else left
-
-
-async def _off_loop(long: bool, work: Callable[[], list[int]]) -> list[int]:
+async def off_loop(long: bool, work: Callable[[], T]) -> T:
     """The result of `work`, done in another thread if it takes `long`."""
     return await asyncio.to_thread(work) if long else work()

@@ -19,6 +19,8 @@ def event(data: bytes) -> bytes:
 
 
 DONE = event(b"[DONE]")
+PING = b": ping\n\n"
+"""A comment, which readers of events skip."""
 
 
 class ClientGone(Exception):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from jinja2 import TemplateError
 
 from ballast.core.errors import CheckpointError, InvalidRequest
 from ballast.server.detokenize import (
@@ -34,14 +33,17 @@ class Tokenizer:
         self._lock = threading.Lock()
         """Held while `_tokenizer` is used: only the backend may be shared by threads."""
         special = {int(i) for i in tokenizer.all_special_ids}
-        self._token_bytes = None
+        self._token_bytes = self._all_bytes = None
         if self._backend is not None:
             added = self._backend.get_added_tokens_decoder()
             special.update(i for i, token in added.items() if token.special)
             self._backend.no_truncation()
             self._backend.no_padding()
             self._token_bytes = token_bytes_of(self._backend, special)
+            self._all_bytes = token_bytes_of(self._backend, ())
         self.special_ids = frozenset(special)
+        self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
+        """What a template cannot be given by the name: it means something else."""
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -63,30 +65,73 @@ class Tokenizer:
         with self._lock:
             return list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation, up to where the answer begins.
+    @property
+    def template(self) -> str:
+        """The chat template; empty if there is none."""
+        template = self._tokenizer.chat_template
+        if isinstance(template, Mapping):  # by name
+            template = template.get("default")
+        return str(template or "")
 
-        Raises InvalidRequest if there is no chat template or it does not accept the messages.
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        answer: bool = True,
+        continued: bool = False,
+        more: Mapping[str, Any] | None = None,
+        special: bool = False,
+    ) -> list[int]:
+        """Token ids of a conversation; `more` reaches the template.
+
+        With `answer` up to where the answer begins; if `continued`, up to the end of the last
+        message, which the answer goes on with. `special`: with what the tokenizer puts around any
+        text; templates write it themselves. Raises InvalidRequest if there is no chat template or
+        it does not accept the messages.
         """
         if not self._tokenizer.chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
+        reserved = self._reserved.intersection(more or ())
+        if reserved:
+            named = ", ".join(sorted(reserved))
+            raise InvalidRequest(
+                f"chat_template_kwargs: {named} cannot be set so", "chat_template_kwargs"
+            )
         try:
             with self._lock:
                 text = self._tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=True
+                    list(messages),
+                    tools=list(tools) if tools else None,
+                    tokenize=False,
+                    add_generation_prompt=answer and not continued,
+                    continue_final_message=continued,
+                    **(more or {}),
                 )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            text.encode()  # half a surrogate pair may have come in by any key of a message
+        except Exception as error:  # a template is code, and may raise anything
             raise InvalidRequest(
                 f"the model's chat template does not accept these messages: {error}", "messages"
             ) from error
-        # The template writes special tokens itself.
-        return self.encode(text, special=False)
+        return self.encode(text, special=special)
 
-    def detokenizer(self) -> Detokenizer:
-        """For one output."""
-        if self._token_bytes is not None:
-            return ByteDetokenizer(self._token_bytes)
-        return WindowDetokenizer(self._decode)
+    def detokenizer(self, *, special: bool = False) -> Detokenizer:
+        """For one output; `special`: special tokens have text, too."""
+        token_bytes = self._all_bytes if special else self._token_bytes
+        if token_bytes is not None:
+            return ByteDetokenizer(token_bytes)
+        return WindowDetokenizer(lambda tokens: self._decode(tokens, special))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Their text, special tokens included."""
+        with self._lock:
+            return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    def spelled(self, tokens: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary spells them; one that it lacks is empty."""
+        with self._lock:
+            found = self._tokenizer.convert_ids_to_tokens(list(tokens))
+        return [token or "" for token in found]
 
     def token_text(self, token: int) -> tuple[str, bytes]:
         """A single token as text and as bytes, for log-probabilities."""
@@ -103,9 +148,9 @@ class Tokenizer:
             token = self._tokenizer.convert_tokens_to_ids(text)
         return token if token in self.special_ids else None
 
-    def _decode(self, tokens: list[int]) -> str:
+    def _decode(self, tokens: list[int], special: bool) -> str:
         with self._lock:
-            return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+            return str(self._tokenizer.decode(tokens, skip_special_tokens=not special))
 
 
 def long_to_tokenize(messages: Sequence[Mapping[str, Any]] | str) -> bool:

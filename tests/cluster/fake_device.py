@@ -1,26 +1,33 @@
 """A device that follows the worker's protocol without a model: it repeats the prompt.
 
 Run as a script, it is a worker process with such a device. What a request does is chosen by its
-seed, so that tests need no timing: see `HOLD`, `DIE`, `REFUSE`.
+seed, so that tests need no timing: see `HOLD` and those after it. Log-probabilities are -0.5, and
+alternative `k` is the token's id plus k, at k less; of a prompt's token i, -i. Models
+called wren embed: a prompt becomes its length and its first tokens, not of length 1.
 """
 
 from __future__ import annotations
 
+import array
 import os
 import queue
 import signal
 import sys
 from collections.abc import Callable
 
+import msgspec
+
 from ballast.core.event import (
     Arrival,
     Cancel,
     Cancelled,
     Drain,
+    Embedded,
     Event,
     Failed,
     Finished,
     Output,
+    PromptScores,
     Stop,
     TokenOut,
 )
@@ -37,6 +44,12 @@ REFUSE = 1003
 """Failed at once: the queue is full."""
 BREAK = 1004
 """Failed after two tokens."""
+TELL = 1005
+"""Failed at once, with the submission (JSON) as the reason."""
+SILENT = 1006
+"""Nothing until cancelled."""
+PARTIAL = {HOLD: 2, DIE: 2, BREAK: 2, SILENT: 0}
+"""Tokens, by seed."""
 
 
 def spec(name: str, max_model_len: int = 256, vocab: int = 100_000) -> ModelSpec:
@@ -54,6 +67,7 @@ def spec(name: str, max_model_len: int = 256, vocab: int = 100_000) -> ModelSpec
         block_tokens=16,
         segment_bytes=(8,),
         fingerprint="0123456789abcdef",
+        embeds="wren" in name,
     )
 
 
@@ -99,25 +113,23 @@ class EchoDevice:
             return [Failed(s.id, "unavailable", "draining")]
         if s.sampling.seed == REFUSE:
             return [Failed(s.id, "queue_full", "too many wait")]
-        partial = s.sampling.seed in (HOLD, DIE, BREAK)
-        count = 2 if partial else s.max_tokens
-        outputs: list[Output] = [
-            TokenOut(
-                s.id,
-                s.prompt[i % len(s.prompt)],
-                i,
-                -0.5 if s.sampling.logprobs is not None else None,
-            )
-            for i in range(count)
-        ]
+        if s.sampling.seed == TELL:
+            return [Failed(s.id, "told", msgspec.json.encode(s).decode())]
+        if s.embed:
+            values = array.array("f", [len(s.prompt), *s.prompt, *[0] * 8][:8])
+            done = Finished(s.id, "stop", len(s.prompt), 0, 0, 0)
+            return [Embedded(s.id, values.tobytes()), done]
+        outputs = [*_scores(s), *_tokens(s)]
+        count = sum(isinstance(o, TokenOut) for o in outputs)
         if s.sampling.seed == BREAK:
             return [*outputs, Failed(s.id, "internal_error", "the job broke")]
-        if partial:
+        if s.sampling.seed in PARTIAL:
             self._open[s.id] = s
             if s.sampling.seed == DIE:
                 os.kill(os.getpid(), signal.SIGKILL)
             return outputs
-        return [*outputs, Finished(s.id, "length", len(s.prompt), count, 0, 0)]
+        reason = "length" if count == s.max_tokens else "stop"
+        return [*outputs, Finished(s.id, reason, len(s.prompt), count, 0, 0)]
 
     def snapshot(self) -> DeviceReport:
         models = tuple(
@@ -156,6 +168,37 @@ class EchoDevice:
 
     def close(self) -> None:
         pass
+
+
+def _tokens(s: Submission) -> list[TokenOut]:
+    found: list[TokenOut] = []
+    for i in range(PARTIAL.get(s.sampling.seed, s.max_tokens)):
+        token = s.prompt[i % len(s.prompt)]
+        logprob = -0.5 if s.sampling.logprobs is not None else None
+        found.append(TokenOut(s.id, token, i, logprob, _top(token, s.sampling.logprobs, -0.5)))
+        if token in s.stop_token_ids and i + 1 > s.sampling.min_tokens:
+            break
+    return found
+
+
+def _scores(s: Submission) -> list[PromptScores]:
+    """In two parts, as a prompt that is computed in two steps has them."""
+    if s.prompt_logprobs is None:
+        return []
+    middle = (len(s.prompt) + 1) // 2
+    return [
+        PromptScores(
+            s.id,
+            start,
+            tuple(float(-i) for i in range(start, end)),
+            tuple(_top(s.prompt[i], s.prompt_logprobs, -i) for i in range(start, end)),
+        )
+        for start, end in ((1, middle), (max(1, middle), len(s.prompt)))
+    ]
+
+
+def _top(token: int, count: int | None, first: float) -> tuple[tuple[int, float], ...]:
+    return tuple((token + k, float(first - k)) for k in range(count or 0))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -120,6 +121,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("fleet", type=Path)
     parser.add_argument("--echo", action="store_true", help="a device that repeats the prompt")
+    parser.add_argument("--ping", type=float, help="seconds of silence before a ping")
     parser.add_argument("--drain", type=float, default=30.0)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
@@ -129,9 +131,12 @@ def main() -> int:
     from ballast.policy.presets import PRESETS
     from ballast.server.serve import serve
 
+    fleet = load_fleet(arguments.fleet, presets=PRESETS)
+    if arguments.ping is not None:
+        fleet = replace(fleet, server=replace(fleet.server, ping_seconds=arguments.ping))
     fake = Path(__file__).parent.parent / "cluster" / "fake_device.py"
     return serve(
-        load_fleet(arguments.fleet, presets=PRESETS),
+        fleet,
         port=0,
         drain_seconds=arguments.drain,
         worker_command=(sys.executable, str(fake)) if arguments.echo else COMMAND,

@@ -1,0 +1,79 @@
+"""Kinds of values that fields of requests have, with the bounds that hold for all of them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictInt
+
+MOST_PROMPTS = 256
+"""Of one request."""
+MOST_BIASED = 1024
+MOST_TOP = 20
+"""Alternatives told with a token's log-probability."""
+_ID = 2**31
+
+FINITE = Field(allow_inf_nan=False)
+
+
+def _listed(value: object) -> object:
+    """A single stop string stands for a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+def _unicode(text: str) -> str:
+    """JSON can spell half of a surrogate pair, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half a surrogate pair at character {error.start}") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
+TokenId = Annotated[StrictInt, Field(ge=0, lt=_ID)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Count = Annotated[StrictInt, Field(ge=0, lt=_ID)]
+Stop = Annotated[
+    list[Annotated[Text, Field(min_length=1)]] | None,
+    Field(max_length=16),
+    BeforeValidator(_listed),
+]
+Penalty = Annotated[float, FINITE, Field(ge=-2, le=2)]
+LogitBias = Annotated[
+    dict[
+        Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")],
+        Annotated[float, FINITE, Field(ge=-100, le=100)],
+    ],
+    Field(max_length=MOST_BIASED),
+]
+"""By token id, written in decimal: JSON has no other keys."""
+Prompts = (
+    Text
+    | TokenIds
+    | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
+)
+
+
+def one_by_one(prompts: Prompts) -> list[str | list[int]]:
+    """Prompts as texts or token ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts[0], int):
+        return [prompts]
+    return list(prompts)
+
+
+class Body(BaseModel):
+    """A request. Fields that are not known are kept apart, so that a warning can name them:
+    a client written for another server works, and its author finds out what had no effect."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: Text
+
+    @property
+    def ignored(self) -> list[str]:
+        """Fields the client sent that have no effect here."""
+        return sorted(self.model_extra or {})

@@ -1,0 +1,42 @@
+"""What an answer grows by: text, tokens with their log-probabilities, and ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A token, and how likely it was."""
+
+    token: int
+    at: int
+    """Characters of the choice's text that were said before it."""
+    logprob: float | None
+    """None: not known, as of the first token of a prompt."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens there, likeliest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one token, the prompt's echo, or the end of an output adds to a choice."""
+
+    choice: int
+    text: str
+    """May be empty: of an incomplete character, or held back as the beginning of a stop string."""
+    scored: tuple[Scored, ...] = ()
+    """Empty where no log-probabilities are asked for."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    """The stop string or token that the client named, if one ended the output."""
+
+    def ended_by(self, end: Piece) -> Piece:
+        """Together with the end of the same choice, which follows it."""
+        return Piece(
+            self.choice,
+            self.text + end.text,
+            self.scored + end.scored,
+            end.finish_reason,
+            end.stop_reason,
+        )

@@ -1,0 +1,54 @@
+"""Routes about texts that generate nothing."""
+
+from __future__ import annotations
+
+import secrets
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from ballast.server.parameters import check_tokens
+from ballast.server.responses import Detokenized, Tokenized, answered
+from ballast.server.service import Service, off_loop
+from ballast.server.sse import ClientGone, unless_gone
+from ballast.server.texts import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from ballast.server.tokenizer import LONG_TEXT
+
+
+def add_texts(app: FastAPI, service: Service) -> None:
+    """`/tokenize`, `/detokenize` and `/v1/embeddings`."""
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        spec = service.model(body.model)
+        service.warn(body)
+        body.check()
+        if body.prompt is None:
+            tokens = await service.conversation(body, spec)
+        else:
+            tokens = await service.encoded(body.prompt, spec, body.add_special_tokens is not False)
+        shown = service.tokenizer(spec.name).spelled(tokens) if body.return_token_strs else None
+        told = Tokenized(
+            count=len(tokens), max_model_len=spec.max_model_len, tokens=tokens, token_strs=shown
+        )
+        return answered(told)
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        spec = service.model(body.model)
+        service.warn(body)
+        check_tokens(body.tokens, spec, "tokens")
+        tokenizer = service.tokenizer(spec.name)
+        text = await off_loop(len(body.tokens) > LONG_TEXT, lambda: tokenizer.decode(body.tokens))
+        return answered(Detokenized(text))
+
+    @app.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        embedding = await service.embed(body, f"embd-{secrets.token_hex(12)}")
+        try:
+            encoding = body.encoding_format or "float"
+            return answered(await unless_gone(request.receive, embedding.whole(encoding)))
+        except ClientGone:
+            return Response(status_code=499)  # nobody reads it
+        finally:
+            embedding.close()
