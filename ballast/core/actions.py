@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ballast.core.settings import Slo
+
 
 @dataclass(frozen=True, slots=True)
 class Short:
@@ -86,6 +88,44 @@ class Refuse:
 
 
 Action = Activate | Evict | Preempt | DropCache | Compact | Limit | Hold | Refuse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """New service levels and bounds of a model, or of an adapter; they count from now on."""
+
+    model: str
+    slo: Slo
+    priority: int
+    max_waiting: int
+    queue_seconds: float | None
+    share: float = 1.0
+    """This and what follows: of a model only, an adapter has its base's."""
+    max_running: int = 64
+    pinned: bool = False
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A model that has been made ready is of the device from now on."""
+
+    model: str
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """No new requests for a model; when those open have ended it goes, for good."""
+
+    model: str
+    at_once: bool = False
+    """What is open fails instead of ending."""
+    why: str = ""
+
+
+Operation = Activate | Evict | Change | Join | Leave
+"""What only operators may ask for, and what they may beside policies."""
 
 
 @dataclass(frozen=True, slots=True)

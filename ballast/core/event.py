@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ballast.core.actions import Operation
 from ballast.core.job import Job, Sampled
 from ballast.core.request import Submission
 
@@ -67,7 +68,15 @@ class Stop:
     reason: str = "the worker was stopped"
 
 
-Event = Arrival | Cancel | JobDone | JobFailed | TransferDone | Timer | Drain | Stop
+@dataclass(frozen=True, slots=True)
+class Operate:
+    """The operator wants something done; how it ends is told under the same id."""
+
+    id: str
+    operation: Operation
+
+
+Event = Arrival | Cancel | JobDone | JobFailed | TransferDone | Timer | Drain | Stop | Operate
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ballast.core.actions import Action
-from ballast.core.event import Arrival, Event, JobDone, JobFailed
+from ballast.core.actions import Action, Operation
+from ballast.core.event import Arrival, Event, JobDone, JobFailed, Operate
 
 Sink = Callable[[dict[str, Any]], None]
 
@@ -45,6 +45,14 @@ def describe(event: Event) -> dict[str, Any]:
             event.seconds if isinstance(event, JobDone) else event.reason
         )
         return told
+    if isinstance(event, Operate):
+        wanted = event.operation
+        return {
+            "event": kind,
+            "id": event.id,
+            "operation": type(wanted).__name__,
+            "model": wanted.model,
+        }
     return {"event": kind, **dataclasses.asdict(event)}
 
 
@@ -53,17 +61,25 @@ class Story:
 
     def __init__(self, keep: int = 2000, sink: Sink | None = None) -> None:
         self.entries: deque[dict[str, Any]] = deque(maxlen=keep)
+        self.decisions: deque[dict[str, Any]] = deque(maxlen=keep)
+        """Those of the entries that are decisions, which would soon be lost among the events."""
         self._sink = sink
 
     def event(self, at: float, event: Event) -> None:
         """Something happened."""
         self._tell({"at": at, **describe(event)})
 
-    def decision(self, at: float, action: Action, refused: str | None) -> None:
-        """A policy asked for `action`; `refused` says why it was not done, if it was not."""
+    def decision(
+        self, at: float, action: Action | Operation, refused: str | None, by: str | None = None
+    ) -> None:
+        """A policy, or whom `by` names, asked for `action`; `refused` says why it was not done, if
+        it was not."""
         told = {"at": at, "action": type(action).__name__, **dataclasses.asdict(action)}
+        if by is not None:
+            told["by"] = by
         if refused is not None:
             told["refused"] = refused
+        self.decisions.append(told)
         self._tell(told)
 
     def _tell(self, entry: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ballast.core.clock import Clock
@@ -18,7 +18,7 @@ from ballast.memory.pool import Pool
 from ballast.memory.transfer import Link
 from ballast.memory.vm import Vm
 from ballast.weights.residency import WeightsOnDevice
-from ballast.weights.shared import find_shared
+from ballast.weights.shared import SharedSegment, find_shared
 
 CopyNow = Callable[[int, int, int], None]
 """(destination address, source address, bytes): a copy that has ended when it returns."""
@@ -47,11 +47,8 @@ def build_state(
     the pool first. Raises ConfigError where the budget cannot hold it.
     """
     pool = Pool(vm, settings.budget_bytes // settings.page_bytes)
-    activations = max(
-        (activation_bytes(h.spec, settings.step_tokens, settings.step_logits) for h in hosted),
-        default=0,
-    )
-    arena = Arena(pool, vm, "arena:lane0", activations)
+    activations = largest_job((h.spec for h in hosted), settings)
+    arena = Arena(pool, vm, "arena:lane0", activations, settings.budget_bytes)
     if arena.short is not None:
         raise ConfigError(
             "devices[0].budget",
@@ -59,13 +56,34 @@ def build_state(
             f"the activations of one job alone need {format_bytes(activations)}",
         )
     shared = find_shared([h.spec for h in hosted], pool, vm.page_bytes)
-    models = []
-    for h in hosted:
-        kv = KvCache(h.spec, pool, vm, prefix=settings.prefix_cache)
-        kv.move = _mover(kv, copy)
-        weights = WeightsOnDevice(h.spec, pool, vm, link, h.addresses, shared)
-        models.append(ModelState(h.spec, weights, kv, costs.get(h.spec.name, UNMEASURED)))
+    models = [
+        build_model(h, settings, pool, link, copy, shared, costs.get(h.spec.name, UNMEASURED))
+        for h in hosted
+    ]
     return DeviceState(settings, models, pool, arena, link, clock)
+
+
+def build_model(
+    hosted: Hosted,
+    settings: DeviceSettings,
+    pool: Pool,
+    link: Link,
+    copy: CopyNow,
+    shared: Mapping[str, SharedSegment],
+    costs: StepCosts = UNMEASURED,
+) -> ModelState:
+    """A model of which nothing is resident; `shared`: by digest, what is not its own alone."""
+    kv = KvCache(hosted.spec, pool, pool.vm, prefix=settings.prefix_cache)
+    kv.move = _mover(kv, copy)
+    weights = WeightsOnDevice(hosted.spec, pool, pool.vm, link, hosted.addresses, shared)
+    return ModelState(hosted.spec, weights, kv, costs)
+
+
+def largest_job(specs: Iterable[ModelSpec], settings: DeviceSettings) -> int:
+    """Bytes of activations that the largest job of any of the models may take."""
+    return max(
+        (activation_bytes(s, settings.step_tokens, settings.step_logits) for s in specs), default=0
+    )
 
 
 def _mover(kv: KvCache, copy: CopyNow) -> Callable[[int, int], None]:

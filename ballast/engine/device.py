@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ballast.core.clock import Clock
+from ballast.core.command import Order, Outcome
 from ballast.core.cost import StepCosts
 from ballast.core.errors import BallastError
 from ballast.core.event import Event, Output
@@ -18,14 +19,16 @@ from ballast.core.story import Sink, Story
 from ballast.engine.build import Hosted, build_state
 from ballast.engine.inbox import MonotonicClock, QueueInbox
 from ballast.engine.loop import Loop
+from ballast.engine.operator import Operator
 from ballast.engine.report import report
 from ballast.engine.runner import CpuRunner
+from ballast.engine.state import ModelState
 from ballast.kernels.workspace import Workspace
 from ballast.memory.arena import AllocatorCap, confine_allocator
 from ballast.memory.reserve import PopulatedReserve
 from ballast.memory.transfer import HostLink, copy_now
 from ballast.memory.vm_memfd import MemfdVm
-from ballast.models.fused import FusedModel, workspace_bytes
+from ballast.models.fused import FusedModel
 from ballast.models.served import Served
 from ballast.models.transformers import ServedModel
 from ballast.policy.presets import resolve
@@ -58,7 +61,8 @@ class LiveDevice:
         self.fleet = fleet
         self.failed: dict[str, str] = {}
         self.tier = HostTier()
-        self._hosts = self._load()
+        self.hosts = self._load()
+        """By name, in the fleet's order; replaced, never changed."""
         self.clock = clock or MonotonicClock()
         self.inbox = QueueInbox(self.clock)
         device = fleet.device
@@ -66,7 +70,7 @@ class LiveDevice:
         self._link = HostLink(self.clock, self.post, fleet.link.bytes_per_second)
         self.state = build_state(
             device,
-            [Hosted(h.spec, h.addresses) for h in self._hosts],
+            [Hosted(h.spec, h.addresses) for h in self.hosts.values()],
             self.vm,
             self._link,
             self.clock,
@@ -75,26 +79,44 @@ class LiveDevice:
         )
         self._reserve = PopulatedReserve(self.state.pool)
         self._reserve.start()
-        self.executors = self._executors()
+        self.workspace = Workspace(device.budget_bytes)
+        """Of the fast path. Memory comes where a job first writes, which the arena stands for."""
+        self.executors = {
+            name: self.executor(host, self.state.models[name]) for name, host in self.hosts.items()
+        }
         # Between jobs the C allocator keeps no more than the arena stands for.
-        cap = AllocatorCap(self.state.arena.pages * device.page_bytes)
+        self.cap = AllocatorCap(self.state.arena.pages * device.page_bytes)
         for executor in self.executors.values():
-            executor.grammars.aside = cap.aside
-        self.runner = CpuRunner(self.executors, self.post, self.clock, device.threads, cap.check)
+            executor.grammars.aside = self.cap.aside
+        self.runner = CpuRunner(
+            self.executors, self.post, self.clock, device.threads, self.cap.check
+        )
         self._story_file = open(fleet.story_path, "w") if fleet.story_path else None  # noqa: SIM115
         self.story = Story(sink=self._write_story if self._story_file else sink)
+        self._operator = Operator(self)
         self.loop = Loop(
-            self.state, preset, self.inbox, self.runner, self.clock, outbox, self.story
+            self.state,
+            preset,
+            self.inbox,
+            self.runner,
+            self.clock,
+            outbox,
+            self.story,
+            self._operator.answer,
         )
 
     @property
     def specs(self) -> dict[str, ModelSpec]:
         """The models that serve, by name."""
-        return {h.spec.name: h.spec for h in self._hosts}
+        return {name: m.spec for name, m in self.state.models.items()}
 
     def post(self, event: Event) -> None:
         """Hand an event in, from any thread."""
         self.inbox.post(event)
+
+    def command(self, order: Order, done: Callable[[Outcome], None]) -> None:
+        """Carry out an operator's order; `done` is called once, by any thread."""
+        self._operator.carry_out(order, done)
 
     def populate(self) -> None:
         """Give all free pages physical memory now instead of in the background."""
@@ -110,21 +132,22 @@ class LiveDevice:
 
     def close(self) -> None:
         """Give everything back to the operating system. The loop must have returned."""
+        self._operator.close()
         self.runner.close()
         self._link.close()
         self._reserve.close()
         self.vm.close()
-        for host in self._hosts:
+        for host in self.hosts.values():
             host.close()
         if self._story_file is not None:
             self._story_file.close()
 
-    def _load(self) -> list[HostModel]:
-        hosts = []
+    def _load(self) -> dict[str, HostModel]:
+        hosts = {}
         for settings in self.fleet.models:
             try:
-                hosts.append(load_host_model(settings, self.tier))
-                self.failed |= hosts[-1].failed
+                hosts[settings.name] = host = load_host_model(settings, self.tier)
+                self.failed |= host.failed
             except BallastError as error:
                 self.failed[settings.name] = str(error)
                 base = f"its base {settings.name} is not served"
@@ -133,20 +156,14 @@ class LiveDevice:
             log.error("model %s is not served: %s", name, why)
         return hosts
 
-    def _executors(self) -> dict[str, Served]:
-        """What runs each model: the fast path where it has one, all of them in one workspace."""
+    def executor(self, host: HostModel, m: ModelState) -> Served:
+        """What runs a model: the fast path where it has one, all of these in one workspace."""
+        segments = [m.weights.segment_address(i) for i in range(len(host.spec.segment_bytes))]
+        where = (segments, m.kv.base, m.kv.layout)
+        if not host.fused:
+            return ServedModel(host, *where)
         rows, sampled = self.fleet.device.step_tokens, self.fleet.device.step_logits
-        fused = [h.spec for h in self._hosts if h.fused]
-        workspace = Workspace(max((workspace_bytes(s, rows, sampled) for s in fused), default=0))
-        made: dict[str, Served] = {}
-        for host, m in zip(self._hosts, self.state.models.values(), strict=True):
-            segments = [m.weights.segment_address(i) for i in range(len(host.spec.segment_bytes))]
-            where = (segments, m.kv.base, m.kv.layout)
-            if host.fused:
-                made[host.spec.name] = FusedModel(host, *where, workspace, rows, sampled)
-            else:
-                made[host.spec.name] = ServedModel(host, *where)
-        return made
+        return FusedModel(host, *where, self.workspace, rows, sampled)
 
     def _write_story(self, entry: dict[str, Any]) -> None:
         assert self._story_file is not None

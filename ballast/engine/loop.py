@@ -7,10 +7,11 @@ from typing import Protocol
 
 from ballast.core.actions import Refuse
 from ballast.core.clock import Clock
-from ballast.core.event import Event, Output, Timer
+from ballast.core.event import Event, Operate, Output, Timer
 from ballast.core.job import Job
 from ballast.core.story import Story
 from ballast.engine.apply import apply
+from ballast.engine.operate import Answered, Operations
 from ballast.engine.plan import plan
 from ballast.engine.state import DeviceState
 from ballast.policy.presets import Preset
@@ -48,7 +49,9 @@ class Loop:
         clock: Clock,
         outbox: Callable[[list[Output]], None],
         story: Story,
+        answered: Answered | None = None,
     ) -> None:
+        """`answered` is told how operations end."""
         self.state = state
         self.preset = preset
         self.inbox = inbox
@@ -58,6 +61,7 @@ class Loop:
         self.story = story
         self.on_turn: Callable[[], None] | None = None
         """Called after each turn, for observers; it must not change anything."""
+        self.operations = Operations(state, story, answered)
         self._memo: object = None
         self._wake_at: float | None = None
         self._jobs = 0
@@ -71,6 +75,7 @@ class Loop:
         for m in self.state.models.values():
             reason = self.state.stopped or "the device has drained"
             outputs += self.state.fail_all(m, "unavailable", reason)
+        self.operations.give_up(self.state.stopped or "the device has drained")
         if outputs:
             self.outbox(outputs)
 
@@ -83,7 +88,12 @@ class Loop:
             events = [*events, Timer()]
         for event in events:
             self.story.event(now, event)
-            outputs += self.state.handle(event)
+            if isinstance(event, Operate):
+                self.operations.begin(event, outputs)
+            else:
+                outputs += self.state.handle(event)
+        if self.operations.pending:
+            self.operations.settle(outputs)
         self._proceed(outputs)
         if self.on_turn is not None:
             self.on_turn()

@@ -9,11 +9,12 @@ from ballast.engine.state import DeviceState, ModelState
 
 def report(state: DeviceState, device: str) -> DeviceReport:
     """A report of single numbers, each true when it was read; safe from any thread."""
-    models = tuple(_model(m) for m in state.models.values())
+    present = tuple(state.models.values())
+    models = tuple(_model(m) for m in present)
     owners = {"arena:lane0": state.arena.pages}
     for s in state.shared:
         owners[s.owner] = len(s.pages)
-    for m in state.models.values():
+    for m in present:
         owners[m.weights.owner] = 0 if _absent(m) else m.weights.own_pages
         owners[f"kv:{m.spec.name}"] = m.kv.pages
     return DeviceReport(

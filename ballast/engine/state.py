@@ -108,19 +108,18 @@ class DeviceState:
         clock: Clock,
     ) -> None:
         self.settings = settings
-        self.models = {m.spec.name: m for m in models}
-        self._named: dict[str, tuple[ModelState, int | None]] = {}
+        self.models: dict[str, ModelState] = {}
+        """Replaced, never changed: other threads look at it."""
+        self.named: dict[str, tuple[ModelState, int | None]] = {}
         """What requests may ask for: models, and (base, index) of adapters."""
+        self.shared: tuple[SharedSegment, ...] = ()
+        """Segments that several models contain, or did."""
         for m in models:
-            self._named[m.spec.name] = m, None
-            for i, adapter in enumerate(m.spec.adapters):
-                self._named[adapter.name] = m, i
+            self.enrol(m)
         self.pool = pool
         self.link = link
         self.clock = clock
         self.arena = arena
-        self.shared = tuple(dict.fromkeys(s for m in models for s in m.weights.shared))
-        """Segments that several models contain."""
         self.requests: dict[str, Request] = {}
         self.lane_job: Job | None = None
         self.asking = True
@@ -143,6 +142,37 @@ class DeviceState:
             Stop: self._stop,
         }
 
+    # -- models ---------------------------------------------------------------------------------
+
+    def enrol(self, m: ModelState) -> None:
+        """A model is of the device from now on."""
+        self.models = {**self.models, m.spec.name: m}
+        self.named[m.spec.name] = m, None
+        for i, adapter in enumerate(m.spec.adapters):
+            self.named[adapter.name] = m, i
+        self._list_shared()
+
+    def unname(self, m: ModelState) -> None:
+        """Requests may no longer ask for a model, nor for its adapters."""
+        self.named = {name: found for name, found in self.named.items() if found[0] is not m}
+
+    def strike(self, m: ModelState) -> None:
+        """A model without requests, job or transfer is gone, with its memory and addresses."""
+        self.unname(m)
+        m.kv.close()
+        m.weights.close()
+        self.models = {name: other for name, other in self.models.items() if other is not m}
+        self._list_shared()
+        self.freed += 1
+        self.asking = True
+
+    def _list_shared(self) -> None:
+        """Which segments are shared may have changed, and with it what policies see of all."""
+        models = self.models.values()
+        self.shared = tuple(dict.fromkeys(s for m in models for s in m.weights.shared))
+        for m in models:
+            self.touch(m)
+
     # -- events ---------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> list[Output]:
@@ -154,7 +184,7 @@ class DeviceState:
         refusal = self._refusal(s)
         if refusal is not None:
             return [Failed(s.id, *refusal)]
-        m, adapter = self._named[s.model]
+        m, adapter = self.named[s.model]
         # The worker that died may have generated all of it.
         reason = _finish_reason(m, s, s.resumed[-1], len(s.resumed)) if s.resumed else None
         if s.resumed and reason is not None:
@@ -170,7 +200,7 @@ class DeviceState:
 
     def _refusal(self, s: Submission) -> tuple[str, str] | None:
         """(code, reason) for a request that is not accepted."""
-        m, adapter = self._named.get(s.model, (None, None))
+        m, adapter = self.named.get(s.model, (None, None))
         if self.draining or self.stopped is not None:
             return "unavailable", "the server is draining"
         if m is None:
@@ -213,7 +243,7 @@ class DeviceState:
 
     def _fitted(self, s: Submission) -> Submission:
         """An open-ended request asks for no more than could fit."""
-        m, _ = self._named.get(s.model, (None, None))
+        m, _ = self.named.get(s.model, (None, None))
         if m is None or not s.open_ended:
             return s
         layout = m.kv.layout

@@ -19,3 +19,7 @@ class Workspace:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         self._memory = mmap.mmap(-1, max(n_bytes, mmap.PAGESIZE), flags=flags)
         self.address = int(np.frombuffer(self._memory, np.uint8).ctypes.data)
+
+    def forget(self) -> None:
+        """Give its memory back; addresses stay, contents do not. No job may be running."""
+        self._memory.madvise(mmap.MADV_DONTNEED)

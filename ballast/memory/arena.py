@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ballast.core.actions import Short
@@ -22,9 +22,15 @@ class Arena:
     that weights + KV + activations never exceed the budget in physical memory.
     """
 
-    def __init__(self, pool: Pool, vm: Vm, owner: str, n_bytes: int) -> None:
-        """Leases pages for `n_bytes` at once; where they are short it holds none and says so."""
-        self._range = BackedRange(pool, vm, owner, max(n_bytes, 1), bare=True)
+    def __init__(
+        self, pool: Pool, vm: Vm, owner: str, n_bytes: int, most_bytes: int | None = None
+    ) -> None:
+        """Leases pages for `n_bytes` at once; where they are short it holds none and says so.
+
+        `most_bytes`: what it may ever be resized to; None: `n_bytes`.
+        """
+        most = max(n_bytes, most_bytes or 0, 1)
+        self._range = BackedRange(pool, vm, owner, most, bare=True)
         self.short: Short | None = self.resize(n_bytes)
         """What the last `resize` could not get, if it failed."""
 
@@ -99,6 +105,8 @@ class AllocatorCap:
         self.n_bytes = n_bytes
         self.trims = 0
         self._base = anonymous_bytes()
+        self._paused = False
+        self._renewal: tuple[int, Callable[[], None]] | None = None
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -116,11 +124,26 @@ class AllocatorCap:
 
     def check(self) -> bool:
         """Trim if over the cap (milliseconds; the look alone some 20 us); whether under it now."""
-        if self.used <= self.n_bytes:
+        if self._renewal is not None:
+            self.n_bytes, forget = self._renewal
+            self._renewal, self._paused = None, False
+            forget()
+            syscalls.malloc_trim()
+            self._base = anonymous_bytes()
+        if self._paused or self.used <= self.n_bytes:
             return True
         syscalls.malloc_trim()
         self.trims += 1
         return self.used <= self.n_bytes
+
+    def pause(self) -> None:
+        """Something is being loaded beside the jobs; until `renew`, nothing is trimmed."""
+        self._paused = True
+
+    def renew(self, n_bytes: int, forget: Callable[[], None]) -> None:
+        """From the next `check` on, hold to `n_bytes` above what there is then, once `forget` has
+        given back what jobs keep for themselves. Callable from any thread."""
+        self._renewal = n_bytes, forget
 
 
 def anonymous_bytes() -> int:

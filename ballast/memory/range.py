@@ -167,6 +167,16 @@ class BackedRange:
         target._slots[to : to + n] = array("i", pages)
         target.backed += n
 
+    def cede(self, at: int, n: int, owner: str) -> tuple[int, ...]:
+        """Pages at `at ..` become another owner's, who lends them: they stay where they are, as
+        aliases. Returns them. What runs does not notice."""
+        pages = self.pages(at, n)
+        self._pool.hand_over(self.owner, owner, pages)
+        self._pool.lend(owner, pages, self.owner)
+        self.backed -= n
+        self.aliased += n
+        return pages
+
     def close(self, fence: Fence | None = None) -> None:
         """Release everything; the addresses go once the last page has left. Aliases are gone."""
         if self._closed:

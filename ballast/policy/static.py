@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ballast.core.actions import Action, Activate, Decision, Limit, Refuse
-from ballast.core.view import DeviceView, ModelView
+from ballast.core.actions import Action, Activate, Decision, DropCache, Evict, Limit, Refuse
+from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.cover import cover
 from ballast.policy.offers import Claim, own_younger_requests
 
@@ -32,25 +32,37 @@ def shares(view: DeviceView) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
+class Division:
+    """Who has which part of the device, while these are its models and their configured shares."""
+
+    among: tuple[tuple[str, float], ...]
+    pages: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class FixedShares:
     """Activates what has a place, bounds its KV, refuses requests of models without one.
 
     Within its share a model serves first come first served; when its running requests need more
-    than the share, its own youngest is preempted.
+    than the share, its own youngest is preempted. Where the operator adds a model or takes one
+    away, the device is divided anew: what holds more than its new share loses cached prefixes, and
+    the rest as its requests end.
     """
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         actions: list[Action] = []
-        if memo is None:
-            memo = shares(view)
-            for name, pages in memo.items():
-                actions.append(Limit(name, pages, why="fixed share"))
-                actions.append(Activate(name, why="fixed share"))
-        assert isinstance(memo, dict)
+        among = tuple((m.name, m.spec.share) for m in view.models)
+        anew = not isinstance(memo, Division) or memo.among != among
+        if not isinstance(memo, Division) or anew:
+            memo = Division(among, shares(view))
+            for m in sorted(view.models, key=lambda m: -m.spec.share):
+                actions += _take_place(m, memo.pages.get(m.name))
         for m in view.models:
-            if m.name not in memo:
+            if m.name not in memo.pages:
                 why = f"{m.name} has no place: the fixed shares of the others fill the device"
                 actions += [Refuse(m.name, r.id, why) for r in m.waiting]
+            elif not anew and m.residency is Residency.ABSENT and m.waiting and _fits(view, m):
+                actions.append(Activate(m.name, why="its place has become free"))
         for s in view.shortages:
             m = view.model(s.model)
             for r in m.running:
@@ -59,6 +71,23 @@ class FixedShares:
                     alone = _within(view, m)
                     actions += cover(alone, [claim], [own_younger_requests])
         return Decision(tuple(actions), memo)
+
+
+def _take_place(m: ModelView, share: int | None) -> list[Action]:
+    """What brings a model to its new share; None: it has no place any more."""
+    if share is None:
+        resident = m.residency is Residency.RESIDENT
+        return [Evict(m.name, why="the fixed shares of the others fill the device")] * resident
+    actions: list[Action] = [Limit(m.name, share, why="fixed share")]
+    if m.kv_pages > share and m.cached_pages:
+        actions.append(DropCache(m.name, m.kv_pages - share, why="its fixed share is smaller now"))
+    if m.residency is Residency.ABSENT:
+        actions.append(Activate(m.name, why="fixed share"))
+    return actions
+
+
+def _fits(view: DeviceView, m: ModelView) -> bool:
+    return m.missing_pages <= view.free - view.promised
 
 
 def _within(view: DeviceView, m: ModelView) -> DeviceView:

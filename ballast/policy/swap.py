@@ -29,7 +29,8 @@ class WholeModels:
     quantum: float = 1.0
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
-        turn = memo if isinstance(memo, Turn) else None
+        present = {m.name for m in view.models}
+        turn = memo if isinstance(memo, Turn) and memo.model in present else None
         others = [m for m in view.models if m.waiting and (turn is None or m.name != turn.model)]
         heir = min(others, key=oldest, default=None)
         if turn is None:

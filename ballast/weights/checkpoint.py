@@ -41,8 +41,10 @@ from ballast.weights.stored import ITEM_BYTES, Stored, find_tensors
 THREADS = max(1, min(4, os.cpu_count() or 1))
 
 
-def load_host_model(settings: ModelSettings, tier: HostTier | None = None) -> HostModel:
-    """Read, check, convert and seal the checkpoint at `settings.path`.
+def load_host_model(
+    settings: ModelSettings, tier: HostTier | None = None, threads: int = THREADS
+) -> HostModel:
+    """Read, check, convert and seal the checkpoint at `settings.path`, with so many threads.
 
     Segments that `tier` has already, of other checkpoints, are shared with them.
 
@@ -55,13 +57,13 @@ def load_host_model(settings: ModelSettings, tier: HostTier | None = None) -> Ho
     of these faults is left out, and listed in `failed`.
     """
     try:
-        return _load(settings, Path(settings.path), tier or HostTier())
+        return _load(settings, Path(settings.path), tier or HostTier(), threads)
     except OSError as error:
         reason = error.strerror or str(error)
         raise CheckpointError(str(error.filename or settings.path), None, reason) from error
 
 
-def _load(settings: ModelSettings, directory: Path, tier: HostTier) -> HostModel:
+def _load(settings: ModelSettings, directory: Path, tier: HostTier, threads: int) -> HostModel:
     config = _read_config(directory)
     stored = find_tensors(directory)
     architecture = learn(config)
@@ -92,7 +94,7 @@ def _load(settings: ModelSettings, directory: Path, tier: HostTier) -> HostModel
                 return _write(piece, packing.build(piece.tensor, read))
             return _fill(piece, plan[piece.tensor.sources[0]], sources, packing.DTYPES[dtype])
 
-        memory = HostBytes(settings.name, segments, fill, THREADS, tier)
+        memory = HostBytes(settings.name, segments, fill, threads, tier)
     spec = ModelSpec(
         name=settings.name,
         n_layers=architecture.n_layers,

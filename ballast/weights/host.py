@@ -160,6 +160,8 @@ class HostTier:
     def __init__(self) -> None:
         _allow_files()
         self._segments: dict[str, SealedSegment] = {}
+        self.closing = False
+        """What is being filled fails; set by any thread."""
 
     @property
     def n_bytes(self) -> int:
@@ -168,7 +170,13 @@ class HostTier:
 
     def hold(self, model: str, segment: Segment, fill: Fill, threads: int) -> SealedSegment:
         """Fill memory for a segment; where an equal one is here already, that one in its stead."""
-        filled = SealedSegment(model, segment, fill, threads)
+
+        def fill_unless_closing(piece: Piece) -> bytes:
+            if self.closing:
+                raise DeviceError("host tier", "it is closing")
+            return fill(piece)
+
+        filled = SealedSegment(model, segment, fill_unless_closing, threads)
         found = self._segments.setdefault(filled.digest, filled)
         if found is not filled:
             filled.close()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise
@@ -74,14 +74,7 @@ class WeightsOnDevice:
         self._pool = pool
         n_pages = sum(ceil_div(n, vm.page_bytes) for n in spec.segment_bytes)
         self._range = BackedRange(pool, vm, f"weights:{spec.name}", n_pages * vm.page_bytes)
-        self.segments = self._table(host_addresses, shared or {})
-        self.own_pages = sum(s.n_pages for s in self.segments if s.shared is None)
-        """Pages of segments that no other model contains, whether they are here or not."""
-        self.shared = tuple(dict.fromkeys(s.shared for s in self.segments if s.shared is not None))
-        """The others, each once."""
-        self.pages = self.own_pages + sum(s.n_pages for s in self.shared)
-        """Pages all segments take when they are here, whether they are or not."""
-        self._own = self._stretches()
+        self._tabulate(self._table(host_addresses, shared or {}))
         self._backed = False
         self._filled = False
 
@@ -190,6 +183,23 @@ class WeightsOnDevice:
                 segment.free()
         self._drop_own()
 
+    def share(self, shared: Mapping[str, SharedSegment]) -> None:
+        """Segments of `shared`, by digest, are the model's own no more: another has come that
+        contains them. What is here stays where it is, under another owner."""
+        table = list(self.segments)
+        for i, (s, digest) in enumerate(zip(table, self.spec.segment_digests, strict=False)):
+            whose = shared.get(digest)
+            if whose is None or s.shared is not None:
+                continue
+            if self._backed:
+                whose.pages = self._range.cede(s.at, s.n_pages, whose.owner)
+                whose.holders[self.spec.name] = None
+                whose.filled, whose.filler = (
+                    (True, None) if self._filled else (False, self.spec.name)
+                )
+            table[i] = replace(s, shared=whose)
+        self._tabulate(table)
+
     def close(self) -> None:
         """Evict if need be, and give the addresses back: the model is gone for good."""
         if self._backed:
@@ -213,6 +223,16 @@ class WeightsOnDevice:
             here = self._range.pages(s.at, s.n_pages) if self._backed else ()
             if s.shared is not None and self._backed and here != s.shared.pages:
                 raise BrokenPromise(f"{self.owner}: other pages than {s.shared.owner}'s")
+
+    def _tabulate(self, table: Sequence[Segment]) -> None:
+        self.segments = tuple(table)
+        self.own_pages = sum(s.n_pages for s in table if s.shared is None)
+        """Pages of segments that no other model contains, whether they are here or not."""
+        self.shared = tuple(dict.fromkeys(s.shared for s in table if s.shared is not None))
+        """The others, each once."""
+        self.pages = self.own_pages + sum(s.n_pages for s in self.shared)
+        """Pages all segments take when they are here, whether they are or not."""
+        self._own = self._stretches()
 
     def _forget(self) -> None:
         """No longer a holder of shared segments, and nothing of its own is there."""

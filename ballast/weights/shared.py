@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise
@@ -55,9 +55,12 @@ class SharedSegment:
 
 
 def find_shared(
-    specs: Iterable[ModelSpec], pool: Pool, page_bytes: int
+    specs: Iterable[ModelSpec], pool: Pool, page_bytes: int, known: Collection[str] = ()
 ) -> dict[str, SharedSegment]:
-    """Segments that occur more than once among the models of a device, by digest."""
+    """Segments that occur more than once among the models of a device, by digest.
+
+    Those whose digests are `known` are left out: they are shared already.
+    """
     sizes: dict[str, int] = {}
     times: Counter[str] = Counter()
     for spec in specs:
@@ -70,5 +73,5 @@ def find_shared(
     return {
         digest: SharedSegment(digest, sizes[digest], pool, page_bytes)
         for digest, n in times.items()
-        if n > 1
+        if n > 1 and digest not in known
     }

@@ -9,7 +9,7 @@ from ballast.core.errors import ConfigError
 from ballast.core.view import Residency, SharedView, Shortage
 from ballast.policy.balloon import Balloon
 from ballast.policy.presets import PRESETS, resolve
-from ballast.policy.static import FixedShares, shares
+from ballast.policy.static import Division, FixedShares, shares
 from ballast.policy.swap import Turn, WholeModels
 from tests.policy.worlds import device, model, request
 
@@ -241,8 +241,37 @@ def test_static_preempts_within_the_share_only() -> None:
     other = model("b", kv=8, limit=8, running=(request(3, arrival=3, pages=8),))
     lack = Shortage("a", old.id, 1, limited=True)
     view = device(tight, other, free=50, shortages=(lack,))
-    decision = FixedShares()(view, {"a": 8, "b": 8})
+    memo = Division((("a", 1.0), ("b", 1.0)), {"a": 8, "b": 8})
+    decision = FixedShares()(view, memo)
     assert decision.actions == (Preempt("a", young.id, why="a came first"),)
+
+
+def test_static_divides_anew_when_a_model_has_come_or_gone() -> None:
+    a = model("a", kv=60, cached=20, limit=86)
+    before = FixedShares()(device(a, free=30), None)
+    new = model("b", ABSENT)
+    with_it = FixedShares()(device(a, new, free=30), before.memo)
+    assert kinds(with_it.actions) == ["Limit", "DropCache", "Limit", "Activate"]
+    assert with_it.actions[1] == DropCache("a", 22, why="its fixed share is smaller now")
+    back = FixedShares()(device(a, free=30), with_it.memo)
+    assert kinds(back.actions) == ["Limit"]
+    assert back.actions[0] == before.actions[0]
+
+
+def test_static_brings_an_evicted_model_back_to_its_place() -> None:
+    a = model("a")
+    memo = FixedShares()(device(a, free=90), None).memo
+    assert FixedShares()(device(model("a", ABSENT), free=90), memo).actions == ()
+    wanted = model("a", ABSENT, waiting=(request(1),))
+    assert kinds(FixedShares()(device(wanted, free=90), memo).actions) == ["Activate"]
+    assert FixedShares()(device(wanted, free=3), memo).actions == ()
+
+
+def test_static_takes_the_device_from_a_model_that_has_lost_its_place() -> None:
+    small, large = model("a", share=1), model("b", ABSENT, pages=95, share=2)
+    memo = FixedShares()(device(small, free=90, total=100, arena=0), None).memo
+    decision = FixedShares()(device(small, large, free=90, total=100, arena=0), memo)
+    assert kinds(decision.actions) == ["Limit", "Activate", "Evict"]
 
 
 # -- swap -------------------------------------------------------------------------------------
@@ -254,6 +283,12 @@ def test_swap_starts_with_the_oldest_request() -> None:
     decision = WholeModels()(device(a, b, free=90), None)
     assert decision.actions == (Activate("b", why="its turn"),)
     assert decision.memo == Turn("b", 10.0)
+
+
+def test_swap_forgets_the_turn_of_a_model_that_was_removed() -> None:
+    b = model("b", ABSENT, waiting=(request(1),))
+    decision = WholeModels()(device(b, free=90), Turn("a", 9.9))
+    assert decision.actions == (Activate("b", why="its turn"),)
 
 
 def test_swap_replaces_an_idle_model_at_once() -> None:

@@ -1,0 +1,58 @@
+"""What an operator may order of a device while it serves, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ballast.core.actions import Activate, Change, Evict
+from ballast.core.model import ModelSpec
+from ballast.core.settings import ModelSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Load a model, beside those that serve, and serve it with its adapters."""
+
+    settings: ModelSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Take a model from the device and from host memory, with its adapters.
+
+    New requests are refused at once; those open have `patience` seconds to end, then they fail.
+    """
+
+    model: str
+    patience: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """The last decisions, each with its reason; nothing changes."""
+
+    last: int = 100
+    model: str | None = None
+    """Only those about this model; None: all."""
+    events: bool = False
+    """Events as well, of which there are many more."""
+
+
+Order = Add | Remove | Change | Activate | Evict | Tell
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an order ended."""
+
+    code: str | None = None
+    """None: it was done. Else `refused` (the state of things does not allow it), `invalid` (what
+    was ordered cannot be), or `unavailable` (the device ends)."""
+    reason: str = ""
+    specs: dict[str, ModelSpec] = field(default_factory=dict)
+    """What the device serves now, by name."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Adapters of an added model that cannot be served, with the reason."""
+    story: tuple[dict[str, Any], ...] = ()
+    """What `Tell` asked for, oldest first."""

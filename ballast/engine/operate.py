@@ -1,0 +1,177 @@
+"""What operators ask of a device: done by the means that policies have, told when it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ballast.core.actions import Activate, Change, Evict, Join, Leave, Operation
+from ballast.core.event import Operate, Output
+from ballast.core.model import weight_pages
+from ballast.core.story import Story
+from ballast.core.units import ceil_div
+from ballast.core.view import Residency
+from ballast.engine.apply import apply
+from ballast.engine.build import largest_job
+from ballast.engine.state import DeviceState, ModelState
+from ballast.weights.shared import SharedSegment
+
+Answered = Callable[[str, str | None], None]
+"""(id of the operation, why it was not done; None: it was)."""
+Refusal = str | None
+REMOVED = "the model is being removed from this server"
+
+
+class Operations:
+    """Operations that were begun and have not ended. Used by the loop's thread, but for `ready`."""
+
+    def __init__(self, state: DeviceState, story: Story, answered: Answered | None) -> None:
+        self._state = state
+        self._story = story
+        self._answered = answered or (lambda id, refusal: None)
+        self.pending: dict[str, Operation] = {}
+        """By id."""
+        self.ready: dict[str, tuple[ModelState, dict[str, SharedSegment]]] = {}
+        """Models that may join, by name, and the segments that are shared for their sake: put in
+        by whoever has made them, before `Join` is asked for."""
+
+    def begin(self, event: Operate, outputs: list[Output]) -> None:
+        """Do it, or begin to."""
+        refused = self._try(event.operation, outputs)
+        self._story.decision(self._state.clock.now(), event.operation, refused, by="operator")
+        if refused is None and isinstance(event.operation, Activate | Evict | Leave):
+            self.pending[event.id] = event.operation
+        else:
+            self._answered(event.id, refused)
+
+    def settle(self, outputs: list[Output]) -> None:
+        """End what can end, now that something has happened."""
+        # The last first: what it ends, an earlier one may have waited for.
+        for id, wanted in reversed(list(self.pending.items())):
+            over, refusal = self._look(wanted, outputs)
+            if over:
+                del self.pending[id]
+                self._answered(id, refusal)
+
+    def give_up(self, why: str) -> None:
+        """The loop ends: nothing that is pending will be done."""
+        for id in self.pending:
+            self._answered(id, why)
+        self.pending.clear()
+
+    # -- what each begins with --------------------------------------------------------------------
+
+    def _try(self, wanted: Operation, outputs: list[Output]) -> Refusal:
+        state = self._state
+        if isinstance(wanted, Join):
+            return self._join(wanted.model)
+        if isinstance(wanted, Leave) and wanted.at_once and wanted.model in state.models:
+            return None  # it has been told to leave before
+        if wanted.model not in state.named:
+            return f"no model {wanted.model!r} on this device"
+        m, adapter = state.named[wanted.model]
+        if isinstance(wanted, Change):
+            return self._change(m, adapter, wanted)
+        if adapter is not None:
+            return f"{wanted.model} is an adapter; ask for its base, {m.spec.name}"
+        if isinstance(wanted, Leave):
+            state.unname(m)
+            return None
+        there = (Residency.RESIDENT, Residency.ACTIVATING)
+        gone = (Residency.ABSENT, Residency.EVICTING)
+        if m.residency in (there if isinstance(wanted, Activate) else gone):
+            return None
+        return apply(state, wanted, outputs)
+
+    def _join(self, name: str) -> Refusal:
+        """All it takes is there, or nothing changes."""
+        state, settings = self._state, self._state.settings
+        m, shared = self.ready.pop(name)
+        for known in (name, *(a.name for a in m.spec.adapters)):
+            if known in state.named or known in state.models:
+                return f"there is a model {known!r} already"
+        present = [*state.models.values(), m]
+        wanted = largest_job((o.spec for o in present), settings)
+        arena = max(state.arena.pages, ceil_div(wanted, settings.page_bytes))
+        room = state.pool.total - arena
+        least = weight_pages([m.spec], settings.page_bytes) + m.kv.most_pages(1)
+        if least > room:
+            return (
+                f"its weights and one block of KV cache take {least} pages; beside activations "
+                f"the device has {max(room, 0)}"
+            )
+        if not self._grow_arena(arena):
+            return (
+                f"its largest job takes {arena - state.arena.pages} pages of activations more than "
+                "are set aside, and they are not free; evict a model first"
+            )
+        for other in state.models.values():
+            other.weights.share(shared)
+        state.enrol(m)
+        state.asking = True
+        return None
+
+    def _grow_arena(self, pages: int) -> bool:
+        """With what is free, and what only cached prefixes hold."""
+        state = self._state
+        n_bytes = pages * state.settings.page_bytes
+        for m in state.models.values():
+            missing = pages - state.arena.pages - state.pool.available(state.arena.owner)
+            if missing > 0 and m.kv.drop_cached(missing):
+                state.touch(m)
+                state.freed += 1
+        return state.arena.resize(n_bytes) is None
+
+    def _change(self, m: ModelState, adapter: int | None, c: Change) -> Refusal:
+        if adapter is None:
+            m.spec = replace(
+                m.spec,
+                slo=c.slo,
+                priority=c.priority,
+                share=c.share,
+                max_running=c.max_running,
+                max_waiting=c.max_waiting,
+                queue_seconds=c.queue_seconds,
+                pinned=c.pinned,
+            )
+        else:
+            changed = replace(
+                m.spec.adapters[adapter],
+                slo=c.slo,
+                priority=c.priority,
+                max_waiting=c.max_waiting,
+                queue_seconds=c.queue_seconds,
+            )
+            adapters = list(m.spec.adapters)
+            adapters[adapter] = changed
+            m.spec = replace(m.spec, adapters=tuple(adapters))
+        self._state.touch(m)
+        self._state.asking = True
+        return None
+
+    # -- what each ends with ----------------------------------------------------------------------
+
+    def _look(self, wanted: Operation, outputs: list[Output]) -> tuple[bool, Refusal]:
+        """Whether it has ended, and why it was not done if so."""
+        state = self._state
+        m = state.models.get(wanted.model)
+        if m is None:
+            return True, None if isinstance(wanted, Leave) else REMOVED
+        if isinstance(wanted, Leave):
+            return self._leave(m, wanted, outputs), None
+        if isinstance(wanted, Activate):
+            failed = m.residency is Residency.FAILED
+            refusal = f"the weights of {wanted.model!r} could not be brought in" if failed else None
+            return m.residency is not Residency.ACTIVATING, refusal
+        return m.residency is not Residency.EVICTING, None
+
+    def _leave(self, m: ModelState, wanted: Leave, outputs: list[Output]) -> bool:
+        state = self._state
+        if wanted.at_once:
+            for request in [*m.running, *m.waiting]:
+                if not request.in_flight:
+                    outputs.append(state.fail(request, "unavailable", REMOVED))
+        if m.running or m.waiting or m.job is not None or m.transfer_id is not None:
+            return False
+        state.strike(m)
+        return True

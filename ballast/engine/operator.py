@@ -1,0 +1,203 @@
+"""Carries out operators' orders on a live device: loading beside the loop, joining through it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from ballast.core.actions import Join, Leave, Operation
+from ballast.core.command import Add, Order, Outcome, Remove, Tell
+from ballast.core.errors import BallastError, DeviceError
+from ballast.core.event import Operate
+from ballast.core.settings import ModelSettings
+from ballast.engine.build import Hosted, build_model
+from ballast.memory.transfer import copy_now
+from ballast.weights.checkpoint import load_host_model
+from ballast.weights.host import HostModel
+from ballast.weights.shared import find_shared
+
+if TYPE_CHECKING:
+    from ballast.engine.device import LiveDevice
+    from ballast.engine.state import ModelState
+
+log = logging.getLogger(__name__)
+
+ENDING = "the device ends"
+NICENESS = 10
+"""Of the thread that loads: what serves comes first."""
+
+
+class Refused(BallastError):
+    """The state of the device does not allow it."""
+
+
+class Operator:
+    """Orders that load or wait are carried out one after the other, by a thread of their own."""
+
+    def __init__(self, device: LiveDevice) -> None:
+        self._device = device
+        self._thread = ThreadPoolExecutor(1, "operator", initializer=_stand_back)
+        self._numbers = itertools.count(1)
+        self._open: dict[str, Future[str | None]] = {}
+        """Operations that the loop has not answered yet."""
+        self._lock = threading.Lock()
+        """Held while `_open` or `_closed` change."""
+        self._closed = False
+
+    def carry_out(self, order: Order, done: Callable[[Outcome], None]) -> None:
+        """From any thread; returns at once. `done` is called once, by any thread."""
+        match order:
+            case Tell():
+                done(self._told(order))
+            case Add() | Remove():
+                try:
+                    self._thread.submit(self._work, order, done)
+                except RuntimeError:
+                    done(Outcome("unavailable", ENDING))
+            case _:
+                asked = self._ask(order)
+                asked.add_done_callback(lambda a: done(self._outcome(a.result())))
+
+    def answer(self, operation: str, refusal: str | None) -> None:
+        """By the loop: how an operation ended."""
+        with self._lock:
+            asked = self._open.pop(operation)
+        asked.set_result(refusal)
+
+    def close(self) -> None:
+        """The loop has returned. What was being loaded is given up."""
+        with self._lock:
+            self._closed = True
+            left = list(self._open.values())
+            self._open.clear()
+        for asked in left:
+            asked.set_result(ENDING)
+        self._device.tier.closing = True
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    # -- in the operator's thread -----------------------------------------------------------------
+
+    def _work(self, order: Add | Remove, done: Callable[[Outcome], None]) -> None:
+        device = self._device
+        failed: dict[str, str] = {}
+        device.cap.pause()
+        try:
+            if isinstance(order, Add):
+                failed = dict(self._add(order.settings).failed)
+            else:
+                self._remove(order)
+            outcome = Outcome(specs=device.specs, failed=failed)
+        except (Refused, DeviceError) as error:
+            outcome = Outcome("unavailable" if self._closed else "refused", str(error))
+        except BallastError as error:
+            outcome = Outcome("invalid", str(error))
+        except Exception as error:
+            log.exception("%s failed", type(order).__name__)
+            outcome = Outcome("broken", f"{type(error).__name__}: {error}")
+        arena = device.state.arena
+        device.cap.renew(arena.pages * device.vm.page_bytes, device.workspace.forget)
+        done(outcome)
+
+    def _add(self, settings: ModelSettings) -> HostModel:
+        device = self._device
+        for name in (settings.name, *(a.name for a in settings.adapters)):
+            if name in device.state.named:
+                raise Refused(f"there is a model {name!r} already")
+        host = load_host_model(settings, device.tier, threads=1)
+        try:
+            self._join(host)
+        except BaseException:
+            host.close()
+            raise
+        device.failed |= host.failed
+        return host
+
+    def _join(self, host: HostModel) -> None:
+        """Everything that takes time is made here; the loop only adds it up."""
+        device, name = self._device, host.spec.name
+        present = tuple(device.state.models.values())
+        known = {
+            digest: segment.shared
+            for m in present
+            for digest, segment in zip(m.spec.segment_digests, m.weights.segments, strict=True)
+            if segment.shared is not None
+        }
+        specs = [*(m.spec for m in present), host.spec]
+        new = find_shared(specs, device.state.pool, device.vm.page_bytes, known)
+        m = build_model(
+            Hosted(host.spec, host.addresses),
+            device.state.settings,
+            device.state.pool,
+            device.state.link,
+            copy_now,
+            {**known, **new},
+        )
+        try:
+            device.executors[name] = executor = device.executor(host, m)
+            executor.grammars.aside = device.cap.aside
+            device.loop.operations.ready[name] = m, new
+            refusal = self._ask(Join(name)).result()
+            if refusal is not None:
+                raise Refused(refusal)
+        except BaseException:
+            self._discard(m)
+            raise
+        device.hosts = {**device.hosts, name: host}
+
+    def _discard(self, m: ModelState) -> None:
+        """It has not joined."""
+        self._device.executors.pop(m.spec.name, None)
+        self._device.loop.operations.ready.pop(m.spec.name, None)
+        m.kv.close()
+        m.weights.close()
+
+    def _remove(self, order: Remove) -> None:
+        device, name = self._device, order.model
+        asked = self._ask(Leave(name))
+        try:
+            refusal = asked.result(timeout=order.patience)
+        except TimeoutError:
+            self._ask(Leave(name, at_once=True)).result()
+            refusal = asked.result()
+        if refusal is not None:
+            raise Refused(refusal)
+        device.executors.pop(name)
+        host = device.hosts[name]
+        device.hosts = {n: h for n, h in device.hosts.items() if n != name}
+        host.close()
+
+    # -- in any thread ----------------------------------------------------------------------------
+
+    def _ask(self, operation: Operation) -> Future[str | None]:
+        """Have the loop do it."""
+        asked: Future[str | None] = Future()
+        with self._lock:
+            if self._closed:
+                asked.set_result(ENDING)
+                return asked
+            id = f"operation-{next(self._numbers)}"
+            self._open[id] = asked
+        self._device.post(Operate(id, operation))
+        return asked
+
+    def _outcome(self, refusal: str | None) -> Outcome:
+        if refusal is None:
+            return Outcome(specs=self._device.specs)
+        return Outcome("unavailable" if self._closed else "refused", refusal)
+
+    def _told(self, order: Tell) -> Outcome:
+        story = self._device.story
+        found = tuple(story.entries if order.events else story.decisions)
+        if order.model is not None:
+            found = tuple(e for e in found if e.get("model") == order.model)
+        return Outcome(story=found[-order.last :] if order.last > 0 else ())
+
+
+def _stand_back() -> None:
+    """This thread, and those that it starts, yield to all others."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
