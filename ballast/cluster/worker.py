@@ -21,13 +21,16 @@ from typing import Protocol
 
 from ballast.cluster.orphan import die_with
 from ballast.core.clock import Clock
+from ballast.core.command import Order, Outcome
 from ballast.core.errors import BallastError
 from ballast.core.event import Arrival, Cancel, Drain, Event, Output, Stop
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.settings import FleetSettings
 from ballast.transport.messages import (
+    Command,
     Configure,
+    Done,
     DrainDevice,
     Drained,
     Hello,
@@ -63,6 +66,8 @@ class Device(Protocol):
     def post(self, event: Event) -> None: ...
 
     def run(self) -> None: ...
+
+    def command(self, order: Order, done: Callable[[Outcome], None]) -> None: ...
 
     def snapshot(self) -> DeviceReport: ...
 
@@ -165,6 +170,8 @@ class Worker:
                 self._post(Drain())
             case StopDevice():
                 self._post(Stop(message.reason))
+            case Command():
+                self._command(message)
 
     def _post(self, event: Event) -> None:
         with self._lock:
@@ -172,6 +179,16 @@ class Worker:
                 self._device.post(event)
             elif isinstance(event, Drain | Stop):
                 self.abandoned = True  # still loading: nothing was accepted, nothing is lost
+
+    def _command(self, command: Command) -> None:
+        def done(outcome: Outcome) -> None:
+            self._outgoing.put(Done(command.id, outcome))
+
+        with self._lock:
+            if self._device is not None:
+                self._device.command(command.order, done)
+                return
+        done(Outcome("unavailable", "the device is not serving"))
 
     def _serve(self, fleet: FleetSettings) -> None:
         """The device's thread."""

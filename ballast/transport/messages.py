@@ -13,6 +13,8 @@ from typing import TypeVar
 import msgspec
 
 from ballast import __version__
+from ballast.core.actions import Activate, Change, Evict
+from ballast.core.command import Add, Order, Outcome, Remove, Tell
 from ballast.core.errors import BallastError
 from ballast.core.event import (
     Cancelled,
@@ -70,7 +72,35 @@ class StopDevice(_Message, frozen=True):
     reason: str
 
 
-ToWorker = Configure | Submit | Withdraw | DrainDevice | StopDevice
+class Command(_Message, frozen=True):
+    """An operator's order, one of those that the fields are for; `Done` answers with the same id.
+
+    Orders are told apart by their field, as plain dataclasses carry no tag.
+    """
+
+    id: int
+    add: Add | None = None
+    remove: Remove | None = None
+    change: Change | None = None
+    activate: Activate | None = None
+    evict: Evict | None = None
+    tell: Tell | None = None
+
+    @classmethod
+    def of(cls, id: int, order: Order) -> Command:
+        return cls(id, **{type(order).__name__.lower(): order})  # type: ignore[arg-type]
+
+    @property
+    def order(self) -> Order:
+        """Raises MalformedMessage unless there is one."""
+        fields = (self.add, self.remove, self.change, self.activate, self.evict, self.tell)
+        given = [order for order in fields if order is not None]
+        if len(given) != 1:
+            raise MalformedMessage(f"a command with {len(given)} orders")
+        return given[0]
+
+
+ToWorker = Configure | Submit | Withdraw | DrainDevice | StopDevice | Command
 
 
 # -- from the worker ----------------------------------------------------------------------------
@@ -101,6 +131,13 @@ class Status(_Message, frozen=True):
     """The device as it was a moment ago."""
 
     report: DeviceReport
+
+
+class Done(_Message, frozen=True):
+    """How an order ended."""
+
+    id: int
+    outcome: Outcome
 
 
 class Drained(_Message, frozen=True):
@@ -167,7 +204,7 @@ class Outputs(_Message, frozen=True):
         return [w.output for w in self.wrapped]
 
 
-ToServer = Hello | Ready | NotReady | Status | Outputs | Drained
+ToServer = Hello | Ready | NotReady | Status | Outputs | Drained | Done
 
 
 M = TypeVar("M")

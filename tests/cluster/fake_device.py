@@ -14,9 +14,13 @@ import queue
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 
+from ballast.core.actions import Change
+from ballast.core.command import Add, Order, Outcome, Remove, Tell
 from ballast.core.event import (
     Arrival,
     Cancel,
@@ -93,6 +97,24 @@ class EchoDevice:
 
     def post(self, event: Event) -> None:
         self._events.put(event)
+
+    def command(self, order: Order, done: Callable[[Outcome], None]) -> None:
+        story: tuple[dict[str, Any], ...] = ()
+        match order:
+            case Add(settings) if "broken" in settings.path:
+                done(Outcome("invalid", "it is broken"))
+                return
+            case Add(settings):
+                made = spec(settings.name, settings.max_model_len or 256)
+                self.specs = {**self.specs, settings.name: made}
+            case Remove(name):
+                self.specs = {n: s for n, s in self.specs.items() if n != name}
+            case Change():
+                changed = replace(self.specs[order.model], pinned=order.pinned, slo=order.slo)
+                self.specs = {**self.specs, order.model: changed}
+            case Tell():
+                story = ({"at": 1.0, "action": "Activate", "model": "a", "why": "a test"},)
+        done(Outcome(specs=self.specs, story=story))
 
     def run(self) -> None:
         while not (self._draining and not self._open):

@@ -7,12 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ballast.core.actions import Activate, Change, Evict
+from ballast.core.command import Add, Order, Outcome, Remove, Tell
 from ballast.core.event import Cancelled, Failed, Finished, TokenOut
 from ballast.core.report import DeviceReport, ModelReport
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, ModelSettings, Slo
 from ballast.transport.messages import (
+    Command,
     Configure,
+    Done,
     DrainDevice,
     Drained,
     Hello,
@@ -112,6 +116,34 @@ def test_messages_to_the_worker_arrive_as_sent(message: ToWorker) -> None:
 )
 def test_messages_to_the_server_arrive_as_sent(message: ToServer) -> None:
     assert decode_to_server(encode(message)) == message
+
+
+CHANGE = Change(model="a", slo=Slo(), priority=1, max_waiting=5, queue_seconds=2.5, pinned=True)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        Add(FLEET.models[0]),
+        Remove("a", 2.5),
+        CHANGE,
+        Activate("a"),
+        Evict("a", "why"),
+        Tell(5, "a", events=True),
+    ],
+)
+def test_orders_and_what_came_of_them_arrive_as_sent(order: Order) -> None:
+    arrived = decode_to_worker(encode(Command.of(7, order)))
+    assert isinstance(arrived, Command)
+    assert (arrived.id, arrived.order) == (7, order)
+    done = Done(7, Outcome("refused", "why", {"a": spec("a")}, {"b": "c"}, ({"at": 1.5},)))
+    assert decode_to_server(encode(done)) == done
+
+
+def test_a_command_has_one_order() -> None:
+    for command in (Command(1), Command(1, activate=Activate("a"), evict=Evict("a"))):
+        with pytest.raises(MalformedMessage, match="orders"):
+            assert command.order
 
 
 def test_outputs_keep_their_kind_and_order() -> None:
