@@ -1,8 +1,7 @@
 """What an output must follow: JSON schemas and their like, as grammars of llguidance.
 
-Everything here compiles what a client sent, within bounds: that takes about a millisecond, and for
-the most complicated that is let through, a tenth of a second. Large schemas belong off the event
-loop (`costly`).
+Everything here waits for another process to compile what a client sent (`grammarcheck`): call it
+in a thread, and not on an event loop.
 """
 
 from __future__ import annotations
@@ -11,21 +10,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher
 
 from ballast.core.errors import InvalidRequest
+from ballast.server.grammarcheck import CHECK
 
 MOST_TEXT = 256 * 1024
 """Characters of a schema or a grammar."""
 MOST_DEPTH = 100
 """Nesting of a schema; llguidance reads at most 128."""
 MOST_CHOICES = 10_000
-COSTLY = 4096
-"""Characters from which compiling takes longer than other requests should wait."""
-
-LIMITS = LLParserLimits(
-    initial_lexer_fuel=1_000_000, max_grammar_size=200_000, verbose_errors=False
-)
 WHITESPACE = r"[ \n\r\t]{1,20}"
 """Between the parts of JSON. Bounded: small models indent for ever where they may."""
 
@@ -71,52 +65,46 @@ def of_structured_outputs(value: object, param: str = "structured_outputs") -> s
         case "json_object":
             return _of_schema({"type": "object"}, where, lenient=False)
         case "regex":
-            return _checked(LLMatcher.grammar_from_regex(_text(said, where)), where)
+            return checked(LLMatcher.grammar_from_regex(_text(said, where)), where)
         case "choice":
-            return _checked(LLMatcher.grammar_from_lark(_any_of(said, where)), where)
+            return checked(LLMatcher.grammar_from_lark(_any_of(said, where)), where)
         case "grammar":
-            return _checked(LLMatcher.grammar_from_lark(_text(said, where)), where)
+            return checked(LLMatcher.grammar_from_lark(_text(said, where)), where)
     raise InvalidRequest("one of json, json_object, regex, choice, grammar", where)
 
 
-def checked_schema(schema: object, param: str, *, lenient: bool) -> Mapping[str, Any]:
-    """A JSON schema that compiles, with what `embedded` needs set. Raises InvalidRequest.
+def prepared(schema: object, param: str, *, lenient: bool) -> Mapping[str, Any]:
+    """A JSON schema, within bounds, with how llguidance is to read it. Raises InvalidRequest.
 
     `lenient`: keywords that llguidance does not know have no effect, instead of being refused.
     """
     if not isinstance(schema, Mapping):
         raise InvalidRequest("a JSON schema is an object", param)
     _bounded(schema, param)
-    whole = {**schema, "x-guidance": {"lenient": lenient, "whitespace_pattern": WHITESPACE}}
-    _checked(_compiled(whole, param), param)
-    return whole
+    return {**schema, "x-guidance": {"lenient": lenient, "whitespace_pattern": WHITESPACE}}
 
 
-def costly(*values: object) -> bool:
-    """Whether compiling these fields would hold up an event loop for noticeable time."""
-    return sum(len(str(v)) for v in values if v is not None) > COSTLY
-
-
-def validated(grammar: str, param: str) -> str:
-    """`grammar`, if llguidance can use it. Raises InvalidRequest."""
-    return _checked(grammar, param)
+def of_schema(schema: Mapping[str, Any], param: str) -> str:
+    """The grammar of a `prepared` schema. Raises InvalidRequest."""
+    try:
+        grammar = str(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"not a usable JSON schema: {error}", param) from error
+    return checked(grammar, param)
 
 
 def _of_schema(schema: object, param: str, *, lenient: bool) -> str:
     if schema is True:
         schema = {}
-    return _compiled(checked_schema(schema, param, lenient=lenient), param)
+    return of_schema(prepared(schema, param, lenient=lenient), param)
 
 
-def _compiled(schema: Mapping[str, Any], param: str) -> str:
+def checked(grammar: str, param: str) -> str:
+    """`grammar`, if llguidance can use it. Raises InvalidRequest."""
     try:
-        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
-    except (ValueError, TypeError) as error:
-        raise InvalidRequest(f"not a usable JSON schema: {error}", param) from error
-
-
-def _checked(grammar: str, param: str) -> str:
-    problem = LLMatcher.validate_grammar(grammar, limits=LIMITS)
+        problem = CHECK.problem(grammar)
+    except UnicodeEncodeError:
+        problem = "it has half a surrogate pair"
     if problem:
         raise InvalidRequest(f"not usable: {problem[:500]}", param)
     return grammar
@@ -171,4 +159,4 @@ def _any_of(value: object, param: str) -> str:
         or sum(map(len, value)) > MOST_TEXT
     ):
         raise InvalidRequest(f"a list of 1 to {MOST_CHOICES} texts", param)
-    return "start: " + " | ".join(json.dumps(v, ensure_ascii=False) for v in value)
+    return "start: " + " | ".join(json.dumps(v) for v in value)

@@ -142,6 +142,13 @@ class Tokenizer:
             text = self._tokenizer.decode([token])
         return text, text.encode()
 
+    def token_id(self, text: str) -> int | None:
+        """The single token that is written so, special or not, if there is one."""
+        with self._lock:
+            token = self._tokenizer.convert_tokens_to_ids(text)
+            found = token is not None and self._tokenizer.convert_ids_to_tokens(token) == text
+        return int(token) if found else None
+
     def special_token(self, text: str) -> int | None:
         """The special token that is written so, if any."""
         with self._lock:

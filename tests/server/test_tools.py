@@ -22,6 +22,10 @@ def tool(name: str, **properties: object) -> dict[str, object]:
     return {"type": "function", "function": {"name": name, "parameters": schema}}
 
 
+def odd(parameters: object) -> dict[str, object]:
+    return {"type": "function", "function": {"name": "odd", "parameters": parameters}}
+
+
 TOOLS = Tools.of([tool("weather"), tool("now")])
 assert TOOLS is not None
 
@@ -227,8 +231,7 @@ def test_unknown_dialect() -> None:
         ([{"type": "function"}], None, "tools.0.function"),
         ([tool("a b")], None, "tools.0.function.name"),
         ([tool("a"), tool("a")], None, "tools"),
-        ([tool("a", x=1)], None, "tools.0.function.parameters"),
-        ([tool("a", x={"type": "thing"})], None, "tools.0.function.parameters"),
+        ([tool("a"), odd({"type": "string"})], None, "tools.1.function.parameters"),
         ([tool("a")], "some", "tool_choice"),
         ([tool("a")], {"type": "function", "function": {"name": "b"}}, "tool_choice.function.name"),
         ([tool("a")], {"type": "function"}, "tool_choice.function.name"),

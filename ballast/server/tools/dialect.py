@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ballast.core.errors import ConfigError
-from ballast.server.grammar import validated
+from ballast.core.errors import ConfigError, InvalidRequest
+from ballast.server.grammar import checked, of_schema
 from ballast.server.tools.enforced import calls_grammar
 from ballast.server.tools.parser import ToolParser
 from ballast.server.tools.request import Tools, arguments_of
@@ -23,17 +23,18 @@ class ToolDialect:
 
     name: str
     syntax: Syntax
-    special_markers: Mapping[str, int]
-    """Markers that are special tokens, with ids: the detokenizer must show them."""
+    marker_tokens: Mapping[str, int]
+    """Markers that are tokens, with ids. The detokenizer must show those of them, too, that it
+    hides: special ones."""
 
     @classmethod
     def of(
-        cls, template: str, parser: str, special_token: Callable[[str], int | None]
+        cls, template: str, parser: str, token_id: Callable[[str], int | None]
     ) -> ToolDialect | None:
         """The dialect of a model with this chat template; None if it does not know tools.
 
-        `parser` names one, or is `auto`; raises ConfigError for other names. `special_token` gives
-        the id of the special token that is written so, if there is one.
+        `parser` names one, or is `auto`; raises ConfigError for other names. `token_id` gives the
+        id of the single token, special or not, that is written so, if there is one.
         """
         if parser not in ("auto", *SYNTAXES):
             allowed = ", ".join(SYNTAXES)
@@ -42,20 +43,25 @@ class ToolDialect:
         if name is None:
             return None
         syntax = SYNTAXES[name]
-        ids = {marker: special_token(marker) for marker in syntax.markers}
+        ids = {marker: token_id(marker) for marker in syntax.markers}
         return cls(name, syntax, {m: i for m, i in ids.items() if i is not None})
 
     def grammar(self, tools: Tools) -> str:
         """What an output must follow so that it is a call; empty where it need not be one.
 
-        Raises InvalidRequest if the functions' schemas together are too much.
+        Raises InvalidRequest. Waits for another process: call it in a thread.
         """
         if not tools.forced:
             return ""
-        return validated(
-            calls_grammar(self.syntax, tools.functions, tools.parallel, self.special_markers),
-            "tools",
-        )
+        syntax, functions, parallel = self.syntax, tools.functions, tools.parallel
+        try:
+            # As text: what checks it has not this model's tokens.
+            checked(calls_grammar(syntax, functions, parallel, {}), "tools")
+        except InvalidRequest:
+            for function in functions:
+                of_schema(function.schema, function.param)  # tells which one is to blame
+            raise
+        return calls_grammar(syntax, functions, parallel, self.marker_tokens)
 
     def parser(self, tools: Tools) -> ToolParser:
         """For one output of a request with `tools`."""

@@ -12,22 +12,23 @@ from ballast.server.tools.syntax import ARGUMENTS, NAME, Syntax
 
 
 def calls_grammar(
-    syntax: Syntax, functions: Sequence[Function], parallel: bool, special: Mapping[str, int]
+    syntax: Syntax, functions: Sequence[Function], parallel: bool, tokens: Mapping[str, int]
 ) -> str:
     """Lark as llguidance knows it: one call of one of `functions`, or several of them.
 
-    Arguments follow the functions' schemas. `special`: markers that are special tokens, with ids.
+    Arguments follow the functions' schemas. `tokens`: markers that are tokens, with ids. They
+    have to be named by them: llguidance takes `<tool_call>` for special whether it is or not.
     """
     rules = ["%llguidance {}"]
-    more = f"({_written(syntax.between, special)} call)*" if parallel else ""
-    begin, end = _written(syntax.begin, special), _written(syntax.end, special)
+    more = f"({_written(syntax.between, tokens)} call)*" if parallel else ""
+    begin, end = _written(syntax.begin, tokens), _written(syntax.end, tokens)
     rules.append(f"start: {begin} call {more} {end}")
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(functions))))
     for i, function in enumerate(functions):
         before, after = syntax.call.split(ARGUMENTS)
         before = before.replace(NAME, function.name)
         rules.append(
-            f"call_{i}: {_written(before, special)} arguments_{i} {_written(after, special)}"
+            f"call_{i}: {_written(before, tokens)} arguments_{i} {_written(after, tokens)}"
         )
         if syntax.python:
             rules += _keywords(f"arguments_{i}", function.schema)
@@ -36,12 +37,12 @@ def calls_grammar(
     return "\n".join(rules) + "\n"
 
 
-def _written(text: str, special: Mapping[str, int]) -> str:
-    """Literal text, with special tokens by their ids."""
-    if not special:
+def _written(text: str, tokens: Mapping[str, int]) -> str:
+    """Literal text, with markers that are tokens by their ids."""
+    if not tokens:
         return json.dumps(text) if text else ""
-    parts = re.split("(" + "|".join(map(re.escape, special)) + ")", text)
-    return " ".join(f"<[{special[p]}]>" if p in special else json.dumps(p) for p in parts if p)
+    parts = re.split("(" + "|".join(map(re.escape, tokens)) + ")", text)
+    return " ".join(f"<[{tokens[p]}]>" if p in tokens else json.dumps(p) for p in parts if p)
 
 
 def _keywords(rule: str, schema: Mapping[str, Any]) -> list[str]:

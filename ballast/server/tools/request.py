@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ballast.core.errors import InvalidRequest
-from ballast.server.grammar import checked_schema
+from ballast.server.grammar import prepared
 
 MOST_FUNCTIONS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
@@ -21,7 +21,9 @@ class Function:
 
     name: str
     schema: Mapping[str, Any]
-    """JSON Schema of its arguments, of type object."""
+    """JSON Schema of its arguments, of type object, `prepared`."""
+    param: str
+    """Where in the request the schema stands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Tools:
         """From the fields `tools`, `tool_choice` and `parallel_tool_calls` of a request, as sent.
 
         None if nothing can be called: without tools, and with the choice `none`. Raises
-        InvalidRequest. Compiles the schemas, which takes about a millisecond each.
+        InvalidRequest. Whether the schemas compile is found out where they are needed.
         """
         if parallel is not None and not isinstance(parallel, bool):
             raise InvalidRequest("parallel_tool_calls is true or false", "parallel_tool_calls")
@@ -101,7 +103,7 @@ def _function(tool: object, where: str) -> Function:
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
         raise InvalidRequest("parameters is a JSON schema of type object", where)
     schema = {"type": "object", **schema}
-    return Function(name, checked_schema(schema, where, lenient=not function.get("strict")))
+    return Function(name, prepared(schema, where, lenient=not function.get("strict")), where)
 
 
 def _named(tool_choice: object) -> str:
