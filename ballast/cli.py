@@ -80,6 +80,10 @@ def serve(
     ] = None,
     drain_seconds: Annotated[float, typer.Option(help="For open requests, after SIGTERM.")] = 30.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(help="Send traces to this OpenTelemetry collector: http://HOST:4318."),
+    ] = None,
 ) -> None:
     """Serve a fleet over HTTP (the OpenAI API)."""
     import logging
@@ -90,7 +94,7 @@ def serve(
     fleet = with_preset(load(fleet_file), preset)
     if story is not None:
         fleet = replace(fleet, story_path=str(story))
-    raise typer.Exit(run(fleet, host, port, drain_seconds))
+    raise typer.Exit(run(fleet, host, port, drain_seconds, otlp_endpoint=otlp_endpoint))
 
 
 @app.command()

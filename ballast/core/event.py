@@ -89,6 +89,8 @@ class TokenOut:
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     """The likeliest tokens and their log-probabilities, likeliest first, as many as asked for."""
+    queued: float | None = None
+    """With the first token of a request: seconds from its arrival to its first admission."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -286,11 +286,14 @@ class DeviceState:
     def _token(self, m: ModelState, request: Request, new: Sampled, now: float) -> list[Output]:
         """One more token of a request's output; its last, perhaps."""
         request.tokens.append(new.token)
+        queued = None
         if request.first_token_at is None:
             request.first_token_at = now
+            assert request.admitted_at is not None
+            queued = request.admitted_at - request.submission.arrival
         request.last_token_at = now
         n = request.generated
-        told = TokenOut(request.id, new.token, n - 1, new.logprob, new.top)
+        told = TokenOut(request.id, new.token, n - 1, new.logprob, new.top, queued)
         reason = "stop" if new.ends else _finish_reason(m, request.submission, new.token, n)
         return [told] if reason is None else [told, self._finished(m, request, reason)]
 

@@ -133,7 +133,7 @@ class Generation:
     def _token(self, output: TokenOut, choice: Choice, now: float) -> Piece:
         piece = choice.take(output)
         timing = self._timings[output.request_id]
-        self._metrics.token(self.model, timing, choice.prompt_tokens, now)
+        self._metrics.token(self.model, timing, choice.prompt_tokens, now, output.queued)
         if piece.finish_reason is not None:
             self._outlet.withdraw(output.request_id)
         return piece

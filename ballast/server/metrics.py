@@ -126,11 +126,18 @@ class Metrics:
         if max_tokens is not None:
             self._sizes["request_params_max_tokens"].labels(model).observe(max_tokens)
 
-    def token(self, model: str, timing: Timing, prompt_tokens: int, now: float) -> None:
-        """A token came."""
+    def token(
+        self,
+        model: str,
+        timing: Timing,
+        prompt_tokens: int,
+        now: float,
+        queued: float | None = None,
+    ) -> None:
+        """A token came; the first tells how long its request was `queued`, in seconds."""
         of = self._models.get(model) or self._of(model)
         if timing.last is None:
-            timing.first = now
+            timing.first, timing.queued = now, queued
             of.ttft.observe(now - timing.arrived)
             of.recent_ttft.add(now - timing.arrived)
             of.prompt.inc(prompt_tokens)
@@ -157,6 +164,8 @@ class Metrics:
             self._tpot.labels(model).observe(tpot)
             (self._models.get(model) or self._of(model)).recent_tpot.add(tpot)
         self._time("e2e_request_latency", model, now - timing.arrived)
+        if timing.first is None and reason != "abort":  # answered without tokens: an embedding
+            self._prompt.labels(model).inc(prompt_tokens)
         if timing.first is not None and timing.last is not None:
             self._time("request_decode_time", model, timing.last - timing.first)
             if timing.queued is not None:

@@ -24,6 +24,7 @@ from ballast.engine.inbox import MonotonicClock
 from ballast.server.app import create_app
 from ballast.server.service import Service
 from ballast.server.tokenizer import Tokenizer
+from ballast.server.tracing import Tracing, tracing
 from ballast.server.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -46,17 +47,20 @@ def serve(
     drain_seconds: float = 30.0,
     ready: Callable[[int], None] | None = None,
     *,
+    otlp_endpoint: str | None = None,
     worker_command: Sequence[str] = COMMAND,
 ) -> int:
     """Serve until SIGTERM or SIGINT, then drain; returns the exit code.
 
     `port` 0 takes a free one; `ready` is told which when requests are answered. On the first
     signal new requests are refused and those open have `drain_seconds` to finish; a second signal
-    cuts that short. In a thread other than the main one no signals are handled.
+    cuts that short. In a thread other than the main one no signals are handled. Traces go to the
+    collector at `otlp_endpoint`, or at the one that the environment names, if any.
 
     Raises ConfigError if the address cannot be bound, Unavailable if no model can be served.
     """
-    return asyncio.run(_serve(fleet, host, port, drain_seconds, ready, worker_command))
+    tracer = tracing(otlp_endpoint, MonotonicClock(), WallClock())
+    return asyncio.run(_serve(fleet, host, port, drain_seconds, ready, tracer, worker_command))
 
 
 async def _serve(
@@ -65,6 +69,7 @@ async def _serve(
     port: int,
     drain_seconds: float,
     ready: Callable[[int], None] | None,
+    tracer: Tracing | None,
     worker_command: Sequence[str],
 ) -> int:
     asked = Asked()
@@ -73,12 +78,14 @@ async def _serve(
         starting = asyncio.ensure_future(_start(fleet, controller))
         try:
             if await _first(starting, asked.to_stop):
-                await _answer(starting.result(), listener, asked, drain_seconds, ready)
+                await _answer(starting.result(), listener, asked, drain_seconds, ready, tracer)
             return 0
         finally:
             starting.cancel()
             await asyncio.wait({starting})
             await controller.close(LAST_SECONDS)
+            if tracer is not None:
+                await tracer.close(LAST_SECONDS)
 
 
 async def _start(fleet: FleetSettings, controller: Controller) -> Service:
@@ -118,12 +125,13 @@ async def _answer(
     asked: Asked,
     drain_seconds: float,
     ready: Callable[[int], None] | None,
+    tracer: Tracing | None,
 ) -> None:
     """Answer requests until asked to stop and drained."""
     gate = create_app(service)
     http = HttpServer(
         uvicorn.Config(
-            Watch(gate, service.metrics, service.clock),
+            Watch(gate, service.metrics, service.clock, [] if tracer is None else [tracer]),
             log_config=None,
             access_log=False,
             lifespan="off",

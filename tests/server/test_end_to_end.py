@@ -171,6 +171,11 @@ def test_a_client_that_leaves_frees_its_memory(real: ServerProcess) -> None:
     assert held == sample(real, "ballast:cached_pages", model_name=MODEL)
     now = sample(real, "vllm:request_success_total", model_name=MODEL, finished_reason="length")
     assert now == done, "the requests were finished, not cancelled"
+    left = sample(real, "vllm:request_success_total", model_name=MODEL, finished_reason="abort")
+    assert left == 2 * 16
+    # Of those that had begun, the worker has told how long they waited.
+    begun = sample(real, "vllm:time_to_first_token_seconds_count", model_name=MODEL)
+    assert sample(real, "vllm:request_queue_time_seconds_count", model_name=MODEL) == begun > 2
 
 
 def test_a_drain_completes_the_streams_in_flight(fleet_file: Path) -> None:

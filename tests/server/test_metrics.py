@@ -70,9 +70,10 @@ class Told:
 
 def test_a_request_from_its_arrival_to_its_end() -> None:
     told = Told()
-    timing = Timing(10.0, queued=0.5)
+    timing = Timing(10.0)
     told.metrics.asked("a", 2, 8)
-    for now in (12.0, 12.25, 13.0):
+    told.metrics.token("a", timing, 5, 12.0, 0.5)
+    for now in (12.25, 13.0):
         told.metrics.token("a", timing, 5, now)
     told.metrics.finished("a", timing, 5, 3, "stop", 13.0)
     assert told.one("vllm:prompt_tokens_total", model_name="a") == 5
@@ -107,8 +108,15 @@ def test_a_request_that_never_began_has_no_times_but_one() -> None:
     told.metrics.finished("a", Timing(0.0), 5, 0, "abort", 4.0)
     assert told.one("vllm:request_success_total", finished_reason="abort") == 1
     assert told.one("vllm:e2e_request_latency_seconds_sum") == 4.0
+    assert not told.samples("vllm:prompt_tokens_total")
     assert not told.samples("vllm:request_queue_time_seconds_count")
     assert not told.samples("vllm:request_decode_time_seconds_count")
+
+
+def test_an_answer_without_tokens_counts_its_prompt() -> None:
+    told = Told()
+    told.metrics.finished("a", Timing(0.0), 5, 0, "stop", 4.0)
+    assert told.one("vllm:prompt_tokens_total", model_name="a") == 5
 
 
 def test_labels_are_never_what_a_client_made_up() -> None:
