@@ -8,7 +8,17 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from ballast.core.cost import StepCosts
-from ballast.core.event import Arrival, Cancel, Drain, Finished, Output, Stop, TokenOut
+from ballast.core.event import (
+    Arrival,
+    Cancel,
+    Drain,
+    Embedded,
+    Finished,
+    Output,
+    PromptScores,
+    Stop,
+    TokenOut,
+)
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.engine.device import LiveDevice
@@ -20,6 +30,9 @@ class Answer:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
+    tops: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    prompt: list[PromptScores] = field(default_factory=list)
+    embedding: bytes | None = None
     times: list[float] = field(default_factory=list)
     """When each token left the loop."""
     end: Output | None = None
@@ -105,17 +118,23 @@ class InProcess:
 
     def _hear(self, outputs: list[Output]) -> None:
         now = self.device.clock.now()
+        ended = 0
         for output in outputs:
             answer = self.answers[output.request_id]
             if isinstance(output, TokenOut):
                 answer.tokens.append(output.token)
                 answer.logprobs.append(output.logprob)
+                answer.tops.append(output.top)
                 answer.times.append(now)
+            elif isinstance(output, PromptScores):
+                answer.prompt.append(output)
+            elif isinstance(output, Embedded):
+                answer.embedding = output.values
             else:
                 answer.end = output
+                ended += 1
             if self.listen is not None:
                 self.listen(now, output)
-        ended = sum(not isinstance(o, TokenOut) for o in outputs)
         if ended:
             with self._ended:
                 self._open -= ended

@@ -144,7 +144,7 @@ class Embedded:
     """float32, little endian, as many as the model's hidden size, of Euclidean length 1."""
 
 
-Result = Sampled | Failed
+Result = Sampled | PromptScores | Embedded | Failed
 """What a job brings for one request; `Failed`: it cannot go on, through its own fault alone."""
 
 Output = TokenOut | Finished | Failed | Cancelled | PromptScores | Embedded

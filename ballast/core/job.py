@@ -9,6 +9,19 @@ from ballast.core.request import Sampling
 
 
 @dataclass(frozen=True, slots=True)
+class Scoring:
+    """Prompt tokens whose log-probabilities are asked for: `targets`, from position `start` on.
+
+    Their logits are those of the positions before them, `start - 1 ..`, all within one job's work.
+    """
+
+    start: int
+    targets: Sequence[int]
+    top: int
+    """How many of the likeliest tokens to tell at each."""
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceWork:
     """The part of one request in a job: compute KV for `tokens` at positions `start ..`.
 
@@ -29,10 +42,25 @@ class SequenceWork:
     change while the job runs."""
     prompt_tokens: int = 0
     """How many of `history` are the prompt's."""
+    scoring: Scoring | None = None
+    embed: bool = False
+    """The embedding of the last of `tokens` is wanted."""
 
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
+
+    @property
+    def wanted(self) -> list[int]:
+        """Which of `tokens`, by index, the model's output is wanted of: those whose logits score
+        the prompt, and the last where it samples or is embedded."""
+        rows: list[int] = []
+        if self.scoring is not None:
+            first = self.scoring.start - 1 - self.start
+            rows += range(first, first + len(self.scoring.targets))
+        if self.sample is not None or self.embed:
+            rows.append(len(self.tokens) - 1)
+        return rows
 
 
 @dataclass(frozen=True, slots=True)

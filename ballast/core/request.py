@@ -62,6 +62,7 @@ class Submission:
     """Of a model, or of an adapter."""
     prompt: tuple[int, ...]
     max_tokens: int
+    """0: nothing is generated; it ends when the prompt has been computed."""
     open_ended: bool = False
     """The client named no `max_tokens`: it is the context's, lowered to what memory can hold."""
     sampling: Sampling = field(default_factory=Sampling)
@@ -77,7 +78,7 @@ class Submission:
     """Also tell the prompt's tokens' log-probabilities (`PromptScores`), with so many of the
     likeliest at each position; None: no."""
     embed: bool = False
-    """Instead of tokens: the model's embedding of the prompt (`Embedded`)."""
+    """The model's embedding of the prompt (`Embedded`) is wanted: nothing is generated."""
     resumed: tuple[int, ...] | None = None
     """Not None: it was accepted before, by a worker that died. The output goes on after these
     tokens, which the client has already, token for token as it would have."""
@@ -136,6 +137,9 @@ class Request:
     last_token_at: float | None = None
     shaped: bool = False
     """Its next token depends on its tokens so far (`Sampling.shaped`)."""
+    unscored: int = 0
+    """First position of the prompt whose score is asked for and not told; at the prompt's end, and
+    where none is asked for: the number of the prompt's tokens."""
     admitted_at: float | None = None
 
     @classmethod
@@ -153,6 +157,7 @@ class Request:
             adapter,
             f"{fingerprint}:{submission.salt}",
             shaped=submission.sampling.shaped,
+            unscored=len(submission.prompt) if submission.prompt_logprobs is None else 1,
         )
 
     @property
@@ -174,7 +179,17 @@ class Request:
     @property
     def most_tokens(self) -> int:
         """Tokens whose KV it may ever need: the last generated token's is never computed."""
-        return self.prompt_tokens + self.submission.max_tokens - 1
+        return self.prompt_tokens + max(0, self.submission.max_tokens - 1)
+
+    @property
+    def read_only(self) -> bool:
+        """It generates nothing: its prompt is only scored, embedded or cached."""
+        return self.submission.max_tokens == 0
+
+    @property
+    def scored(self) -> bool:
+        """Whether every score that it asks for has been told."""
+        return self.unscored >= self.prompt_tokens
 
     @property
     def decoding(self) -> bool:

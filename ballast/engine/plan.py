@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ballast.core.actions import Short
-from ballast.core.job import SequenceWork
+from ballast.core.job import Scoring, SequenceWork
 from ballast.core.request import Request, State
 from ballast.core.settings import DeviceSettings
 from ballast.core.view import Shortage
@@ -26,25 +26,34 @@ class _Plan:
     def add(self, r: Request) -> None:
         """As much of `r` as fits; nothing where it lacks pages."""
         m = self.model
-        n = min(len(r.tokens) - r.computed, self.tokens)
-        end = r.computed + n
+        end = min(len(r.tokens), r.computed + self.tokens)
+        if not r.scored:
+            # The logits of position p - 1 score position p.
+            end = min(end, r.unscored - 1 + self.logits)
         if end > len(r.blocks) * m.spec.block_tokens:
             short = m.kv.grow(r.blocks, end)
             m.view = None
             if short is not None:
                 self.lacks(r, short)
                 return
-        samples = end == len(r.tokens)
-        tokens = r.tokens[r.computed : end]
-        sampling = r.submission.sampling if samples else None
-        history = r.tokens if samples and r.shaped else None
-        self.work.append(
-            SequenceWork(
-                r.id, tokens, r.computed, r.blocks, sampling, r.adapter, history, r.prompt_tokens
-            )
+        s = r.submission
+        last = end == len(r.tokens)
+        samples = last and s.max_tokens > 0
+        work = SequenceWork(
+            r.id,
+            r.tokens[r.computed : end],
+            r.computed,
+            r.blocks,
+            s.sampling if samples else None,
+            r.adapter,
+            r.tokens if samples and r.shaped else None,
+            r.prompt_tokens,
+            None if r.scored else _scoring(r, end),
+            last and s.embed,
         )
-        self.tokens -= n
-        self.logits -= samples
+        self.work.append(work)
+        self.tokens -= end - r.computed
+        self.logits -= last if work.scoring is None else len(work.wanted)
 
     def lacks(self, r: Request, short: Short) -> None:
         """Note that `r` cannot go on; this does not stop the others."""
@@ -52,6 +61,14 @@ class _Plan:
         m.shortages.append(
             Shortage(m.spec.name, r.id, short.pages, m.kv.limited(short), short.blocks)
         )
+
+
+def _scoring(r: Request, end: int) -> Scoring | None:
+    """The part of a prompt that work up to `end` can score."""
+    targets = r.tokens[r.unscored : min(end + 1, r.prompt_tokens)]
+    if not targets:
+        return None
+    return Scoring(r.unscored, targets, r.submission.prompt_logprobs or 0)
 
 
 def plan(m: ModelState, settings: DeviceSettings, now: float, freed: int) -> list[SequenceWork]:
@@ -83,7 +100,8 @@ def plan(m: ModelState, settings: DeviceSettings, now: float, freed: int) -> lis
 
 def _admit(m: ModelState, r: Request, now: float) -> Short | None:
     """Take a waiting request into the batch, on top of the prefix that is cached."""
-    blocks = m.kv.match(r.tokens, r.salt)
+    # What is still to be scored needs logits, which no cache has.
+    blocks = m.kv.match(r.tokens if r.scored else r.tokens[: r.unscored], r.salt)
     cached = len(blocks) * m.spec.block_tokens
     short = m.kv.grow(blocks, len(r.tokens))
     m.view = None

@@ -18,6 +18,7 @@ from ballast.core.event import (
     JobDone,
     JobFailed,
     Output,
+    PromptScores,
     Stop,
     Timer,
     TokenOut,
@@ -209,8 +210,10 @@ class DeviceState:
             return "model_failed", f"the weights of {s.model!r} could not be brought in"
         if s.id in self.requests:
             return "invalid_request", f"a request {s.id!r} is already open"
-        if not s.prompt or s.max_tokens < 1:
-            return "invalid_request", "a request needs a prompt and at least one token to generate"
+        if not s.prompt or s.max_tokens < 0:
+            return "invalid_request", "a request needs a prompt, and generates no less than nothing"
+        if s.embed and not m.spec.embeds:
+            return "invalid_request", f"{s.model!r} is not an embedding model"
         if len(s.prompt) + s.max_tokens > m.spec.max_model_len:
             return (
                 "context_length_exceeded",
@@ -226,7 +229,8 @@ class DeviceState:
             most = m.spec.adapters[adapter].max_waiting
             if len(m.waiting) >= most and sum(r.adapter == adapter for r in m.waiting) >= most:
                 return "queue_full", f"{most} requests of {s.model!r} wait already"
-        most = m.kv.most_pages(ceil_div(len(s.prompt) + s.max_tokens - 1, m.spec.block_tokens))
+        tokens = len(s.prompt) + max(0, s.max_tokens - 1)
+        most = m.kv.most_pages(ceil_div(tokens, m.spec.block_tokens))
         room = self._room(m)
         if most > room:
             return (
@@ -242,7 +246,9 @@ class DeviceState:
         return room if m.kv.limit is None else min(room, m.kv.limit)
 
     def _fitted(self, s: Submission) -> Submission:
-        """An open-ended request asks for no more than could fit."""
+        """An open-ended request asks for no more than could fit; an embedding has no output."""
+        if s.embed:
+            return replace(s, max_tokens=0)
         m, _ = self.named.get(s.model, (None, None))
         if m is None or not s.open_ended:
             return s
@@ -272,13 +278,23 @@ class DeviceState:
             request = self.requests[result.request_id]
             if request.cancelled:
                 continue
-            if isinstance(result, Failed):
+            if isinstance(result, Sampled):
+                outputs += self._token(m, request, result, now)
+            elif isinstance(result, Failed):
                 outputs.append(self._end(request, State.FAILED, result))
             else:
-                outputs += self._token(m, request, result, now)
+                outputs.append(result)
+                if isinstance(result, PromptScores):
+                    request.unscored = result.start + len(result.logprobs)
         for work in event.job.work:
             open_request = self.requests.get(work.request_id)
-            if open_request is not None:
+            if open_request is None:
+                continue
+            if open_request.read_only and work.end == len(open_request.tokens):
+                if not open_request.cancelled:
+                    reason = "stop" if open_request.submission.embed else "length"
+                    outputs.append(self._finished(m, open_request, reason))
+            else:
                 self._remember(m, open_request)
         outputs += self._settle(m, event.job)
         return outputs

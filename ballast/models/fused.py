@@ -85,7 +85,8 @@ class FusedModel(Served):
         self._operations = np.zeros((3 + 8 * spec.n_layers, 2), np.int64)
         self._lay_out()
         self._program = team.Program(self._operations)
-        self._without_head = team.Program(self._operations[: -(2 + 5)])
+        self._without_head = team.Program(self._operations[:-1])
+        self._without_output = team.Program(self._operations[: -(2 + 5)])
         self._logits = tensor_at(b.logits, (max_sampled, spec.vocab), torch.float32)
         self._interleaved = layers[0]["gate_up"][0].layout == GATED
         self._before = _between(self._operations, spec.n_layers)
@@ -101,8 +102,17 @@ class FusedModel(Served):
 
     @torch.inference_mode()
     def logits(self, work: Sequence[SequenceWork]) -> Tensor:
+        return self._logits[: self._compute(work, head=True)]
+
+    @torch.inference_mode()
+    def hidden(self, work: Sequence[SequenceWork]) -> Tensor:
+        n = self._compute(work, head=False)
+        return tensor_at(self._buffers.normed, (n, self.spec.hidden), torch.float32)
+
+    def _compute(self, work: Sequence[SequenceWork], *, head: bool) -> int:
+        """Run a job, to its logits or to the norm before the head; how many rows of them."""
         rows = self.rows(work)
-        sampled = len(rows.sampled)
+        sampled = len(rows.wanted)
         if rows.n > self._max_rows or sampled > self._max_sampled:
             raise BrokenPromise(
                 f"a job of {rows.n} rows and {sampled} samples; the most is {self._max_rows} and "
@@ -115,10 +125,12 @@ class FusedModel(Served):
             library = None
         adapted = self._adapters.of(work)
         if library is not None or adapted is not None:
-            self._run_in_parts(rows.n, sampled, library, adapted, threads)
+            self._run_in_parts(rows.n, sampled, library, adapted, threads, head=head)
+        elif sampled:
+            (self._program if head else self._without_head).run(threads)
         else:
-            (self._program if sampled else self._without_head).run(threads)
-        return self._logits[:sampled]
+            self._without_output.run(threads)
+        return sampled
 
     def _run_in_parts(
         self,
@@ -127,6 +139,8 @@ class FusedModel(Served):
         library: Library | None,
         adapted: AdaptedRows | None,
         threads: int,
+        *,
+        head: bool,
     ) -> None:
         """The same operations, matrix by matrix: by a library's kernels, or with adapters."""
         b, spec = self._buffers, self.spec
@@ -161,7 +175,8 @@ class FusedModel(Served):
             gate(gate_up, gated, interleaved=self._interleaved)
             multiply("down", i, gated, hidden)
         self._before["head"][0].run(threads)
-        multiply("head", 0, normed[:sampled], self._logits[:sampled])
+        if head:
+            multiply("head", 0, normed[:sampled], self._logits[:sampled])
 
     # -- tables, made once ------------------------------------------------------------------------
 
@@ -265,9 +280,9 @@ class FusedModel(Served):
     # -- what differs from job to job -------------------------------------------------------------
 
     def _fill(self, rows: Rows) -> None:
-        b, spec, n, sampled = self._buffers, self.spec, rows.n, len(rows.sampled)
+        b, spec, n, sampled = self._buffers, self.spec, rows.n, len(rows.wanted)
         array_at(b.tokens, (n,), np.int64)[:] = rows.tokens
-        array_at(b.sampled, (sampled,), np.int64)[:] = rows.sampled
+        array_at(b.sampled, (sampled,), np.int64)[:] = rows.wanted
         array_at(b.places, (n,), np.int64)[:] = rows.places
         half = self._angles.width // 2
         self._angles.fill(

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ballast.core.errors import BrokenPromise, InvalidRequest
-from ballast.core.event import Failed, Result
+from ballast.core.event import Embedded, Failed, PromptScores, Result
 from ballast.core.job import Sampled, SequenceWork
 from ballast.kernels import sampling
 from ballast.kernels.paged_attention import KvArray, PagedBatch
@@ -52,21 +53,38 @@ class Served(ABC):
 
     @abstractmethod
     def logits(self, work: Sequence[SequenceWork]) -> Tensor:
-        """(n, vocab) float32: at the last position of each sequence in `work` that samples.
+        """(n, vocab) float32: at each position that `work` wants, in its order.
 
         Computes KV for all of `work`. What it returns is valid until the next call.
         """
 
+    @abstractmethod
+    def hidden(self, work: Sequence[SequenceWork]) -> Tensor:
+        """(n, hidden): what the head would get at each position that `work` wants.
+
+        Otherwise as `logits`.
+        """
+
     def run(self, work: Sequence[SequenceWork]) -> list[Result]:
         """Compute KV for all of `work`, and sample where it asks for that, in its order."""
-        sampled = [w for w in work if w.sample is not None]
+        results: list[Result] = []
+        embedded = [w for w in work if w.embed]
+        if embedded:
+            results += self._embedded(embedded)
+            work = [w for w in work if not w.embed]
+            if not work:
+                return results
         logits = self.logits(work)
+        sampled = [w for w in work if w.sample is not None]
+        if any(w.scoring is not None for w in work):
+            results += _scores(work, logits)
+            ends = (np.cumsum([len(w.wanted) for w in work]) - 1).tolist()
+            logits = logits[[e for w, e in zip(work, ends, strict=True) if w.sample is not None]]
         if not sampled:
-            return []
+            return results
         shapes, failed = self._shapes(sampled)
         params = [w.sample for w in sampled if w.sample is not None]
         tokens, scores = sampling.sample(logits, params, [w.end for w in sampled], shapes)
-        results: list[Result] = []
         for i, w in enumerate(sampled):
             if i in failed:
                 results.append(failed[i])
@@ -75,6 +93,10 @@ class Served(ABC):
             logprob, top = scores.get(i, UNSCORED)
             results.append(Sampled(w.request_id, tokens[i], logprob, top, ends))
         return results
+
+    def _embedded(self, work: Sequence[SequenceWork]) -> list[Embedded]:
+        unit = torch.nn.functional.normalize(self.hidden(work).float(), dim=-1).numpy()
+        return [Embedded(w.request_id, unit[i].astype("<f4").tobytes()) for i, w in enumerate(work)]
 
     def _ends(self, request_id: str, token: int, shape: sampling.Shape) -> bool:
         return shape.allowed is not None and self.grammars.ends(request_id, token)
@@ -109,6 +131,21 @@ class Served(ABC):
         return Rows(self._kv, self.spec.n_heads, work)
 
 
+def _scores(work: Sequence[SequenceWork], logits: Tensor) -> list[PromptScores]:
+    told = []
+    at = 0
+    for w in work:
+        if w.scoring is not None:
+            n = len(w.scoring.targets)
+            rows = range(at, at + n)
+            found = sampling.scores(logits, rows, w.scoring.targets, [w.scoring.top] * n)
+            top = tuple(likeliest for _, likeliest in found) if w.scoring.top else ()
+            logprobs = tuple(own for own, _ in found)
+            told.append(PromptScores(w.request_id, w.scoring.start, logprobs, top))
+        at += len(w.wanted)
+    return told
+
+
 class Rows:
     """All tokens of a job, one sequence after the other, T in all."""
 
@@ -117,14 +154,13 @@ class Rows:
         starts = [w.start for w in work]
         self.paged = PagedBatch(kv, heads, starts, counts, [w.blocks for w in work])
         self.n = n = self.paged.n_tokens
-        ends = np.cumsum(counts)
-        self.sampled = np.array(
-            [end - 1 for w, end in zip(work, ends, strict=True) if w.sample is not None], np.int64
-        )
-        """Row of the last token of each sequence that samples."""
+        first = np.cumsum(counts) - counts
+        wanted = [at + row for w, at in zip(work, first.tolist(), strict=True) for row in w.wanted]
+        self.wanted = np.array(wanted, np.int64)
+        """Rows of which the model's output is wanted."""
         self.tokens = np.fromiter((t for w in work for t in w.tokens), np.int64, n)
         # Position of a row: its index, less where its sequence begins, plus where that starts.
-        shift = np.asarray(starts) - (ends - counts)
+        shift = np.asarray(starts) - first
         self.positions: Array = np.arange(n) + np.repeat(shift, counts)
         """Of each row in its sequence, int64 (T,)."""
         tables = np.repeat(np.cumsum([0, *map(len, (w.blocks for w in work[:-1]))]), counts)

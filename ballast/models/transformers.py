@@ -20,7 +20,7 @@ from ballast.kv.layout import Layout
 from ballast.memory.tensor import tensor_at
 from ballast.models import attention, linears
 from ballast.models.adapters import AdaptedModules, groups_of
-from ballast.models.served import Served
+from ballast.models.served import Rows, Served
 from ballast.weights.architecture import build
 from ballast.weights.host import HostModel, Segment
 from ballast.weights.packing import DTYPES, PANELS
@@ -54,18 +54,31 @@ class ServedModel(Served):
     @torch.inference_mode()
     def logits(self, work: Sequence[SequenceWork]) -> Tensor:
         rows = self.rows(work)
+        wanted = torch.from_numpy(rows.wanted)
+        output = self._forward(self._module, rows, work, logits_to_keep=wanted)
+        logits: Tensor = output.logits[0].float()
+        return logits
+
+    @torch.inference_mode()
+    def hidden(self, work: Sequence[SequenceWork]) -> Tensor:
+        rows = self.rows(work)
+        output = self._forward(self._module.base_model, rows, work)
+        hidden: Tensor = output.last_hidden_state[0, torch.from_numpy(rows.wanted)]
+        return hidden
+
+    def _forward(
+        self, module: Any, rows: Rows, work: Sequence[SequenceWork], **more: Tensor
+    ) -> Any:
         with (
             attention.running(attention.JobContext.of(rows.paged)),
             self._adapted.job(work),
         ):
-            output = self._module(
+            return module(
                 input_ids=torch.from_numpy(rows.tokens)[None],
                 position_ids=torch.from_numpy(rows.positions)[None],
                 use_cache=False,
-                logits_to_keep=torch.from_numpy(rows.sampled),
+                **more,
             )
-        logits: Tensor = output.logits[0].float()
-        return logits
 
 
 def _place(module: nn.Module, segments: Sequence[Segment], addresses: Sequence[int]) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ballast.core.clock import Clock
 from ballast.core.cost import StepCosts, copy_seconds
-from ballast.core.event import JobDone, TransferDone
+from ballast.core.event import Embedded, JobDone, PromptScores, Result, TransferDone
 from ballast.core.job import Job, Sampled
 from ballast.core.model import ModelSpec
 from ballast.memory.transfer import Copy
@@ -18,8 +18,8 @@ class SimRunner:
     """Runs a job by saying when it will be done.
 
     Tokens are a function of (request id, position), never an end-of-sequence token: lengths are
-    the workload's. `overhead` is the engine's own time per job, in seconds, which the lane spends
-    idle.
+    the workload's. Scores and embeddings are zeros. `overhead` is the engine's own time per job, in
+    seconds, which the lane spends idle.
     """
 
     def __init__(
@@ -39,13 +39,17 @@ class SimRunner:
     def start(self, job: Job) -> None:
         spec = self._specs[job.model]
         seconds = self._costs[job.model].seconds(job)
-        sampled = tuple(
-            Sampled(w.request_id, self._token(spec, w.request_id, w.end))
-            for w in job.work
-            if w.sample is not None
-        )
-        done = JobDone(job, sampled, seconds)
+        done = JobDone(job, tuple(self._results(spec, job)), seconds)
         self._heap.schedule(self._clock.now() + seconds + self._overhead, done)
+
+    def _results(self, spec: ModelSpec, job: Job) -> Iterator[Result]:
+        for w in job.work:
+            if w.scoring is not None:
+                yield PromptScores(w.request_id, w.scoring.start, (0.0,) * len(w.scoring.targets))
+            if w.sample is not None:
+                yield Sampled(w.request_id, self._token(spec, w.request_id, w.end))
+            if w.embed:
+                yield Embedded(w.request_id, bytes(4 * spec.hidden))
 
     @staticmethod
     def _token(spec: ModelSpec, request_id: str, position: int) -> int:

@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from llguidance import LLMatcher
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ballast.bench.inprocess import Answer, InProcess
 from ballast.core.actions import Preempt
-from ballast.core.event import Failed, Output, TokenOut
+from ballast.core.event import Failed, Output, PromptScores, TokenOut
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB
@@ -209,3 +210,62 @@ def test_a_grammar_at_fault_fails_its_request_alone(server: InProcess) -> None:
     assert "grammar" in failed.reason
     for name in ("sound 1", "sound 2"):
         assert answers[name].finished.output_tokens == 40
+
+
+def scored(answer: Answer, prompt: int) -> list[float]:
+    """The scores of a whole prompt, from parts that follow each other."""
+    values: list[float] = []
+    for part in answer.prompt:
+        assert part.start == 1 + len(values)
+        values += part.logprobs
+    assert len(values) == prompt - 1
+    return values
+
+
+@pytest.mark.parametrize("top", [0, 2])
+def test_prompt_scores_come_once_and_are_those_of_transformers(
+    server: InProcess, path: Path, top: int
+) -> None:
+    plain = asked(f"cached {top}", n=6, prompt=75)
+    answer(server, plain)
+    asking = replace(plain, id=f"scored {top}", prompt_logprobs=top)
+    told = answer(server, asking)
+    assert told.tokens == answer(server, replace(plain, id=f"unscored {top}")).tokens
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        exact = reference(torch.tensor([asking.prompt])).logits[0].log_softmax(-1)
+    expected = [float(exact[i, t]) for i, t in enumerate(asking.prompt[1:])]
+    assert scored(told, 75) == pytest.approx(expected, abs=1e-4)
+    assert len(told.prompt) > 5, "a job has eight logits at most"
+    likeliest = [t for part in told.prompt for t in part.top]
+    if top:
+        assert [[t for t, _ in at] for at in likeliest] == exact[:-1].topk(2).indices.tolist()
+    else:
+        assert likeliest == []
+
+    # A preemption in the middle of the prompt: what was told is not told again.
+    def disturb(now: float, output: Output) -> None:
+        if isinstance(output, PromptScores) and output.start % 3 == 0:
+            apply(server.device.state, Preempt("a", output.request_id, why="a test"), [])
+
+    server.listen = disturb
+    again = answer(server, replace(asking, id=f"scored again {top}"))
+    server.listen = None
+    assert again.finished.preemptions > 0
+    assert scored(again, 75) == pytest.approx(expected, abs=1e-4)
+    assert again.tokens == told.tokens
+
+
+def test_a_prompt_may_be_scored_without_an_answer(server: InProcess) -> None:
+    told = answer(server, replace(asked("only scored", n=0, prompt=40), prompt_logprobs=0))
+    assert (told.tokens, told.finished.reason, told.finished.output_tokens) == ([], "length", 0)
+    assert len(scored(told, 40)) == 39
+    short = answer(server, replace(asked("one token", n=0, prompt=1), prompt_logprobs=0))
+    assert (short.prompt, short.finished.output_tokens) == ([], 0)
+
+
+def test_only_embedding_models_embed(server: InProcess) -> None:
+    end = answer(server, replace(asked("embed"), embed=True)).end
+    assert isinstance(end, Failed)
+    assert end.code == "invalid_request"
+    assert "not an embedding model" in end.reason
