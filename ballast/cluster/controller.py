@@ -1,14 +1,19 @@
-"""Where requests go, and what is known of the devices; so far, of the only one."""
+"""Where requests go, and what is known of the devices; so far, of the only one.
+
+A worker that dies is replaced, and the requests that it had go on in the next one after the tokens
+that their clients have. Those that may have killed it twice run alone (`suspicion`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from ballast.core.errors import Unavailable
+from ballast.cluster.outlet import OpenRequest, Outlet
+from ballast.cluster.suspicion import Suspicions
+from ballast.core.errors import BallastError, BrokenPromise, Unavailable
 from ballast.core.event import Cancelled, Failed, Finished, Output
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
@@ -30,7 +35,14 @@ from ballast.transport.messages import (
 log = logging.getLogger(__name__)
 
 WORKER_LOST = "worker_lost"
-"""Code of `Failed` for requests whose worker died."""
+"""Code of `Failed` for requests whose worker died and could not be replaced."""
+POISON = "poison"
+"""Code of `Failed` for a request that killed workers, the last of them alone."""
+LOST_AFTER = 3
+"""Starts that fail one after another before requests fail instead of waiting."""
+BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.5, 60.0
+STEADY_SECONDS = 60.0
+"""A worker that lived so long died of something new: the next is started at once."""
 
 
 class WorkerLink(Protocol):
@@ -44,142 +56,212 @@ class WorkerLink(Protocol):
 
     def epitaph(self) -> str: ...
 
+    def in_flight(self) -> frozenset[str]: ...
+
     async def close(self, patience: float = 0.0) -> None: ...
-
-
-class Outlet:
-    """What is told to one client: the outputs of its requests, in order. One reader."""
-
-    def __init__(self, controller: Controller, request_ids: Iterable[str]) -> None:
-        self._controller = controller
-        self.open = set(request_ids)
-        """Requests that have not ended."""
-        self._outputs: deque[Output] = deque()
-        self._news = asyncio.Event()
-
-    @property
-    def more(self) -> bool:
-        """Whether `take` will have something."""
-        return bool(self.open or self._outputs)
-
-    async def take(self) -> list[Output]:
-        """The outputs there are; waits for one (for ever, where there is no `more`)."""
-        await self._news.wait()
-        self._news.clear()
-        outputs = list(self._outputs)
-        self._outputs.clear()
-        return outputs
-
-    def put(self, output: Output) -> None:
-        """By the controller only."""
-        self._outputs.append(output)
-        self._news.set()
-
-    def withdraw(self, request_id: str) -> None:
-        """Want no more of one request; its memory is freed at the end of the step in flight."""
-        if request_id in self.open:
-            self._controller.withdraw([request_id])
-
-    def close(self) -> None:
-        """Want no more of any."""
-        self._controller.withdraw(list(self.open))
 
 
 class Controller:
     """Routes requests to the device, outputs to outlets, and keeps the device's last report."""
 
-    def __init__(self, worker: WorkerLink) -> None:
-        self._worker = worker
-        self._outlets: dict[str, Outlet] = {}
-        self._listener: asyncio.Task[None] | None = None
+    fleet: FleetSettings
+    """What workers are started with; from `start` on. Whoever changes what is served keeps it."""
+
+    def __init__(self, make_worker: Callable[[], WorkerLink]) -> None:
+        self._make_worker = make_worker
+        self.worker = make_worker()
+        self._open: dict[str, OpenRequest] = {}
+        """In order of arrival."""
+        self._suspicions = Suspicions()
+        self._alone: str | None = None
+        """The suspect that has the worker to itself."""
+        self._supervisor: asyncio.Task[None] | None = None
         self._ending = False
         self._drained = asyncio.Event()
         self.specs: Mapping[str, ModelSpec] = {}
-        self.failed: Mapping[str, str] = {}
-        """Models of the fleet that are not served, with the reason."""
+        self.unreadable: Mapping[str, str] = {}
+        """Models whose tokenizer the server could not load, with the reason."""
+        self._failed: Mapping[str, str] = {}
         self.report: DeviceReport | None = None
+        self.restarts = 0
+        """Workers that were started in place of one that died."""
+        self.down: str | None = "the worker starts"
+        """Why no worker serves, if none does."""
         self.lost: str | None = None
-        """Why there is no worker, if there is none."""
+        """Why requests fail instead of waiting for a worker, if they do."""
 
     async def start(self, fleet: FleetSettings) -> None:
         """Returns when the device serves. Raises Unavailable if it cannot."""
-        ready = await self._worker.start(fleet)
-        self.specs, self.failed, self.report = ready.specs, ready.failed, ready.report
-        self._listener = asyncio.create_task(self._listen())
+        self.fleet = fleet
+        self._serve(await self.worker.start(fleet))
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Models of the fleet that are not served, with the reason."""
+        return {**self.unreadable, **self._failed}
 
     @property
     def open_requests(self) -> int:
         """Requests that were submitted and have not ended."""
-        return len(self._outlets)
+        return len(self._open)
 
     def submit(self, submissions: Sequence[Submission]) -> Outlet:
-        """Send requests, whose ids must be new, to their device.
+        """Send requests, whose ids must be new, to their device, or keep them until there is one.
 
-        Raises Unavailable where there is no worker.
+        Raises Unavailable where none is to be expected.
         """
         if self.lost is not None:
             raise Unavailable(self.lost)
-        outlet = Outlet(self, (s.id for s in submissions))
+        outlet = Outlet((s.id for s in submissions), self.withdraw)
         for submission in submissions:
-            self._outlets[submission.id] = outlet
-        self._worker.send(Submit(tuple(submissions)))
+            request = OpenRequest(submission, outlet)
+            self._open[submission.id] = request
+            if self._holding:
+                self._hold(request)
+        self._dispatch()
         return outlet
 
     def withdraw(self, request_ids: Sequence[str]) -> None:
         """Tell the device that nobody waits for these any more; what it still says is dropped."""
-        known = [i for i in request_ids if i in self._outlets]
-        for request_id in known:
-            self._close(request_id)
-        if known and self.lost is None:
-            self._worker.send(Withdraw(tuple(known)))
+        ended = [self._close(i) for i in request_ids if i in self._open]
+        sent = tuple(r.submission.id for r in ended if r.sent)
+        if sent:
+            self.worker.send(Withdraw(sent))
+        self._dispatch()
 
     def fail_all(self, code: str, reason: str) -> None:
         """End every open request with an error, and tell the device so."""
-        open_requests = dict(self._outlets)
-        self.withdraw(list(open_requests))
-        for request_id, outlet in open_requests.items():
-            outlet.put(Failed(request_id, code, reason))
+        ended = list(self._open.values())
+        self.withdraw(list(self._open))
+        for request in ended:
+            request.outlet.put(Failed(request.submission.id, code, reason))
 
     async def close(self, patience: float) -> None:
         """End the worker: what is open is finished within `patience` seconds, or fails."""
         self._ending = True
-        if self._listener is None:
-            await self._worker.close()
+        if self._supervisor is None:
+            await self.worker.close()
             return
-        if self.lost is None:
-            self._worker.send(DrainDevice())
+        if self.down is None:
+            self.worker.send(DrainDevice())
             await self._wait_until_drained(patience)
-        if not self._drained.is_set() and self.lost is None:
-            self._worker.send(StopDevice("the server is stopping"))
+        if self.down is None and not self._drained.is_set():
+            self.worker.send(StopDevice("the server is stopping"))
             await self._wait_until_drained(patience)
         self.fail_all("unavailable", "the server is stopping")
-        self._listener.cancel()
-        await asyncio.wait({self._listener})
-        await self._worker.close(patience if self._drained.is_set() else 0.0)
+        self._supervisor.cancel()
+        await asyncio.wait({self._supervisor})
+        await self.worker.close(patience if self._drained.is_set() else 0.0)
 
     async def _wait_until_drained(self, seconds: float) -> None:
         drained = asyncio.ensure_future(self._drained.wait())
-        assert self._listener is not None
+        assert self._supervisor is not None
         await asyncio.wait(
-            {drained, self._listener}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+            {drained, self._supervisor}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
         )
         drained.cancel()
 
-    async def _listen(self) -> None:
+    # -- requests -------------------------------------------------------------------------------
+
+    @property
+    def _holding(self) -> bool:
+        """Whether a new request has to wait here."""
+        return self.down is not None or self._alone is not None
+
+    def _hold(self, request: OpenRequest) -> None:
+        """Accept a request that cannot be sent now, within its model's limit of waiting ones."""
+        model = request.submission.model
+        served = (s for base in self.specs.values() for s in base.served)
+        held = sum(r.fresh and r.submission.model == model for r in self._open.values())
+        most = next((s.max_waiting for s in served if s.name == model), held)
+        if held > most:
+            self._fail(request, "queue_full", f"{most} requests of {model!r} wait already")
+        request.accepted = True
+
+    def _dispatch(self) -> None:
+        """Send what may be sent: one suspect alone, or else everything."""
+        if self.down is not None or self._ending:
+            return
+        if self._alone is not None and self._alone in self._open:
+            return
+        waiting = [r for r in self._open.values() if not r.sent]
+        suspects = [r for r in waiting if self._suspicions.suspect(r.submission.id)]
+        self._alone = None
+        if suspects:  # the likeliest culprit came last
+            waiting = suspects[-1:]
+            self._alone = waiting[0].submission.id
+            log.warning("%s runs alone: it was in flight at two crashes", self._alone)
+        if waiting:
+            self.worker.send(Submit(tuple(r.to_send() for r in waiting)))
+
+    def _deliver(self, output: Output) -> None:
+        request = self._open.get(output.request_id)
+        if request is None:
+            return  # withdrawn meanwhile
         try:
-            while (message := await self._worker.receive()) is not None:
-                self._handle(message)
-            why = self._worker.epitaph()
+            news = request.news(output)
+        except BrokenPromise as error:
+            log.error("%s", error)
+            self.withdraw([output.request_id])
+            request.outlet.put(Failed(output.request_id, "internal_error", str(error)))
+            return
+        if news is None:
+            return
+        if isinstance(output, Finished | Failed | Cancelled):
+            self._close(output.request_id)
+        request.outlet.put(news)
+
+    def _fail(self, request: OpenRequest, code: str, reason: str) -> None:
+        """A request that no worker has ends with an error."""
+        self._close(request.submission.id)
+        request.outlet.put(Failed(request.submission.id, code, reason))
+
+    def _close(self, request_id: str) -> OpenRequest:
+        request = self._open.pop(request_id)
+        request.outlet.open.discard(request_id)
+        self._suspicions.forget(request_id)
+        return request
+
+    # -- workers --------------------------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        """Listens to the worker; replaces it when it dies."""
+        clock = asyncio.get_running_loop().time
+        failures = 0
+        try:
+            while True:
+                began = clock()
+                why = await self._listen()
+                had_work = any(r.sent for r in self._open.values())
+                self._mourn(why)
+                if self._ending:
+                    return
+                # Requests can kill only so many workers each; whatever else does may go on.
+                fresh = had_work or clock() - began > STEADY_SECONDS
+                failures = 0 if fresh else failures + 1
+                await self._replace(failures)
         except Exception as error:  # whatever it is: no request may wait for ever
-            log.exception("the worker cannot be understood")
-            why = str(error)
-        self._lose(f"the worker is gone ({why})")
+            log.exception("workers cannot be supervised")
+            self.down = self.lost = f"{type(error).__name__}: {error}"
+            self.fail_all(WORKER_LOST, self.lost)
+
+    async def _listen(self) -> str:
+        """Handle what the worker says until it has ended; how it did."""
+        try:
+            while (message := await self.worker.receive()) is not None:
+                self._handle(message)
+        except BallastError as error:
+            log.error("the worker cannot be understood: %s", error)
+            return str(error)
+        return self.worker.epitaph()
 
     def _handle(self, message: ToServer) -> None:
         match message:
             case Outputs():
                 for output in message.unwrap():
                     self._deliver(output)
+                self._dispatch()
             case Status():
                 self.report = message.report
             case Drained():
@@ -187,20 +269,55 @@ class Controller:
             case _:
                 log.warning("unexpected message %s", type(message).__name__)
 
-    def _deliver(self, output: Output) -> None:
-        outlet = self._outlets.get(output.request_id)
-        if outlet is None:
-            return  # withdrawn meanwhile
-        if isinstance(output, Finished | Failed | Cancelled):
-            self._close(output.request_id)
-        outlet.put(output)
+    def _serve(self, ready: Ready) -> None:
+        self.specs, self._failed, self.report = ready.specs, ready.failed, ready.report
+        self.down = self.lost = None
+        self._drained.clear()
+        self._dispatch()
 
-    def _close(self, request_id: str) -> None:
-        outlet = self._outlets.pop(request_id)
-        outlet.open.discard(request_id)
-
-    def _lose(self, why: str) -> None:
-        self.lost = why
+    def _mourn(self, why: str) -> None:
+        """The worker has died: its requests wait for the next, and those in flight are noted."""
+        self.down = f"the worker is gone ({why})"
+        sent = [r.submission.id for r in self._open.values() if r.sent]
         if not self._ending:
-            log.error("%s; %d requests fail", why, self.open_requests)
-        self.fail_all(WORKER_LOST, why)
+            log.error("%s; %d requests wait for the next", self.down, len(sent))
+        recorded = self.worker.in_flight()
+        in_flight = [i for i in recorded or sent if i in self._open]
+        for request in self._open.values():
+            request.sent = False
+        self._judge(in_flight)
+
+    def _judge(self, in_flight: Sequence[str]) -> None:
+        """Remember who was in flight; one that was alone has done it."""
+        alone, self._alone = self._alone, None
+        self._suspicions.crashed(in_flight)
+        if alone is None or alone not in in_flight:
+            return
+        log.error("%s kills workers; it fails", alone)
+        self._suspicions.convict(alone)
+        reason = "the worker died whenever this request ran, the last time with nothing beside it"
+        self._fail(self._open[alone], POISON, reason)
+
+    async def _replace(self, failures: int) -> None:
+        """Start a worker, again and again until one serves."""
+        attempts = 0
+        while True:
+            if failures + attempts > 0:
+                seconds = BACKOFF_SECONDS * 2 ** min(failures + attempts - 1, 10)
+                await asyncio.sleep(min(LONGEST_BACKOFF_SECONDS, seconds))
+            try:
+                await self.worker.close()
+                self.worker = self._make_worker()
+                ready = await self.worker.start(self.fleet)
+            except (BallastError, OSError) as error:
+                attempts += 1
+                self.down = str(error)
+                log.error("a worker could not be started: %s", error)
+                if attempts >= LOST_AFTER:
+                    self.lost = self.down
+                    self.fail_all(WORKER_LOST, self.lost)
+                continue
+            self.restarts += 1
+            log.warning("a new worker serves; %d requests go on", self.open_requests)
+            self._serve(ready)
+            return

@@ -1,8 +1,9 @@
-"""One worker process on this host: started, listened to, and, at the end, gone."""
+"""One worker process on this host: started, listened to, watched, and, at the end, gone."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
@@ -10,9 +11,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ballast.cluster.flight import FlightRecorder, flight_memory
 from ballast.core.errors import Unavailable
 from ballast.core.settings import FleetSettings, ServerSettings
-from ballast.transport.messages import Configure, NotReady, Ready, ToServer, ToWorker
+from ballast.transport.messages import (
+    Configure,
+    Heartbeat,
+    Hello,
+    NotReady,
+    Ready,
+    ToServer,
+    ToWorker,
+)
 from ballast.transport.zmq import PrivateDirectory, ServerSocket
 
 log = logging.getLogger(__name__)
@@ -20,25 +30,35 @@ log = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-m", "ballast.cluster.worker")
 LAST_WORDS_SECONDS = 0.2
 """After a process has ended, what it sent may still be on its way for so long."""
+FIRST_WORD_SECONDS = 30.0
+"""A process that starts may be silent for so much longer than one that runs."""
 
 
 class LocalWorker:
     """Owns the process, its socket and their directory, on the running event loop.
 
     The thread of the event loop must live as long as the worker: the kernel ends the worker with
-    the thread that started it.
+    the thread that started it. While the process runs, somebody must `receive`: what it is not
+    heard saying counts as silence, and a silent worker is killed.
     """
 
     def __init__(self, command: Sequence[str] = COMMAND) -> None:
         self._command = tuple(command)
-        self._directory = PrivateDirectory()
-        try:
+        with contextlib.ExitStack() as undo:
+            self._directory = PrivateDirectory()
+            undo.callback(self._directory.close)
+            self._flight_fd = flight_memory()
+            undo.callback(os.close, self._flight_fd)
+            self._flight = FlightRecorder(self._flight_fd)
             self._socket = ServerSocket(self._directory.path)
-        except BaseException:
-            self._directory.close()
-            raise
+            undo.pop_all()
         self._process: asyncio.subprocess.Process | None = None
         self._exited: asyncio.Task[int] | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._silence = -FIRST_WORD_SECONDS
+        self._stuck_seconds = float("inf")
+        self._killed_for = ""
+        self._closed = False
 
     @property
     def directory(self) -> Path:
@@ -59,24 +79,30 @@ class LocalWorker:
     async def start(self, fleet: FleetSettings) -> Ready:
         """Start the process and have it build the device of `fleet`; takes as long as loading.
 
-        Raises Unavailable, with the reason, if it cannot.
+        From then on it is watched, as `fleet.server` says. Raises Unavailable, with the reason,
+        if it cannot.
         """
         arguments = ("--dir", str(self._directory.path), "--parent", str(os.getpid()))
         self._process = await asyncio.create_subprocess_exec(
-            *self._command, *arguments, stdin=asyncio.subprocess.DEVNULL
+            *self._command,
+            *arguments,
+            "--flight",
+            str(self._flight_fd),
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=(self._flight_fd,),
         )
         self._exited = asyncio.create_task(self._process.wait())
-        configured = False
+        self._stuck_seconds = fleet.server.stuck_seconds
+        self._watch = asyncio.create_task(self._listen_for_life(fleet.server.silent_seconds))
         while True:
             message = await self.receive()
             if message is None:
                 raise Unavailable(f"the worker ended while it started: {self.epitaph()}")
-            if not configured:  # any first message tells that it listens
+            if isinstance(message, Hello):
                 # Connected for good: without a path there is nothing left to clean up later.
                 self._directory.close()
                 told = replace(fleet, server=ServerSettings())
                 self.send(Configure(told, logging.getLogger().getEffectiveLevel()))
-                configured = True
             if isinstance(message, Ready):
                 return message
             if isinstance(message, NotReady):
@@ -88,25 +114,63 @@ class LocalWorker:
 
     async def receive(self) -> ToServer | None:
         """The next message; None once the process has ended and all it said was taken."""
+        while isinstance(message := await self._next(), Heartbeat):
+            for what, seconds in (
+                ("a turn of its loop", message.turn_seconds),
+                ("a job", message.job_seconds),
+            ):
+                if seconds > self._stuck_seconds:
+                    self._kill(f"{what} took more than {self._stuck_seconds:g} s")
+        return message
+
+    async def _next(self) -> ToServer | None:
         assert self._exited is not None
         words = asyncio.ensure_future(self._socket.receive())
         try:
             await asyncio.wait({words, self._exited}, return_when=asyncio.FIRST_COMPLETED)
             if not words.done():
                 await asyncio.wait({words}, timeout=LAST_WORDS_SECONDS)
+            self._silence = 0.0
             return words.result() if words.done() else None
         finally:
             words.cancel()
+
+    async def _listen_for_life(self, silent_seconds: float) -> None:
+        """Kills the process if it says nothing for so long."""
+        tick = min(1.0, silent_seconds / 4)
+        while self._silence <= silent_seconds:
+            await asyncio.sleep(tick)
+            # Not by the clock: where the server itself was held up, the worker is not to blame.
+            self._silence += tick
+        self._kill(f"it said nothing for {silent_seconds:g} s")
+
+    def _kill(self, why: str) -> None:
+        assert self._process is not None
+        if self._process.returncode is None and not self._killed_for:
+            log.error("worker %d is killed: %s", self.pid, why)
+            self._killed_for = why
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
 
     def epitaph(self) -> str:
         """How the process ended, in words."""
         code = None if self._process is None else self._process.returncode
         if code is None:
             return "it runs"
-        return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        return f"{how}: {self._killed_for}" if self._killed_for else how
+
+    def in_flight(self) -> frozenset[str]:
+        """Requests of the job in flight when the process ended; empty: none is known."""
+        return self._flight.read()
 
     async def close(self, patience: float = 0.0) -> None:
         """End the process, forcibly after `patience` seconds, and remove its directory."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._watch is not None:
+            self._watch.cancel()
         try:
             if self._exited is not None:
                 await asyncio.wait({self._exited}, timeout=patience)
@@ -118,3 +182,5 @@ class LocalWorker:
         finally:
             self._socket.close()
             self._directory.close()
+            self._flight.close()
+            os.close(self._flight_fd)

@@ -14,11 +14,12 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from ballast.cluster.flight import FlightRecorder
 from ballast.cluster.orphan import die_with
 from ballast.core.clock import Clock
 from ballast.core.command import Order, Outcome
@@ -33,6 +34,7 @@ from ballast.transport.messages import (
     Done,
     DrainDevice,
     Drained,
+    Heartbeat,
     Hello,
     NotReady,
     Outputs,
@@ -50,6 +52,7 @@ log = logging.getLogger(__name__)
 
 REPORT_SECONDS = 0.1
 """A changed report is sent this often at most."""
+HEARTBEAT_SECONDS = 0.5
 STALE_SECONDS = 1.0
 """An unchanged one is repeated this often, so that its age tells whether the process lives."""
 
@@ -71,11 +74,15 @@ class Device(Protocol):
 
     def snapshot(self) -> DeviceReport: ...
 
+    def busy(self) -> tuple[float, float]: ...
+
     def close(self) -> None: ...
 
 
 Outbox = Callable[[list[Output]], None]
-MakeDevice = Callable[[FleetSettings, Outbox], Device]
+Record = Callable[[Iterable[str]], object]
+"""Is told the ids of the requests in flight, before anything that they could break."""
+MakeDevice = Callable[[FleetSettings, Outbox, Record], Device]
 
 
 class Outgoing:
@@ -120,9 +127,12 @@ class Outgoing:
 class Worker:
     """Joins a device to the socket. `run` returns the exit code of the process."""
 
-    def __init__(self, socket: WorkerSocket, make_device: MakeDevice, clock: Clock) -> None:
+    def __init__(
+        self, socket: WorkerSocket, make_device: MakeDevice, record: Record, clock: Clock
+    ) -> None:
         self._socket = socket
         self._make_device = make_device
+        self._record = record
         self._clock = clock
         self._outgoing = Outgoing()
         self._thread: threading.Thread | None = None
@@ -134,6 +144,7 @@ class Worker:
         """The device's thread was left behind, loading."""
         self._reported: DeviceReport | None = None
         self._reported_at = float("-inf")
+        self._beat_at = float("-inf")
 
     def run(self) -> int:
         """Serve until the device's loop has returned and all it said is sent."""
@@ -148,7 +159,8 @@ class Worker:
             if over:
                 break
             self._report()
-            socket.wait(None if self._device is None else REPORT_SECONDS)
+            self._beat()
+            socket.wait(HEARTBEAT_SECONDS if self._device is None else REPORT_SECONDS)
             socket.receive_all(self._handle)
         return self._code
 
@@ -194,7 +206,7 @@ class Worker:
         """The device's thread."""
         try:
             try:
-                device = self._make_device(fleet, self._outgoing.put)
+                device = self._make_device(fleet, self._outgoing.put, self._record)
             except (BallastError, OSError, MemoryError) as error:
                 log.error("the device could not be built: %s", error)
                 self._code = 1
@@ -226,12 +238,21 @@ class Worker:
         self._reported, self._reported_at = report, now
         self._socket.send(Status(report))
 
+    def _beat(self) -> None:
+        now = self._clock.now()
+        if now - self._beat_at < HEARTBEAT_SECONDS:
+            return
+        self._beat_at = now
+        with self._lock:
+            busy = (0.0, 0.0) if self._device is None else self._device.busy()
+        self._socket.send(Heartbeat(*busy))
 
-def live_device(fleet: FleetSettings, outbox: Outbox) -> Device:
+
+def live_device(fleet: FleetSettings, outbox: Outbox, record: Record) -> Device:
     """The real thing; imported only here, so that the process answers before it has loaded."""
     from ballast.engine.device import LiveDevice
 
-    return LiveDevice(fleet, outbox)
+    return LiveDevice(fleet, outbox, record=record)
 
 
 def main(argv: Sequence[str] | None = None, make_device: MakeDevice = live_device) -> int:
@@ -239,6 +260,7 @@ def main(argv: Sequence[str] | None = None, make_device: MakeDevice = live_devic
     parser = argparse.ArgumentParser(prog="ballast.cluster.worker")
     parser.add_argument("--dir", type=Path, required=True, help="holds the socket")
     parser.add_argument("--parent", type=int, required=True, help="process id of the server")
+    parser.add_argument("--flight", type=int, required=True, help="descriptor of flight memory")
     arguments = parser.parse_args(argv)
     die_with(arguments.parent)
     # A terminal or a service manager signals the whole group; the server decides what that means.
@@ -248,7 +270,8 @@ def main(argv: Sequence[str] | None = None, make_device: MakeDevice = live_devic
     from ballast.engine.inbox import MonotonicClock
 
     with WorkerSocket(arguments.dir) as socket:
-        worker = Worker(socket, make_device, MonotonicClock())
+        flight = FlightRecorder(arguments.flight)
+        worker = Worker(socket, make_device, flight.record, MonotonicClock())
         code = worker.run()
     if worker.abandoned:
         os._exit(code)  # its thread cannot be asked to end

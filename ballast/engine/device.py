@@ -21,7 +21,7 @@ from ballast.engine.inbox import MonotonicClock, QueueInbox
 from ballast.engine.loop import Loop
 from ballast.engine.operator import Operator
 from ballast.engine.report import report
-from ballast.engine.runner import CpuRunner
+from ballast.engine.runner import CpuRunner, Record
 from ballast.engine.state import ModelState
 from ballast.kernels.workspace import Workspace
 from ballast.memory.arena import AllocatorCap, confine_allocator
@@ -44,7 +44,7 @@ class LiveDevice:
     `outbox` gets outputs on the loop's thread and must not block. Checkpoints are loaded by the
     constructor; a model that fails to load is listed in `failed`, with the reason, and does not
     stop the rest. `costs` are what policies may know of each model's speed; `sink` gets the story
-    where no file does.
+    where no file does; `record` is told which requests are in flight.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class LiveDevice:
         costs: Mapping[str, StepCosts] | None = None,
         clock: Clock | None = None,
         sink: Sink | None = None,
+        record: Record | None = None,
     ) -> None:
         preset = resolve(fleet.preset, fleet.options)
         confine_allocator()
@@ -89,7 +90,7 @@ class LiveDevice:
         for executor in self.executors.values():
             executor.grammars.aside = self.cap.aside
         self.runner = CpuRunner(
-            self.executors, self.post, self.clock, device.threads, self.cap.check
+            self.executors, self.post, self.clock, device.threads, self.cap.check, record
         )
         self._story_file = open(fleet.story_path, "w") if fleet.story_path else None  # noqa: SIM115
         self.story = Story(sink=self._write_story if self._story_file else sink)
@@ -129,6 +130,12 @@ class LiveDevice:
     def snapshot(self) -> DeviceReport:
         """The device as it is now; from any thread."""
         return report(self.state, self.fleet.device.name)
+
+    def busy(self) -> tuple[float, float]:
+        """Seconds that the loop's present turn and the lane's present job have lasted."""
+        now = self.clock.now()
+        turn, job = self.loop.turn_since, self.runner.job_since
+        return (0.0 if turn is None else now - turn, 0.0 if job is None else now - job)
 
     def close(self) -> None:
         """Give everything back to the operating system. The loop must have returned."""

@@ -62,6 +62,8 @@ class Loop:
         self.on_turn: Callable[[], None] | None = None
         """Called after each turn, for observers; it must not change anything."""
         self.operations = Operations(state, story, answered)
+        self.turn_since: float | None = None
+        """When the present turn began, on the clock; None while it waits for events."""
         self._memo: object = None
         self._wake_at: float | None = None
         self._jobs = 0
@@ -83,7 +85,7 @@ class Loop:
         """One turn: events in, decisions, jobs out, answers out."""
         events = self.inbox.take(self._wake_at)
         outputs: list[Output] = []
-        now = self.clock.now()
+        self.turn_since = now = self.clock.now()
         if not events or (self._wake_at is not None and now >= self._wake_at):
             events = [*events, Timer()]
         for event in events:
@@ -97,6 +99,7 @@ class Loop:
         self._proceed(outputs)
         if self.on_turn is not None:
             self.on_turn()
+        self.turn_since = None
 
     def _proceed(self, outputs: list[Output]) -> None:
         """Decide, start the next job, and only then say what the last one brought."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -23,6 +23,10 @@ class Executor(Protocol):
     def run(self, work: Sequence[SequenceWork]) -> list[Result]: ...
 
 
+Record = Callable[[Iterable[str]], object]
+"""Is told the ids of the requests that are in flight from now on."""
+
+
 class CpuRunner:
     """Runs jobs on a lane thread with `threads` intra-op threads; reports through `post`."""
 
@@ -33,13 +37,17 @@ class CpuRunner:
         clock: Clock,
         threads: int | None,
         after_job: Callable[[], object] | None = None,
+        record: Record | None = None,
     ) -> None:
-        """`after_job` is called on the lane between jobs."""
+        """`after_job` is called on the lane between jobs, `record` before and after each."""
         self._executors = executors
         self._post = post
         self._clock = clock
         self._threads = threads
         self._after_job = after_job
+        self._record = record
+        self.job_since: float | None = None
+        """When the job on the lane began, on the clock; None while it is idle."""
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lane = threading.Thread(target=self._work, name="lane0", daemon=True)
         self._lane.start()
@@ -57,7 +65,9 @@ class CpuRunner:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
         while (job := self._jobs.get()) is not None:
-            begun = self._clock.now()
+            self.job_since = begun = self._clock.now()
+            if self._record is not None:
+                self._record(w.request_id for w in job.work)
             try:
                 results = tuple(self._executors[job.model].run(job.work))
             except Exception as error:  # the fleet outlives a job that breaks
@@ -65,5 +75,8 @@ class CpuRunner:
                 self._post(JobFailed(job, f"{type(error).__name__}: {error}"))
             else:
                 self._post(JobDone(job, results, self._clock.now() - begun))
+            if self._record is not None:
+                self._record(())
+            self.job_since = None
             if self._after_job is not None:
                 self._after_job()

@@ -44,9 +44,10 @@ def _add_reading(app: FastAPI, service: Service, gate: Gate) -> None:
     @app.get("/health")
     async def health() -> Response:
         failed = dict(service.controller.failed)
-        if service.controller.lost is not None:
-            why = service.controller.lost
-            return answered({"status": "lost", "reason": why, "failed": failed}, 503)
+        if service.controller.down is not None:
+            status = "restarting" if service.controller.lost is None else "lost"
+            told = {"status": status, "reason": service.controller.down, "failed": failed}
+            return answered(told, 503)
         if gate.draining:
             return answered({"status": "draining", "failed": failed}, 503)
         return answered({"status": "ok", "failed": failed})

@@ -7,7 +7,7 @@ import base64
 import sys
 from collections.abc import Sequence
 
-from ballast.cluster.controller import Outlet
+from ballast.cluster.outlet import Outlet
 from ballast.core.clock import Clock
 from ballast.core.event import Cancelled, Embedded, Failed, Finished
 from ballast.core.request import Submission

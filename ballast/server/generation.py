@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
-from ballast.cluster.controller import Outlet
+from ballast.cluster.outlet import Outlet
 from ballast.core.clock import Clock
 from ballast.core.event import (
     Cancelled,

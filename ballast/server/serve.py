@@ -74,7 +74,7 @@ async def _serve(
 ) -> int:
     asked = Asked()
     with bound(host, port) as listener, asked.by_signals():
-        controller = Controller(LocalWorker(worker_command))
+        controller = Controller(lambda: LocalWorker(worker_command))
         starting = asyncio.ensure_future(_start(fleet, controller))
         try:
             if await _first(starting, asked.to_stop):
@@ -97,7 +97,7 @@ async def _start(fleet: FleetSettings, controller: Controller) -> Service:
         loading.cancel()
         raise
     tokenizers, failed = await loading
-    controller.failed = {**failed, **controller.failed}
+    controller.unreadable = failed
     service = Service(controller, tokenizers, MonotonicClock(), WallClock(), fleet.server)
     for name, why in controller.failed.items():
         print(f"ballast: {name} is not served: {why}", file=sys.stderr, flush=True)

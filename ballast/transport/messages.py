@@ -140,6 +140,15 @@ class Done(_Message, frozen=True):
     outcome: Outcome
 
 
+class Heartbeat(_Message, frozen=True):
+    """The process lives, also while it loads."""
+
+    turn_seconds: float = 0.0
+    """How long the present turn of its loop has lasted; 0: it waits for events."""
+    job_seconds: float = 0.0
+    """How long the present job on its lane has lasted; 0: it is idle."""
+
+
 class Drained(_Message, frozen=True):
     """The device's loop has returned; the worker exits."""
 
@@ -204,7 +213,7 @@ class Outputs(_Message, frozen=True):
         return [w.output for w in self.wrapped]
 
 
-ToServer = Hello | Ready | NotReady | Status | Outputs | Drained | Done
+ToServer = Hello | Heartbeat | Ready | NotReady | Status | Outputs | Drained | Done
 
 
 M = TypeVar("M")

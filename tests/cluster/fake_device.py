@@ -15,10 +15,12 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from ballast.cluster.worker import Record
 from ballast.core.actions import Change
 from ballast.core.command import Add, Order, Outcome, Remove, Tell
 from ballast.core.event import (
@@ -43,7 +45,7 @@ from ballast.core.settings import FleetSettings
 HOLD = 1001
 """Two tokens, then nothing until cancelled."""
 DIE = 1002
-"""Two tokens, then the process is killed."""
+"""The process is killed whenever it runs, with all that is open in flight."""
 REFUSE = 1003
 """Failed at once: the queue is full."""
 BREAK = 1004
@@ -52,7 +54,11 @@ TELL = 1005
 """Failed at once, with the submission (JSON) as the reason."""
 SILENT = 1006
 """Nothing until cancelled."""
-PARTIAL = {HOLD: 2, DIE: 2, BREAK: 2, SILENT: 0}
+PAUSE = 1007
+"""Two tokens in each worker that gets it, until `max_tokens` are there."""
+STUCK = 1008
+"""The same, in a job that does not end by itself."""
+PARTIAL = {HOLD: 2, DIE: 0, BREAK: 2, SILENT: 0}
 """Tokens, by seed."""
 
 
@@ -78,7 +84,11 @@ def spec(name: str, max_model_len: int = 256, vocab: int = 100_000) -> ModelSpec
 class EchoDevice:
     """Token `i` of an output is token `i` of the prompt, round and round."""
 
-    def __init__(self, fleet: FleetSettings, outbox: Callable[[list[Output]], None]) -> None:
+    def __init__(
+        self, fleet: FleetSettings, outbox: Callable[[list[Output]], None], record: Record
+    ) -> None:
+        if (file := os.environ.get("FAKE_DEVICE_FAILS")) and Path(file).exists():
+            raise MemoryError("no room for the pool now")
         if fleet.options.get("unbuildable"):
             raise MemoryError("no room for the pool")
         if fleet.options.get("mute"):
@@ -91,6 +101,8 @@ class EchoDevice:
         }
         self._fleet = fleet
         self._outbox = outbox
+        self._record = record
+        self._stuck = False
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._open: dict[str, Submission] = {}
         self._draining = False
@@ -141,17 +153,31 @@ class EchoDevice:
             values = array.array("f", [len(s.prompt), *s.prompt, *[0] * 8][:8])
             done = Finished(s.id, "stop", len(s.prompt), 0, 0, 0)
             return [Embedded(s.id, values.tobytes()), done]
-        outputs = [*_scores(s), *_tokens(s)]
-        count = sum(isinstance(o, TokenOut) for o in outputs)
-        if s.sampling.seed == BREAK:
-            return [*outputs, Failed(s.id, "internal_error", "the job broke")]
-        if s.sampling.seed in PARTIAL:
-            self._open[s.id] = s
-            if s.sampling.seed == DIE:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return outputs
-        reason = "length" if count == s.max_tokens else "stop"
-        return [*outputs, Finished(s.id, reason, len(s.prompt), count, 0, 0)]
+        self._open[s.id] = s
+        seed = s.sampling.seed
+        if seed == DIE:
+            self._record(self._open)
+            os.kill(os.getpid(), signal.SIGKILL)
+        before = len(s.resumed or ())
+        most = s.max_tokens
+        if seed in (PAUSE, STUCK):
+            most = min(most, before + 2)
+        tokens = _tokens(s, before, PARTIAL.get(seed, most))
+        outputs: list[Output] = [*_scores(s), *tokens]
+        count = before + len(tokens)
+        partial = seed in PARTIAL or (seed in (PAUSE, STUCK) and count < s.max_tokens)
+        if seed == BREAK:
+            outputs.append(Failed(s.id, "internal_error", "the job broke"))
+        elif not partial:
+            reason = "length" if count == s.max_tokens else "stop"
+            outputs.append(Finished(s.id, reason, len(s.prompt), count, 0, 0))
+        if seed == BREAK or not partial:
+            del self._open[s.id]
+        self._stuck = self._stuck or (seed == STUCK and partial)
+        return outputs
+
+    def busy(self) -> tuple[float, float]:
+        return (0.0, 1e6 if self._stuck else 0.0)
 
     def snapshot(self) -> DeviceReport:
         models = tuple(
@@ -192,9 +218,9 @@ class EchoDevice:
         pass
 
 
-def _tokens(s: Submission) -> list[TokenOut]:
+def _tokens(s: Submission, begin: int, end: int) -> list[TokenOut]:
     found: list[TokenOut] = []
-    for i in range(PARTIAL.get(s.sampling.seed, s.max_tokens)):
+    for i in range(begin, end):
         token = s.prompt[i % len(s.prompt)]
         logprob = -0.5 if s.sampling.logprobs is not None else None
         found.append(TokenOut(s.id, token, i, logprob, _top(token, s.sampling.logprobs, -0.5)))

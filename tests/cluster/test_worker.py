@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from ballast.cluster.controller import WORKER_LOST, Controller, Outlet
+from ballast.cluster.controller import Controller
 from ballast.cluster.local import LocalWorker
+from ballast.cluster.outlet import Outlet
 from ballast.core.errors import Unavailable
 from ballast.core.event import Failed, Finished, Output, TokenOut
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from tests.cluster import fake_device
-from tests.cluster.fake_device import BREAK, DIE, HOLD, REFUSE
+from tests.cluster.fake_device import BREAK, HOLD, REFUSE
 
 FAKE = (sys.executable, str(Path(fake_device.__file__)))
 FLEET = FleetSettings(
@@ -45,14 +46,19 @@ def submission(request_id: str, seed: int = 0, max_tokens: int = 4) -> Submissio
 
 @contextlib.asynccontextmanager
 async def running(fleet: FleetSettings = FLEET) -> AsyncIterator[tuple[Controller, LocalWorker]]:
-    worker = LocalWorker(FAKE)
-    controller = Controller(worker)
+    controller = Controller(lambda: LocalWorker(FAKE))
+    worker = present(controller)
     async with asyncio.timeout(DEADLINE):
         try:
             await controller.start(fleet)
             yield controller, worker
         finally:
             await controller.close(10.0)
+
+
+def present(controller: Controller) -> LocalWorker:
+    assert isinstance(controller.worker, LocalWorker)
+    return controller.worker
 
 
 async def all_of(outlet: Outlet) -> list[Output]:
@@ -117,35 +123,16 @@ async def reported(controller: Controller, running: int) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_worker_that_dies_fails_what_is_open() -> None:
-    async def scenario() -> None:
-        async with running() as (controller, worker):
-            held = controller.submit([submission("1", HOLD)])
-            await held.take()
-            killed = controller.submit([submission("2", DIE)])
-            for outlet in (held, killed):
-                told = await all_of(outlet)
-                assert isinstance(told[-1], Failed)
-                assert told[-1].code == WORKER_LOST
-                assert "signal 9" in told[-1].reason
-            with pytest.raises(Unavailable, match="signal 9"):
-                controller.submit([submission("3")])
-        assert not worker.directory.exists()
-
-    asyncio.run(scenario())
-
-
 def test_closing_fails_what_does_not_end() -> None:
     async def scenario() -> None:
-        worker = LocalWorker(FAKE)
-        controller = Controller(worker)
+        controller = Controller(lambda: LocalWorker(FAKE))
         await controller.start(FLEET)
         held = controller.submit([submission("1", HOLD)])
         await held.take()
         await controller.close(0.3)
         told = await all_of(held)
         assert [type(o) for o in told] == [Failed]
-        assert not worker.directory.exists()
+        assert not present(controller).directory.exists()
 
     asyncio.run(scenario())
 
@@ -162,9 +149,9 @@ def test_a_device_that_cannot_be_built_says_why() -> None:
 
 def test_a_start_can_be_given_up() -> None:
     async def scenario() -> None:
-        worker = LocalWorker(FAKE)
         fleet = FleetSettings(models=(), device=FLEET.device, options={"mute": 1})
-        controller = Controller(worker)
+        controller = Controller(lambda: LocalWorker(FAKE))
+        worker = present(controller)
         starting = asyncio.ensure_future(controller.start(fleet))
         while not worker.started:
             await asyncio.sleep(0.01)
@@ -180,6 +167,7 @@ def test_a_start_can_be_given_up() -> None:
 ORPHANING = """
 import asyncio, sys
 from ballast.cluster.local import LocalWorker
+from ballast.cluster.outlet import Outlet
 from tests.cluster.test_worker import FAKE, FLEET
 
 async def main():

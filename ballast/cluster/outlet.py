@@ -1,0 +1,111 @@
+"""What one client is told, and what is kept of each of its requests until it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ballast.core.errors import BrokenPromise
+from ballast.core.event import Embedded, Output, PromptScores, TokenOut
+from ballast.core.request import Submission
+
+
+class Outlet:
+    """The outputs of one client's requests, in order. One reader."""
+
+    def __init__(
+        self, request_ids: Iterable[str], withdraw: Callable[[Sequence[str]], None]
+    ) -> None:
+        self._withdraw = withdraw
+        self.open = set(request_ids)
+        """Requests that have not ended."""
+        self._outputs: deque[Output] = deque()
+        self._news = asyncio.Event()
+
+    @property
+    def more(self) -> bool:
+        """Whether `take` will have something."""
+        return bool(self.open or self._outputs)
+
+    async def take(self) -> list[Output]:
+        """The outputs there are; waits for one (for ever, where there is no `more`)."""
+        await self._news.wait()
+        self._news.clear()
+        outputs = list(self._outputs)
+        self._outputs.clear()
+        return outputs
+
+    def put(self, output: Output) -> None:
+        """By the controller only."""
+        self._outputs.append(output)
+        self._news.set()
+
+    def withdraw(self, request_id: str) -> None:
+        """Want no more of one request; its memory is freed at the end of the step in flight."""
+        if request_id in self.open:
+            self._withdraw([request_id])
+
+    def close(self) -> None:
+        """Want no more of any."""
+        self._withdraw(list(self.open))
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """A request until its end: enough to start it anew in another worker."""
+
+    submission: Submission
+    outlet: Outlet
+    sent: bool = False
+    """The present worker has it."""
+    fresh: bool = True
+    """No worker has had it."""
+    accepted: bool = False
+    """No queue limit may refuse it any more."""
+    told: list[int] = field(default_factory=list)
+    """Output tokens that the client has."""
+    scored: int = 0
+    """Positions of the prompt whose scores the client has, or that have none."""
+    embedded: bool = False
+
+    def to_send(self) -> Submission:
+        """For the present worker, which goes on after what the client has."""
+        submission = self.submission
+        if self.accepted:
+            submission = replace(submission, resumed=tuple(self.told))
+        self.sent, self.fresh, self.accepted = True, False, True
+        return submission
+
+    def news(self, output: Output) -> Output | None:
+        """What of `output` the client does not have yet. Raises BrokenPromise for a gap."""
+        match output:
+            case TokenOut():
+                if output.index < len(self.told):
+                    return None
+                if output.index > len(self.told):
+                    raise BrokenPromise(
+                        f"token {output.index} of {output.request_id} came after {len(self.told)}"
+                    )
+                self.told.append(output.token)
+            case PromptScores():
+                end = output.start + len(output.logprobs)
+                known = max(0, min(self.scored, end) - output.start)
+                self.scored = max(self.scored, end)
+                if known == len(output.logprobs) > 0:
+                    return None
+                if known:
+                    return replace(
+                        output,
+                        start=output.start + known,
+                        logprobs=output.logprobs[known:],
+                        top=output.top[known:],
+                    )
+            case Embedded():
+                if self.embedded:
+                    return None
+                self.embedded = True
+            case _:
+                pass
+        return output

@@ -1,0 +1,194 @@
+"""Workers that die, hang or cannot be started, over a device that echoes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ballast.cluster import controller as controlling
+from ballast.cluster.controller import POISON, WORKER_LOST, Controller
+from ballast.core.errors import Unavailable
+from ballast.core.event import Failed, Finished, Output, TokenOut
+from ballast.core.settings import ModelSettings, ServerSettings
+from tests.cluster.fake_device import DIE, HOLD, PAUSE, STUCK
+from tests.cluster.test_worker import FLEET, all_of, present, running, submission, tokens
+
+ECHO = [10, 11, 12, 10, 11, 12]
+
+
+def kill(controller: Controller, number: int = signal.SIGKILL) -> None:
+    os.kill(present(controller).pid, number)
+
+
+async def until_down(controller: Controller) -> None:
+    while controller.down is None:
+        await asyncio.sleep(0)
+
+
+def whole(outputs: list[Output]) -> bool:
+    """Whether these are the six tokens of an undisturbed run, each once, and their end."""
+    told = [o.index for o in outputs if isinstance(o, TokenOut)]
+    end = outputs[-1]
+    return (
+        tokens(outputs) == ECHO
+        and told == list(range(6))
+        and isinstance(end, Finished)
+        and end.output_tokens == 6
+    )
+
+
+def test_requests_go_on_in_the_next_worker_and_are_not_lost_to_two_kills() -> None:
+    async def scenario() -> None:
+        async with running() as (controller, first):
+            outlets = [controller.submit([submission(str(i), PAUSE, 6)]) for i in range(3)]
+            outputs = [await outlet.take() for outlet in outlets]
+            for life in (1, 2):
+                kill(controller)
+                if life == 1:  # of two tokens each: in the third life they run one by one
+                    for outlet, found in zip(outlets, outputs, strict=True):
+                        found += await outlet.take()
+                        assert tokens(found) == ECHO[:4]
+            for outlet, found in zip(outlets, outputs, strict=True):
+                found += await all_of(outlet)
+                assert whole(found)
+            assert (controller.restarts, controller.open_requests) == (2, 0)
+            assert first.epitaph() == "killed by signal 9"
+            assert not first.directory.exists()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("seed", "number", "why"),
+    [(PAUSE, signal.SIGSTOP, "said nothing for 1 s"), (STUCK, 0, "a job took more than 100 s")],
+)
+def test_a_worker_that_hangs_is_killed(seed: int, number: int, why: str) -> None:
+    async def scenario() -> None:
+        watched = ServerSettings(silent_seconds=1.0, stuck_seconds=100.0)
+        async with running(replace(FLEET, server=watched)) as (controller, first):
+            outlet = controller.submit([submission("1", seed, 6)])
+            found = await outlet.take()
+            if seed == PAUSE:
+                kill(controller, number)
+                found += await outlet.take()
+                kill(controller)
+            assert whole(found + await all_of(outlet))
+            assert first.epitaph().startswith("killed by signal 9: ")
+            assert why in first.epitaph()
+
+    asyncio.run(scenario())
+
+
+def test_poison_fails_and_its_companions_do_not_notice() -> None:
+    async def scenario() -> None:
+        async with running() as (controller, _):
+            held = controller.submit([submission("old", HOLD)])
+            found = await held.take()
+            poison = controller.submit([submission("poison", DIE)])
+            await until_down(controller)
+            later = controller.submit([submission("later", max_tokens=6)])
+            told = await all_of(poison)
+            assert [o.code for o in told if isinstance(o, Failed)] == [POISON]
+            assert whole(await all_of(later))
+            assert controller.restarts == 3
+            assert tokens(found) == [10, 11]
+            again = controller.submit([submission("again", DIE)])  # counts start anew for "old"
+            assert isinstance((await all_of(again))[-1], Failed)
+            assert held.open == {"old"}
+            held.close()
+
+    asyncio.run(scenario())
+
+
+def test_while_no_worker_serves_requests_wait_and_may_leave() -> None:
+    async def scenario() -> None:
+        async with running() as (controller, _):
+            kill(controller)
+            await until_down(controller)
+            gone = controller.submit([submission("gone", HOLD)])
+            kept = controller.submit([submission("kept", max_tokens=6)])
+            gone.close()
+            assert controller.open_requests == 1
+            assert whole(await all_of(kept))
+            assert controller.report is not None
+            assert controller.report.models[0].running == 0
+
+    asyncio.run(scenario())
+
+
+def test_no_more_than_a_model_allows_wait_for_a_worker() -> None:
+    async def scenario() -> None:
+        async with running() as (controller, _):
+            served = controller.specs["a"]
+            controller.specs = {"a": replace(served, max_waiting=2)}
+            kill(controller)
+            await until_down(controller)
+            outlets = [controller.submit([submission(str(i))]) for i in range(3)]
+            ends = [(await all_of(outlet))[-1] for outlet in outlets]
+            assert [type(e) for e in ends] == [Finished, Finished, Failed]
+            assert isinstance(ends[2], Failed)
+            assert ends[2].code == "queue_full"
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_cannot_be_replaced_is_lost_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken"
+    monkeypatch.setenv("FAKE_DEVICE_FAILS", str(broken))
+    monkeypatch.setattr(controlling, "BACKOFF_SECONDS", 0.01)
+
+    async def scenario() -> None:
+        async with running() as (controller, _):
+            held = controller.submit([submission("1", HOLD)])
+            await held.take()
+            broken.touch()
+            kill(controller)
+            end = (await all_of(held))[-1]
+            assert isinstance(end, Failed)
+            assert (end.code, "no room for the pool now" in end.reason) == (WORKER_LOST, True)
+            with pytest.raises(Unavailable, match="no room for the pool now"):
+                controller.submit([submission("2")])
+            broken.unlink()
+            while controller.lost is not None:
+                await asyncio.sleep(0.01)
+            assert isinstance((await all_of(controller.submit([submission("3")])))[-1], Finished)
+
+    asyncio.run(scenario())
+
+
+def test_a_server_can_stop_while_it_waits_for_a_worker() -> None:
+    async def scenario() -> None:
+        async with running() as (controller, first):
+            held = controller.submit([submission("1", HOLD)])
+            await held.take()
+            controller.fleet = replace(FLEET, options={"mute": 1.0})
+            kill(controller)
+            while present(controller) is first or not present(controller).started:
+                await asyncio.sleep(0.01)
+        end = (await all_of(held))[-1]
+        assert isinstance(end, Failed)
+        assert end.code == "unavailable"
+        assert present(controller).epitaph() == "killed by signal 9"
+
+    asyncio.run(scenario())
+
+
+def test_a_new_worker_serves_the_fleet_of_that_moment() -> None:
+    async def scenario() -> None:
+        async with running() as (controller, _):
+            more = ModelSettings(name="c", path="c")
+            controller.fleet = replace(FLEET, models=(*FLEET.models, more))
+            kill(controller)
+            while controller.restarts == 0:
+                await asyncio.sleep(0.01)
+            assert list(controller.specs) == ["a", "c"]
+            assert controller.failed == {"b": "it is broken"}
+
+    asyncio.run(scenario())
