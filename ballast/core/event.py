@@ -53,7 +53,7 @@ class TransferDone:
 
 @dataclass(frozen=True, slots=True)
 class Timer:
-    """The moment a policy asked to be woken at."""
+    """The moment a policy asked to be woken at, or a request has waited long enough."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,10 +83,11 @@ class Loop:
 
     def turn(self) -> None:
         """One turn: events in, decisions, jobs out, answers out."""
-        events = self.inbox.take(self._wake_at)
+        until = _earlier(self._wake_at, self.state.patience.next)
+        events = self.inbox.take(until)
         outputs: list[Output] = []
         self.turn_since = now = self.clock.now()
-        if not events or (self._wake_at is not None and now >= self._wake_at):
+        if not events or (until is not None and now >= until):
             events = [*events, Timer()]
         for event in events:
             self.story.event(now, event)
@@ -174,3 +175,8 @@ class Loop:
         refusal = Refuse(request.model, request.id, reason)
         self.story.decision(self.clock.now(), refusal, None)
         outputs.append(self.state.fail(request, "out_of_memory", reason))
+
+
+def _earlier(a: float | None, b: float | None) -> float | None:
+    """Of two moments, either of which may never come."""
+    return min((t for t in (a, b) if t is not None), default=None)

@@ -38,6 +38,7 @@ from ballast.core.view import (
     SharedView,
     Shortage,
 )
+from ballast.engine.patience import Patience
 from ballast.kv.blocks import KvCache
 from ballast.memory.arena import Arena
 from ballast.memory.pool import Pool
@@ -81,6 +82,11 @@ class ModelState:
     view: ModelView | None = None
     """The snapshot, dropped (None) by whatever changes the model."""
 
+    def queue_seconds(self, adapter: int | None) -> float | None:
+        """How long requests for it, or for one of its adapters, wait to be admitted."""
+        own = None if adapter is None else self.spec.adapters[adapter].queue_seconds
+        return self.spec.queue_seconds if own is None else own
+
     def queue(self, request: Request) -> None:
         """Into `waiting`, by order. Preempted requests go before later arrivals."""
         at = len(self.waiting)
@@ -122,6 +128,7 @@ class DeviceState:
         self.clock = clock
         self.arena = arena
         self.requests: dict[str, Request] = {}
+        self.patience = Patience(self.requests)
         self.lane_job: Job | None = None
         self.asking = True
         """Something happened that a policy should know of."""
@@ -194,6 +201,9 @@ class DeviceState:
         request = Request.of(s, self._sequence, m.spec, adapter)
         self.requests[s.id] = request
         m.queue(request)
+        seconds = m.queue_seconds(adapter)
+        if seconds is not None and not s.resumed:
+            self.patience.begin(request, seconds)
         self.touch(m)
         m.last_used = s.arrival
         self.asking = True
@@ -367,7 +377,9 @@ class DeviceState:
 
     def _timer(self, event: Timer) -> list[Output]:
         self.asking = True
-        return []
+        reason = "it was not admitted in the time that its model gives requests to wait"
+        overdue = self.patience.over(self.clock.now())
+        return [self.fail(request, "queue_timeout", reason) for request in overdue]
 
     def _drain(self, event: Drain) -> list[Output]:
         self.draining = True

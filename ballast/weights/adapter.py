@@ -171,6 +171,7 @@ def _load(
         slo=settings.slo,
         priority=settings.priority,
         max_waiting=settings.max_waiting,
+        queue_seconds=settings.queue_seconds,
     )
     return HostAdapter(spec, deltas, segment, memory)
 

@@ -36,6 +36,7 @@ from ballast.weights.host import (
     Segment,
     pack,
 )
+from ballast.weights.pooling import pools_last_token
 from ballast.weights.stored import ITEM_BYTES, Stored, find_tensors
 
 THREADS = max(1, min(4, os.cpu_count() or 1))
@@ -118,6 +119,8 @@ def _load(settings: ModelSettings, directory: Path, tier: HostTier, threads: int
         share=settings.share,
         max_running=settings.max_running,
         max_waiting=settings.max_waiting,
+        queue_seconds=settings.queue_seconds,
+        embeds=pools_last_token(directory),
         pinned=settings.pinned,
     )
     host = HostModel(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from llguidance import LLMatcher
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from ballast.bench.inprocess import Answer, InProcess
 from ballast.core.actions import Preempt
@@ -269,3 +270,48 @@ def test_only_embedding_models_embed(server: InProcess) -> None:
     assert isinstance(end, Failed)
     assert end.code == "invalid_request"
     assert "not an embedding model" in end.reason
+
+
+def test_who_is_not_admitted_in_time_is_told_so(path: Path) -> None:
+    with InProcess(fleet(path, max_running=1)) as server:
+        m = server.device.state.models["a"]
+
+        def follow(now: float, output: Output) -> None:
+            if isinstance(output, TokenOut) and output.index == 0:
+                m.spec = replace(m.spec, queue_seconds=0.0)
+                server.submit(asked("late", n=3))
+
+        server.listen = follow
+        assert answer(server, asked("long", n=200)).finished.output_tokens == 200
+        late = server.answers["late"].end
+        assert isinstance(late, Failed)
+        assert late.code == "queue_timeout"
+
+
+def test_an_embedding_model_embeds(path: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "embeds"
+    shutil.copytree(path, directory)
+    (directory / "1_Pooling").mkdir()
+    (directory / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+    kinds = ("Transformer", "Pooling", "Normalize")
+    steps = [
+        {"path": "1_Pooling" if i == 1 else "", "type": f"sentence_transformers.models.{kind}"}
+        for i, kind in enumerate(kinds)
+    ]
+    (directory / "modules.json").write_text(json.dumps(steps))
+    reference = AutoModel.from_pretrained(path, dtype=torch.float32).eval()
+    with InProcess(fleet(directory)) as server:
+        assert server.device.specs["a"].embeds
+        lengths = (1, 17, 90, 256)  # the last is as long as the context
+        asking = [replace(asked(str(n), prompt=n), embed=True) for n in lengths]
+        answers = server.generate([*asking, asked("text", n=5)])
+        again = answer(server, replace(asking[2], id="cached"))
+    assert answers["text"].finished.output_tokens == 5
+    assert again.finished.cached_tokens > 0
+    for prompt, told in [*((s, answers[s.id]) for s in asking), (asking[2], again)]:
+        with torch.inference_mode():
+            hidden = reference(torch.tensor([prompt.prompt])).last_hidden_state[0, -1]
+        assert told.embedding is not None
+        values = torch.frombuffer(bytearray(told.embedding), dtype=torch.float32)
+        torch.testing.assert_close(values, hidden / hidden.norm(), atol=1e-5, rtol=0)
+        assert (told.finished.reason, told.finished.output_tokens) == ("stop", 0)

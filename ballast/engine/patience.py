@@ -1,0 +1,51 @@
+"""How long requests wait to be admitted before they fail: their deadlines, earliest first."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+
+from ballast.core.request import Request, State
+
+
+class Patience:
+    """Deadlines of requests that have not been admitted yet; those of others are left out."""
+
+    def __init__(self, requests: Mapping[str, Request]) -> None:
+        """`requests`: all that are open, by id."""
+        self._requests = requests
+        self._deadlines: list[tuple[float, int, str]] = []
+        """(seconds on the device's clock, sequence number, request), a heap."""
+
+    def begin(self, request: Request, seconds: float) -> None:
+        """`request` fails unless it is admitted within `seconds` of its arrival."""
+        arrival, sequence = request.order
+        heapq.heappush(self._deadlines, (arrival + seconds, sequence, request.id))
+
+    @property
+    def next(self) -> float | None:
+        """The earliest deadline."""
+        while self._deadlines:
+            if self._first() is not None:
+                return self._deadlines[0][0]
+            heapq.heappop(self._deadlines)
+        return None
+
+    def over(self, now: float) -> list[Request]:
+        """Requests whose deadline has come; they are not listed again."""
+        found = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = self._first()
+            heapq.heappop(self._deadlines)
+            if request is not None:
+                found.append(request)
+        return found
+
+    def _first(self) -> Request | None:
+        """Whose the earliest deadline is, if that still waits for its first admission."""
+        _, sequence, name = self._deadlines[0]
+        request = self._requests.get(name)
+        if request is None or request.order[1] != sequence:
+            return None
+        waits = request.state is State.WAITING and request.admitted_at is None
+        return request if waits else None

@@ -1,0 +1,41 @@
+"""Whether a checkpoint is of an embedding model, by the files of sentence-transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ballast.core.errors import CheckpointError
+
+_STEPS = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
+
+
+def pools_last_token(directory: Path) -> bool:
+    """Whether a text's embedding is the hidden state of its last token, and nothing else is done.
+
+    Other ways of pooling are not offered: they need the hidden states of all tokens, or what only
+    bidirectional attention sees. Raises CheckpointError for files that cannot be read.
+    """
+    path = directory / "modules.json"
+    if not path.is_file():
+        return False
+    steps = _read(path)
+    try:
+        kinds = [str(step["type"]).rpartition(".")[2] for step in steps]
+        if kinds not in _STEPS:
+            return False
+        pooling = _read(directory / str(steps[1]["path"]) / "config.json")
+        if "pooling_mode" in pooling:
+            return bool(pooling["pooling_mode"] == "lasttoken")
+        chosen = [k for k, on in pooling.items() if k.startswith("pooling_mode_") and on]
+    except (TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(str(path), None, "not what sentence-transformers writes") from error
+    return chosen == ["pooling_mode_lasttoken"]
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise CheckpointError(str(path), None, f"not valid JSON: {error}") from error
