@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ballast.core.errors import BallastError
+from ballast.core.errors import BallastError, ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ballast.bench.report import Report
-    from ballast.core.settings import FleetSettings
+    from ballast.core.settings import FleetSettings, ServerSettings
     from ballast.fleet.make import MadeFleet
 
 app = typer.Typer(
@@ -78,23 +78,55 @@ def serve(
     story: Annotated[
         Path | None, typer.Option(help="Write every event and decision here, as JSON lines.")
     ] = None,
-    drain_seconds: Annotated[float, typer.Option(help="For open requests, after SIGTERM.")] = 30.0,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
+    drain_seconds: Annotated[
+        float | None,
+        typer.Option(min=0, help="For open requests, after SIGTERM; default: the file's."),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="BALLAST_API_KEY", help="A key that opens all models, beside any."),
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[
+        str, typer.Option(envvar="BALLAST_LOG_FORMAT", help="text or json.")
+    ] = "text",
     otlp_endpoint: Annotated[
         str | None,
         typer.Option(help="Send traces to this OpenTelemetry collector: http://HOST:4318."),
     ] = None,
 ) -> None:
     """Serve a fleet over HTTP (the OpenAI API)."""
-    import logging
-
+    from ballast.cluster.logs import set_up
     from ballast.server.serve import serve as run
 
-    logging.basicConfig(level=log_level.upper())
-    fleet = with_preset(load(fleet_file), preset)
-    if story is not None:
-        fleet = replace(fleet, story_path=str(story))
-    raise typer.Exit(run(fleet, host, port, drain_seconds, otlp_endpoint=otlp_endpoint))
+    set_up("server", log_format, log_level)
+
+    def read() -> FleetSettings:
+        """The fleet file, and what the command line says instead."""
+        fleet = with_preset(load(fleet_file), preset)
+        if story is not None:
+            fleet = replace(fleet, story_path=str(story))
+        return replace(fleet, server=_with_options(fleet.server, drain_seconds, api_key))
+
+    raise typer.Exit(run(read(), host, port, otlp_endpoint=otlp_endpoint))
+
+
+def _with_options(
+    server: ServerSettings, drain_seconds: float | None, api_key: str | None
+) -> ServerSettings:
+    """With what the command line adds. Raises ConfigError."""
+    from ballast.core.settings import KeySettings
+
+    if drain_seconds is not None:
+        server = replace(server, drain_seconds=drain_seconds)
+    if api_key:
+        secret = KeySettings(name="default", key=api_key)
+        taken = [k.name for k in server.keys if k.name == secret.name or k.key == api_key]
+        if taken or server.admin_key == api_key:
+            where = taken[0] if taken else "admin_key"
+            raise ConfigError("--api-key", "(hidden)", f"the fleet file has it already: {where}")
+        server = replace(server, keys=(*server.keys, secret))
+    return server
 
 
 @app.command()

@@ -102,7 +102,7 @@ class LocalWorker:
                 # Connected for good: without a path there is nothing left to clean up later.
                 self._directory.close()
                 told = replace(fleet, server=ServerSettings())
-                self.send(Configure(told, logging.getLogger().getEffectiveLevel()))
+                self.send(Configure(told, logging.getLogger("ballast").getEffectiveLevel()))
             if isinstance(message, Ready):
                 return message
             if isinstance(message, NotReady):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ballast.cluster.flight import FlightRecorder
+from ballast.cluster.logs import FORMAT_VARIABLE, set_up
 from ballast.cluster.orphan import die_with
 from ballast.core.clock import Clock
 from ballast.core.command import Order, Outcome
@@ -167,7 +168,7 @@ class Worker:
     def _handle(self, message: ToWorker) -> None:
         match message:
             case Configure():
-                logging.getLogger().setLevel(message.log_level)
+                logging.getLogger("ballast").setLevel(message.log_level)
                 self._thread = threading.Thread(
                     target=self._serve, args=(message.fleet,), name="device", daemon=True
                 )
@@ -266,7 +267,8 @@ def main(argv: Sequence[str] | None = None, make_device: MakeDevice = live_devic
     # A terminal or a service manager signals the whole group; the server decides what that means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(format="%(asctime)s worker %(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    set_up("worker", os.environ.get(FORMAT_VARIABLE, "text"), "warning")
     from ballast.engine.inbox import MonotonicClock
 
     with WorkerSocket(arguments.dir) as socket:

@@ -12,6 +12,7 @@ from ballast.server.catalogue import described, listed
 from ballast.server.faults import Fault
 from ballast.server.gate import Gate
 from ballast.server.generating import add_generating
+from ballast.server.health import add_health
 from ballast.server.reading import add_reading
 from ballast.server.responses import ModelList, answered
 from ballast.server.service import Service
@@ -21,16 +22,17 @@ from ballast.server.textroutes import add_texts
 def create_app(service: Service) -> Gate:
     """The application, behind its gate."""
     app = FastAPI(title="Ballast", docs_url=None, redoc_url=None)
-    gate = Gate(app)
+    gate = Gate(app, lambda: service.settings, service.quotas)
     _add_faults(app)
-    _add_reading(app, service, gate)
+    _add_reading(app, service)
+    add_health(app, service, gate)
     add_reading(app, service)
     add_generating(app, service)
     add_texts(app, service)
     return gate
 
 
-def _add_reading(app: FastAPI, service: Service, gate: Gate) -> None:
+def _add_reading(app: FastAPI, service: Service) -> None:
     """Routes that change nothing."""
 
     @app.get("/v1/models")
@@ -40,17 +42,6 @@ def _add_reading(app: FastAPI, service: Service, gate: Gate) -> None:
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         return answered(described(service, name))
-
-    @app.get("/health")
-    async def health() -> Response:
-        failed = dict(service.controller.failed)
-        if service.controller.down is not None:
-            status = "restarting" if service.controller.lost is None else "lost"
-            told = {"status": status, "reason": service.controller.down, "failed": failed}
-            return answered(told, 503)
-        if gate.draining:
-            return answered({"status": "draining", "failed": failed}, 503)
-        return answered({"status": "ok", "failed": failed})
 
 
 def _add_faults(app: FastAPI) -> None:

@@ -21,7 +21,7 @@ def listed(service: Service) -> list[Model]:
     """Those that serve, in the fleet's order, and then those that failed to."""
     return [
         *(_serving(service, spec) for spec in service.models.values()),
-        *(_failed(service, name) for name in service.controller.failed),
+        *(_failed(service, name) for name in service.failed),
     ]
 
 
@@ -30,7 +30,7 @@ def described(service: Service, name: str) -> Model:
     spec = service.models.get(name)
     if spec is not None:
         return _serving(service, spec)
-    if name in service.controller.failed:
+    if name in service.failed:
         return _failed(service, name)
     raise UnknownModel(f"there is no model {name!r}")
 
@@ -57,5 +57,5 @@ def _failed(service: Service, name: str) -> Model:
         root=name,
         parent=None,
         max_model_len=None,
-        status=ModelStatus("failed", service.controller.failed[name]),
+        status=ModelStatus("failed", service.failed[name]),
     )

@@ -7,11 +7,11 @@ import base64
 import sys
 from collections.abc import Sequence
 
-from ballast.cluster.outlet import Outlet
 from ballast.core.clock import Clock
 from ballast.core.event import Cancelled, Embedded, Failed, Finished
 from ballast.core.request import Submission
 from ballast.server.faults import Fault
+from ballast.server.meter import Meter
 from ballast.server.metrics import Metrics
 from ballast.server.responses import EmbeddingItem, EmbeddingList, EmbeddingUsage, Usage
 from ballast.server.timing import Timing
@@ -24,7 +24,7 @@ class Embedding:
     def __init__(
         self,
         model: str,
-        outlet: Outlet,
+        outlet: Meter,
         submissions: Sequence[Submission],
         arrived: float,
         clock: Clock,
@@ -65,7 +65,7 @@ class Embedding:
                     values[output.request_id] = output.values
                 elif isinstance(output, Failed):
                     self._metrics.failed(self.model, output.code)
-                    raise Fault.of_failed(output)
+                    raise Fault.of_failed(output, self._outlet.retry_after(output))
                 elif isinstance(output, Cancelled):
                     raise Fault(500, "the request was cancelled", "cancelled")
                 elif isinstance(output, Finished):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from ballast.core.errors import BallastError, RequestError, Unavailable, UnknownModel
 from ballast.core.event import Failed
+from ballast.server import visit
 from ballast.server.responses import Error, ErrorBody, encode
 from ballast.server.watch import CODE
 
@@ -19,6 +21,7 @@ _STATUS = {
     "insufficient_memory": 400,
     "model_not_found": 404,
     "queue_full": 429,
+    "queue_timeout": 429,
     "out_of_memory": 503,
     "unavailable": 503,
 }
@@ -26,11 +29,22 @@ _STATUS = {
 
 
 class Fault(Exception):
-    """Ends the handling of a request with an error response."""
+    """Ends the handling of a request with an error response.
 
-    def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
+    `retry_after`: seconds after which trying again may help; told with 429 and 503 only.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str,
+        param: str | None = None,
+        retry_after: float = 1.0,
+    ) -> None:
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
+        self.retry_after = retry_after
 
     @classmethod
     def of(cls, error: Exception) -> Fault:
@@ -47,9 +61,10 @@ class Fault(Exception):
         return cls(500, f"internal error ({type(error).__name__})", "internal_error")
 
     @classmethod
-    def of_failed(cls, failed: Failed) -> Fault:
+    def of_failed(cls, failed: Failed, retry_after: float = 1.0) -> Fault:
         """What the worker said."""
-        return cls(_STATUS.get(failed.code, 500), failed.reason, failed.code)
+        status = _STATUS.get(failed.code, 500)
+        return cls(status, failed.reason, failed.code, retry_after=retry_after)
 
     @classmethod
     def of_validation(cls, errors: Sequence[Any]) -> Fault:
@@ -65,7 +80,8 @@ class Fault(Exception):
         return cls(400, f"{param}: {_reason(param, first)}", "invalid_request", param)
 
     def body(self) -> bytes:
-        """As JSON."""
+        """As JSON. The request's log line will name it."""
+        visit.current().error = self.code
         kind = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
         told = kind.get(self.status, "invalid_request_error")
         # What a client sent may be quoted, and be no Unicode.
@@ -74,7 +90,11 @@ class Fault(Exception):
 
     def response(self) -> Response:
         """The whole response. Where trying again may help, it says when."""
-        headers = {"retry-after": "1"} if self.status in (429, 503) else None
+        headers = {}
+        if self.status in (429, 503):
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after)))
+        elif self.status == 401:
+            headers["www-authenticate"] = "Bearer"
         return _FaultResponse(self.code, self.body(), self.status, headers, "application/json")
 
 

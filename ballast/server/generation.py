@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
-from ballast.cluster.outlet import Outlet
 from ballast.core.clock import Clock
 from ballast.core.event import (
     Cancelled,
@@ -17,6 +16,7 @@ from ballast.core.event import (
 )
 from ballast.server.choice import Choice
 from ballast.server.faults import Fault
+from ballast.server.meter import Meter
 from ballast.server.metrics import Metrics
 from ballast.server.pieces import Piece
 from ballast.server.responses import Usage
@@ -30,7 +30,7 @@ class Generation:
     def __init__(
         self,
         model: str,
-        outlet: Outlet,
+        outlet: Meter,
         choices: Mapping[str, Choice],
         arrived: float,
         clock: Clock,
@@ -150,5 +150,5 @@ class Generation:
     def _fault(self, output: Failed | Cancelled) -> Fault:
         if isinstance(output, Failed):
             self._metrics.failed(self.model, output.code)
-            return Fault.of_failed(output)
+            return Fault.of_failed(output, self._outlet.retry_after(output))
         return Fault(500, "the request was cancelled", "cancelled")

@@ -22,6 +22,8 @@ from ballast.core.errors import CheckpointError, ConfigError, Unavailable
 from ballast.core.settings import FleetSettings
 from ballast.engine.inbox import MonotonicClock
 from ballast.server.app import create_app
+from ballast.server.keys import Guard
+from ballast.server.requestlog import RequestLog
 from ballast.server.service import Service
 from ballast.server.tokenizer import Tokenizer
 from ballast.server.tracing import Tracing, tracing
@@ -44,7 +46,6 @@ def serve(
     fleet: FleetSettings,
     host: str = "127.0.0.1",
     port: int = 8000,
-    drain_seconds: float = 30.0,
     ready: Callable[[int], None] | None = None,
     *,
     otlp_endpoint: str | None = None,
@@ -53,21 +54,20 @@ def serve(
     """Serve until SIGTERM or SIGINT, then drain; returns the exit code.
 
     `port` 0 takes a free one; `ready` is told which when requests are answered. On the first
-    signal new requests are refused and those open have `drain_seconds` to finish; a second signal
-    cuts that short. In a thread other than the main one no signals are handled. Traces go to the
-    collector at `otlp_endpoint`, or at the one that the environment names, if any.
+    signal new requests are refused and those open have the settings' `drain_seconds` to finish; a
+    second signal cuts that short. In a thread other than the main one no signals are handled.
+    Traces go to the collector at `otlp_endpoint`, or at the one that the environment names, if any.
 
     Raises ConfigError if the address cannot be bound, Unavailable if no model can be served.
     """
     tracer = tracing(otlp_endpoint, MonotonicClock(), WallClock())
-    return asyncio.run(_serve(fleet, host, port, drain_seconds, ready, tracer, worker_command))
+    return asyncio.run(_serve(fleet, host, port, ready, tracer, worker_command))
 
 
 async def _serve(
     fleet: FleetSettings,
     host: str,
     port: int,
-    drain_seconds: float,
     ready: Callable[[int], None] | None,
     tracer: Tracing | None,
     worker_command: Sequence[str],
@@ -78,7 +78,7 @@ async def _serve(
         starting = asyncio.ensure_future(_start(fleet, controller))
         try:
             if await _first(starting, asked.to_stop):
-                await _answer(starting.result(), listener, asked, drain_seconds, ready, tracer)
+                await _answer(starting.result(), listener, asked, ready, tracer)
             return 0
         finally:
             starting.cancel()
@@ -123,7 +123,6 @@ async def _answer(
     service: Service,
     listener: socket.socket,
     asked: Asked,
-    drain_seconds: float,
     ready: Callable[[int], None] | None,
     tracer: Tracing | None,
 ) -> None:
@@ -131,8 +130,18 @@ async def _answer(
     gate = create_app(service)
     http = HttpServer(
         uvicorn.Config(
-            Watch(gate, service.metrics, service.clock, [] if tracer is None else [tracer]),
+            RequestLog(
+                Watch(
+                    Guard(gate, service.keys),
+                    service.metrics,
+                    service.clock,
+                    [] if tracer is None else [tracer],
+                ),
+                service.clock,
+            ),
+            http="h11",  # its limits are known: a request's head has 64 KiB at most
             log_config=None,
+            log_level="warning",
             access_log=False,
             lifespan="off",
             ws="none",
@@ -152,7 +161,7 @@ async def _answer(
         log.warning("draining: %d requests are open", gate.open)
         idle = asyncio.ensure_future(gate.idle.wait())
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(drain_seconds):
+            async with asyncio.timeout(service.settings.drain_seconds):
                 await _first(idle, asked.to_hurry)
         idle.cancel()
         service.controller.fail_all("unavailable", "the server stopped before this was finished")
@@ -187,26 +196,32 @@ class HttpServer(uvicorn.Server):
 
 
 class Asked:
-    """What the operator wants: to stop (first signal), and to stop now (second)."""
+    """What the operator wants: to stop (first signal), to stop now (second), to read the fleet
+    file again (SIGHUP)."""
 
     def __init__(self) -> None:
         self.to_stop = asyncio.Event()
         self.to_hurry = asyncio.Event()
+        self.to_reload = asyncio.Event()
 
     @contextlib.contextmanager
     def by_signals(self) -> Iterator[None]:
-        """Listen to SIGTERM and SIGINT meanwhile, where this is the main thread."""
+        """Listen to SIGTERM, SIGINT and SIGHUP meanwhile, where this is the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         loop = asyncio.get_running_loop()
-        signals = (signal.SIGTERM, signal.SIGINT)
-        for number in signals:
-            loop.add_signal_handler(number, self._once_more)
+        handlers = {
+            signal.SIGTERM: self._once_more,
+            signal.SIGINT: self._once_more,
+            signal.SIGHUP: self.to_reload.set,
+        }
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
         try:
             yield
         finally:
-            for number in signals:
+            for number in handlers:
                 loop.remove_signal_handler(number)
 
     def _once_more(self) -> None:
@@ -240,8 +255,8 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
 
 def _announce(service: Service, host: str, port: int) -> None:
     loopback = ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    if not loopback:
-        log.warning("listening on %s: whoever reaches it can use it", host)
+    if not loopback and not service.keys.asked:
+        log.warning("listening on %s: whoever reaches it can use it: no keys are configured", host)
     shown = f"[{host}]" if ":" in host else host
     names = ", ".join(service.models)
     print(f"ballast: serving {names} at http://{shown}:{port}/v1", flush=True)

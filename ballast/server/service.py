@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ from ballast.core.errors import InvalidRequest, UnknownModel
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import ServerSettings
+from ballast.server import visit
 from ballast.server.choice import Choice
 from ballast.server.conversation import Conversation
 from ballast.server.devicemetrics import DeviceCollector
@@ -21,8 +22,11 @@ from ballast.server.echo import Echo
 from ballast.server.embedding import Embedding
 from ballast.server.fields import Body
 from ballast.server.generation import Generation
+from ballast.server.keys import Keys
+from ballast.server.meter import Meter, prompt_tokens
 from ballast.server.metrics import Metrics
 from ballast.server.openai import ChatRequest, CompletionRequest, GenerateRequest
+from ballast.server.pace import Pace
 from ballast.server.parameters import (
     check_fits,
     check_tokens,
@@ -30,6 +34,7 @@ from ballast.server.parameters import (
     sampling_of,
     stops_of,
 )
+from ballast.server.quotas import Quotas
 from ballast.server.texts import EmbeddingRequest
 from ballast.server.tokenizer import Tokenizer, long_to_tokenize
 from ballast.server.watch import current
@@ -52,6 +57,9 @@ class Service:
     ) -> None:
         self.controller = controller
         self.settings = settings
+        self.keys = Keys(settings)
+        self.quotas = Quotas(clock)
+        self._paces: dict[str, Pace] = {}
         self.metrics = Metrics(DeviceCollector(controller, wall), clock)
         self.wall = wall
         self.started = int(wall.now())
@@ -59,17 +67,30 @@ class Service:
         self.clock = clock
         self._warned: set[str] = set()
 
+    def configure(self, settings: ServerSettings) -> None:
+        """Other keys, quotas and limits, for requests from now on."""
+        self.settings = settings
+        self.keys.replace(settings)
+
     @property
     def models(self) -> dict[str, ModelSpec]:
-        """The models that serve, in the fleet's order, each before its adapters."""
+        """The models that serve and that the caller may use, in the fleet's order, each before
+        its adapters."""
+        may_use = visit.current().caller.may_use
         served = (spec for base in self.controller.specs.values() for spec in base.served)
-        return {spec.name: spec for spec in served if spec.name in self._tokenizers}
+        return {s.name: s for s in served if s.name in self._tokenizers and may_use(s.name)}
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """The fleet's models that do not serve, with the reason; those that the caller may use."""
+        may_use = visit.current().caller.may_use
+        return {name: why for name, why in self.controller.failed.items() if may_use(name)}
 
     def model(self, name: str) -> ModelSpec:
         """Raises UnknownModel, with the reason if the model is of the fleet but not served."""
         spec = self.models.get(name)
         if spec is None:
-            why = self.controller.failed.get(name)
+            why = self.failed.get(name)
             more = f"; it could not be loaded: {why}" if why else ""
             raise UnknownModel(f"the model {name!r} is not served here{more}")
         return spec
@@ -125,7 +146,7 @@ class Service:
                     else None,
                     silent=request.most_tokens == 0,
                 )
-        outlet = self.controller.submit(submissions)
+        outlet = self._submit(submissions)
         self.metrics.asked(spec.name, request.choices, request.most_tokens)
         return Generation(spec.name, outlet, choices, arrived, self.clock, self.metrics)
 
@@ -154,8 +175,34 @@ class Service:
                     embed=True,
                 )
             )
-        outlet = self.controller.submit(submissions)
+        outlet = self._submit(submissions)
         return Embedding(spec.name, outlet, submissions, arrived, self.clock, self.metrics)
+
+    def _submit(self, submissions: Sequence[Submission]) -> Meter:
+        """Charge them to the caller's key and send them off. Raises Fault or Unavailable."""
+        made = visit.current()
+        caller = made.caller
+        name = submissions[0].model
+        queue = self.models[name].base or name
+        self.quotas.prompt(caller.key, prompt_tokens(submissions))
+        if caller.salt:
+            submissions = [replace(s, salt=caller.salt) for s in submissions]
+        made.meter = Meter(
+            self.controller.submit(submissions),
+            submissions,
+            caller.key,
+            self.quotas,
+            self._paces.setdefault(queue, Pace(self.clock)),
+            lambda: self._waiting(queue),
+            self.clock,
+        )
+        return made.meter
+
+    def _waiting(self, model: str) -> int:
+        """Requests queued for a model, as last reported."""
+        report = self.controller.report
+        models = () if report is None else report.models
+        return sum(m.waiting for m in models if m.name == model)
 
     async def tokens(self, text: str | list[int], spec: ModelSpec, field: str) -> list[int]:
         """Of a prompt: at least one, all of the vocabulary. Raises InvalidRequest."""

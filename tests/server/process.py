@@ -136,9 +136,8 @@ def main() -> int:
         fleet = replace(fleet, server=replace(fleet.server, ping_seconds=arguments.ping))
     fake = Path(__file__).parent.parent / "cluster" / "fake_device.py"
     return serve(
-        fleet,
+        replace(fleet, server=replace(fleet.server, drain_seconds=arguments.drain)),
         port=0,
-        drain_seconds=arguments.drain,
         worker_command=(sys.executable, str(fake)) if arguments.echo else COMMAND,
     )
 
