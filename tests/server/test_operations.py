@@ -1,0 +1,154 @@
+"""Keys, quotas, bounds and request ids, as clients of a running server meet them."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster.fake_device import REFUSE
+from tests.server.process import ServerProcess, server
+from tests.server.test_api import MODEL
+
+SECTION = """
+server:
+  keys:
+    - {name: whole, key: sk-whole}
+    - {name: part, key: sk-part, models: [wren-mini]}
+    - {name: slow, key: sk-slow, requests_per_minute: 2}
+    - {name: short, key: sk-short, tokens_per_minute: 20}
+  admin_key: sk-admin
+  most_body: 64KiB
+"""
+
+
+@pytest.fixture(scope="module")
+def guarded(fleet_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    directory = tmp_path_factory.mktemp("guarded")
+    shutil.copytree(fleet_file.parent, directory, dirs_exist_ok=True)
+    file = directory / "fleet.yaml"
+    file.write_text(file.read_text().rstrip() + "\n" + SECTION)
+    with server(file, "--echo") as running:
+        yield running
+        assert "sk-" not in running.output
+
+
+def ask(to: ServerProcess, key: str, **more: Any) -> httpx.Response:
+    body = {"model": MODEL, "prompt": [40, 41, 42], "max_tokens": 2, **more}
+    return to.http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+
+
+def code(response: httpx.Response) -> str:
+    told: str = response.json()["error"]["code"]
+    return told
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/metrics", "/openapi.json", "/nowhere", "/admin/x"]
+)
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer sk-wrong"}, {"x-api-key": ""}])
+def test_every_route_but_health_wants_a_key(
+    guarded: ServerProcess, path: str, headers: dict[str, str]
+) -> None:
+    refused = guarded.http.get(path, headers=headers)
+    assert (refused.status_code, code(refused)) == (401, "invalid_api_key")
+    assert refused.headers["www-authenticate"] == "Bearer"
+
+
+def test_probes_need_no_key_and_tell_strangers_nothing_of_models(guarded: ServerProcess) -> None:
+    assert guarded.http.get("/live").json() == {"status": "live"}
+    assert guarded.http.get("/health").json() == {"status": "ok"}
+
+
+def test_a_key_opens_what_it_may(guarded: ServerProcess) -> None:
+    assert ask(guarded, "sk-whole").status_code == 200
+    assert guarded.http.get("/v1/models", headers={"x-api-key": "sk-whole"}).status_code == 200
+    part = {"authorization": "Bearer sk-part"}
+    listed = guarded.http.get("/v1/models", headers=part).json()["data"]
+    assert [m["id"] for m in listed] == ["wren-mini"]
+    hidden = ask(guarded, "sk-part")
+    assert (hidden.status_code, code(hidden)) == (404, "model_not_found")
+    assert ask(guarded, "sk-part", model="wren-mini").status_code == 200
+    assert guarded.http.get("/metrics", headers=part).status_code == 403
+
+
+def test_the_admin_key_reads_and_administers_but_does_not_generate(
+    guarded: ServerProcess,
+) -> None:
+    admin = {"authorization": "Bearer sk-admin"}
+    assert guarded.http.get("/metrics", headers=admin).status_code == 200
+    assert guarded.http.get("/admin/nowhere", headers=admin).status_code == 404
+    assert code(ask(guarded, "sk-admin")) == "forbidden"
+    other = guarded.http.get("/admin/nowhere", headers={"authorization": "Bearer sk-whole"})
+    assert other.status_code == 403
+
+
+def test_without_an_admin_key_there_are_no_admin_routes(echo: ServerProcess) -> None:
+    assert echo.http.post("/admin/models").status_code == 404
+
+
+def test_requests_per_minute(guarded: ServerProcess) -> None:
+    first, second = ask(guarded, "sk-slow"), ask(guarded, "sk-slow")
+    assert (first.status_code, second.status_code) == (200, 200)
+    assert first.headers["x-ratelimit-limit-requests"] == "2"
+    third = ask(guarded, "sk-slow")
+    assert (third.status_code, code(third)) == (429, "rate_limit_exceeded")
+    assert 1 <= int(third.headers["retry-after"]) <= 30
+
+
+def test_tokens_per_minute_count_prompts_and_outputs(guarded: ServerProcess) -> None:
+    assert ask(guarded, "sk-short", max_tokens=17).status_code == 200
+    refused = ask(guarded, "sk-short")
+    assert (refused.status_code, code(refused)) == (429, "rate_limit_exceeded")
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
+
+
+def test_a_full_queue_says_when_to_come_again(guarded: ServerProcess) -> None:
+    refused = ask(guarded, "sk-whole", seed=REFUSE)
+    assert (refused.status_code, code(refused)) == (429, "queue_full")
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
+
+
+def test_a_long_body_is_refused_whether_announced_or_not(guarded: ServerProcess) -> None:
+    key = {"authorization": "Bearer sk-whole", "content-type": "application/json"}
+    long = b'{"model": "' + b"x" * 100_000 + b'"}'
+    announced = guarded.http.post("/v1/completions", content=long, headers=key)
+    parts = iter([long[:50_000], long[50_000:]])
+    chunked = guarded.http.post("/v1/completions", content=parts, headers=key)
+    for refused in (announced, chunked):
+        assert (refused.status_code, code(refused)) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize("told", ["mine-1", "a" * 128])
+def test_a_request_id_comes_back(guarded: ServerProcess, told: str) -> None:
+    for path in ("/live", "/v1/models"):
+        answer = guarded.http.get(path, headers={"x-request-id": told})
+        assert answer.headers["x-request-id"] == told
+
+
+@pytest.mark.parametrize("told", ["", "a b", "a" * 129])
+def test_a_request_id_that_is_none_is_replaced(guarded: ServerProcess, told: str) -> None:
+    made = guarded.http.get("/live", headers={"x-request-id": told}).headers["x-request-id"]
+    assert made.startswith("req-")
+
+
+def test_a_stream_carries_its_id(echo: ServerProcess) -> None:
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 2, "stream": True}
+    with echo.http.stream(
+        "POST", "/v1/completions", json=body, headers={"x-request-id": "s-1"}
+    ) as stream:
+        assert stream.headers["x-request-id"] == "s-1"
+        assert stream.read().endswith(b"data: [DONE]\n\n")
+
+
+def test_a_client_that_leaves_within_its_body_frees_its_place(echo: ServerProcess) -> None:
+    url = httpx.URL(echo.base)
+    with socket.create_connection((url.host, url.port)) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 2}
+    assert echo.http.post("/v1/completions", json=body).status_code == 200
