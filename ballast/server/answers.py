@@ -11,6 +11,7 @@ from ballast.server.pieces import Piece, Scored
 from ballast.server.responses import (
     UNSET,
     Answer,
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatCompletion,
@@ -24,10 +25,13 @@ from ballast.server.responses import (
     TextCompletion,
     TextLogprobs,
     TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
     TopLogprob,
     Usage,
 )
 from ballast.server.tokenizer import Tokenizer
+from ballast.server.tools import Arguments, Began
 
 _Usage = Usage | UnsetType | None
 _LEAST = -9999.0
@@ -84,8 +88,8 @@ class ChatForm(_Head):
         return [self._chunk([ChunkChoice(i, delta)]) for i in range(choices)]
 
     def chunk(self, piece: Piece) -> Chunk:
-        ends = piece.finish_reason is not None
-        delta = Delta() if ends and not piece.text else Delta(content=piece.text)
+        says = bool(piece.text) or (piece.finish_reason is None and not piece.calls)
+        delta = Delta(content=piece.text if says else None, tool_calls=_call_deltas(piece) or None)
         logprobs = self._logprobs([piece])
         choice = ChunkChoice(
             piece.choice, delta, piece.finish_reason, logprobs, _stop_reason([piece])
@@ -97,9 +101,7 @@ class ChatForm(_Head):
 
     def whole(self, pieces: Iterable[Piece], choices: int, usage: Usage) -> Answer:
         made = [
-            ChatChoice(
-                i, ChatMessage(_text(own)), _reason(own), self._logprobs(own), _stop_reason(own)
-            )
+            ChatChoice(i, _message(own), _reason(own), self._logprobs(own), _stop_reason(own))
             for i, own in enumerate(_by_choice(pieces, choices))
         ]
         return ChatCompletion(
@@ -188,6 +190,28 @@ class TextForm(_Head):
             told.setdefault(self._token(token), _told(logprob))
         told.setdefault(self._token(scored.token), _told(scored.logprob))
         return told
+
+
+def _call_deltas(piece: Piece) -> list[ToolCallDelta]:
+    return [
+        ToolCallDelta(c.index, c.id, "function", CalledFunction(c.name, ""))
+        if isinstance(c, Began)
+        else ToolCallDelta(c.index, function=CalledFunction(arguments=c.fragment))
+        for c in piece.calls
+    ]
+
+
+def _message(pieces: Iterable[Piece]) -> ChatMessage:
+    pieces = list(pieces)
+    deltas = [c for piece in pieces for c in piece.calls]
+    calls = [ToolCall(c.id, CalledFunction(c.name, "")) for c in deltas if isinstance(c, Began)]
+    for i, call in enumerate(calls):
+        fragments = (c.fragment for c in deltas if isinstance(c, Arguments) and c.index == i)
+        call.function.arguments = "".join(fragments)
+    text = _text(pieces)
+    if not calls:
+        return ChatMessage(text)
+    return ChatMessage(text or None, tool_calls=calls)
 
 
 def _told(logprob: float | None) -> float:

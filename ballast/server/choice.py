@@ -9,6 +9,7 @@ from ballast.server.detokenize import Detokenizer
 from ballast.server.echo import Echo
 from ballast.server.pieces import Piece, Scored
 from ballast.server.stopstrings import StopScanner
+from ballast.server.tools import Content, ToolParser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +44,10 @@ class Choice:
         *,
         echo: Echo | None = None,
         silent: bool = False,
+        calls: ToolParser | None = None,
     ) -> None:
-        """`echo`: begin with the prompt. `silent`: say nothing else (`max_tokens` is 0)."""
+        """`echo`: begin with the prompt. `silent`: say nothing else (`max_tokens` is 0). `calls`:
+        find calls of functions in the text."""
         self.index = index
         self.prompt = prompt
         """Number of its prompt among those of the client's request."""
@@ -55,6 +58,7 @@ class Choice:
         self.finish_reason: str | None = None
         self.echo = echo
         self._silent = silent
+        self._calls = calls
         self._detokenizer = detokenizer
         self._stops = stops
         self._ends = frozenset((*stops.tokens, *stops.eos))
@@ -86,8 +90,9 @@ class Choice:
         if output.logprob is not None:
             scored = (Scored(output.token, self._said, output.logprob, output.top),)
         self._said += len(text)
-        piece = Piece(self.index, text, scored)
-        return piece if self._scanner.matched is None else self._stopped(piece)
+        if self._scanner.matched is None:
+            return self._parted(Piece(self.index, text, scored))
+        return self._stopped(Piece(self.index, text, scored))
 
     def end(self, output: Finished) -> Piece:
         """The worker's last word."""
@@ -99,13 +104,27 @@ class Choice:
         piece = Piece(self.index, text)
         if self._scanner.matched is not None:
             return self._stopped(piece)
-        self.finish_reason = output.reason
         named = output.reason == "stop" and self._last in self._stops.tokens
-        return replace(
-            piece, finish_reason=output.reason, stop_reason=self._last if named else None
-        )
+        return self._last_of(piece, output.reason, self._last if named else None)
 
     def _stopped(self, piece: Piece) -> Piece:
         """By a stop string."""
-        self.finish_reason = "stop"
-        return replace(piece, finish_reason="stop", stop_reason=self._scanner.matched)
+        return self._last_of(piece, "stop", self._scanner.matched)
+
+    def _last_of(self, piece: Piece, reason: str, by: int | str | None) -> Piece:
+        piece = self._parted(piece, last=True)
+        if reason == "stop" and self._calls is not None and self._calls.calls:
+            reason = "tool_calls"
+        self.finish_reason = reason
+        return replace(piece, finish_reason=reason, stop_reason=by)
+
+    def _parted(self, piece: Piece, *, last: bool = False) -> Piece:
+        """Content and calls apart, where there can be calls."""
+        if self._calls is None:
+            return piece
+        deltas = self._calls.push(piece.text)
+        if last:
+            deltas += self._calls.flush()
+        content = "".join(d.text for d in deltas if isinstance(d, Content))
+        calls = tuple(d for d in deltas if not isinstance(d, Content))
+        return replace(piece, text=content, calls=calls)

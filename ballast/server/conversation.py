@@ -23,11 +23,13 @@ class Message(BaseModel):
     content: Text | list[TextPart] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """With the content as one string: small models' templates know nothing else."""
+        """With the content as one string, and without nulls: small models' templates know
+        nothing else."""
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
-        return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
+        more = {k: v for k, v in (self.model_extra or {}).items() if v is not None}
+        return {**more, "role": self.role, "content": content or ""}
 
 
 Messages = Annotated[list[Message], Field(min_length=1)]
@@ -37,6 +39,7 @@ class Conversation(Body):
     """What a chat template is given."""
 
     messages: Messages | None = None
+    tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     """True unless said otherwise: the model is to answer."""
@@ -45,3 +48,8 @@ class Conversation(Body):
     add_special_tokens: bool | None = None
     """What the tokenizer puts around a text, too; False for conversations, whose templates write
     special tokens themselves."""
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """What the chat template is given of them."""
+        return self.tools or []

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, StrictInt, model_validator
+from pydantic import BaseModel, Field, StrictBool, StrictInt, model_validator
 
 from ballast.core.errors import InvalidRequest
 from ballast.server.conversation import Conversation, Messages
@@ -59,6 +59,8 @@ class _Generate(Body):
     priority: Annotated[StrictInt, Field(ge=-_PRIORITY, lt=_PRIORITY)] | None = None
     """As vLLM's: a smaller one comes earlier."""
     user: Text | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     @property
     def choices(self) -> int:
@@ -93,6 +95,12 @@ class ChatRequest(_Generate, Conversation):
     max_completion_tokens: _Most | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MOST_TOP)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: StrictBool | None = None
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        return [] if self.tool_choice == "none" else super().shown_tools
 
     @property
     def most_tokens(self) -> int | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ballast.server.tools import Arguments, Began
+
 
 @dataclass(frozen=True, slots=True)
 class Scored:
@@ -27,6 +29,8 @@ class Piece:
     """May be empty: of an incomplete character, or held back as the beginning of a stop string."""
     scored: tuple[Scored, ...] = ()
     """Empty where no log-probabilities are asked for."""
+    calls: tuple[Began | Arguments, ...] = ()
+    """Calls of functions that begin, or get more arguments."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     """The stop string or token that the client named, if one ended the output."""
@@ -37,6 +41,7 @@ class Piece:
             self.choice,
             self.text + end.text,
             self.scored + end.scored,
+            self.calls + end.calls,
             end.finish_reason,
             end.stop_reason,
         )

@@ -82,10 +82,31 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class CalledFunction(msgspec.Struct, omit_defaults=True):
+    name: str | None = None
+    arguments: str | None = None
+    """JSON text; in chunks, a piece of it."""
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class ToolCallDelta(msgspec.Struct, omit_defaults=True):
+    index: int
+    id: str | None = None
+    type: str | None = None
+    function: CalledFunction | None = None
+
+
 class ChatMessage(msgspec.Struct):
-    content: str
+    content: str | None
+    """Null where the answer is nothing but calls."""
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | msgspec.UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -111,6 +132,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 class Delta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChunkChoice(msgspec.Struct):

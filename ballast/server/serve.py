@@ -113,7 +113,7 @@ def _tokenizers(fleet: FleetSettings) -> tuple[dict[str, Tokenizer], dict[str, s
     for model in fleet.models:
         names = [model.name, *(a.name for a in model.adapters)]
         try:
-            loaded |= dict.fromkeys(names, Tokenizer.load(model.path))
+            loaded |= dict.fromkeys(names, Tokenizer.load(model.path, model.tool_parser))
         except CheckpointError as error:
             failed |= dict.fromkeys(names, str(error))
     return loaded, failed

@@ -15,6 +15,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import ServerSettings
 from ballast.server import visit
+from ballast.server.calling import calling_of
 from ballast.server.choice import Choice
 from ballast.server.conversation import Conversation
 from ballast.server.devicemetrics import DeviceCollector
@@ -111,7 +112,8 @@ class Service:
         request.check()
         tokenizer = self._tokenizers[spec.name]
         stops = stops_of(request, spec, tokenizer)
-        sampling = sampling_of(request, spec, stops)
+        calling = await calling_of(request, tokenizer)
+        sampling = replace(sampling_of(request, spec, stops), grammar=calling.grammar)
         prompts = await self._prompts(request, spec)
         echo = isinstance(request, CompletionRequest) and bool(request.echo)
         submissions: list[Submission] = []
@@ -139,8 +141,9 @@ class Service:
                     index,
                     p,
                     len(prompt),
-                    tokenizer.detokenizer(special=shows_special),
+                    tokenizer.detokenizer(special=shows_special, markers=calling.tools is not None),
                     stops,
+                    calls=calling.parser(),
                     echo=Echo(text, prompt, tokenizer.detokenizer(), scored=scored)
                     if echo
                     else None,
@@ -226,10 +229,14 @@ class Service:
         """A conversation as the model reads it. Raises InvalidRequest."""
         tokenizer = self._tokenizers[spec.name]
         messages = [m.for_template() for m in request.messages or ()]
+        tools = request.shown_tools
+        if tokenizer.dialect is not None:
+            messages = tokenizer.dialect.conversation(messages, tools)
 
         def render() -> list[int]:
             return tokenizer.chat(
                 messages,
+                tools=tools,
                 answer=request.add_generation_prompt is not False,
                 continued=bool(request.continue_final_message),
                 more=request.chat_template_kwargs,

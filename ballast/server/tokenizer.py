@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from ballast.server.detokenize import (
     WindowDetokenizer,
     token_bytes_of,
 )
+from ballast.server.tools import ToolDialect
 
 log = logging.getLogger(__name__)
 
@@ -26,28 +27,35 @@ LONG_TEXT = 8192
 class Tokenizer:
     """Safe to use from several threads."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer` is one of `transformers`."""
+    def __init__(self, tokenizer: Any, tool_parser: str = "auto") -> None:
+        """`tokenizer` is one of `transformers`. Raises ConfigError for an unknown `tool_parser`."""
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._lock = threading.Lock()
         """Held while `_tokenizer` is used: only the backend may be shared by threads."""
         special = {int(i) for i in tokenizer.all_special_ids}
-        self._token_bytes = self._all_bytes = None
+        self._token_bytes = self._all_bytes = self._marked_bytes = None
+        self.dialect = ToolDialect.of(self._tools_template, tool_parser, self.token_id)
+        """How the model calls functions; None if it does not."""
+        markers = self.dialect.marker_tokens.values() if self.dialect is not None else ()
+        self._hidden = special.difference(markers)
+        """Special tokens without those that stand around calls."""
         if self._backend is not None:
             added = self._backend.get_added_tokens_decoder()
             special.update(i for i, token in added.items() if token.special)
             self._backend.no_truncation()
             self._backend.no_padding()
             self._token_bytes = token_bytes_of(self._backend, special)
+            self._marked_bytes = token_bytes_of(self._backend, self._hidden)
             self._all_bytes = token_bytes_of(self._backend, ())
         self.special_ids = frozenset(special)
         self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
         """What a template cannot be given by the name: it means something else."""
 
     @classmethod
-    def load(cls, path: str | Path) -> Tokenizer:
-        """From a checkpoint's directory; code in it is not run. Raises CheckpointError."""
+    def load(cls, path: str | Path, tool_parser: str = "auto") -> Tokenizer:
+        """From a checkpoint's directory; code in it is not run. Raises CheckpointError, and
+        ConfigError for an unknown `tool_parser`."""
         from transformers import AutoTokenizer
 
         try:
@@ -56,7 +64,7 @@ class Tokenizer:
             )
         except Exception as error:  # whatever a broken file makes the library raise
             raise CheckpointError(str(path), None, f"no usable tokenizer: {error}") from error
-        return cls(loaded)
+        return cls(loaded, tool_parser)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids; `special`: with what the tokenizer puts around a text (say, its BOS)."""
@@ -72,6 +80,14 @@ class Tokenizer:
         if isinstance(template, Mapping):  # by name
             template = template.get("default")
         return str(template or "")
+
+    @property
+    def _tools_template(self) -> str:
+        """The chat template where there are tools."""
+        template = self._tokenizer.chat_template
+        if isinstance(template, Mapping) and "tool_use" in template:
+            return str(template["tool_use"])
+        return self.template
 
     def chat(
         self,
@@ -115,12 +131,15 @@ class Tokenizer:
             ) from error
         return self.encode(text, special=special)
 
-    def detokenizer(self, *, special: bool = False) -> Detokenizer:
-        """For one output; `special`: special tokens have text, too."""
-        token_bytes = self._all_bytes if special else self._token_bytes
+    def detokenizer(self, *, special: bool = False, markers: bool = False) -> Detokenizer:
+        """For one output; `special`: special tokens have text, too; `markers`: those that stand
+        around calls of functions have."""
+        shown = self._marked_bytes if markers else self._token_bytes
+        token_bytes = self._all_bytes if special else shown
         if token_bytes is not None:
             return ByteDetokenizer(token_bytes)
-        return WindowDetokenizer(lambda tokens: self._decode(tokens, special))
+        hidden = self._hidden if markers and not special else ()
+        return WindowDetokenizer(lambda tokens: self._decode(tokens, special or markers, hidden))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Their text, special tokens included."""
@@ -155,7 +174,8 @@ class Tokenizer:
             token = self._tokenizer.convert_tokens_to_ids(text)
         return token if token in self.special_ids else None
 
-    def _decode(self, tokens: list[int], special: bool) -> str:
+    def _decode(self, tokens: list[int], special: bool, hidden: Collection[int]) -> str:
+        tokens = [t for t in tokens if t not in hidden]
         with self._lock:
             return str(self._tokenizer.decode(tokens, skip_special_tokens=not special))
 

@@ -14,7 +14,7 @@ from tests.server.process import ServerProcess, server
 
 @pytest.fixture(scope="session")
 def fleet_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two tiny models with random weights in float32, and room for both.
+    """Two tiny models with random weights in float32, and room for both; one calls functions.
 
     One thread: on a busy machine two wait for each other at every operation.
     """
@@ -23,8 +23,16 @@ def fleet_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         directory, n_models=2, steps=0, size="tiny", dtype="float32", budget="64MiB", seed=1
     )
     text = made.file.read_text()
-    made.file.write_text(text.replace("    page:", "    threads: 1\n    page:"))
+    text = text.replace("    page:", "    threads: 1\n    page:")
+    made.file.write_text(text.rstrip() + "\n    tool_parser: hermes\n")
     return made.file
+
+
+@pytest.fixture(scope="session")
+def real(fleet_file: Path) -> Iterator[ServerProcess]:
+    """A server with real, if tiny, models."""
+    with server(fleet_file) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -70,14 +70,18 @@ class ServerProcess:
 
     @property
     def worker_pid(self) -> int:
-        """Of the only child."""
+        """Of the only child, but for what checks grammars."""
         pid = self._process.pid
         children = [
             int(child)
             for task in Path(f"/proc/{pid}/task").iterdir()
             for child in (task / "children").read_text().split()
         ]
-        (worker,) = children
+        (worker,) = (
+            child
+            for child in children
+            if b"grammarcheck" not in Path(f"/proc/{child}/cmdline").read_bytes()
+        )
         return worker
 
     def signal(self, number: int = signal.SIGTERM) -> None:

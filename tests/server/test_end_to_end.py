@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,6 @@ MODEL = MODELS[0]
 MESSAGES: Any = [{"role": "user", "content": "What floats — and why? 🛳️"}]
 LONG = 400
 """Tokens, of a context of 512."""
-
-
-@pytest.fixture(scope="module")
-def real(fleet_file: Path) -> Iterator[ServerProcess]:
-    with server(fleet_file) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -78,11 +78,13 @@ class ToolDialect:
         if self.syntax.tools_in_system and tools:
             if not turns or turns[0].get("role") != "system":
                 turns.insert(0, {"role": "system", "content": ""})
-            turns[0]["tools"] = json.dumps([t.get("function", t) for t in tools])
+            turns[0]["tools"] = _as_text([t.get("function", t) for t in tools])
         return turns
 
     def _turn(self, message: Mapping[str, Any]) -> dict[str, Any]:
         calls = message.get("tool_calls")
+        if not calls:
+            return {k: v for k, v in message.items() if k != "tool_calls"}
         if not isinstance(calls, Sequence) or self.syntax.text_arguments:
             return dict(message)
         return {**message, "tool_calls": [_with_object(call) for call in calls]}
@@ -91,6 +93,13 @@ class ToolDialect:
         if self.syntax.call_id:
             return self.syntax.call_id + secrets.token_hex(12)
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+def _as_text(tools: list[Any]) -> str:
+    try:
+        return json.dumps(tools)
+    except RecursionError as error:
+        raise InvalidRequest("tools: nested too deeply", "tools") from error
 
 
 def _with_object(call: object) -> object:

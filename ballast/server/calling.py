@@ -1,0 +1,61 @@
+"""What an answer has to be, by its request: calls of functions, or text that follows a grammar."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ballast.core.errors import InvalidRequest
+from ballast.server.grammar import of_response_format, of_structured_outputs
+from ballast.server.openai import ChatRequest, GenerateRequest
+from ballast.server.tokenizer import Tokenizer
+from ballast.server.tools import ToolDialect, ToolParser, Tools
+
+_CHECKING = ThreadPoolExecutor(1, "grammars")
+"""One thread: what waits for the check of a grammar must not keep other work from the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calling:
+    """For one request."""
+
+    tools: Tools | None = None
+    """None: none can be called."""
+    dialect: ToolDialect | None = None
+    grammar: str = ""
+
+    def parser(self) -> ToolParser | None:
+        """For one output; None where nothing can be called."""
+        if self.tools is None or self.dialect is None:
+            return None
+        return self.dialect.parser(self.tools)
+
+
+async def calling_of(request: GenerateRequest, tokenizer: Tokenizer) -> Calling:
+    """Raises InvalidRequest."""
+    tools = None
+    if isinstance(request, ChatRequest):
+        tools = Tools.of(request.tools, request.tool_choice, request.parallel_tool_calls)
+    dialect = tokenizer.dialect
+    if tools is not None and dialect is None:
+        raise InvalidRequest(
+            "tools: this model's chat template knows none, or no way to call them that is "
+            "known here (`tool_parser` in the fleet file names one)",
+            "tools",
+        )
+    if request.response_format is not None and request.structured_outputs is not None:
+        raise InvalidRequest("structured_outputs: there is a response_format", "structured_outputs")
+
+    def compiled() -> str:
+        if tools is not None and tools.forced and dialect is not None:
+            return dialect.grammar(tools)
+        if request.structured_outputs is not None:
+            return of_structured_outputs(request.structured_outputs)
+        return of_response_format(request.response_format)
+
+    free = request.response_format is None and request.structured_outputs is None
+    if free and (tools is None or not tools.forced):
+        return Calling(tools, dialect)
+    grammar = await asyncio.get_running_loop().run_in_executor(_CHECKING, compiled)
+    return Calling(tools, dialect, grammar)
