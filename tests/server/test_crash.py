@@ -1,0 +1,64 @@
+"""A worker of real models killed amid its work: in float32 no client can tell from the tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from tests.server.process import server
+
+MODELS = ("atlas-chat", "wren-mini")
+TOKENS = 300
+"""Of each stream, in a context of 512."""
+KINDS = ((1, 0.0), (2, 1.0), (3, 1.0))
+"""Seed and temperature of each model's streams."""
+
+
+class Stream:
+    """One request and the tokens told so far."""
+
+    def __init__(self, model: str, seed: int, temperature: float) -> None:
+        self._asked: dict[str, Any] = {
+            "model": model,
+            "prompt": f"Ship {seed}",
+            "max_tokens": TOKENS,
+            "temperature": temperature,
+            "seed": seed,
+            "logprobs": 0,
+            "extra_body": {"ignore_eos": True},
+        }
+        self.tokens: list[str] = []
+        self.begun = asyncio.Event()
+
+    async def run(self, client: AsyncOpenAI) -> None:
+        async for chunk in await client.completions.create(**self._asked, stream=True):
+            for choice in chunk.choices:
+                if choice.logprobs is not None:
+                    self.tokens += choice.logprobs.tokens or []
+            if len(self.tokens) > 5:
+                self.begun.set()
+
+
+def test_no_token_changes_when_the_worker_is_killed(fleet_file: Path) -> None:
+    async def all_of(kill: bool) -> list[list[str]]:
+        streams = [Stream(model, *kind) for model in MODELS for kind in KINDS]
+        async with running.async_client() as client, asyncio.TaskGroup() as group:
+            for stream in streams:
+                group.create_task(stream.run(client))
+            if kill:
+                for stream in streams:
+                    await stream.begun.wait()
+                assert all(len(stream.tokens) < TOKENS for stream in streams)
+                running.kill_worker()
+        return [stream.tokens for stream in streams]
+
+    with server(fleet_file) as running:
+        undisturbed = asyncio.run(all_of(kill=False))
+        worker = running.worker_pid
+        assert asyncio.run(all_of(kill=True)) == undisturbed
+        assert running.worker_pid != worker
+    assert all(len(tokens) == TOKENS for tokens in undisturbed)
+    assert len({tuple(tokens) for tokens in undisturbed}) == len(undisturbed)
