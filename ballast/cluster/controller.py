@@ -11,8 +11,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from ballast.cluster.orders import PendingOrders, changed, names_of, refusal
 from ballast.cluster.outlet import OpenRequest, Outlet
 from ballast.cluster.suspicion import Suspicions
+from ballast.core.command import Add, Order, Outcome, Remove, Tell
 from ballast.core.errors import BallastError, BrokenPromise, Unavailable
 from ballast.core.event import Cancelled, Failed, Finished, Output
 from ballast.core.model import ModelSpec
@@ -20,6 +22,7 @@ from ballast.core.report import DeviceReport
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.transport.messages import (
+    Done,
     DrainDevice,
     Drained,
     Outputs,
@@ -72,6 +75,9 @@ class Controller:
         self.worker = make_worker()
         self._open: dict[str, OpenRequest] = {}
         """In order of arrival."""
+        self._orders = PendingOrders(lambda command: self.worker.send(command))
+        self._changing = asyncio.Lock()
+        """Held while a model is added or removed: what follows is judged by what came of it."""
         self._suspicions = Suspicions()
         self._alone: str | None = None
         """The suspect that has the worker to itself."""
@@ -130,6 +136,44 @@ class Controller:
             self.worker.send(Withdraw(sent))
         self._dispatch()
 
+    async def command(self, order: Order) -> Outcome:
+        """Have the device carry out an operator's order; the next worker serves what came of it.
+
+        Raises Unavailable where no worker serves, or it dies before it has answered: the next one
+        then serves the fleet as it was.
+        """
+        if isinstance(order, Add | Remove):
+            async with self._changing:
+                return await self._command(order)
+        return await self._command(order)
+
+    async def _command(self, order: Order) -> Outcome:
+        if self.down is not None:
+            raise Unavailable(self.down)
+        if self._ending:
+            raise Unavailable("the server is stopping")
+        refused = refusal(self.fleet, self.specs, order)
+        if refused is not None:
+            return Outcome("refused", refused)
+        known = {m.name for m in self.fleet.models}
+        if isinstance(order, Remove) and order.model in known.difference(self.specs):
+            outcome = Outcome(specs=dict(self.specs))  # it could not be loaded
+            self._carried_out(order, outcome)
+            return outcome
+        return await self._orders.send(order)
+
+    def _carried_out(self, order: Order, outcome: Outcome) -> None:
+        if outcome.code is not None or isinstance(order, Tell):
+            return
+        self.specs = outcome.specs
+        left = names_of(self.fleet)
+        self.fleet = changed(self.fleet, order)
+        left -= names_of(self.fleet)
+        served = {s.name for base in self.specs.values() for s in base.served}
+        failed = {**self._failed, **outcome.failed}
+        self._failed = {n: why for n, why in failed.items() if n not in left | served}
+        self.unreadable = {n: why for n, why in self.unreadable.items() if n not in left}
+
     def fail_all(self, code: str, reason: str) -> None:
         """End every open request with an error, and tell the device so."""
         ended = list(self._open.values())
@@ -150,6 +194,7 @@ class Controller:
             self.worker.send(StopDevice("the server is stopping"))
             await self._wait_until_drained(patience)
         self.fail_all("unavailable", "the server is stopping")
+        self._orders.fail("the server is stopping")
         self._supervisor.cancel()
         await asyncio.wait({self._supervisor})
         await self.worker.close(patience if self._drained.is_set() else 0.0)
@@ -245,6 +290,7 @@ class Controller:
             log.exception("workers cannot be supervised")
             self.down = self.lost = f"{type(error).__name__}: {error}"
             self.fail_all(WORKER_LOST, self.lost)
+            self._orders.fail(self.lost)
 
     async def _listen(self) -> str:
         """Handle what the worker says until it has ended; how it did."""
@@ -264,6 +310,10 @@ class Controller:
                 self._dispatch()
             case Status():
                 self.report = message.report
+            case Done():
+                order = self._orders.done(message)
+                if order is not None:
+                    self._carried_out(order, message.outcome)
             case Drained():
                 self._drained.set()
             case _:
@@ -278,6 +328,7 @@ class Controller:
     def _mourn(self, why: str) -> None:
         """The worker has died: its requests wait for the next, and those in flight are noted."""
         self.down = f"the worker is gone ({why})"
+        self._orders.fail(self.down)
         sent = [r.submission.id for r in self._open.values() if r.sent]
         if not self._ending:
             log.error("%s; %d requests wait for the next", self.down, len(sent))

@@ -116,6 +116,8 @@ class EchoDevice:
             case Add(settings) if "broken" in settings.path:
                 done(Outcome("invalid", "it is broken"))
                 return
+            case Add(settings) if "deadly" in settings.path:
+                os.kill(os.getpid(), signal.SIGKILL)
             case Add(settings):
                 made = spec(settings.name, settings.max_model_len or 256)
                 self.specs = {**self.specs, settings.name: made}

@@ -1,0 +1,109 @@
+"""Orders that a worker has not answered yet, and the fleet that they lead to."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from ballast.core.actions import Change
+from ballast.core.command import Add, Order, Outcome, Remove
+from ballast.core.errors import Unavailable
+from ballast.core.settings import FleetSettings, ModelSettings
+from ballast.transport.messages import Command, Done
+
+
+class PendingOrders:
+    """By id, of the present worker."""
+
+    def __init__(self, send: Callable[[Command], None]) -> None:
+        self._send = send
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, tuple[Order, asyncio.Future[Outcome]]] = {}
+
+    def send(self, order: Order) -> asyncio.Future[Outcome]:
+        """Its outcome, or Unavailable."""
+        asked: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        id = next(self._numbers)
+        self._pending[id] = order, asked
+        self._send(Command.of(id, order))
+        return asked
+
+    def done(self, message: Done) -> Order | None:
+        """Tell whoever waits, if anybody does; the order that was meant."""
+        order, asked = self._pending.pop(message.id, (None, None))
+        if asked is not None and not asked.done():
+            asked.set_result(message.outcome)
+        return order
+
+    def fail(self, reason: str) -> None:
+        """None of them will be answered."""
+        for order, asked in self._pending.values():
+            if not asked.done():
+                what = f"{type(order).__name__.lower()} was not done: {reason}"
+                asked.set_exception(Unavailable(what))
+                asked.exception()  # whoever asked may be gone: asyncio need not complain of that
+        self._pending.clear()
+
+
+def names_of(fleet: FleetSettings) -> set[str]:
+    """Of its models and their adapters."""
+    return {m.name for m in fleet.models} | {a.name for m in fleet.models for a in m.adapters}
+
+
+def refusal(fleet: FleetSettings, served: Collection[str], order: Order) -> str | None:
+    """Why a fleet cannot become what an order would make of it; the device judges the rest."""
+    if isinstance(order, Remove) and set(served) == {order.model}:
+        return f"{order.model!r} is the only model that is served; add another one first"
+    if isinstance(order, Add):
+        names = {order.settings.name, *(a.name for a in order.settings.adapters)}
+        for model in fleet.models:
+            if model.name != order.settings.name:
+                taken = names & {model.name, *(a.name for a in model.adapters)}
+                if taken:
+                    return f"there is a model {min(taken)!r} already"
+    return None
+
+
+def changed(fleet: FleetSettings, order: Order) -> FleetSettings:
+    """What a worker has to be started with after an order was carried out."""
+    models = list(fleet.models)
+    match order:
+        case Add(settings):
+            # One that could not be loaded may have the name.
+            models = [m for m in models if m.name != settings.name] + [settings]
+        case Remove(name):
+            models = [m for m in models if m.name != name]
+        case Change():
+            models = [_changed(m, order) for m in models]
+        case _:
+            return fleet
+    return replace(fleet, models=tuple(models))
+
+
+def _changed(model: ModelSettings, c: Change) -> ModelSettings:
+    if model.name == c.model:
+        return replace(
+            model,
+            slo=c.slo,
+            priority=c.priority,
+            share=c.share,
+            max_running=c.max_running,
+            max_waiting=c.max_waiting,
+            queue_seconds=c.queue_seconds,
+            pinned=c.pinned,
+        )
+    adapters = tuple(
+        replace(
+            a,
+            slo=c.slo,
+            priority=c.priority,
+            max_waiting=c.max_waiting,
+            queue_seconds=c.queue_seconds,
+        )
+        if a.name == c.model
+        else a
+        for a in model.adapters
+    )
+    return replace(model, adapters=adapters)
