@@ -141,6 +141,8 @@ class FleetSettings:
     preset: str = "balloon"
     options: dict[str, float] = field(default_factory=dict)
     """Tunables of the preset; an unknown name is a ConfigError."""
+    home: str = "."
+    """The fleet file's directory: relative paths of models that are added later start there."""
     story_path: str | None = None
     """Where to write every event and decision as JSON lines; None: a ring in memory only."""
     server: ServerSettings = field(default_factory=ServerSettings)

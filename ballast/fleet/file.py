@@ -59,9 +59,22 @@ def load_fleet(
         ),
         preset=keys.preset,
         options=dict(keys.options),
+        home=str(file.parent.absolute()),
         story_path=story,
         server=keys.server.settings(),
     )
+
+
+def entry_settings(
+    entry: NamedModelKeys, home: Path, fetch_hub: Callable[[str, str], str] = fetch
+) -> ModelSettings:
+    """One more model, for a server that runs. Raises ConfigError."""
+    if entry.adapter is not None or entry.base is not None:
+        why = "adapters are served from the start: put it into the fleet file, beside its base"
+        raise ConfigError("adapter", entry.adapter, why)
+    if entry.path is None:
+        raise ConfigError("path", None, "the key is required")
+    return entry.settings(_directory(entry.path, "path", home, fetch_hub, _CHECKPOINT), ())
 
 
 def _models(

@@ -8,6 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ballast.core.errors import BallastError
+from ballast.server.admin import add_admin
 from ballast.server.catalogue import described, listed
 from ballast.server.faults import Fault
 from ballast.server.gate import Gate
@@ -27,6 +28,7 @@ def create_app(service: Service) -> Gate:
     _add_reading(app, service)
     add_health(app, service, gate)
     add_reading(app, service)
+    add_admin(app, service)
     add_generating(app, service)
     add_texts(app, service)
     return gate

@@ -64,7 +64,7 @@ class Service:
         self.metrics = Metrics(DeviceCollector(controller, wall), clock)
         self.wall = wall
         self.started = int(wall.now())
-        self._tokenizers = tokenizers
+        self._tokenizers = dict(tokenizers)
         self.clock = clock
         self._warned: set[str] = set()
 
@@ -99,6 +99,10 @@ class Service:
     def tokenizer(self, name: str) -> Tokenizer:
         """Of a model that serves."""
         return self._tokenizers[name]
+
+    def learn(self, name: str, tokenizer: Tokenizer) -> None:
+        """A model that was added serves from now on, with this tokenizer."""
+        self._tokenizers[name] = tokenizer
 
     async def generate(
         self, request: GenerateRequest, spec: ModelSpec, request_id: str

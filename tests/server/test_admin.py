@@ -1,0 +1,95 @@
+"""What an operator may change while a server runs, over a device that echoes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.process import ServerProcess, server
+from tests.server.test_api import MODEL
+
+ADMIN = {"authorization": "Bearer sk-admin"}
+
+
+@pytest.fixture(scope="module")
+def ruled(fleet_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    directory = tmp_path_factory.mktemp("ruled")
+    shutil.copytree(fleet_file.parent, directory, dirs_exist_ok=True)
+    model = next(path for path in sorted(directory.iterdir()) if path.is_dir())
+    shutil.copytree(model, directory / "more")
+    shutil.copytree(model, directory / "broken")
+    file = directory / "fleet.yaml"
+    file.write_text(file.read_text().rstrip() + "\nserver: {admin_key: sk-admin}\n")
+    with server(file, "--echo") as running:
+        yield running
+
+
+def order(to: ServerProcess, method: str, path: str, **more: object) -> httpx.Response:
+    return to.http.request(method, f"/admin/{path}", headers=ADMIN, **more)  # type: ignore[arg-type]
+
+
+def add(to: ServerProcess, **entry: object) -> httpx.Response:
+    return order(to, "POST", "models", json=entry)
+
+
+def ask(to: ServerProcess, model: str) -> httpx.Response:
+    body = {"model": model, "prompt": "abc", "max_tokens": 2}
+    return to.http.post("/v1/completions", json=body)
+
+
+def pinned(to: ServerProcess) -> dict[str, bool]:
+    models = order(to, "GET", "models").json()["models"]
+    return {m["report"]["name"]: m["pinned"] for m in models}
+
+
+def test_a_model_is_added_answers_and_is_removed(ruled: ServerProcess) -> None:
+    assert ask(ruled, "org/more").status_code == 404
+    assert add(ruled, name="org/more", path="more", slo={"ttft": 1}).status_code == 201
+    assert ask(ruled, "org/more").status_code == 200
+    assert order(ruled, "DELETE", "models/org/more?patience=1").status_code == 200
+    assert ask(ruled, "org/more").status_code == 404
+    assert order(ruled, "DELETE", "models/org/more").status_code == 404
+    assert ask(ruled, MODEL).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("entry", "param"),
+    [
+        ({"name": "x", "path": "nowhere"}, "path"),
+        ({"name": "x"}, "path"),
+        ({"name": "x", "path": "more", "colour": "red"}, "colour"),
+        ({"name": "x", "path": "more", "priority": 1000}, "priority"),
+        ({"name": "x", "adapter": "more", "base": MODEL}, "adapter"),
+        ({"name": "x", "path": "broken"}, None),
+    ],
+)
+def test_entries_that_cannot_be_are_refused(
+    ruled: ServerProcess, entry: dict[str, object], param: str | None
+) -> None:
+    told = add(ruled, **entry)
+    assert told.status_code == 400
+    assert told.json()["error"]["param"] == param
+    assert ask(ruled, "x").status_code == 404
+
+
+def test_models_are_pinned_evicted_and_activated(ruled: ServerProcess) -> None:
+    for act in ("pin", "evict", "activate"):
+        assert order(ruled, "POST", f"models/{MODEL}/{act}").status_code == 200
+    assert pinned(ruled)[MODEL]
+    assert order(ruled, "POST", f"models/{MODEL}/unpin").status_code == 200
+    assert not pinned(ruled)[MODEL]
+    assert order(ruled, "POST", "models/none/pin").json()["error"]["code"] == "model_not_found"
+
+
+def test_the_story_tells_decisions(ruled: ServerProcess) -> None:
+    (decision,) = order(ruled, "GET", "story?last=1").json()["decisions"]
+    assert decision["why"] == "a test"
+    assert order(ruled, "GET", "story?last=many").status_code == 400
+
+
+def test_it_takes_the_admin_key(ruled: ServerProcess) -> None:
+    assert ruled.http.post("/admin/models", json={"name": "x", "path": "more"}).status_code == 401
