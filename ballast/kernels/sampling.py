@@ -29,9 +29,6 @@ Array = np.ndarray[Any, Any]
 Scores = tuple[float, tuple[tuple[int, float], ...]]
 """A token's log-probability; the likeliest tokens with theirs, likeliest first."""
 
-SCORED_AT_ONCE = 8
-"""Rows whose log-softmax is in memory at a time."""
-
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -91,20 +88,16 @@ def scores(
 
     Of equally likely tokens the smaller comes first.
     """
-    found: list[Scores] = []
-    for at in range(0, len(rows), SCORED_AT_ONCE):
-        part = logits[list(rows[at : at + SCORED_AT_ONCE])].log_softmax(-1)
-        here = torch.tensor(chosen[at : at + SCORED_AT_ONCE])[:, None]
-        own = part.gather(1, here)[:, 0].tolist()
-        for row, value, k in zip(part, own, top[at : at + SCORED_AT_ONCE], strict=True):
-            found.append((value, _likeliest(row, k)))
-    return found
+    logprobs = logits[list(rows)].log_softmax(-1)
+    own = logprobs.gather(1, torch.tensor(chosen)[:, None])[:, 0].tolist()
+    return [
+        (value, _likeliest(logprobs[i], k) if k else ())
+        for i, (value, k) in enumerate(zip(own, top, strict=True))
+    ]
 
 
 def _likeliest(row: torch.Tensor, k: int) -> tuple[tuple[int, float], ...]:
     k = min(k, len(row))
-    if k == 0:
-        return ()
     # Of what is equal to the last of them, `topk` picks as it likes.
     candidates = (row >= row.topk(k).values[-1]).nonzero()[:, 0]
     order = row[candidates].argsort(descending=True, stable=True)[:k]
