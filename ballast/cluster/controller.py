@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from ballast.cluster.orders import PendingOrders, changed, names_of, refusal
 from ballast.cluster.outlet import OpenRequest, Outlet
 from ballast.cluster.suspicion import Suspicions
-from ballast.core.command import Add, Order, Outcome, Remove, Tell
+from ballast.core.command import Add, Order, Outcome, Remove
 from ballast.core.errors import BallastError, BrokenPromise, Unavailable
 from ballast.core.event import Cancelled, Failed, Finished, Output
 from ballast.core.model import ModelSpec
@@ -44,6 +45,7 @@ POISON = "poison"
 LOST_AFTER = 3
 """Starts that fail one after another before requests fail instead of waiting."""
 BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.5, 60.0
+DECISIONS_KEPT = 2000
 STEADY_SECONDS = 60.0
 """A worker that lived so long died of something new: the next is started at once."""
 
@@ -89,6 +91,8 @@ class Controller:
         """Models whose tokenizer the server could not load, with the reason."""
         self._failed: Mapping[str, str] = {}
         self.report: DeviceReport | None = None
+        self.decisions: deque[tuple[float, dict[str, Any]]] = deque(maxlen=DECISIONS_KEPT)
+        """The last of all workers, oldest first: when, on the event loop's clock, and what."""
         self.restarts = 0
         """Workers that were started in place of one that died."""
         self.down: str | None = "the worker starts"
@@ -163,7 +167,7 @@ class Controller:
         return await self._orders.send(order)
 
     def _carried_out(self, order: Order, outcome: Outcome) -> None:
-        if outcome.code is not None or isinstance(order, Tell):
+        if outcome.code is not None:
             return
         self.specs = outcome.specs
         left = names_of(self.fleet)
@@ -310,6 +314,7 @@ class Controller:
                 self._dispatch()
             case Status():
                 self.report = message.report
+                self._remember(message)
             case Done():
                 order = self._orders.done(message)
                 if order is not None:
@@ -318,6 +323,13 @@ class Controller:
                 self._drained.set()
             case _:
                 log.warning("unexpected message %s", type(message).__name__)
+
+    def _remember(self, status: Status) -> None:
+        """Decisions outlive the worker, and with it the clock that they were dated by."""
+        since = asyncio.get_running_loop().time() - status.report.now
+        for decision in status.decisions:
+            what = {key: value for key, value in decision.items() if key != "at"}
+            self.decisions.append((since + decision["at"], what))
 
     def _serve(self, ready: Ready) -> None:
         self.specs, self._failed, self.report = ready.specs, ready.failed, ready.report

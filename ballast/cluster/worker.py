@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ballast.cluster.flight import FlightRecorder
 from ballast.cluster.logs import FORMAT_VARIABLE, set_up
@@ -74,6 +74,8 @@ class Device(Protocol):
     def command(self, order: Order, done: Callable[[Outcome], None]) -> None: ...
 
     def snapshot(self) -> DeviceReport: ...
+
+    def decisions(self) -> tuple[dict[str, Any], ...]: ...
 
     def busy(self) -> tuple[float, float]: ...
 
@@ -232,12 +234,12 @@ class Worker:
         with self._lock:
             if self._device is None or now - self._reported_at < REPORT_SECONDS:
                 return
-            report = self._device.snapshot()
+            report, decisions = self._device.snapshot(), self._device.decisions()
         same = self._reported is not None and report == replace(self._reported, now=report.now)
-        if same and now - self._reported_at < STALE_SECONDS:
+        if same and not decisions and now - self._reported_at < STALE_SECONDS:
             return
         self._reported, self._reported_at = report, now
-        self._socket.send(Status(report))
+        self._socket.send(Status(report, decisions))
 
     def _beat(self) -> None:
         now = self._clock.now()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from ballast.core.actions import Activate, Change, Evict
 from ballast.core.model import ModelSpec
@@ -28,18 +27,7 @@ class Remove:
     patience: float
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """The last decisions, each with its reason; nothing changes."""
-
-    last: int = 100
-    model: str | None = None
-    """Only those about this model; None: all."""
-    events: bool = False
-    """Events as well, of which there are many more."""
-
-
-Order = Add | Remove | Change | Activate | Evict | Tell
+Order = Add | Remove | Change | Activate | Evict
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,5 +42,3 @@ class Outcome:
     """What the device serves now, by name."""
     failed: dict[str, str] = field(default_factory=dict)
     """Adapters of an added model that cannot be served, with the reason."""
-    story: tuple[dict[str, Any], ...] = ()
-    """What `Tell` asked for, oldest first."""

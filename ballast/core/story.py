@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from ballast.core.actions import Action, Operation
@@ -61,8 +62,8 @@ class Story:
 
     def __init__(self, keep: int = 2000, sink: Sink | None = None) -> None:
         self.entries: deque[dict[str, Any]] = deque(maxlen=keep)
-        self.decisions: deque[dict[str, Any]] = deque(maxlen=keep)
-        """Those of the entries that are decisions, which would soon be lost among the events."""
+        self._untold: deque[dict[str, Any]] = deque(maxlen=keep)
+        """Decisions, which would soon be lost among the events, until somebody takes them."""
         self._sink = sink
 
     def event(self, at: float, event: Event) -> None:
@@ -79,8 +80,17 @@ class Story:
             told["by"] = by
         if refused is not None:
             told["refused"] = refused
-        self.decisions.append(told)
+        self._untold.append(told)
         self._tell(told)
+
+    def take(self) -> tuple[dict[str, Any], ...]:
+        """The decisions since the last call, of which the oldest may be missing. By one thread,
+        which may be another than the teller's."""
+        taken = []
+        with suppress(IndexError):
+            while True:
+                taken.append(self._untold.popleft())
+        return tuple(taken)
 
     def _tell(self, entry: dict[str, Any]) -> None:
         self.entries.append(entry)

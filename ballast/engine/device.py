@@ -131,6 +131,10 @@ class LiveDevice:
         """The device as it is now; from any thread."""
         return report(self.state, self.fleet.device.name)
 
+    def decisions(self) -> tuple[dict[str, Any], ...]:
+        """Those since the last call, as the story tells them; by one thread."""
+        return self.story.take()
+
     def busy(self) -> tuple[float, float]:
         """Seconds that the loop's present turn and the lane's present job have lasted."""
         now = self.clock.now()

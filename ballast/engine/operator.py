@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from ballast.core.actions import Join, Leave, Operation
-from ballast.core.command import Add, Order, Outcome, Remove, Tell
+from ballast.core.command import Add, Order, Outcome, Remove
 from ballast.core.errors import BallastError, DeviceError
 from ballast.core.event import Operate
 from ballast.core.settings import ModelSettings
@@ -52,8 +52,6 @@ class Operator:
     def carry_out(self, order: Order, done: Callable[[Outcome], None]) -> None:
         """From any thread; returns at once. `done` is called once, by any thread."""
         match order:
-            case Tell():
-                done(self._told(order))
             case Add() | Remove():
                 try:
                     self._thread.submit(self._work, order, done)
@@ -189,13 +187,6 @@ class Operator:
         if refusal is None:
             return Outcome(specs=self._device.specs)
         return Outcome("unavailable" if self._closed else "refused", refusal)
-
-    def _told(self, order: Tell) -> Outcome:
-        story = self._device.story
-        found = tuple(story.entries if order.events else story.decisions)
-        if order.model is not None:
-            found = tuple(e for e in found if e.get("model") == order.model)
-        return Outcome(story=found[-order.last :] if order.last > 0 else ())
 
 
 def _stand_back() -> None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import FastAPI, Query
 from starlette.responses import Response
 
 from ballast.core.actions import Activate, Change, Evict
-from ballast.core.command import Add, Order, Outcome, Remove, Tell
+from ballast.core.command import Add, Order, Outcome, Remove
 from ballast.core.errors import CheckpointError, ConfigError, UnknownModel
 from ballast.core.model import ModelSpec
 from ballast.core.settings import ModelSettings
 from ballast.fleet.file import entry_settings
 from ballast.fleet.schema import NamedModelKeys
 from ballast.server.faults import Fault
-from ballast.server.reading import now
+from ballast.server.reading import decisions, models_now
 from ballast.server.responses import answered
 from ballast.server.service import Service
 from ballast.server.tokenizer import Tokenizer
@@ -47,8 +47,7 @@ def add_admin(app: FastAPI, service: Service) -> None:
 
     @app.get("/admin/models")
     async def models() -> Response:
-        told = now(service)
-        return answered({"models": told.models, "failed": told.failed})
+        return answered({"models": models_now(service), "failed": controller.failed})
 
     @app.post("/admin/models")
     async def add(entry: NamedModelKeys) -> Response:
@@ -90,9 +89,7 @@ def add_admin(app: FastAPI, service: Service) -> None:
     async def story(
         last: Annotated[int, Query(ge=0, le=10_000)] = 100, model: str | None = None
     ) -> Response:
-        outcome = await order(Tell(last, model))
-        decisions: list[dict[str, Any]] = list(outcome.story)
-        return answered({"decisions": decisions})
+        return answered({"decisions": decisions(service, last, model)})
 
 
 def _prepared(entry: NamedModelKeys, home: str) -> tuple[ModelSettings, Tokenizer]:

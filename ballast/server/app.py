@@ -27,7 +27,7 @@ def create_app(service: Service) -> Gate:
     _add_faults(app)
     _add_reading(app, service)
     add_health(app, service, gate)
-    add_reading(app, service)
+    add_reading(app, service, gate)
     add_admin(app, service)
     add_generating(app, service)
     add_texts(app, service)

@@ -27,7 +27,10 @@ class Facts(Protocol):
     def specs(self) -> Mapping[str, ModelSpec]: ...
 
     @property
-    def lost(self) -> str | None: ...
+    def down(self) -> str | None: ...
+
+    @property
+    def restarts(self) -> int: ...
 
 
 class DeviceCollector(Collector):
@@ -44,7 +47,12 @@ class DeviceCollector(Collector):
         """What cannot be told is left out and logged: a scrape never fails."""
         report, specs = self._facts.report, dict(self._facts.specs)
         yield GaugeMetricFamily(
-            "ballast:worker_up", "1: the device's process answers", self._facts.lost is None
+            "ballast:worker_up", "1: the device's process answers", self._facts.down is None
+        )
+        yield CounterMetricFamily(
+            "ballast:worker_restarts",
+            "Workers started in place of one that died",
+            value=self._facts.restarts,
         )
         if report is None:
             return

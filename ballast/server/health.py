@@ -7,10 +7,12 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import Response
 
+from ballast.cluster.controller import Controller
 from ballast.server import visit
 from ballast.server.gate import Gate
 from ballast.server.responses import encode
 from ballast.server.service import Service
+from ballast.server.state import Status
 
 
 def add_health(app: FastAPI, service: Service, gate: Gate) -> None:
@@ -22,15 +24,19 @@ def add_health(app: FastAPI, service: Service, gate: Gate) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        more: dict[str, Any] = {}
-        if visit.current().caller.known:
-            more["failed"] = service.failed
+        told: dict[str, Any] = {"status": status(service.controller, gate)}
         if service.controller.down is not None:
-            status = "restarting" if service.controller.lost is None else "lost"
-            return _told(503, status=status, reason=service.controller.down, **more)
-        if gate.draining:
-            return _told(503, status="draining", **more)
-        return _told(200, status="ok", **more)
+            told["reason"] = service.controller.down
+        if visit.current().caller.known:
+            told["failed"] = service.failed
+        return _told(200 if told["status"] == "ok" else 503, **told)
+
+
+def status(controller: Controller, gate: Gate) -> Status:
+    """Whether to send requests here, and if not, why not."""
+    if controller.down is not None:
+        return "restarting" if controller.lost is None else "lost"
+    return "draining" if gate.draining else "ok"
 
 
 def _told(status_code: int, **content: Any) -> Response:

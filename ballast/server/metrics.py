@@ -48,6 +48,8 @@ class _OfModel:
     gap: Histogram
     recent_ttft: Recent
     recent_tpot: Recent
+    tokens: int = 0
+    """What `generated` counts, which does not say it."""
 
 
 class Metrics:
@@ -145,6 +147,7 @@ class Metrics:
             of.gap.observe(now - timing.last)
         timing.last = now
         of.generated.inc()
+        of.tokens += 1
 
     def finished(
         self,
@@ -187,6 +190,10 @@ class Metrics:
         self._http_seconds.labels(*where).observe(seconds)
         if code is not None:
             self._errors.labels(str(status), code).inc()
+
+    def generated(self, model: str) -> int:
+        """Tokens, so far."""
+        return (self._models.get(model) or self._of(model)).tokens
 
     def recent(self, model: str) -> tuple[Recent, Recent]:
         """TTFT and TPOT of the last minute."""

@@ -2,59 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI
 from starlette.responses import Response
 
+from ballast import __version__
 from ballast.core.report import ModelReport
+from ballast.core.settings import Slo
+from ballast.server.gate import Gate
+from ballast.server.health import status
 from ballast.server.metrics import CONTENT_TYPE, Metrics
-from ballast.server.responses import encode
+from ballast.server.responses import answered
 from ballast.server.service import Service
-from ballast.server.timing import Quantiles
+from ballast.server.state import ModelNow, NameNow, ServerNow
+
+LAST_DECISIONS = 50
+"""Told by `/admin/state`; `/admin/story` knows more."""
 
 
-class ServedName(msgspec.Struct, frozen=True):
-    """A model or an adapter, as clients ask for it: latencies of the last minute."""
-
-    name: str
-    ttft: Quantiles | None
-    tpot: Quantiles | None
-
-
-class ModelNow(msgspec.Struct, frozen=True):
-    """One model of the fleet."""
-
-    report: ModelReport
-    names: list[ServedName]
-    """The model's own, then its adapters'."""
-    pinned: bool
-
-
-class Now(msgspec.Struct, frozen=True):
-    """A server at one moment."""
-
-    device: str
-    at: float
-    """Seconds on the device's clock."""
-    page_bytes: int
-    total: int
-    """Pages; likewise below."""
-    free: int
-    reclaiming: int
-    owners: dict[str, int]
-    jobs: int
-    draining: bool
-    lost: str | None
-    """Why there is no worker, if there is none."""
-    models: list[ModelNow]
-    failed: dict[str, str]
-    decisions: list[dict[str, Any]]
-    """The last, oldest first, as the story tells them."""
-
-
-def add_reading(app: FastAPI, service: Service) -> None:
+def add_reading(app: FastAPI, service: Service, gate: Gate) -> None:
     """Add the routes."""
 
     # Not a coroutine: writing it all takes a while, and other threads can do it.
@@ -64,38 +32,62 @@ def add_reading(app: FastAPI, service: Service) -> None:
 
     @app.get("/admin/state")
     async def state() -> Response:
-        return Response(encode(now(service)), media_type="application/json")
+        return answered(_server(service, gate))
 
 
-def now(service: Service) -> Now:
-    """What there is to tell."""
+def models_now(service: Service) -> list[ModelNow]:
+    """The models that serve."""
+    report = service.controller.report
+    assert report is not None  # there is one before any route
+    return [_model(service, m) for m in report.models]
+
+
+def decisions(service: Service, last: int, model: str | None = None) -> list[dict[str, Any]]:
+    """The last `last` decisions, oldest first; only those about `model`, if one is named."""
+    since = service.wall.now() - asyncio.get_running_loop().time()
+    found = [
+        {"time": round(since + moment, 3), **what}
+        for moment, what in service.controller.decisions
+        if model in (None, what.get("model"))
+    ]
+    return found[-last:] if last > 0 else []
+
+
+def _server(service: Service, gate: Gate) -> ServerNow:
     controller = service.controller
     report = controller.report
-    assert report is not None  # there is one before any route
-    return Now(
+    assert report is not None
+    now = service.wall.now()
+    return ServerNow(
+        version=__version__,
+        time=now,
+        uptime=now - service.started,
+        preset=controller.fleet.preset,
+        status=status(controller, gate),
+        reason=controller.down,
+        restarts=controller.restarts,
+        open=controller.open_requests,
         device=report.device,
-        at=report.now,
         page_bytes=report.page_bytes,
         total=report.total,
         free=report.free,
         reclaiming=report.reclaiming,
         owners=report.owners,
         jobs=report.jobs,
-        draining=report.draining,
-        lost=controller.lost,
-        models=[_model(service, m) for m in report.models],
+        models=models_now(service),
         failed=dict(controller.failed),
-        decisions=[],
+        decisions=decisions(service, LAST_DECISIONS),
     )
 
 
 def _model(service: Service, report: ModelReport) -> ModelNow:
     spec = service.controller.specs.get(report.name)
-    names = [report.name] if spec is None else [s.name for s in spec.served]
-    served = [_served(service.metrics, name) for name in names]
-    return ModelNow(report, served, spec is not None and spec.pinned)
+    if spec is None:  # it has just been removed
+        return ModelNow(report, [_name(service.metrics, report.name, None)], False)
+    names = [_name(service.metrics, s.name, s.slo) for s in spec.served]
+    return ModelNow(report, names, spec.pinned)
 
 
-def _served(metrics: Metrics, name: str) -> ServedName:
+def _name(metrics: Metrics, name: str, slo: Slo | None) -> NameNow:
     ttft, tpot = metrics.recent(name)
-    return ServedName(name, ttft.quantiles(), tpot.quantiles())
+    return NameNow(name, slo, metrics.generated(name), ttft.quantiles(), tpot.quantiles())

@@ -41,7 +41,7 @@ class Quantiles:
 
     count: int
     p50: float
-    p95: float
+    p99: float
 
 
 class Recent:
@@ -70,4 +70,4 @@ def quantiles(latencies: Iterable[float]) -> Quantiles | None:
     def at(percent: int) -> float:
         return ranked[-(-percent * len(ranked) // 100) - 1]
 
-    return Quantiles(len(ranked), at(50), at(95))
+    return Quantiles(len(ranked), at(50), at(99))

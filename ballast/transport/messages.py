@@ -8,13 +8,13 @@ dataclasses carry no tag that would tell them apart.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from ballast import __version__
 from ballast.core.actions import Activate, Change, Evict
-from ballast.core.command import Add, Order, Outcome, Remove, Tell
+from ballast.core.command import Add, Order, Outcome, Remove
 from ballast.core.errors import BallastError
 from ballast.core.event import (
     Cancelled,
@@ -84,7 +84,6 @@ class Command(_Message, frozen=True):
     change: Change | None = None
     activate: Activate | None = None
     evict: Evict | None = None
-    tell: Tell | None = None
 
     @classmethod
     def of(cls, id: int, order: Order) -> Command:
@@ -93,7 +92,7 @@ class Command(_Message, frozen=True):
     @property
     def order(self) -> Order:
         """Raises MalformedMessage unless there is one."""
-        fields = (self.add, self.remove, self.change, self.activate, self.evict, self.tell)
+        fields = (self.add, self.remove, self.change, self.activate, self.evict)
         given = [order for order in fields if order is not None]
         if len(given) != 1:
             raise MalformedMessage(f"a command with {len(given)} orders")
@@ -131,6 +130,8 @@ class Status(_Message, frozen=True):
     """The device as it was a moment ago."""
 
     report: DeviceReport
+    decisions: tuple[dict[str, Any], ...] = ()
+    """Those since the last status, oldest first, as the story tells them."""
 
 
 class Done(_Message, frozen=True):

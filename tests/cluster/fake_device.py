@@ -22,7 +22,7 @@ import msgspec
 
 from ballast.cluster.worker import Record
 from ballast.core.actions import Change
-from ballast.core.command import Add, Order, Outcome, Remove, Tell
+from ballast.core.command import Add, Order, Outcome, Remove
 from ballast.core.event import (
     Arrival,
     Cancel,
@@ -99,6 +99,9 @@ class EchoDevice:
             for m in fleet.models
             if m.name not in self.failed
         }
+        self._decided = [
+            {"at": 0.0, "action": "Activate", "model": name, "why": "a test"} for name in self.specs
+        ]
         self._fleet = fleet
         self._outbox = outbox
         self._record = record
@@ -111,7 +114,6 @@ class EchoDevice:
         self._events.put(event)
 
     def command(self, order: Order, done: Callable[[Outcome], None]) -> None:
-        story: tuple[dict[str, Any], ...] = ()
         match order:
             case Add(settings) if "broken" in settings.path:
                 done(Outcome("invalid", "it is broken"))
@@ -126,9 +128,7 @@ class EchoDevice:
             case Change():
                 changed = replace(self.specs[order.model], pinned=order.pinned, slo=order.slo)
                 self.specs = {**self.specs, order.model: changed}
-            case Tell():
-                story = ({"at": 1.0, "action": "Activate", "model": "a", "why": "a test"},)
-        done(Outcome(specs=self.specs, story=story))
+        done(Outcome(specs=self.specs))
 
     def run(self) -> None:
         while not (self._draining and not self._open):
@@ -177,6 +177,10 @@ class EchoDevice:
             del self._open[s.id]
         self._stuck = self._stuck or (seed == STUCK and partial)
         return outputs
+
+    def decisions(self) -> tuple[dict[str, Any], ...]:
+        told, self._decided = tuple(self._decided), []
+        return told
 
     def busy(self) -> tuple[float, float]:
         return (0.0, 1e6 if self._stuck else 0.0)

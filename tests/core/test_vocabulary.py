@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from ballast.core.actions import DropCache
 from ballast.core.clock import VirtualClock
 from ballast.core.cost import StepCosts
 from ballast.core.errors import BrokenPromise, ConfigError
@@ -133,6 +134,16 @@ def test_the_story_tells_counts_not_contents() -> None:
     }
     assert len(told) == 3
     assert len(story.entries) == 2
+
+
+def test_decisions_are_taken_once() -> None:
+    story = Story(keep=2)
+    for pages in (1, 2, 3):
+        story.decision(0.5, DropCache("m", pages, "why"), "refused" if pages == 3 else None)
+    story.event(0.6, Cancel("r"))
+    told = {"at": 0.5, "action": "DropCache", "model": "m", "why": "why"}
+    assert story.take() == ({**told, "pages": 2}, {**told, "pages": 3, "refused": "refused"})
+    assert story.take() == ()
 
 
 def test_config_error_says_key_value_and_remedy() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,8 +87,11 @@ def test_models_are_pinned_evicted_and_activated(ruled: ServerProcess) -> None:
 
 
 def test_the_story_tells_decisions(ruled: ServerProcess) -> None:
-    (decision,) = order(ruled, "GET", "story?last=1").json()["decisions"]
-    assert decision["why"] == "a test"
+    told = order(ruled, "GET", f"story?last=1&model={MODEL}").json()["decisions"]
+    assert [(d["action"], d["model"], d["why"]) for d in told] == [("Activate", MODEL, "a test")]
+    assert abs(told[0]["time"] - time.time()) < 3600
+    assert MODEL in [d["model"] for d in order(ruled, "GET", "state").json()["decisions"]]
+    assert order(ruled, "GET", "story?last=0").json()["decisions"] == []
     assert order(ruled, "GET", "story?last=many").status_code == 400
 
 

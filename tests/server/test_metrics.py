@@ -41,7 +41,8 @@ class Facts:
     def __init__(self, report: DeviceReport | None, *specs: ModelSpec) -> None:
         self.report = report
         self.specs = {s.name: s for s in specs}
-        self.lost: str | None = None
+        self.down: str | None = None
+        self.restarts = 0
 
 
 class Told:
@@ -182,8 +183,9 @@ def test_without_a_worker_and_with_a_strange_report_there_is_still_an_answer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     told = Told()
-    told.facts.lost = "it died"
+    told.facts.down, told.facts.restarts = "it died", 2
     assert told.one("ballast:worker_up") == 0
+    assert told.one("ballast:worker_restarts_total") == 2
     told.facts.report = device(model("a"))
     object.__setattr__(told.facts.report, "owners", None)
     assert told.one("vllm:num_requests_running", model_name="a") == 0

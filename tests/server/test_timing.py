@@ -10,7 +10,7 @@ def test_quantiles_are_ones_that_were_seen() -> None:
     assert quantiles([]) is None
     assert quantiles([3.0]) == Quantiles(1, 3.0, 3.0)
     assert quantiles([4.0, 1.0, 3.0, 2.0]) == Quantiles(4, 2.0, 4.0)
-    assert quantiles(float(i) for i in range(100, 0, -1)) == Quantiles(100, 50.0, 95.0)
+    assert quantiles(float(i) for i in range(100, 0, -1)) == Quantiles(100, 50.0, 99.0)
 
 
 def test_what_is_older_than_a_minute_is_forgotten() -> None:

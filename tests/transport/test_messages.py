@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballast.core.actions import Activate, Change, Evict
-from ballast.core.command import Add, Order, Outcome, Remove, Tell
+from ballast.core.command import Add, Order, Outcome, Remove
 from ballast.core.event import Cancelled, Failed, Finished, TokenOut
 from ballast.core.report import DeviceReport, ModelReport
 from ballast.core.request import Sampling, Submission
@@ -109,7 +109,7 @@ def test_messages_to_the_worker_arrive_as_sent(message: ToWorker) -> None:
         Hello(123),
         Ready({"a": spec("a")}, {"b": "why"}, REPORT),
         NotReady("why"),
-        Status(REPORT),
+        Status(REPORT, ({"at": 1.5, "action": "Evict", "model": "a", "pages": None},)),
         Outputs.of(OUTPUTS),
         Drained(),
     ],
@@ -129,14 +129,13 @@ CHANGE = Change(model="a", slo=Slo(), priority=1, max_waiting=5, queue_seconds=2
         CHANGE,
         Activate("a"),
         Evict("a", "why"),
-        Tell(5, "a", events=True),
     ],
 )
 def test_orders_and_what_came_of_them_arrive_as_sent(order: Order) -> None:
     arrived = decode_to_worker(encode(Command.of(7, order)))
     assert isinstance(arrived, Command)
     assert (arrived.id, arrived.order) == (7, order)
-    done = Done(7, Outcome("refused", "why", {"a": spec("a")}, {"b": "c"}, ({"at": 1.5},)))
+    done = Done(7, Outcome("refused", "why", {"a": spec("a")}, {"b": "c"}))
     assert decode_to_server(encode(done)) == done
 
 

@@ -1,0 +1,68 @@
+"""What `/admin/state` tells: a server at one moment, for `ballast top` and for scripts."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from ballast.core.report import ModelReport
+from ballast.core.settings import Slo
+from ballast.server.timing import Quantiles
+
+Status = Literal["ok", "draining", "restarting", "lost"]
+
+
+class NameNow(msgspec.Struct, frozen=True):
+    """A model or an adapter, as clients ask for it."""
+
+    name: str
+    slo: Slo | None
+    tokens: int
+    """Generated since the server started."""
+    ttft: Quantiles | None
+    """Of the last minute, like `tpot`; None where there were none."""
+    tpot: Quantiles | None
+
+
+class ModelNow(msgspec.Struct, frozen=True):
+    """One model of the fleet."""
+
+    report: ModelReport
+    names: list[NameNow]
+    """The model's own, then its adapters'."""
+    pinned: bool
+
+
+class ServerNow(msgspec.Struct, frozen=True):
+    """A server at one moment. Pages and models are as the worker last reported them."""
+
+    version: str
+    time: float
+    """Seconds since 1970."""
+    uptime: float
+    """Seconds."""
+    preset: str
+    status: Status
+    """As `/health` says it."""
+    reason: str | None
+    """Why no worker serves, if none does."""
+    restarts: int
+    """Workers that were started in place of one that died."""
+    open: int
+    """Requests of models that have not ended, those included that wait for a worker."""
+    device: str
+    page_bytes: int
+    total: int
+    """Pages; likewise below."""
+    free: int
+    reclaiming: int
+    owners: dict[str, int]
+    """As in `DeviceReport`."""
+    jobs: int
+    models: list[ModelNow]
+    failed: dict[str, str]
+    """Models of the fleet that are not served, with the reason."""
+    decisions: list[dict[str, Any]]
+    """The last, oldest first: `time` (since 1970), `action`, `model`, and mostly `why`; `refused`,
+    if it was not done; `by` whom, where it was not the preset."""
