@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ballast.core.errors import BrokenPromise
 from ballast.core.model import ModelSpec
@@ -69,6 +70,7 @@ class Submission:
     arrival: float = 0.0
     """Seconds on the device's clock; set by the inbox on receipt."""
     priority: int = 0
+    """Higher comes first: the model's and the request's own together."""
     stop_token_ids: tuple[int, ...] = ()
     """Beside the model's own end-of-sequence tokens."""
     ignore_eos: bool = False
@@ -105,6 +107,20 @@ _LEGAL = {
 }
 
 
+class Order(NamedTuple):
+    """Who comes first where not all can: a total order of all requests of a device.
+
+    The more important, then the earlier. Whoever is first of all is never undone for another.
+    """
+
+    rank: int
+    """The negative of its priority."""
+    arrival: float
+    """Seconds on the device's clock."""
+    sequence: int
+    """Breaks ties, in the order in which the device heard of them."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """The engine's book of one request. Only `ballast.engine` writes it.
@@ -115,8 +131,7 @@ class Request:
 
     submission: Submission
     tokens: list[int]
-    order: tuple[float, int]
-    """(arrival, sequence number): first come, first served, ties by sequence."""
+    order: Order
     model: str
     """The model that runs it: of an adapter, the base."""
     adapter: int | None = None
@@ -152,7 +167,7 @@ class Request:
         return cls(
             submission,
             [*submission.prompt, *(submission.resumed or ())],
-            (submission.arrival, sequence),
+            Order(-submission.priority, submission.arrival, sequence),
             spec.name,
             adapter,
             f"{fingerprint}:{submission.salt}",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ballast.core.cost import StepCosts
 from ballast.core.model import ModelSpec
+from ballast.core.request import Order
 
 
 class Residency(enum.Enum):
@@ -28,9 +29,7 @@ class RequestView:
     """One request."""
 
     id: str
-    order: tuple[float, int]
-    """(arrival seconds, sequence): smaller came first."""
-    priority: int
+    order: Order
     tokens: int
     """Prompt and output so far."""
     computed: int
@@ -165,10 +164,9 @@ class Candidate:
 
     model: str
     last_run: float
-    first_waiting: tuple[float, int] | None
-    """Order of the oldest request with prefill left, if any."""
+    first_waiting: Order | None
+    """Order of the first request with prefill left, if any."""
     decoding: int
-    priority: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
 from ballast.core.settings import DeviceSettings
 from ballast.core.units import format_bytes
-from ballast.engine.state import DeviceState, ModelState
+from ballast.engine.model import ModelState
+from ballast.engine.state import DeviceState
 from ballast.kv.blocks import KvCache
 from ballast.memory.arena import Arena
 from ballast.memory.pool import Pool

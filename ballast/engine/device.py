@@ -19,10 +19,10 @@ from ballast.core.story import Sink, Story
 from ballast.engine.build import Hosted, build_state
 from ballast.engine.inbox import MonotonicClock, QueueInbox
 from ballast.engine.loop import Loop
+from ballast.engine.model import ModelState
 from ballast.engine.operator import Operator
 from ballast.engine.report import report
 from ballast.engine.runner import CpuRunner, Record
-from ballast.engine.state import ModelState
 from ballast.kernels.workspace import Workspace
 from ballast.memory.arena import AllocatorCap, confine_allocator
 from ballast.memory.reserve import PopulatedReserve

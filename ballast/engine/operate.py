@@ -13,7 +13,8 @@ from ballast.core.units import ceil_div
 from ballast.core.view import Residency
 from ballast.engine.apply import apply
 from ballast.engine.build import largest_job
-from ballast.engine.state import DeviceState, ModelState
+from ballast.engine.model import ModelState
+from ballast.engine.state import DeviceState
 from ballast.weights.shared import SharedSegment
 
 Answered = Callable[[str, str | None], None]

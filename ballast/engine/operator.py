@@ -23,7 +23,7 @@ from ballast.weights.shared import find_shared
 
 if TYPE_CHECKING:
     from ballast.engine.device import LiveDevice
-    from ballast.engine.state import ModelState
+    from ballast.engine.model import ModelState
 
 log = logging.getLogger(__name__)
 

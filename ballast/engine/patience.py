@@ -19,8 +19,9 @@ class Patience:
 
     def begin(self, request: Request, seconds: float) -> None:
         """`request` fails unless it is admitted within `seconds` of its arrival."""
-        arrival, sequence = request.order
-        heapq.heappush(self._deadlines, (arrival + seconds, sequence, request.id))
+        order = request.order
+        deadline = order.arrival + seconds
+        heapq.heappush(self._deadlines, (deadline, order.sequence, request.id))
 
     @property
     def next(self) -> float | None:
@@ -45,7 +46,7 @@ class Patience:
         """Whose the earliest deadline is, if that still waits for its first admission."""
         _, sequence, name = self._deadlines[0]
         request = self._requests.get(name)
-        if request is None or request.order[1] != sequence:
+        if request is None or request.order.sequence != sequence:
             return None
         waits = request.state is State.WAITING and request.admitted_at is None
         return request if waits else None

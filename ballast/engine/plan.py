@@ -7,7 +7,7 @@ from ballast.core.job import Scoring, SequenceWork
 from ballast.core.request import Request, State
 from ballast.core.settings import DeviceSettings
 from ballast.core.view import Shortage
-from ballast.engine.state import ModelState
+from ballast.engine.model import ModelState
 
 
 class _Plan:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ballast.core.report import DeviceReport, ModelReport
 from ballast.core.view import Residency
-from ballast.engine.state import DeviceState, ModelState
+from ballast.engine.model import ModelState
+from ballast.engine.state import DeviceState
 
 
 def report(state: DeviceState, device: str) -> DeviceReport:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 
 from ballast.core.clock import Clock
-from ballast.core.cost import StepCosts
 from ballast.core.event import (
     Arrival,
     Cancel,
@@ -25,8 +23,8 @@ from ballast.core.event import (
     TransferDone,
 )
 from ballast.core.job import Job, Sampled
-from ballast.core.model import ModelSpec, weight_pages
-from ballast.core.request import Request, State, Submission
+from ballast.core.model import weight_pages
+from ballast.core.request import Request, State
 from ballast.core.settings import DeviceSettings
 from ballast.core.units import ceil_div
 from ballast.core.view import (
@@ -36,70 +34,14 @@ from ballast.core.view import (
     RequestView,
     Residency,
     SharedView,
-    Shortage,
 )
+from ballast.engine.admission import finish_reason, fitted, refusal
+from ballast.engine.model import ModelState
 from ballast.engine.patience import Patience
-from ballast.kv.blocks import KvCache
 from ballast.memory.arena import Arena
 from ballast.memory.pool import Pool
 from ballast.memory.transfer import Link
-from ballast.weights.residency import WeightsOnDevice
 from ballast.weights.shared import SharedSegment
-
-
-@dataclass(slots=True, eq=False)
-class ModelState:
-    """One model on this device, and its requests.
-
-    `waiting` and `running` are sorted by `Request.order`: first come, first served.
-    """
-
-    spec: ModelSpec
-    weights: WeightsOnDevice
-    kv: KvCache
-    costs: StepCosts
-    residency: Residency = Residency.ABSENT
-    waiting: list[Request] = field(default_factory=list)
-    running: list[Request] = field(default_factory=list)
-    held: bool = False
-    job: Job | None = None
-    """In flight."""
-    transfer_id: int | None = None
-    shortages: list[Shortage] = field(default_factory=list)
-    """Requests that found no pages when its last job was formed."""
-    leaving: list[Request] = field(default_factory=list)
-    """Requests in flight that are to be preempted when the job ends."""
-    blocked: tuple[str, int] | None = None
-    """(request, epoch of freed memory) at which the first waiting request last found no room."""
-    last_run: float = float("-inf")
-    last_used: float = float("-inf")
-    activations: int = 0
-    evictions: int = 0
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    view: ModelView | None = None
-    """The snapshot, dropped (None) by whatever changes the model."""
-
-    def queue_seconds(self, adapter: int | None) -> float | None:
-        """How long requests for it, or for one of its adapters, wait to be admitted."""
-        own = None if adapter is None else self.spec.adapters[adapter].queue_seconds
-        return self.spec.queue_seconds if own is None else own
-
-    def queue(self, request: Request) -> None:
-        """Into `waiting`, by order. Preempted requests go before later arrivals."""
-        at = len(self.waiting)
-        while at > 0 and self.waiting[at - 1].order > request.order:
-            at -= 1
-        self.waiting.insert(at, request)
-
-    def admit(self, request: Request) -> None:
-        """Into `running`, by order."""
-        at = len(self.running)
-        while at > 0 and self.running[at - 1].order > request.order:
-            at -= 1
-        self.running.insert(at, request)
 
 
 class DeviceState:
@@ -188,13 +130,21 @@ class DeviceState:
         return self._handlers[type(event)](event)
 
     def _arrival(self, event: Arrival) -> list[Output]:
-        s = self._fitted(event.submission)
-        refusal = self._refusal(s)
-        if refusal is not None:
-            return [Failed(s.id, *refusal)]
-        m, adapter = self.named[s.model]
+        s = event.submission
+        m, adapter = self.named.get(s.model, (None, None))
+        if self.draining or self.stopped is not None:
+            return [Failed(s.id, "unavailable", "the server is draining")]
+        if m is None:
+            return [Failed(s.id, "model_not_found", f"no model {s.model!r} on this device")]
+        if s.id in self.requests:
+            return [Failed(s.id, "invalid_request", f"a request {s.id!r} is already open")]
+        room = self._room(m)
+        s = fitted(s, m, room)
+        refused = refusal(s, m, adapter, room)
+        if refused is not None:
+            return [Failed(s.id, *refused)]
         # The worker that died may have generated all of it.
-        reason = _finish_reason(m, s, s.resumed[-1], len(s.resumed)) if s.resumed else None
+        reason = finish_reason(m, s, s.resumed[-1], len(s.resumed)) if s.resumed else None
         if s.resumed and reason is not None:
             return [Finished(s.id, reason, len(s.prompt), len(s.resumed), 0, 0)]
         self._sequence += 1
@@ -209,63 +159,11 @@ class DeviceState:
         self.asking = True
         return []
 
-    def _refusal(self, s: Submission) -> tuple[str, str] | None:
-        """(code, reason) for a request that is not accepted."""
-        m, adapter = self.named.get(s.model, (None, None))
-        if self.draining or self.stopped is not None:
-            return "unavailable", "the server is draining"
-        if m is None:
-            return "model_not_found", f"no model {s.model!r} on this device"
-        if m.residency is Residency.FAILED:
-            return "model_failed", f"the weights of {s.model!r} could not be brought in"
-        if s.id in self.requests:
-            return "invalid_request", f"a request {s.id!r} is already open"
-        if not s.prompt or s.max_tokens < 0:
-            return "invalid_request", "a request needs a prompt, and generates no less than nothing"
-        if s.embed and not m.spec.embeds:
-            return "invalid_request", f"{s.model!r} is not an embedding model"
-        if len(s.prompt) + s.max_tokens > m.spec.max_model_len:
-            return (
-                "context_length_exceeded",
-                f"prompt ({len(s.prompt)}) and output ({s.max_tokens}) exceed the context of "
-                f"{m.spec.max_model_len} tokens",
-            )
-        wrong = _unknown_token(s, m.spec.vocab)
-        if wrong is not None:
-            return "invalid_request", f"there is no token {wrong}: {s.model!r} has {m.spec.vocab}"
-        if s.resumed is None and len(m.waiting) >= m.spec.max_waiting:
-            return "queue_full", f"{m.spec.max_waiting} requests of {m.spec.name!r} wait already"
-        if s.resumed is None and adapter is not None:
-            most = m.spec.adapters[adapter].max_waiting
-            if len(m.waiting) >= most and sum(r.adapter == adapter for r in m.waiting) >= most:
-                return "queue_full", f"{most} requests of {s.model!r} wait already"
-        tokens = len(s.prompt) + max(0, s.max_tokens - 1)
-        most = m.kv.most_pages(ceil_div(tokens, m.spec.block_tokens))
-        room = self._room(m)
-        if most > room:
-            return (
-                "insufficient_memory",
-                f"needs {most} pages of KV cache, {s.model!r} can have at most {room} here",
-            )
-        return None
-
     def _room(self, m: ModelState) -> int:
         """Pages of KV that one request of `m` could have with the device to itself."""
         there = [o.spec for o in self.models.values() if o.spec.pinned or o is m]
         room = self.pool.total - self.arena.pages - weight_pages(there, self.settings.page_bytes)
         return room if m.kv.limit is None else min(room, m.kv.limit)
-
-    def _fitted(self, s: Submission) -> Submission:
-        """An open-ended request asks for no more than could fit; an embedding has no output."""
-        if s.embed:
-            return replace(s, max_tokens=0)
-        m, _ = self.named.get(s.model, (None, None))
-        if m is None or not s.open_ended:
-            return s
-        layout = m.kv.layout
-        blocks = self._room(m) // layout.slab_pages * layout.blocks_per_slab
-        most = blocks * m.spec.block_tokens + 1 - len(s.prompt)
-        return replace(s, max_tokens=max(1, min(s.max_tokens, most)))
 
     def _cancel(self, event: Cancel) -> list[Output]:
         request = self.requests.get(event.request_id)
@@ -320,7 +218,7 @@ class DeviceState:
         request.last_token_at = now
         n = request.generated
         told = TokenOut(request.id, new.token, n - 1, new.logprob, new.top, queued)
-        reason = "stop" if new.ends else _finish_reason(m, request.submission, new.token, n)
+        reason = "stop" if new.ends else finish_reason(m, request.submission, new.token, n)
         return [told] if reason is None else [told, self._finished(m, request, reason)]
 
     def _job_failed(self, event: JobFailed) -> list[Output]:
@@ -522,7 +420,6 @@ class DeviceState:
                     m.last_run,
                     None if first is None else first.order,
                     sum(1 for r in m.running if r.decoding),
-                    m.spec.priority,
                 )
             )
         return found
@@ -591,26 +488,9 @@ class DeviceState:
         return RequestView(
             r.id,
             r.order,
-            r.submission.priority,
             len(r.tokens),
             r.computed,
             m.kv.pages_if_freed(held) if held else 0,
             r.in_flight,
             m.kv.blocks_if_freed(held) if held else 0,
         )
-
-
-def _finish_reason(m: ModelState, s: Submission, last: int, generated: int) -> str | None:
-    """Why an output of `generated` tokens ends with `last`, if it does."""
-    if last in s.stop_token_ids or (not s.ignore_eos and last in m.spec.eos_token_ids):
-        return "stop"
-    return "length" if generated >= s.max_tokens else None
-
-
-def _unknown_token(s: Submission, vocab: int) -> int | None:
-    """A token of a request that the model does not have."""
-    biased = (token for token, _ in s.sampling.logit_bias)
-    for tokens in (s.prompt, s.resumed or (), s.sampling.banned, tuple(biased)):
-        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
-            return min(tokens) if min(tokens) < 0 else max(tokens)
-    return None

@@ -176,7 +176,7 @@ def activation_claims(view: DeviceView, patience: float) -> tuple[list[Claim], f
     for m in view.models:
         if m.residency is Residency.ABSENT and m.waiting:
             first = m.waiting[0]
-            overdue_at = first.order[0] + patience * m.spec.slo.ttft
+            overdue_at = first.order.arrival + patience * m.spec.slo.ttft
             overdue = view.now >= overdue_at
             if not overdue:
                 wake = overdue_at if wake is None else min(wake, overdue_at)
@@ -198,7 +198,7 @@ def shortage_claims(view: DeviceView, patience: float) -> tuple[list[Claim], flo
         m = view.model(s.model)
         for r in (*m.running, *m.waiting[:1]):
             if r.id == s.request_id:
-                overdue_at = r.order[0] + patience * m.spec.slo.ttft
+                overdue_at = r.order.arrival + patience * m.spec.slo.ttft
                 urgent = r in m.running or view.now >= overdue_at
                 if not urgent:
                     wake = overdue_at if wake is None else min(wake, overdue_at)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ballast.core.actions import Compact, DropCache, Evict, Offer, Preempt
 from ballast.core.cost import copy_seconds
+from ballast.core.request import Order
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
 
 REUSE = 0.05
@@ -23,7 +24,7 @@ class Claim:
     """A need for pages on behalf of a request: `pages` beyond what its model holds."""
 
     model: str
-    order: tuple[float, int]
+    order: Order
     pages: int
     may_preempt: bool
     """Whether work in progress of younger requests may be undone for it."""
@@ -109,7 +110,7 @@ def younger_requests(view: DeviceView, claim: Claim) -> list[Offer]:
         Offer(
             r.pages,
             recompute_seconds(m, r),
-            Preempt(m.name, r.id, why=f"{claim.model} came first"),
+            Preempt(m.name, r.id, why=f"{claim.model} comes first"),
             r.blocks,
         )
         for r, m in younger
@@ -130,7 +131,7 @@ def younger_models(view: DeviceView, claim: Claim) -> list[Offer]:
         Offer(
             m.evictable_pages,
             reload_seconds(view, m) + sum(recompute_seconds(m, r) for r in m.running),
-            Evict(m.name, why=f"{claim.model} came first"),
+            Evict(m.name, why=f"{claim.model} comes first"),
         )
         for _, m in younger
     ]
@@ -150,6 +151,6 @@ def evictable(m: ModelView, claim: Claim) -> bool:
     return m.residency is Residency.RESIDENT and not m.spec.pinned and m.name != claim.model
 
 
-def oldest(m: ModelView) -> tuple[float, int]:
+def oldest(m: ModelView) -> Order:
     """Order of a model's oldest request; the model must have one."""
     return min(r.order for r in (*m.running[:1], *m.waiting[:1]))

@@ -9,5 +9,5 @@ from ballast.core.view import Candidate
 
 def least_recently_run(candidates: Sequence[Candidate]) -> str:
     """Round-robin by jobs; of models that have never run, the oldest request first, then name."""
-    never = (float("inf"), 0)
-    return min(candidates, key=lambda c: (c.last_run, c.first_waiting or never, c.model)).model
+    last = (float("inf"),)
+    return min(candidates, key=lambda c: (c.last_run, c.first_waiting or last, c.model)).model

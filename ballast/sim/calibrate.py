@@ -21,7 +21,7 @@ from ballast.core.job import Job, SequenceWork
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import FleetSettings
 from ballast.engine.device import LiveDevice
-from ballast.engine.state import ModelState
+from ballast.engine.model import ModelState
 from ballast.sim.simulate import Profile
 
 PAUSE = 0.05

@@ -243,7 +243,7 @@ def test_static_preempts_within_the_share_only() -> None:
     view = device(tight, other, free=50, shortages=(lack,))
     memo = Division((("a", 1.0), ("b", 1.0)), {"a": 8, "b": 8})
     decision = FixedShares()(view, memo)
-    assert decision.actions == (Preempt("a", young.id, why="a came first"),)
+    assert decision.actions == (Preempt("a", young.id, why="a comes first"),)
 
 
 def test_static_divides_anew_when_a_model_has_come_or_gone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ballast.core.cost import UNMEASURED
 from ballast.core.model import ModelSpec
+from ballast.core.request import Order
 from ballast.core.settings import Slo
 from ballast.core.view import (
     DeviceView,
@@ -50,8 +51,8 @@ def request(
     tokens: int = 32,
     flying: bool = False,
 ) -> RequestView:
-    order = (arrival, sequence)
-    return RequestView(f"r{sequence}", order, 0, tokens, tokens - 1, pages, flying, blocks)
+    order = Order(0, arrival, sequence)
+    return RequestView(f"r{sequence}", order, tokens, tokens - 1, pages, flying, blocks)
 
 
 def model(

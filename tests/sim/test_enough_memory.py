@@ -57,6 +57,7 @@ def world(seed: int, preset: str) -> tuple[FleetSettings, list[ModelSpec], list[
             max_tokens=rng.randint(1, 60),
             arrival=rng.choice([0.0, 0.3 * rng.random()]),
             ignore_eos=True,
+            priority=rng.choice([0, 0, 0, 2, -1]),
         )
         for i in range(rng.randint(2, 12))
     ]

@@ -1,0 +1,74 @@
+"""Which requests a model takes in, and where their outputs end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ballast.core.request import Submission
+from ballast.core.units import ceil_div
+from ballast.core.view import Residency
+from ballast.engine.model import ModelState
+
+
+def fitted(s: Submission, m: ModelState, room: int) -> Submission:
+    """An open-ended request asks for no more than `room` pages hold; an embedding has no output."""
+    if s.embed:
+        return replace(s, max_tokens=0)
+    if not s.open_ended:
+        return s
+    layout = m.kv.layout
+    blocks = room // layout.slab_pages * layout.blocks_per_slab
+    most = blocks * m.spec.block_tokens + 1 - len(s.prompt)
+    return replace(s, max_tokens=max(1, min(s.max_tokens, most)))
+
+
+def refusal(s: Submission, m: ModelState, adapter: int | None, room: int) -> tuple[str, str] | None:
+    """(code, reason) for a request that is not accepted.
+
+    `room`: pages of KV that one request could have with the device to itself.
+    """
+    if m.residency is Residency.FAILED:
+        return "model_failed", f"the weights of {s.model!r} could not be brought in"
+    if not s.prompt or s.max_tokens < 0:
+        return "invalid_request", "a request needs a prompt, and generates no less than nothing"
+    if s.embed and not m.spec.embeds:
+        return "invalid_request", f"{s.model!r} is not an embedding model"
+    if len(s.prompt) + s.max_tokens > m.spec.max_model_len:
+        return (
+            "context_length_exceeded",
+            f"prompt ({len(s.prompt)}) and output ({s.max_tokens}) exceed the context of "
+            f"{m.spec.max_model_len} tokens",
+        )
+    wrong = _unknown_token(s, m.spec.vocab)
+    if wrong is not None:
+        return "invalid_request", f"there is no token {wrong}: {s.model!r} has {m.spec.vocab}"
+    if s.resumed is None and len(m.waiting) >= m.spec.max_waiting:
+        return "queue_full", f"{m.spec.max_waiting} requests of {m.spec.name!r} wait already"
+    if s.resumed is None and adapter is not None:
+        most = m.spec.adapters[adapter].max_waiting
+        if len(m.waiting) >= most and sum(r.adapter == adapter for r in m.waiting) >= most:
+            return "queue_full", f"{most} requests of {s.model!r} wait already"
+    tokens = len(s.prompt) + max(0, s.max_tokens - 1)
+    pages = m.kv.most_pages(ceil_div(tokens, m.spec.block_tokens))
+    if pages > room:
+        return (
+            "insufficient_memory",
+            f"needs {pages} pages of KV cache, {s.model!r} can have at most {room} here",
+        )
+    return None
+
+
+def finish_reason(m: ModelState, s: Submission, last: int, generated: int) -> str | None:
+    """Why an output of `generated` tokens ends with `last`, if it does."""
+    if last in s.stop_token_ids or (not s.ignore_eos and last in m.spec.eos_token_ids):
+        return "stop"
+    return "length" if generated >= s.max_tokens else None
+
+
+def _unknown_token(s: Submission, vocab: int) -> int | None:
+    """A token of a request that the model does not have."""
+    biased = (token for token, _ in s.sampling.logit_bias)
+    for tokens in (s.prompt, s.resumed or (), s.sampling.banned, tuple(biased)):
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
+            return min(tokens) if min(tokens) < 0 else max(tokens)
+    return None

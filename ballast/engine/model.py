@@ -1,0 +1,68 @@
+"""One model on one device: its weights, its KV cache, its costs and its requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ballast.core.cost import StepCosts
+from ballast.core.job import Job
+from ballast.core.model import ModelSpec
+from ballast.core.request import Request
+from ballast.core.view import ModelView, Residency, Shortage
+from ballast.kv.blocks import KvCache
+from ballast.weights.residency import WeightsOnDevice
+
+
+@dataclass(slots=True, eq=False)
+class ModelState:
+    """One model on this device, and its requests.
+
+    `waiting` and `running` are sorted by `Request.order`.
+    """
+
+    spec: ModelSpec
+    weights: WeightsOnDevice
+    kv: KvCache
+    costs: StepCosts
+    residency: Residency = Residency.ABSENT
+    waiting: list[Request] = field(default_factory=list)
+    running: list[Request] = field(default_factory=list)
+    held: bool = False
+    job: Job | None = None
+    """In flight."""
+    transfer_id: int | None = None
+    shortages: list[Shortage] = field(default_factory=list)
+    """Requests that found no pages when its last job was formed."""
+    leaving: list[Request] = field(default_factory=list)
+    """Requests in flight that are to be preempted when the job ends."""
+    blocked: tuple[str, int] | None = None
+    """(request, epoch of freed memory) at which the first waiting request last found no room."""
+    last_run: float = float("-inf")
+    last_used: float = float("-inf")
+    activations: int = 0
+    evictions: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    view: ModelView | None = None
+    """The snapshot, dropped (None) by whatever changes the model."""
+
+    def queue_seconds(self, adapter: int | None) -> float | None:
+        """How long requests for it, or for one of its adapters, wait to be admitted."""
+        own = None if adapter is None else self.spec.adapters[adapter].queue_seconds
+        return self.spec.queue_seconds if own is None else own
+
+    def queue(self, request: Request) -> None:
+        """Into `waiting`, by order. Preempted requests go before later arrivals."""
+        at = len(self.waiting)
+        while at > 0 and self.waiting[at - 1].order > request.order:
+            at -= 1
+        self.waiting.insert(at, request)
+
+    def admit(self, request: Request) -> None:
+        """Into `running`, by order."""
+        at = len(self.running)
+        while at > 0 and self.running[at - 1].order > request.order:
+            at -= 1
+        self.running.insert(at, request)
