@@ -193,12 +193,16 @@ class TextForm(_Head):
 
 
 def _call_deltas(piece: Piece) -> list[ToolCallDelta]:
-    return [
-        ToolCallDelta(c.index, c.id, "function", CalledFunction(c.name, ""))
-        if isinstance(c, Began)
-        else ToolCallDelta(c.index, function=CalledFunction(arguments=c.fragment))
-        for c in piece.calls
-    ]
+    """One for each call: clients that gather deltas expect no call twice in a chunk."""
+    told: dict[int, ToolCallDelta] = {}
+    for c in piece.calls:
+        if isinstance(c, Began):
+            told[c.index] = ToolCallDelta(c.index, c.id, "function", CalledFunction(c.name, ""))
+        elif c.index not in told:
+            told[c.index] = ToolCallDelta(c.index, function=CalledFunction(arguments=c.fragment))
+        elif (function := told[c.index].function) is not None:
+            function.arguments = (function.arguments or "") + c.fragment
+    return list(told.values())
 
 
 def _message(pieces: Iterable[Piece]) -> ChatMessage:

@@ -50,7 +50,9 @@ def gathered(stream: Any) -> dict[int, tuple[str, list[list[str]], str | None]]:
         for choice in chunk.choices:
             content, calls, reason = found.get(choice.index, ("", [], None))
             assert reason is None
-            for call in choice.delta.tool_calls or ():
+            told = choice.delta.tool_calls or ()
+            assert len({call.index for call in told}) == len(told), "one call twice in a chunk"
+            for call in told:
                 if call.id is not None:
                     assert call.type == "function"
                     assert call.index == len(calls)
