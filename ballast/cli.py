@@ -130,6 +130,50 @@ def _with_options(
 
 
 @app.command()
+def top(
+    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
+    key: Annotated[
+        str | None,
+        typer.Option(
+            envvar=["BALLAST_ADMIN_KEY", "BALLAST_API_KEY"],
+            help="The admin key, where there is one; else any key, where there are some.",
+        ),
+    ] = None,
+    interval: Annotated[float, typer.Option(min=0.05, help="Seconds between readings.")] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="One frame, as text; so too where there is no terminal.")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Readings as lines of JSON; with --once, one.")
+    ] = False,
+) -> None:
+    """Watch a server: memory, models, queues, latencies and the last decisions.
+
+    With --once and --json, exit code 1 if the server does not answer or refuses the key.
+    """
+    import asyncio
+
+    from rich.console import Console
+
+    from ballast.dashboard import top as screen
+    from ballast.dashboard.reader import Unreadable
+
+    console = Console(highlight=False)
+    try:
+        if json:
+            asyncio.run(screen.lines(url, key, interval, forever=not once))
+        elif once or not console.is_terminal:
+            asyncio.run(screen.once(url, key, interval, console))
+        else:
+            asyncio.run(screen.live(url, key, interval, console))
+    except Unreadable as error:
+        print(f"ballast: {url}: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@app.command()
 def bench(
     fleet_file: FleetFile,
     workload: Annotated[

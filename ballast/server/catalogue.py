@@ -17,6 +17,11 @@ _STATUS = {
 }
 
 
+def status_of(residency: str) -> ModelStatus:
+    """What clients are told of a value of `Residency`."""
+    return _STATUS[Residency(residency)]
+
+
 def listed(service: Service) -> list[Model]:
     """Those that serve, in the fleet's order, and then those that failed to."""
     return [
@@ -46,7 +51,7 @@ def _serving(service: Service, spec: ModelSpec) -> Model:
         root=base,
         parent=spec.base,
         max_model_len=spec.max_model_len,
-        status=_STATUS[Residency(where)],
+        status=status_of(where),
     )
 
 

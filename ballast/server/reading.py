@@ -11,6 +11,7 @@ from starlette.responses import Response
 from ballast import __version__
 from ballast.core.report import ModelReport
 from ballast.core.settings import Slo
+from ballast.server.catalogue import status_of
 from ballast.server.gate import Gate
 from ballast.server.health import status
 from ballast.server.metrics import CONTENT_TYPE, Metrics
@@ -38,7 +39,7 @@ def add_reading(app: FastAPI, service: Service, gate: Gate) -> None:
 def models_now(service: Service) -> list[ModelNow]:
     """The models that serve."""
     report = service.controller.report
-    assert report is not None  # there is one before any route
+    assert report is not None
     return [_model(service, m) for m in report.models]
 
 
@@ -56,12 +57,11 @@ def decisions(service: Service, last: int, model: str | None = None) -> list[dic
 def _server(service: Service, gate: Gate) -> ServerNow:
     controller = service.controller
     report = controller.report
-    assert report is not None
-    now = service.wall.now()
+    assert report is not None  # there is one before any route
     return ServerNow(
         version=__version__,
-        time=now,
-        uptime=now - service.started,
+        time=service.wall.now(),
+        uptime=service.clock.now(),
         preset=controller.fleet.preset,
         status=status(controller, gate),
         reason=controller.down,
@@ -82,10 +82,11 @@ def _server(service: Service, gate: Gate) -> ServerNow:
 
 def _model(service: Service, report: ModelReport) -> ModelNow:
     spec = service.controller.specs.get(report.name)
+    status = status_of(report.residency).value
     if spec is None:  # it has just been removed
-        return ModelNow(report, [_name(service.metrics, report.name, None)], False)
+        return ModelNow(status, report, [_name(service.metrics, report.name, None)], False)
     names = [_name(service.metrics, s.name, s.slo) for s in spec.served]
-    return ModelNow(report, names, spec.pinned)
+    return ModelNow(status, report, names, spec.pinned)
 
 
 def _name(metrics: Metrics, name: str, slo: Slo | None) -> NameNow:

@@ -28,6 +28,7 @@ class NameNow(msgspec.Struct, frozen=True):
 class ModelNow(msgspec.Struct, frozen=True):
     """One model of the fleet."""
 
+    status: Literal["loaded", "loading", "evicted", "failed"]
     report: ModelReport
     names: list[NameNow]
     """The model's own, then its adapters'."""

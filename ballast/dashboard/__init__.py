@@ -1,0 +1,1 @@
+"""What operators look at, over what a server tells of itself."""

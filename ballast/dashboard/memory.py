@@ -1,0 +1,81 @@
+"""A device's pages by owner, as a bar and in numbers."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from ballast.core.report import ModelReport
+from ballast.core.units import format_bytes
+from ballast.dashboard.words import bar
+from ballast.server.state import ServerNow
+
+# Marks differ also where there are no colours.
+WEIGHTS, SHARED, KV, CACHED, ACTIVATIONS, RECLAIMING, FREE = "█", "▇", "▓", "▒", "#", "~", "·"
+_STYLES = {
+    WEIGHTS: "blue",
+    SHARED: "cyan",
+    KV: "green",
+    CACHED: "green dim",
+    ACTIVATIONS: "yellow",
+    RECLAIMING: "magenta",
+    FREE: "bright_black",
+}
+
+
+_SELDOM = ("shared weights", "cached prefixes", "reclaiming")
+"""Not told of where there are none."""
+
+
+def pool(now: ServerNow) -> list[tuple[str, int, str]]:
+    """What the pool's pages are for: (name, pages, mark); they add up to the total."""
+    held = dict.fromkeys(("weights", "shared", "kv", "arena"), 0)
+    for owner, pages in now.owners.items():
+        kind = owner.partition(":")[0]
+        held[kind] = held.get(kind, 0) + pages
+    cached = min(held["kv"], sum(m.report.cached_pages for m in now.models))
+    return [
+        ("weights", held["weights"], WEIGHTS),
+        ("shared weights", held["shared"], SHARED),
+        ("KV", held["kv"] - cached, KV),
+        ("cached prefixes", cached, CACHED),
+        ("activations", held["arena"], ACTIVATIONS),
+        ("reclaiming", now.reclaiming, RECLAIMING),
+        ("free", now.free, FREE),
+    ]
+
+
+def pool_bar(now: ServerNow, width: int) -> Text:
+    """The whole pool."""
+    return _drawn(bar([(pages, mark) for _, pages, mark in pool(now)], now.total, width))
+
+
+def model_bar(report: ModelReport, total: int, width: int) -> Text:
+    """What one model has of the pool, shared weights included."""
+    parts = [
+        (report.weight_pages, WEIGHTS),
+        (report.kv_pages - report.cached_pages, KV),
+        (report.cached_pages, CACHED),
+    ]
+    return _drawn(bar(parts, total, width))
+
+
+def legend(now: ServerNow) -> list[Text]:
+    """One text for each part that there is."""
+    told = []
+    for name, pages, mark in pool(now):
+        if not pages and name in _SELDOM:
+            continue
+        share = pages / now.total if now.total else 0.0
+        text = Text(no_wrap=True)
+        text.append(mark, _STYLES[mark]).append(f" {name} ", "bright_black")
+        text.append(f"{pages}").append(f" {format_bytes(pages * now.page_bytes)}", "bright_black")
+        text.append(f" {share:.0%}", "bright_black")
+        told.append(text)
+    return told
+
+
+def _drawn(runs: list[tuple[str, str]]) -> Text:
+    text = Text(no_wrap=True)
+    for mark, cells in runs:
+        text.append(cells, _STYLES[mark])
+    return text

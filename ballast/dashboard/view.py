@@ -1,0 +1,168 @@
+"""One frame of `ballast top`: a pure function of what was read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ballast.core.units import format_bytes
+from ballast.dashboard.columns import rows, table
+from ballast.dashboard.memory import legend, pool_bar
+from ballast.dashboard.reader import Rates
+from ballast.dashboard.words import decided, rate_of, span_of, sparkline
+from ballast.server.state import ServerNow
+
+_STATUS = {
+    "ok": ("● serving", "green"),
+    "draining": ("◐ draining", "yellow"),
+    "restarting": ("◐ the worker restarts", "yellow"),
+    "lost": ("✗ no worker", "bold red"),
+}
+_FAINT = "bright_black"
+_INDENT = 10
+"""Cells of the words before the pool's bar and what is below it."""
+_GAP = "   "
+_SPARK = 60
+"""Most cells for the history of tokens per second."""
+LEAST_DECISIONS = 4
+"""Lines left to decisions where models would fill the screen."""
+MOST_FAILURES = 3
+MOST_DECISIONS = 12
+"""Where there is no screen that would bound them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What is known, and how it is to be shown."""
+
+    url: str
+    now: ServerNow | None
+    """The last reading, if there was one."""
+    rates: Rates
+    trouble: str = ""
+    """Why there is no newer reading, if there should be one."""
+    age: float = 0.0
+    """Seconds since the last reading."""
+    pages: bool = False
+    """Models' memory in pages instead of bytes."""
+
+
+def draw(frame: Frame, width: int, height: int | None) -> RenderableType:
+    """In so many cells and lines; None: in as many lines as it takes, and without keys."""
+    now = frame.now
+    lines: list[RenderableType] = [*_head(frame)]
+    if now is None:
+        return Group(*lines)
+    lines += [*_numbers(now, frame.rates, width), Text()]
+    failures = _failures(now)
+    if height is None:
+        room, most_rows = MOST_DECISIONS, None
+    else:
+        room = height - len(lines) - len(failures) - len(("titles of models", "", "keys"))
+        most_rows = max(1, room - min(LEAST_DECISIONS, room // 3))
+    shown, left_out = rows(now, most_rows)
+    lines.append(table(now, frame.rates, shown, width, frame.pages))
+    if left_out:
+        lines.append(_left_out(left_out))
+    lines += failures
+    if height is not None:
+        room -= len(shown) + bool(left_out)
+    if room > 1:
+        lines += [Text(), *_decisions(now, room)]
+    if height is not None:
+        lines.append(Text("q quit   u pages or bytes", _FAINT, no_wrap=True))
+    return Group(*lines)
+
+
+def _head(frame: Frame) -> list[Text]:
+    now = frame.now
+    first = _line(("ballast ", "bold"), (frame.url, "cyan"))
+    if now is not None and not frame.trouble:
+        mark, style = _STATUS[now.status]
+        first.append(f"  {mark}", style)
+    if now is not None:
+        facts = [now.device, now.preset, f"up {span_of(now.uptime)}", f"v{now.version}"]
+        first.append("  " + " · ".join(facts), _FAINT)
+        if now.restarts:
+            first.append(f" · {now.restarts} worker restarts", "yellow")
+    if frame.trouble:
+        old = "" if now is None else f"; what follows is {span_of(frame.age)} old"
+        return [first, _line((f"✗ {frame.trouble}{old}", "bold red"))]
+    if now is not None and now.reason is not None:
+        return [first, _line((f"{now.reason}; {now.open} requests wait for the next", "yellow"))]
+    return [first]
+
+
+def _numbers(now: ServerNow, rates: Rates, width: int) -> list[Text]:
+    """The pool and the requests."""
+    size = f" {format_bytes(now.total * now.page_bytes)}, {now.total} pages"
+    cells = max(10, width - _INDENT - len(size))
+    bar = _line(("pool", _FAINT)).append(" " * (_INDENT - len("pool")))
+    bar.append_text(pool_bar(now, cells)).append(size, _FAINT)
+    running = sum(m.report.running for m in now.models)
+    waiting = sum(m.report.waiting for m in now.models)
+    requests = _line(("requests", _FAINT), ("  ", ""), (f"{running} running, ", ""))
+    requests.append(f"{waiting} waiting", "yellow" if waiting else "")
+    if rates.total is not None:
+        told = f"   {rate_of(rates.total)} tokens/s"
+        requests.append(told)
+        if len(rates.totals) > 1:
+            room = max(0, min(_SPARK, width - requests.cell_len - 2))
+            requests.append("  ").append(sparkline(rates.totals, room), "green")
+    return [bar, *_side_by_side(legend(now), width), requests]
+
+
+def _side_by_side(texts: Sequence[Text], width: int) -> list[Text]:
+    """In as many lines as they need, below the bar."""
+    lines: list[Text] = []
+    for text in texts:
+        if lines and lines[-1].cell_len + len(_GAP) + text.cell_len <= width:
+            lines[-1].append(_GAP).append_text(text)
+        else:
+            lines.append(_line((" " * _INDENT, "")).append_text(text))
+    return lines
+
+
+def _left_out(states: Sequence[str]) -> Text:
+    counts = ", ".join(f"{n} {state}" for state, n in Counter(states).most_common())
+    return _line((f"and {len(states)} more ({counts})", _FAINT))
+
+
+def _failures(now: ServerNow) -> list[Text]:
+    """Why models are not served."""
+    told = [
+        _line(("✗ ", "red"), (f"{name} ", "bold"), (f"is not served: {why}", "red"))
+        for name, why in list(now.failed.items())[:MOST_FAILURES]
+    ]
+    more = len(now.failed) - len(told)
+    return [*told, _line((f"✗ and {more} more", "red"))] if more else told
+
+
+def _decisions(now: ServerNow, room: int) -> list[Text]:
+    """Newest first, below a title."""
+    found = decided(now.decisions, room - 1)
+    if not found:
+        return [_line(("no decisions yet", _FAINT))]
+    verbs = max(len(one.verb) for one in found)
+    models = max(len(one.model) for one in found)
+    lines = [_line(("decisions", _FAINT))]
+    for one in found:
+        ago = span_of(now.time - one.time)
+        line = _line((f"{ago:>6} ago  ", _FAINT), (f"{one.verb:{verbs}}  ", "bold"))
+        line.append(f"{one.model:{models}}  ")
+        if one.times > 1:
+            line.append(f"{one.times} times; ", _FAINT)
+        line.append(one.detail)
+        if one.refused:
+            line.append(", " if one.detail else "").append(f"refused: {one.refused}", "red")
+        lines.append(line)
+    return lines
+
+
+def _line(*parts: tuple[str, str]) -> Text:
+    """One line, cut off where the screen ends."""
+    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")

@@ -1,0 +1,116 @@
+"""Numbers, times and decisions as an operator reads them: short, and of even width."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def seconds_of(seconds: float) -> str:
+    """A latency: ``0.0123 -> '12ms'``."""
+    if seconds < 0.0095:
+        return f"{seconds * 1e3:.1f}ms"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.0f}ms"
+    return f"{seconds:.1f}s" if seconds < 100 else f"{seconds:.0f}s"
+
+
+def span_of(seconds: float) -> str:
+    """How long something lasts or lasted: ``11520 -> '3h12m'``."""
+    whole = max(0, int(seconds))
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    if days:
+        return f"{days}d{hours:02}h"
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{whole % 60:02}s" if minutes else f"{whole}s"
+
+
+def rate_of(rate: float) -> str:
+    """Per second."""
+    return f"{rate:.0f}" if rate >= 99.95 or rate == 0 else f"{rate:.1f}"
+
+
+def sparkline(values: Iterable[float], width: int) -> str:
+    """The last `width` values, the highest of them as high as can be; nothing is the lowest."""
+    shown = list(values)[-width:]
+    most = max(shown, default=0.0)
+    steps = len(_BLOCKS) - 1
+    return "".join(_BLOCKS[round(v / most * steps) if most else 0] for v in shown)
+
+
+def bar(parts: Sequence[tuple[int, str]], total: int, width: int) -> list[tuple[str, str]]:
+    """Parts of a whole as runs of cells, each with its mark: `width` cells in all.
+
+    Cells are given by where parts end, so that they add up; a part of one cell at least has one
+    if its neighbour can spare it.
+    """
+    runs, done, drawn = [], 0, 0
+    for pages, mark in parts:
+        done += pages
+        end = min(width, round(done / total * width)) if total else 0
+        if pages and end == drawn < width:
+            end += 1
+        runs.append((mark, mark * (end - drawn)))
+        drawn = max(drawn, end)
+    return runs
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A decision, and how many like it came right after it."""
+
+    time: float
+    """Of the last of them, seconds since 1970."""
+    verb: str
+    model: str
+    detail: str
+    refused: str
+    times: int = 1
+
+
+def decided(decisions: Iterable[Mapping[str, Any]], most: int) -> list[Decided]:
+    """The last, newest first, as a server tells them; a row of like ones is told once."""
+    told: list[Decided] = []
+    for decision in reversed(list(decisions)):
+        one = _decided(decision)
+        if told and _alike(told[-1], one):
+            last = told[-1]
+            told[-1] = Decided(
+                last.time, last.verb, last.model, last.detail, last.refused, last.times + 1
+            )
+        elif len(told) == most:
+            break
+        else:
+            told.append(one)
+    return told
+
+
+def _alike(a: Decided, b: Decided) -> bool:
+    return (a.verb, a.model, bool(a.refused)) == (b.verb, b.model, bool(b.refused))
+
+
+def _decided(decision: Mapping[str, Any]) -> Decided:
+    verb = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", str(decision.get("action", "?"))).lower()
+    if decision.get("held") is False:
+        verb = "release"
+    details = []
+    if why := decision.get("why"):
+        details.append(str(why))
+    if "pages" in decision:
+        pages = decision["pages"]
+        details.append("no bound" if pages is None else f"{pages} page" + "s" * (pages != 1))
+    by = decision.get("by")
+    if by and f"by an {by}" not in details:  # as the reason, where it has no other
+        details.append(f"by an {by}")
+    return Decided(
+        time=float(decision.get("time", 0.0)),
+        verb=verb,
+        model=str(decision.get("model", "")),
+        detail=", ".join(details),
+        refused=str(decision.get("refused", "")),
+    )
