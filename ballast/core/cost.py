@@ -1,26 +1,40 @@
 """Formulas of cost, in seconds. Coefficients are measured or come from a profile.
 
 The job formula follows the forms that fit measured GPUs best (a floor for reading the weights,
-linear terms in tokens and in KV read), extended to jobs that mix prefill chunks and decodes.
+linear terms in tokens and in KV read, a step for each tile of sequences), extended to jobs that
+mix prefill chunks and decodes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
-from ballast.core.job import Job
+from ballast.core.job import Job, Load, chunk_pairs
 from ballast.core.model import ModelSpec
 from ballast.core.units import MiB, ceil_div
+
+TILE = 64
+"""Rows of a tile of a GPU's matrix products: that many decoding sequences cost little more than
+one, and the next tile's worth costs a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Seconds of one job: `base + T*per_token + B*per_sequence + C*per_context + S*per_pair
-    + P*per_chunk`.
+    """Seconds of one job: a pass over the weights, and what its work adds to that.
+
+    ::
+
+        without prefill   base + decode
+        with prefill      max(floor, base - hidden + prefill) + decode
+        prefill           T*per_token + S*per_pair + P*per_chunk
+        decode            B*per_sequence + C*per_context + (ceil(B / 64) - 1)*per_tile
 
     T: prefill tokens; B: decoding sequences; C: KV tokens these read; S: query-key pairs of
     prefill attention; P: prefill chunks. `base` holds the pass over the weights and the host's own
-    work; `per_chunk` what a prefill costs for beginning where something else ran before.
+    work, `hidden` the part of it that a prefill's arithmetic covers, `floor` the least a prefill
+    takes however short it is; `per_chunk` what a prefill costs for beginning where something else
+    ran before. With `floor`, `hidden` and `per_tile` 0 the form is linear. A job that decodes
+    beside a prefill makes one pass over the weights for both, never shorter than `base`.
     """
 
     base: float
@@ -29,33 +43,31 @@ class StepCosts:
     per_context: float
     per_pair: float
     per_chunk: float = 0.0
+    floor: float = 0.0
+    hidden: float = 0.0
+    per_tile: float = 0.0
 
-    def features(self, job: Job) -> tuple[float, ...]:
-        """(1, T, B, C, S, P) of a job, in the order of the coefficients."""
-        return (
-            1.0,
-            float(job.prefill_tokens),
-            float(job.decode_sequences),
-            float(job.decode_context),
-            float(job.prefill_pairs),
-            float(job.prefill_chunks),
-        )
+    def of(self, load: Load) -> float:
+        tokens, chunks, pairs, sequences, context = load
+        seconds = self.base
+        if tokens:
+            seconds += tokens * self.per_token + pairs * self.per_pair + chunks * self.per_chunk
+            seconds = max(self.floor, self.base if sequences else 0.0, seconds - self.hidden)
+        if sequences:
+            seconds += sequences * self.per_sequence + context * self.per_context
+            seconds += (sequences - 1) // TILE * self.per_tile
+        return seconds
 
     def seconds(self, job: Job) -> float:
-        coefficients = (
-            self.base,
-            self.per_token,
-            self.per_sequence,
-            self.per_context,
-            self.per_pair,
-            self.per_chunk,
-        )
-        return sum(a * x for a, x in zip(coefficients, self.features(job), strict=True))
+        return self.of(job.load)
 
     def prefill_seconds(self, tokens: int, start: int = 0) -> float:
         """To compute `tokens` more positions of one sequence that has `start` of them."""
-        pairs = tokens * start + tokens * (tokens + 1) // 2
-        return self.base + tokens * self.per_token + pairs * self.per_pair + self.per_chunk
+        return self.of(Load(tokens, 1, chunk_pairs(tokens, start), 0, 0))
+
+    def scaled(self, factor: float) -> StepCosts:
+        """Everything takes `factor` times as long."""
+        return StepCosts(*(factor * a for a in astuple(self)))
 
 
 UNMEASURED = StepCosts(2e-3, 2e-4, 2e-4, 1e-8, 1e-9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ballast.core.request import Sampling
 
@@ -63,6 +64,23 @@ class SequenceWork:
         return rows
 
 
+class Load(NamedTuple):
+    """What a job's cost depends on."""
+
+    prefill_tokens: int
+    prefill_chunks: int
+    prefill_pairs: int
+    """Query-key pairs of prefill attention."""
+    decode_sequences: int
+    decode_context: int
+    """KV tokens read by the decoding sequences."""
+
+
+def chunk_pairs(tokens: int, start: int) -> int:
+    """Query-key pairs, under a causal mask, of a chunk that comes after `start` tokens."""
+    return tokens * start + tokens * (tokens + 1) // 2
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """Work for one lane."""
@@ -73,31 +91,19 @@ class Job:
     work: tuple[SequenceWork, ...]
 
     @property
-    def prefill_tokens(self) -> int:
-        return sum(len(w.tokens) for w in self.work if len(w.tokens) > 1)
-
-    @property
-    def prefill_chunks(self) -> int:
-        """Sequences that compute more than one token."""
-        return sum(1 for w in self.work if len(w.tokens) > 1)
-
-    @property
-    def prefill_pairs(self) -> int:
-        """Query-key pairs of prefill attention: sum over chunks of rows x context."""
-        return sum(
-            len(w.tokens) * w.start + len(w.tokens) * (len(w.tokens) + 1) // 2
-            for w in self.work
-            if len(w.tokens) > 1
-        )
-
-    @property
-    def decode_sequences(self) -> int:
-        return sum(1 for w in self.work if len(w.tokens) == 1)
-
-    @property
-    def decode_context(self) -> int:
-        """KV tokens read by the decoding sequences."""
-        return sum(w.end for w in self.work if len(w.tokens) == 1)
+    def load(self) -> Load:
+        """A sequence that computes more than one token is a prefill chunk, else it decodes."""
+        tokens = chunks = pairs = sequences = context = 0
+        for w in self.work:
+            n = len(w.tokens)
+            if n > 1:
+                tokens += n
+                chunks += 1
+                pairs += chunk_pairs(n, w.start)
+            elif n:
+                sequences += 1
+                context += w.end
+        return Load(tokens, chunks, pairs, sequences, context)
 
 
 @dataclass(frozen=True, slots=True)

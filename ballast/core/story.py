@@ -36,11 +36,7 @@ def describe(event: Event) -> dict[str, Any]:
             "event": kind,
             "job": job.id,
             "model": job.model,
-            "prefill_tokens": job.prefill_tokens,
-            "prefill_chunks": job.prefill_chunks,
-            "prefill_pairs": job.prefill_pairs,
-            "decode_sequences": job.decode_sequences,
-            "decode_context": job.decode_context,
+            **job.load._asdict(),
         }
         told["seconds" if isinstance(event, JobDone) else "reason"] = (
             event.seconds if isinstance(event, JobDone) else event.reason

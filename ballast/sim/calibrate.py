@@ -7,7 +7,7 @@ import random
 import statistics
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from ballast.core.actions import Short
 from ballast.core.cost import StepCosts
 from ballast.core.errors import DeviceError
 from ballast.core.event import Arrival, Drain, JobDone, TransferDone
-from ballast.core.job import Job, SequenceWork
+from ballast.core.job import Job, Load, SequenceWork
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import FleetSettings
 from ballast.engine.device import LiveDevice
@@ -76,12 +76,17 @@ def calibrate(fleet: FleetSettings, rounds: int = 4, seed: int = 0) -> Profile:
 
 def fit(points: Sequence[tuple[Job, float]]) -> StepCosts:
     """Non-negative coefficients with least squares of the relative error over (job, seconds)."""
-    unit = StepCosts(1, 1, 1, 1, 1, 1)
-    rows = np.array([[x / seconds for x in unit.features(job)] for job, seconds in points])
+    rows = np.array([_terms(job.load) for job, _ in points]) / [[seconds] for _, seconds in points]
     scale = rows.max(axis=0)
     scale[scale == 0] = 1.0
     solution, _ = nnls(rows / scale, np.ones(len(points)))
     return StepCosts(*(float(x) for x in solution / scale))
+
+
+def _terms(n: Load) -> tuple[float, ...]:
+    """What the first six coefficients of `StepCosts` are multiplied with."""
+    prefill = (n.prefill_pairs, n.prefill_chunks)
+    return (1.0, n.prefill_tokens, n.decode_sequences, n.decode_context, *prefill)
 
 
 def relative_errors(costs: StepCosts, points: Sequence[tuple[Job, float]]) -> list[float]:
@@ -99,36 +104,20 @@ def in_service(
     into `per_chunk`, as a share of `base`.
     """
     told = [
-        (
-            costs[e["model"]],
-            (
-                1.0,
-                e["prefill_tokens"],
-                e["decode_sequences"],
-                e["decode_context"],
-                e["prefill_pairs"],
-                e["prefill_chunks"],
-            ),
-            e["seconds"],
-        )
+        (costs[e["model"]], Load(*(e[key] for key in Load._fields)), e["seconds"])
         for e in entries
         if e.get("event") == "JobDone"
     ]
-    decodes = [s / _dot(c, x) for c, x, s in told if not x[-1]]
+    decodes = [s / c.of(n) for c, n, s in told if not n.prefill_chunks]
     factor = statistics.median(decodes) if decodes else 1.0
-    beyond = [(s - factor * _dot(c, x)) / (c.base * x[-1]) for c, x, s in told if x[-1]]
+    beyond = [
+        (s - factor * c.of(n)) / (c.base * n.prefill_chunks) for c, n, s in told if n.prefill_chunks
+    ]
     share = max(0.0, statistics.median(beyond)) if beyond else 0.0
     return {
-        name: replace(
-            StepCosts(*(factor * a for a in astuple(c))),
-            per_chunk=factor * c.per_chunk + share * c.base,
-        )
+        name: replace(c.scaled(factor), per_chunk=factor * c.per_chunk + share * c.base)
         for name, c in costs.items()
     }
-
-
-def _dot(costs: StepCosts, features: Sequence[float]) -> float:
-    return float(sum(a * x for a, x in zip(astuple(costs), features, strict=True)))
 
 
 def overhead_of(entries: Iterable[dict[str, Any]]) -> float:
@@ -179,7 +168,7 @@ def _measure(
     context = max(32, min(spec.max_model_len, 512, room // sequences))
     for shape in _shapes(settings.step_tokens, sequences, context):
         job, tables = _job(m, shape, rng)
-        if job.decode_sequences:
+        if job.load.decode_sequences:
             _run(device, job)
         else:
             device.inbox.take(device.clock.now() + PAUSE)

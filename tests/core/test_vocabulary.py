@@ -11,7 +11,7 @@ from ballast.core.clock import VirtualClock
 from ballast.core.cost import StepCosts
 from ballast.core.errors import BrokenPromise, ConfigError
 from ballast.core.event import Arrival, Cancel, JobDone
-from ballast.core.job import Job, SequenceWork
+from ballast.core.job import Job, Load, SequenceWork
 from ballast.core.model import AdapterSpec
 from ballast.core.request import Request, Sampling, State, Submission
 from ballast.core.story import Story
@@ -102,10 +102,7 @@ def test_job_counts_what_costs() -> None:
             SequenceWork("c", [1], 4, [2], Sampling()),
         ),
     )
-    assert job.prefill_tokens == 3
-    assert job.prefill_pairs == 3 + 4 + 5
-    assert job.decode_sequences == 2
-    assert job.decode_context == 10 + 5
+    assert job.load == Load(3, 1, 3 + 4 + 5, 2, 10 + 5)
     costs = StepCosts(1.0, 10.0, 100.0, 1000.0, 10000.0)
     assert costs.seconds(job) == 1 + 30 + 200 + 15000 + 120000
     assert costs.prefill_seconds(3, 2) == 1 + 30 + 120000
