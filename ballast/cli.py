@@ -86,6 +86,16 @@ def serve(
         str | None,
         typer.Option(envvar="BALLAST_API_KEY", help="A key that opens all models, beside any."),
     ] = None,
+    changes: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="BALLAST_CHANGES",
+            help="Keep operators' changes here; default: FLEET.changes.json.",
+        ),
+    ] = None,
+    no_changes: Annotated[
+        bool, typer.Option("--no-changes", help="Forget operators' changes at the end.")
+    ] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     log_format: Annotated[
         str, typer.Option(envvar="BALLAST_LOG_FORMAT", help="text or json.")
@@ -97,18 +107,22 @@ def serve(
 ) -> None:
     """Serve a fleet over HTTP (the OpenAI API)."""
     from ballast.cluster.logs import set_up
+    from ballast.fleet.source import Source
+    from ballast.policy.presets import PRESETS
     from ballast.server.serve import serve as run
 
     set_up("server", log_format, log_level)
 
-    def read() -> FleetSettings:
-        """The fleet file, and what the command line says instead."""
-        fleet = with_preset(load(fleet_file), preset)
+    def adjust(fleet: FleetSettings) -> FleetSettings:
+        """What the command line says instead of the file."""
+        fleet = with_preset(fleet, preset)
         if story is not None:
             fleet = replace(fleet, story_path=str(story))
         return replace(fleet, server=_with_options(fleet.server, drain_seconds, api_key))
 
-    raise typer.Exit(run(read(), host, port, otlp_endpoint=otlp_endpoint))
+    kept = None if no_changes else changes or fleet_file.with_suffix(".changes.json")
+    source = Source(fleet_file, presets=PRESETS, changes=kept, adjust=adjust)
+    raise typer.Exit(run(source, host, port, otlp_endpoint=otlp_endpoint))
 
 
 def _with_options(

@@ -12,6 +12,7 @@
     |  |- UnknownModel
     |  `- NeverFits         the request needs more memory than its model can ever get here
     |- Unavailable          the service drains or the worker is gone: try again elsewhere or later
+    |- NotKept              an operator's change could not be recorded: make room, or let it write
     |- DeviceError          an operating system or driver call failed; the books are as before
     `- BrokenPromise        an invariant of Ballast does not hold: a bug, never a user's fault
 
@@ -80,6 +81,10 @@ class NeverFits(RequestError):
 
 class Unavailable(BallastError):
     """The server is draining or its worker is gone."""
+
+
+class NotKept(BallastError):
+    """An operator's change cannot be recorded where it would survive a restart."""
 
 
 class DeviceError(BallastError):

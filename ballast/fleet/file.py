@@ -42,6 +42,14 @@ def load_fleet(
     the key (``models[2].slo.ttft``), its value and what is allowed.
     """
     file = Path(path)
+    keys = read_keys(file, presets=presets, environ=environ)
+    return resolved(keys, numbered(keys.models), file.parent, fetch_hub)
+
+
+def read_keys(
+    file: Path, *, presets: Collection[str], environ: Mapping[str, str] | None = None
+) -> FleetKeys:
+    """The file's keys, checked; no path is looked at yet. Raises ConfigError."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -49,9 +57,25 @@ def load_fleet(
     values = read_document(text, os.environ if environ is None else environ, str(file))
     keys = _check(values, str(file))
     _check_names(keys, presets)
-    story = None if keys.story is None else str(file.parent / keys.story)
+    return keys
+
+
+Placed = Sequence[tuple[str, NamedModelKeys]]
+"""Entries, each with what an error calls it: ``models[2]``."""
+
+
+def numbered(entries: Sequence[NamedModelKeys]) -> Placed:
+    """Entries as they stand in the file."""
+    return [(f"models[{i}]", entry) for i, entry in enumerate(entries)]
+
+
+def resolved(
+    keys: FleetKeys, entries: Placed, home: Path, fetch_hub: Callable[[str, str], str] = fetch
+) -> FleetSettings:
+    """Settings with these models; relative paths start at `home`. Raises ConfigError."""
+    home = home.absolute()
     return FleetSettings(
-        models=_models(keys.models, file.parent, fetch_hub),
+        models=_models(entries, home, fetch_hub),
         device=keys.devices[0].settings(),
         link=LinkSettings(
             device=keys.devices[0].name,
@@ -59,8 +83,8 @@ def load_fleet(
         ),
         preset=keys.preset,
         options=dict(keys.options),
-        home=str(file.parent.absolute()),
-        story_path=story,
+        home=str(home),
+        story_path=None if keys.story is None else str(home / keys.story),
         server=keys.server.settings(),
     )
 
@@ -78,22 +102,20 @@ def entry_settings(
 
 
 def _models(
-    entries: Sequence[NamedModelKeys], home: Path, fetch_hub: Callable[[str, str], str]
+    entries: Placed, home: Path, fetch_hub: Callable[[str, str], str]
 ) -> tuple[ModelSettings, ...]:
-    """The models, each with its adapters, in the file's order."""
+    """The models, each with its adapters, in the entries' order."""
     paths: dict[str, str] = {}
     adapters: dict[str, list[AdapterSettings]] = {}
-    for i, entry in enumerate(entries):
+    for at, entry in entries:
         if entry.path is not None:
-            paths[entry.name] = _directory(
-                entry.path, f"models[{i}].path", home, fetch_hub, _CHECKPOINT
-            )
+            paths[entry.name] = _directory(entry.path, f"{at}.path", home, fetch_hub, _CHECKPOINT)
         if entry.adapter is not None and entry.base is not None:
-            path = _directory(entry.adapter, f"models[{i}].adapter", home, fetch_hub, _ADAPTER)
+            path = _directory(entry.adapter, f"{at}.adapter", home, fetch_hub, _ADAPTER)
             adapters.setdefault(entry.base, []).append(entry.adapter_settings(path))
     return tuple(
         entry.settings(paths[entry.name], tuple(adapters.get(entry.name, ())))
-        for entry in entries
+        for _, entry in entries
         if entry.name in paths
     )
 

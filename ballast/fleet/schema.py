@@ -73,27 +73,38 @@ class SloKeys(Keys):
     tpot: Positive = Slo().tpot
 
 
-class LimitKeys(Keys):
-    """Bounds on one model's requests and context."""
+class LiveLimitKeys(Keys):
+    """Bounds on one model's requests."""
 
-    context: Count | None = None
-    """Most tokens of prompt and output together."""
     running: Count = 64
     waiting: Annotated[int, Field(ge=0)] = 10_000
     queue_seconds: Positive | None = None
     """A request that waited so long without being admitted fails."""
 
 
-class ModelKeys(Keys):
-    """What may be said of one model; under `defaults`, of all."""
+class LimitKeys(LiveLimitKeys):
+    """Bounds on one model's requests and context."""
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    context: Count | None = None
+    """Most tokens of prompt and output together."""
+
+
+class LiveKeys(Keys):
+    """What may change while a model serves."""
+
     slo: SloKeys = SloKeys()
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
     share: Positive = 1.0
-    limits: LimitKeys = LimitKeys()
-    block_tokens: Annotated[int, Field(ge=1, le=1024)] = 16
+    limits: LiveLimitKeys = LiveLimitKeys()
     pinned: bool = False
+
+
+class ModelKeys(LiveKeys):
+    """What may be said of one model; under `defaults`, of all."""
+
+    limits: LimitKeys = LimitKeys()
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    block_tokens: Annotated[int, Field(ge=1, le=1024)] = 16
     model_impl: Literal["auto", "generic", "fused"] = "auto"
     linear: Literal["auto", "packed", "plain"] = "auto"
     tool_parser: Annotated[str, Field(min_length=1)] = "auto"

@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
 from typing import Annotated
 
 from fastapi import FastAPI, Query
 from starlette.responses import Response
 
-from ballast.core.actions import Activate, Change, Evict
-from ballast.core.command import Add, Order, Outcome, Remove
-from ballast.core.errors import CheckpointError, ConfigError, UnknownModel
+from ballast.core.actions import Activate, Evict
+from ballast.core.errors import UnknownModel
 from ballast.core.model import ModelSpec
-from ballast.core.settings import ModelSettings
-from ballast.fleet.file import entry_settings
-from ballast.fleet.schema import NamedModelKeys
+from ballast.fleet.levels import said
+from ballast.fleet.schema import LiveKeys, NamedModelKeys
 from ballast.server.faults import Fault
+from ballast.server.operating import PATIENCE, Operating
 from ballast.server.reading import decisions, models_now
 from ballast.server.responses import answered
 from ballast.server.service import Service
-from ballast.server.tokenizer import Tokenizer
-
-PATIENCE = 30.0
-"""Seconds that open requests of a model that is removed have to end."""
-_STATUS = {"refused": 409, "invalid": 400, "unavailable": 503}
-"""By code of `Outcome`; any other is 500."""
 
 
-def add_admin(app: FastAPI, service: Service) -> None:
+def add_admin(app: FastAPI, service: Service, operating: Operating) -> None:
     """Add the routes."""
     controller = service.controller
-
-    async def order(wanted: Order) -> Outcome:
-        outcome = await controller.command(wanted)
-        if outcome.code is not None:
-            raise Fault(_STATUS.get(outcome.code, 500), outcome.reason, outcome.code)
-        return outcome
 
     def spec(name: str) -> ModelSpec:
         for base in controller.specs.values():
@@ -45,16 +30,26 @@ def add_admin(app: FastAPI, service: Service) -> None:
                     return served
         raise UnknownModel(f"there is no model {name!r}")
 
+    async def set_pinned(name: str, pinned: bool) -> None:
+        base = spec(name).base
+        if base is not None:
+            raise Fault(409, f"{name} is an adapter; ask for its base, {base}", "refused")
+        await operating.change(name, {"pinned": pinned})
+
     @app.get("/admin/models")
     async def models() -> Response:
         return answered({"models": models_now(service), "failed": controller.failed})
 
     @app.post("/admin/models")
     async def add(entry: NamedModelKeys) -> Response:
-        settings, tokenizer = await asyncio.to_thread(_prepared, entry, controller.fleet.home)
-        await order(Add(settings))
-        service.learn(settings.name, tokenizer)
-        return answered({"name": settings.name, "status": "added"}, 201)
+        name = await operating.add(entry)
+        return answered({"name": name, "status": "added"}, 201)
+
+    @app.patch("/admin/models/{name:path}")
+    async def change(name: str, levels: LiveKeys) -> Response:
+        spec(name)
+        await operating.change(name, said(levels))
+        return answered({"name": name, "status": "changed"})
 
     @app.delete("/admin/models/{name:path}")
     async def remove(
@@ -62,27 +57,27 @@ def add_admin(app: FastAPI, service: Service) -> None:
     ) -> Response:
         if name not in controller.failed:
             spec(name)
-        await order(Remove(name, patience))
+        await operating.remove(name, patience)
         return answered({"name": name, "status": "removed"})
 
     @app.post("/admin/models/{name:path}/pin")
     async def pin(name: str) -> Response:
-        await order(_pinned(spec(name), True))
+        await set_pinned(name, True)
         return answered({"name": name, "status": "pinned"})
 
     @app.post("/admin/models/{name:path}/unpin")
     async def unpin(name: str) -> Response:
-        await order(_pinned(spec(name), False))
+        await set_pinned(name, False)
         return answered({"name": name, "status": "unpinned"})
 
     @app.post("/admin/models/{name:path}/evict")
     async def evict(name: str) -> Response:
-        await order(Evict(spec(name).name, "by an operator"))
+        await operating.order(Evict(spec(name).name, "by an operator"))
         return answered({"name": name, "status": "evicted"})
 
     @app.post("/admin/models/{name:path}/activate")
     async def activate(name: str) -> Response:
-        await order(Activate(spec(name).name, "by an operator"))
+        await operating.order(Activate(spec(name).name, "by an operator"))
         return answered({"name": name, "status": "activated"})
 
     @app.get("/admin/story")
@@ -90,32 +85,3 @@ def add_admin(app: FastAPI, service: Service) -> None:
         last: Annotated[int, Query(ge=0, le=10_000)] = 100, model: str | None = None
     ) -> Response:
         return answered({"decisions": decisions(service, last, model)})
-
-
-def _prepared(entry: NamedModelKeys, home: str) -> tuple[ModelSettings, Tokenizer]:
-    """What takes long: fetching from a hub, and the tokenizer. Raises Fault."""
-    try:
-        settings = entry_settings(entry, Path(home))
-        return settings, Tokenizer.load(settings.path)
-    except ConfigError as error:
-        raise Fault(400, str(error), "invalid_request", error.key) from error
-    except CheckpointError as error:
-        raise Fault(400, str(error), "invalid_request", "path") from error
-
-
-def _pinned(spec: ModelSpec, pinned: bool) -> Change:
-    """All else as it is. Raises Fault."""
-    if spec.base is not None:
-        why = f"{spec.name} is an adapter; ask for its base, {spec.base}"
-        raise Fault(409, why, "refused")
-    return Change(
-        model=spec.name,
-        slo=spec.slo,
-        priority=spec.priority,
-        max_waiting=spec.max_waiting,
-        queue_seconds=spec.queue_seconds,
-        share=spec.share,
-        max_running=spec.max_running,
-        pinned=pinned,
-        why="by an operator",
-    )

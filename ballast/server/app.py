@@ -14,13 +14,14 @@ from ballast.server.faults import Fault
 from ballast.server.gate import Gate
 from ballast.server.generating import add_generating
 from ballast.server.health import add_health
+from ballast.server.operating import Operating
 from ballast.server.reading import add_reading
 from ballast.server.responses import ModelList, answered
 from ballast.server.service import Service
 from ballast.server.textroutes import add_texts
 
 
-def create_app(service: Service) -> Gate:
+def create_app(service: Service, operating: Operating) -> Gate:
     """The application, behind its gate."""
     app = FastAPI(title="Ballast", docs_url=None, redoc_url=None)
     gate = Gate(app, lambda: service.settings, service.quotas)
@@ -28,7 +29,7 @@ def create_app(service: Service) -> Gate:
     _add_reading(app, service)
     add_health(app, service, gate)
     add_reading(app, service, gate)
-    add_admin(app, service)
+    add_admin(app, service, operating)
     add_generating(app, service)
     add_texts(app, service)
     return gate

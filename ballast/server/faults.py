@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ballast.core.errors import BallastError, RequestError, Unavailable, UnknownModel
+from ballast.core.errors import BallastError, NotKept, RequestError, Unavailable, UnknownModel
 from ballast.core.event import Failed
 from ballast.server import visit
 from ballast.server.responses import Error, ErrorBody, encode
@@ -56,6 +56,8 @@ class Fault(Exception):
             return cls(_STATUS.get(error.code, 400), str(error), error.code, param)
         if isinstance(error, Unavailable):
             return cls(503, str(error), "unavailable")
+        if isinstance(error, NotKept):
+            return cls(507, str(error), "not_kept")
         if isinstance(error, BallastError):
             return cls(500, str(error), "internal_error")
         return cls(500, f"internal error ({type(error).__name__})", "internal_error")
@@ -82,7 +84,12 @@ class Fault(Exception):
     def body(self) -> bytes:
         """As JSON. The request's log line will name it."""
         visit.current().error = self.code
-        kind = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+        kind = {
+            429: "rate_limit_error",
+            500: "server_error",
+            503: "server_error",
+            507: "server_error",
+        }
         told = kind.get(self.status, "invalid_request_error")
         # What a client sent may be quoted, and be no Unicode.
         message = self.message.encode(errors="replace").decode()

@@ -21,8 +21,10 @@ from ballast.cluster.local import COMMAND, LocalWorker
 from ballast.core.errors import CheckpointError, ConfigError, Unavailable
 from ballast.core.settings import FleetSettings
 from ballast.engine.inbox import MonotonicClock
+from ballast.fleet.source import Reading, Source
 from ballast.server.app import create_app
 from ballast.server.keys import Guard
+from ballast.server.operating import Operating
 from ballast.server.requestlog import RequestLog
 from ballast.server.service import Service
 from ballast.server.tokenizer import Tokenizer
@@ -43,7 +45,7 @@ class WallClock:
 
 
 def serve(
-    fleet: FleetSettings,
+    source: Source,
     host: str = "127.0.0.1",
     port: int = 8000,
     ready: Callable[[int], None] | None = None,
@@ -55,17 +57,22 @@ def serve(
 
     `port` 0 takes a free one; `ready` is told which when requests are answered. On the first
     signal new requests are refused and those open have the settings' `drain_seconds` to finish; a
-    second signal cuts that short. In a thread other than the main one no signals are handled.
-    Traces go to the collector at `otlp_endpoint`, or at the one that the environment names, if any.
+    second signal cuts that short. On SIGHUP the fleet is read again. In a thread other than the
+    main one no signals are handled. Traces go to the collector at `otlp_endpoint`, or at the one
+    that the environment names, if any.
 
-    Raises ConfigError if the address cannot be bound, Unavailable if no model can be served.
+    Raises ConfigError if the fleet is wrong or the address cannot be bound, Unavailable if no model
+    can be served.
     """
+    reading = source.read()
+    source.settle(reading)
     tracer = tracing(otlp_endpoint, MonotonicClock(), WallClock())
-    return asyncio.run(_serve(fleet, host, port, ready, tracer, worker_command))
+    return asyncio.run(_serve(source, reading, host, port, ready, tracer, worker_command))
 
 
 async def _serve(
-    fleet: FleetSettings,
+    source: Source,
+    reading: Reading,
     host: str,
     port: int,
     ready: Callable[[int], None] | None,
@@ -75,10 +82,12 @@ async def _serve(
     asked = Asked()
     with bound(host, port) as listener, asked.by_signals():
         controller = Controller(lambda: LocalWorker(worker_command))
-        starting = asyncio.ensure_future(_start(fleet, controller))
+        starting = asyncio.ensure_future(_start(reading.fleet, controller))
         try:
             if await _first(starting, asked.to_stop):
-                await _answer(starting.result(), listener, asked, ready, tracer)
+                service = starting.result()
+                operating = Operating(service, source, reading)
+                await _answer(service, operating, listener, asked, ready, tracer)
             return 0
         finally:
             starting.cancel()
@@ -121,13 +130,14 @@ def _tokenizers(fleet: FleetSettings) -> tuple[dict[str, Tokenizer], dict[str, s
 
 async def _answer(
     service: Service,
+    operating: Operating,
     listener: socket.socket,
     asked: Asked,
     ready: Callable[[int], None] | None,
     tracer: Tracing | None,
 ) -> None:
     """Answer requests until asked to stop and drained."""
-    gate = create_app(service)
+    gate = create_app(service, operating)
     http = HttpServer(
         uvicorn.Config(
             RequestLog(
@@ -156,7 +166,10 @@ async def _answer(
     _announce(service, host, port)
     if ready is not None:
         ready(port)
-    if not await _first(running, asked.to_stop):
+    reloading = asyncio.ensure_future(_reload(asked, operating))
+    stopped = await _first(running, asked.to_stop)
+    reloading.cancel()
+    if not stopped:
         gate.draining = True
         log.warning("draining: %d requests are open", gate.open)
         idle = asyncio.ensure_future(gate.idle.wait())
@@ -167,6 +180,14 @@ async def _answer(
         service.controller.fail_all("unavailable", "the server stopped before this was finished")
         http.should_exit = True
     await running
+
+
+async def _reload(asked: Asked, operating: Operating) -> None:
+    """Whenever it is asked for; what is asked meanwhile is done once more."""
+    while True:
+        await asked.to_reload.wait()
+        asked.to_reload.clear()
+        await operating.reload()
 
 
 async def _first(task: asyncio.Future[Any], event: asyncio.Event) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -97,12 +97,22 @@ class Service:
         return spec
 
     def tokenizer(self, name: str) -> Tokenizer:
-        """Of a model that serves."""
+        """Of a model that serves. Raises UnknownModel: it may have been removed meanwhile."""
+        if name not in self._tokenizers:
+            raise UnknownModel(f"the model {name!r} is not served here any more")
         return self._tokenizers[name]
 
     def learn(self, name: str, tokenizer: Tokenizer) -> None:
         """A model that was added serves from now on, with this tokenizer."""
         self._tokenizers[name] = tokenizer
+        unreadable = self.controller.unreadable
+        self.controller.unreadable = {n: why for n, why in unreadable.items() if n != name}
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Models that were removed, and their adapters."""
+        for name in names:
+            self._tokenizers.pop(name, None)
+            self._paces.pop(name, None)
 
     async def generate(
         self, request: GenerateRequest, spec: ModelSpec, request_id: str
@@ -114,7 +124,7 @@ class Service:
         if note is not None:
             note.request, note.request_id = request, request_id
         request.check()
-        tokenizer = self._tokenizers[spec.name]
+        tokenizer = self.tokenizer(spec.name)
         stops = stops_of(request, spec, tokenizer)
         calling = await calling_of(request, tokenizer)
         sampling = replace(sampling_of(request, spec, stops), grammar=calling.grammar)
@@ -190,7 +200,7 @@ class Service:
         made = visit.current()
         caller = made.caller
         name = submissions[0].model
-        queue = self.models[name].base or name
+        queue = self.model(name).base or name
         self.quotas.prompt(caller.key, prompt_tokens(submissions))
         if caller.salt:
             submissions = [replace(s, salt=caller.salt) for s in submissions]
@@ -224,14 +234,14 @@ class Service:
 
     async def encoded(self, text: str, spec: ModelSpec, special: bool) -> list[int]:
         """Token ids; `special`: with what the tokenizer puts around a text."""
-        tokenizer = self._tokenizers[spec.name]
+        tokenizer = self.tokenizer(spec.name)
         return await off_loop(
             long_to_tokenize(text), lambda: tokenizer.encode(text, special=special)
         )
 
     async def conversation(self, request: Conversation, spec: ModelSpec) -> list[int]:
         """A conversation as the model reads it. Raises InvalidRequest."""
-        tokenizer = self._tokenizers[spec.name]
+        tokenizer = self.tokenizer(spec.name)
         messages = [m.for_template() for m in request.messages or ()]
         tools = request.shown_tools
         if tokenizer.dialect is not None:

@@ -118,6 +118,9 @@ class EchoDevice:
             case Add(settings) if "broken" in settings.path:
                 done(Outcome("invalid", "it is broken"))
                 return
+            case Add(settings) if settings.name in self.specs:
+                done(Outcome("refused", f"there is a model {settings.name!r} already"))
+                return
             case Add(settings) if "deadly" in settings.path:
                 os.kill(os.getpid(), signal.SIGKILL)
             case Add(settings):

@@ -163,7 +163,7 @@ def test_a_value_from_the_environment_is_a_value_and_never_structure(home: Path)
         ("models:", "links: [{device: gpu}]\nmodels:", "links[0].device", "'cpu:0'"),
         ("models:", "links: [{bandwidth: fast}]\nmodels:", "links[0].bandwidth", "size"),
         ("models:", "links: [{}, {}]\nmodels:", "links", "one link"),
-        ("models:", "defaults: {name: x}\nmodels:", "defaults.name", "known here: dtype"),
+        ("models:", "defaults: {name: x}\nmodels:", "defaults.name", "known here: slo"),
         ("models:", "defaults: {slo: {ttft: -1}}\nmodels:", "defaults.slo.ttft", "greater than 0"),
         ("models:", "defaults: 3\nmodels:", "defaults", "mapping"),
     ],

@@ -127,20 +127,25 @@ def main() -> int:
     parser.add_argument("--echo", action="store_true", help="a device that repeats the prompt")
     parser.add_argument("--ping", type=float, help="seconds of silence before a ping")
     parser.add_argument("--drain", type=float, default=30.0)
+    parser.add_argument("--changes", type=Path, help="where they are kept")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
 
     from ballast.cluster.local import COMMAND
-    from ballast.fleet.file import load_fleet
+    from ballast.core.settings import FleetSettings
+    from ballast.fleet.source import Source
     from ballast.policy.presets import PRESETS
     from ballast.server.serve import serve
 
-    fleet = load_fleet(arguments.fleet, presets=PRESETS)
-    if arguments.ping is not None:
-        fleet = replace(fleet, server=replace(fleet.server, ping_seconds=arguments.ping))
+    def adjust(fleet: FleetSettings) -> FleetSettings:
+        settings = replace(fleet.server, drain_seconds=arguments.drain)
+        if arguments.ping is not None:
+            settings = replace(settings, ping_seconds=arguments.ping)
+        return replace(fleet, server=settings)
+
     fake = Path(__file__).parent.parent / "cluster" / "fake_device.py"
     return serve(
-        replace(fleet, server=replace(fleet.server, drain_seconds=arguments.drain)),
+        Source(arguments.fleet, presets=PRESETS, changes=arguments.changes, adjust=adjust),
         port=0,
         worker_command=(sys.executable, str(fake)) if arguments.echo else COMMAND,
     )

@@ -66,6 +66,7 @@ def test_a_model_is_added_answers_and_is_removed(ruled: ServerProcess) -> None:
         ({"name": "x", "path": "more", "priority": 1000}, "priority"),
         ({"name": "x", "adapter": "more", "base": MODEL}, "adapter"),
         ({"name": "x", "path": "broken"}, None),
+        ({"name": "x", "path": "more", "tool_parser": "none"}, "tool_parser"),
     ],
 )
 def test_entries_that_cannot_be_are_refused(
@@ -97,3 +98,24 @@ def test_the_story_tells_decisions(ruled: ServerProcess) -> None:
 
 def test_it_takes_the_admin_key(ruled: ServerProcess) -> None:
     assert ruled.http.post("/admin/models", json={"name": "x", "path": "more"}).status_code == 401
+
+
+def test_levels_are_changed(ruled: ServerProcess) -> None:
+    path = f"models/{MODEL}"
+    levels = {"slo": {"ttft": 0.5}, "priority": 3, "limits": {"queue_seconds": None}}
+    assert order(ruled, "PATCH", path, json=levels).status_code == 200
+    (slo,) = (
+        m["names"][0]["slo"]
+        for m in order(ruled, "GET", "models").json()["models"]
+        if m["report"]["name"] == MODEL
+    )
+    assert slo == {"ttft": 0.5, "tpot": 0.2}
+    assert order(ruled, "PATCH", "models/none", json=levels).status_code == 404
+    for wrong, param in (
+        ({"dtype": "float32"}, "dtype"),
+        ({"limits": {"context": 3}}, "limits"),
+        ({"priority": 1000}, "priority"),
+        ({"slo": {"ttft": 0}}, "slo"),
+    ):
+        told = order(ruled, "PATCH", path, json=wrong)
+        assert (told.status_code, told.json()["error"]["param"]) == (400, param)

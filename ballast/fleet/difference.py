@@ -1,0 +1,72 @@
+"""What must be done so that a server which serves one fleet serves another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from ballast.core.settings import AdapterSettings, FleetSettings, ModelSettings
+from ballast.fleet.levels import levels_of, with_levels
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """From one fleet to another; empty where they are equal, but for `server`."""
+
+    added: tuple[ModelSettings, ...]
+    removed: tuple[str, ...]
+    levels: tuple[ModelSettings | AdapterSettings, ...]
+    """Models and adapters whose levels change while they serve; otherwise as they are."""
+    again: Mapping[str, tuple[str, ...]]
+    """By model: what counts only when it is loaded again, named as in the fleet file."""
+    restart: tuple[str, ...]
+    """What counts only when the server starts again."""
+
+
+_MODEL = {"max_model_len": "limits.context"}
+_FLEET = {"story_path": "story", "device": "devices", "link": "links"}
+_APART = ("models", "server", "home")
+
+
+def difference(old: FleetSettings, new: FleetSettings) -> Difference:
+    """How `new` is unlike `old`."""
+    before = {m.name: m for m in old.models}
+    after = {m.name: m for m in new.models}
+    levels: list[ModelSettings | AdapterSettings] = []
+    again: dict[str, tuple[str, ...]] = {}
+    for name in (n for n in before if n in after):
+        a, b = before[name], after[name]
+        changed = with_levels(a, levels_of(b))
+        if changed != a:
+            levels.append(changed)
+        there = {adapter.name: adapter for adapter in b.adapters}
+        for adapter in a.adapters:
+            if adapter.name in there:
+                other = with_levels(adapter, levels_of(there[adapter.name]))
+                if other != adapter:
+                    levels.append(other)
+        if unlike := _unlike(changed, b):
+            again[name] = unlike
+    return Difference(
+        added=tuple(m for m in new.models if m.name not in before),
+        removed=tuple(name for name in before if name not in after),
+        levels=tuple(levels),
+        again=again,
+        restart=tuple(
+            _FLEET.get(f.name, f.name)
+            for f in fields(FleetSettings)
+            if f.name not in _APART and getattr(old, f.name) != getattr(new, f.name)
+        ),
+    )
+
+
+def _unlike(a: ModelSettings, b: ModelSettings) -> tuple[str, ...]:
+    """Keys in which models of equal levels differ."""
+    found = [
+        _MODEL.get(f.name, f.name)
+        for f in fields(ModelSettings)
+        if f.name != "adapters" and getattr(a, f.name) != getattr(b, f.name)
+    ]
+    if {x.name: x.path for x in a.adapters} != {x.name: x.path for x in b.adapters}:
+        found.append("adapters")
+    return tuple(found)

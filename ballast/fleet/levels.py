@@ -1,0 +1,88 @@
+"""Service levels and bounds: what may change of a model, or of an adapter, while it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import reduce
+from typing import Any, TypeVar
+
+from ballast.core.actions import Change
+from ballast.core.settings import AdapterSettings, ModelSettings
+from ballast.fleet.schema import ADAPTER_KEYS, ADAPTER_LIMITS, LiveKeys
+
+Value = float | int | bool | None
+Levels = Mapping[str, Value]
+"""By the fleet file's keys, dotted: `slo.ttft`, `limits.waiting`."""
+T = TypeVar("T", bound=ModelSettings | AdapterSettings)
+
+_FIELDS = {
+    "slo.ttft": ("slo", "ttft"),
+    "slo.tpot": ("slo", "tpot"),
+    "priority": ("priority",),
+    "share": ("share",),
+    "limits.running": ("max_running",),
+    "limits.waiting": ("max_waiting",),
+    "limits.queue_seconds": ("queue_seconds",),
+    "pinned": ("pinned",),
+}
+"""Where settings have them."""
+
+
+def said(keys: LiveKeys) -> dict[str, Value]:
+    """What `keys` say, and nothing that they leave open."""
+    found: dict[str, Value] = {}
+    for name, value in keys.model_dump(exclude_unset=True).items():
+        if isinstance(value, dict):
+            found |= {f"{name}.{inner}": v for inner, v in value.items()}
+        else:
+            found[name] = value
+    return found
+
+
+def keys_of(values: Levels) -> LiveKeys:
+    """The inverse of `said`. Raises ValidationError where a value is out of range."""
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        name, _, inner = key.partition(".")
+        if inner:
+            nested.setdefault(name, {})[inner] = value
+        else:
+            nested[name] = value
+    return LiveKeys.model_validate(nested)
+
+
+def foreign(values: Levels) -> list[str]:
+    """Those that an adapter does not have: it takes them from its base."""
+    own = (*ADAPTER_KEYS, *(f"limits.{name}" for name in ADAPTER_LIMITS))
+    return [key for key in values if key not in own and key.partition(".")[0] != "slo"]
+
+
+def levels_of(model: ModelSettings | AdapterSettings) -> dict[str, Value]:
+    """All that it has."""
+    has = {key: path for key, path in _FIELDS.items() if hasattr(model, path[0])}
+    return {key: reduce(getattr, path, model) for key, path in has.items()}  # type: ignore[misc]
+
+
+def with_levels(model: T, values: Levels) -> T:
+    """The model with other levels. Those it does not have are a TypeError."""
+    for key, value in values.items():
+        first, *inner = _FIELDS[key]
+        new: object = replace(model.slo, **{inner[0]: value}) if inner else value  # type: ignore[arg-type]
+        model = replace(model, **{first: new})  # type: ignore[arg-type]
+    return model
+
+
+def change_to(model: ModelSettings | AdapterSettings) -> Change:
+    """The order after which the model, or adapter, serves at the levels of these settings."""
+    common = Change(
+        model=model.name,
+        slo=model.slo,
+        priority=model.priority,
+        max_waiting=model.max_waiting,
+        queue_seconds=model.queue_seconds,
+        why="by an operator",
+    )
+    if isinstance(model, AdapterSettings):
+        return common
+    return replace(common, share=model.share, max_running=model.max_running, pinned=model.pinned)

@@ -1,0 +1,243 @@
+"""Changes of what is served, by operators' requests or by their fleet file, each kept for good."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Container, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from ballast.cluster.orders import names_of, refusal
+from ballast.core.command import Add, Order, Outcome, Remove
+from ballast.core.errors import (
+    BallastError,
+    CheckpointError,
+    ConfigError,
+    InvalidRequest,
+    NotKept,
+    UnknownModel,
+)
+from ballast.core.settings import AdapterSettings, FleetSettings, ModelSettings, ServerSettings
+from ballast.fleet.changes import Changes
+from ballast.fleet.difference import Difference, difference
+from ballast.fleet.file import entry_settings
+from ballast.fleet.levels import Levels, change_to, foreign, with_levels
+from ballast.fleet.schema import NamedModelKeys
+from ballast.fleet.source import Reading, Source
+from ballast.server.faults import Fault
+from ballast.server.service import Service
+from ballast.server.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 30.0
+"""Seconds that open requests of a model that is removed have to end."""
+_STATUS = {"refused": 409, "invalid": 400, "unavailable": 503}
+"""By code of `Outcome`; any other is 500."""
+
+
+class Operating:
+    """The one path by which the fleet changes.
+
+    What was answered with success survives a restart; what was not may have been done or not. An
+    addition is recorded once the model serves, so that one that kills the server is not tried
+    again at every start; what cannot be taken back, a removal, is recorded first.
+    """
+
+    def __init__(self, service: Service, source: Source, reading: Reading) -> None:
+        self._service = service
+        self._controller = service.controller
+        self._source = source
+        self._file = reading.names
+        self._models = asyncio.Lock()
+        """Held while models come and go, which may take minutes."""
+        self._records = asyncio.Lock()
+        """Held while changes are recorded, and by whatever depends on nobody else doing so.
+        Taken after `_models`."""
+        warn_of_keys(reading.fleet.server, names_of(reading.fleet))
+
+    async def order(self, wanted: Order) -> Outcome:
+        """Have the device do it. Raises Fault or Unavailable."""
+        outcome = await self._controller.command(wanted)
+        if outcome.code is not None:
+            raise Fault(_STATUS.get(outcome.code, 500), outcome.reason, outcome.code)
+        return outcome
+
+    async def add(self, entry: NamedModelKeys) -> str:
+        """A model more; its name. Raises Fault, Unavailable or NotKept."""
+        home = Path(self._controller.fleet.home)
+        settings, tokenizer = await asyncio.to_thread(_prepared, entry, home)
+        async with self._models:
+            instead = self._names(settings.name) & self._file
+            await self.order(Add(settings))
+            try:
+                async with self._records:
+                    await self._keep(self._source.changes.adding(entry, instead))
+            except NotKept:  # no client can know it yet
+                undoing = self.order(Remove(settings.name, 0.0))
+                await self._try(f"removing {settings.name}, which cannot be kept", undoing)
+                raise
+            self._service.learn(settings.name, tokenizer)
+        return settings.name
+
+    async def remove(self, name: str, patience: float) -> None:
+        """A model and its adapters go. Raises Fault, Unavailable or NotKept."""
+        async with self._models:
+            wanted = Remove(name, patience)
+            if isinstance(self._settings(name), AdapterSettings):
+                raise Fault(409, f"{name} is an adapter: it goes with its base", "refused")
+            names = self._names(name)
+            refused = refusal(self._controller.fleet, self._controller.specs, wanted)
+            if refused is not None:
+                raise Fault(409, refused, "refused")
+            async with self._records:
+                before = self._source.changes
+                await self._keep(before.removing(names, self._file))
+            try:
+                await self.order(wanted)
+            except BaseException:
+                async with self._records:
+                    await self._undo(names, before)
+                raise
+            self._service.forget(names)
+
+    async def change(self, name: str, values: Levels) -> None:
+        """Other levels for a model or an adapter. Raises Fault, RequestError, Unavailable or
+        NotKept."""
+        async with self._records:
+            model = self._settings(name)
+            if isinstance(model, AdapterSettings) and (base := foreign(values)):
+                why = f"{base[0]}: {name} is an adapter, and takes this from its base"
+                raise InvalidRequest(why, base[0].partition(".")[0])
+            before = self._source.changes
+            await self._keep(before.changing(model, values))
+            try:
+                await self.order(change_to(with_levels(model, values)))
+            except BaseException:
+                await self._undo({name}, before)
+                raise
+
+    # -- the fleet file again ---------------------------------------------------------------------
+
+    async def reload(self) -> None:
+        """Read the fleet file, and do what it says by now. Never raises: the log tells."""
+        async with self._models:
+            async with self._records:
+                try:
+                    reading = await asyncio.to_thread(self._source.read)
+                except BallastError as error:
+                    log.error("the fleet file is not followed, all stays as it was: %s", error)
+                    return
+                self._source.settle(reading)
+                self._file = reading.names
+                self.configure(reading.fleet)
+                found = difference(self._controller.fleet, reading.fleet)
+                failed = set(self._controller.failed)
+                for model in found.levels:
+                    if model.name not in failed:
+                        what = f"changing the levels of {model.name}"
+                        await self._try(what, self.order(change_to(model)))
+            # First they come, and then they go: one is always there.
+            for new in reading.fleet.models:
+                if new in found.added or new.name in failed:
+                    await self._try(f"adding {new.name}", self._load(new))
+            await self._drop(found.removed)
+        self._tell(found, failed)
+
+    async def _drop(self, removed: Iterable[str]) -> None:
+        for name in removed:
+            names = self._names(name)
+            if await self._try(f"removing {name}", self.order(Remove(name, PATIENCE))):
+                self._service.forget(names)
+
+    async def _load(self, model: ModelSettings) -> None:
+        tokenizer = await asyncio.to_thread(Tokenizer.load, model.path, model.tool_parser)
+        if model.name not in self._controller.specs:
+            await self.order(Add(model))
+        for name in (model.name, *(a.name for a in model.adapters)):
+            self._service.learn(name, tokenizer)
+
+    async def _try(self, what: str, doing: Awaitable[object]) -> bool:
+        try:
+            await doing
+        except (BallastError, Fault) as error:
+            log.error("%s was not done: %s", what, error)
+            return False
+        return True
+
+    def _tell(self, found: Difference, tried: Container[str]) -> None:
+        """What the fleet file says that was not done, and what was tried."""
+        for name, keys in found.again.items():
+            if name not in tried:
+                what = ", ".join(keys)
+                log.warning("%s: %s counts once it is added again, or at a restart", name, what)
+        if found.restart:
+            log.warning("the fleet file's %s counts at a restart", ", ".join(found.restart))
+        log.info(
+            "the fleet file was read: added %s; removed %s; changed %s",
+            *(
+                ", ".join(names) or "none"
+                for names in (
+                    [m.name for m in found.added],
+                    found.removed,
+                    [m.name for m in found.levels],
+                )
+            ),
+        )
+
+    def configure(self, fleet: FleetSettings) -> None:
+        """Keys, quotas and limits of the server; the next worker is watched by the new ones."""
+        self._service.configure(fleet.server)
+        self._controller.fleet = replace(self._controller.fleet, server=fleet.server)
+        warn_of_keys(fleet.server, names_of(fleet))
+
+    # -- records ----------------------------------------------------------------------------------
+
+    async def _keep(self, changes: Changes) -> None:
+        await asyncio.to_thread(self._source.keep, changes)
+
+    async def _undo(self, names: set[str], before: Changes) -> None:
+        """What was recorded about these names has not been done."""
+        try:
+            await self._keep(self._source.changes.restoring(names, before))
+        except NotKept as error:
+            log.error("%s: at the next start, %s will be as was asked", error, ", ".join(names))
+
+    def _names(self, name: str) -> set[str]:
+        """Of a model and its adapters."""
+        found = {name}
+        for model in self._controller.fleet.models:
+            if model.name == name:
+                found |= {a.name for a in model.adapters}
+        return found
+
+    def _settings(self, name: str) -> ModelSettings | AdapterSettings:
+        """Of a model or an adapter. Raises UnknownModel."""
+        for model in self._controller.fleet.models:
+            if model.name == name:
+                return model
+            for adapter in model.adapters:
+                if adapter.name == name:
+                    return adapter
+        raise UnknownModel(f"there is no model {name!r}")
+
+
+def warn_of_keys(server: ServerSettings, known: Iterable[str]) -> None:
+    """Keys may list models that are added later; more often, a name is misspelt."""
+    there = set(known)
+    for key in server.keys:
+        unknown = [name for name in key.models or () if name not in there]
+        if unknown:
+            log.warning("the key %r is for models that there are not: %s", key.name, unknown)
+
+
+def _prepared(entry: NamedModelKeys, home: Path) -> tuple[ModelSettings, Tokenizer]:
+    """What takes long: fetching from a hub, and the tokenizer. Raises Fault."""
+    try:
+        settings = entry_settings(entry, home)
+        return settings, Tokenizer.load(settings.path, settings.tool_parser)
+    except ConfigError as error:
+        raise Fault(400, str(error), "invalid_request", error.key) from error
+    except CheckpointError as error:
+        raise Fault(400, str(error), "invalid_request", "path") from error

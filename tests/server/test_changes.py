@@ -1,0 +1,151 @@
+"""Operators' changes survive a restart; the fleet file is followed at SIGHUP."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.process import ServerProcess, server
+from tests.server.test_admin import add, ask, order, pinned
+from tests.server.test_api import MODEL
+from tests.server.test_lifetime import until
+
+OTHER = "wren-mini"
+
+
+@pytest.fixture
+def file(fleet_file: Path, tmp_path: Path) -> Path:
+    """A fleet of its own, with two checkpoints that may be added."""
+    shutil.copytree(fleet_file.parent, tmp_path, dirs_exist_ok=True)
+    for name in ("more", "late"):
+        shutil.copytree(tmp_path / OTHER, tmp_path / name)
+    text = (tmp_path / "fleet.yaml").read_text().rstrip()
+    (tmp_path / "fleet.yaml").write_text(text + "\nserver: {admin_key: sk-admin}\n")
+    return tmp_path / "fleet.yaml"
+
+
+def kept(file: Path) -> Path:
+    return file.with_suffix(".changes.json")
+
+
+def serving(file: Path) -> ServerProcess:
+    return ServerProcess(file, "--echo", "--changes", str(kept(file)))
+
+
+def models(of: ServerProcess) -> list[str]:
+    headers = {"authorization": "Bearer sk-admin"}
+    return [m["id"] for m in of.http.get("/v1/models", headers=headers).json()["data"]]
+
+
+def edit(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+
+
+def reload(of: ServerProcess, done: Callable[[], bool]) -> None:
+    of.signal(signal.SIGHUP)
+    until(done)
+
+
+def code(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
+
+
+def test_changes_survive_a_kill(file: Path) -> None:
+    with server(file, "--echo", "--changes", str(kept(file))) as first:
+        assert add(first, name="new", path="more", slo={"ttft": 3}).status_code == 201
+        assert order(first, "POST", f"models/{MODEL}/pin").status_code == 200
+        assert order(first, "PATCH", "models/new", json={"slo": {"tpot": 1}}).status_code == 200
+        assert order(first, "DELETE", f"models/{OTHER}?patience=1").status_code == 200
+        first.signal(signal.SIGKILL)
+        first.wait()
+    with server(file, "--echo", "--changes", str(kept(file))) as second:
+        assert models(second) == [MODEL, "new"]
+        told = {m["report"]["name"]: m for m in order(second, "GET", "models").json()["models"]}
+        assert "wren" not in second.output
+        assert ask(second, "new").status_code == 200
+        assert ask(second, OTHER).status_code == 404
+        assert set(told) == {MODEL, "new"}
+        assert order(second, "DELETE", "models/new?patience=1").status_code == 200
+        again = {"name": OTHER, "path": OTHER, "pinned": True}
+        assert add(second, **again).status_code == 201
+
+
+def test_a_change_that_cannot_be_kept_is_not_made(file: Path) -> None:
+    with server(file, "--echo", "--changes", str(file.parent / "no" / "c.json")) as running:
+        before = pinned(running)
+        refusals = [
+            add(running, name="new", path="more"),
+            order(running, "POST", f"models/{MODEL}/pin"),
+            order(running, "PATCH", f"models/{MODEL}", json={"priority": 2}),
+            order(running, "DELETE", f"models/{MODEL}"),
+        ]
+        assert [code(r) for r in refusals] == [(507, "not_kept")] * 4
+        until(lambda: pinned(running) == before)
+        assert ask(running, "new").status_code == 404
+        assert ask(running, MODEL).status_code == 200
+        assert order(running, "POST", f"models/{MODEL}/evict").status_code == 200
+        (file.parent / "no").mkdir()
+        assert add(running, name="new", path="more").status_code == 201
+
+
+def test_what_is_refused_is_not_kept(file: Path) -> None:
+    shutil.copytree(file.parent / "more", file.parent / "deadly")
+    with server(file, "--echo", "--changes", str(kept(file))) as running:
+        assert add(running, name="x", path="deadly").status_code == 503
+        until(lambda: running.http.get("/health").status_code == 200)
+        assert add(running, name=MODEL, path="more").status_code == 409
+        assert not kept(file).exists()
+        assert order(running, "DELETE", f"models/{OTHER}?patience=1").status_code == 200
+        before = kept(file).read_text()
+        assert order(running, "DELETE", f"models/{MODEL}").status_code == 409
+        assert kept(file).read_text() == before
+
+
+def test_a_damaged_file_of_changes_is_named(file: Path) -> None:
+    kept(file).write_text("{")
+    with pytest.raises(RuntimeError, match=r"fleet\.changes\.json' is not allowed; it is damaged"):
+        serving(file)
+
+
+def test_the_fleet_file_is_followed(file: Path) -> None:
+    good = file.read_text()
+    with server(file, "--echo", "--changes", str(kept(file))) as running:
+        assert add(running, name="new", path="more").status_code == 201
+        assert add(running, name="twice", path="more").status_code == 201
+        assert order(running, "POST", f"models/{MODEL}/pin").status_code == 200
+
+        edit(file, "models:", "models:\n  - {name: late, path: late}\n  - {name: x, path: no}")
+        reload(running, lambda: "all stays as it was: models[1].path" in running.output)
+        assert set(models(running)) == {MODEL, OTHER, "new", "twice"}
+
+        file.write_text(good)
+        edit(
+            file, "models:", "models:\n  - {name: late, path: late}\n  - {name: twice, path: late}"
+        )
+        key = "{name: k, key: sk-k, models: [late, typo]}"
+        edit(file, "{admin_key: sk-admin}", f"{{admin_key: sk-admin, keys: [{key}]}}")
+        reload(running, lambda: "late" in models(running))
+        assert set(models(running)) == {MODEL, OTHER, "new", "twice", "late"}
+        until(lambda: pinned(running)[MODEL])
+        assert "key 'k' is for models that there are not: ['typo']" in running.output
+        assert "twice was added; the fleet file's entry counts" in running.output
+        assert "twice: path counts once it is added again" in running.output
+        assert ask(running, MODEL).status_code == 401
+        body = {"model": "late", "prompt": "abc", "max_tokens": 2}
+        headers = {"authorization": "Bearer sk-k"}
+        assert running.http.post("/v1/completions", json=body, headers=headers).is_success
+
+        edit(file, "  - {name: late, path: late}", "")
+        edit(file, "preset: balloon", "preset: static")
+        edit(file, f"path: {OTHER}", f"path: {OTHER}\n    block_tokens: 8\n    pinned: true")
+        reload(running, lambda: "preset counts at a restart" in running.output)
+        assert "late" not in models(running)
+        assert f"{OTHER}: block_tokens counts once it is added again" in running.output
+        until(lambda: pinned(running)[MODEL] and pinned(running)[OTHER])
