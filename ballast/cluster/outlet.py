@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,26 +20,40 @@ class Outlet:
         self._withdraw = withdraw
         self.open = set(request_ids)
         """Requests that have not ended."""
-        self._outputs: deque[Output] = deque()
-        self._news = asyncio.Event()
+        self._outputs: list[Output] = []
+        self._reader: asyncio.Future[None] | None = None
+        """Of whoever waits for one."""
 
     @property
     def more(self) -> bool:
         """Whether `take` will have something."""
         return bool(self.open or self._outputs)
 
-    async def take(self) -> list[Output]:
-        """The outputs there are; waits for one (for ever, where there is no `more`)."""
-        await self._news.wait()
-        self._news.clear()
-        outputs = list(self._outputs)
-        self._outputs.clear()
+    async def take(self, patience: float | None = None) -> list[Output]:
+        """The outputs there are; waits for one (for ever, where there is no `more`), but at most
+        `patience` seconds: then there are none."""
+        if not self._outputs:
+            await self._one(patience)
+        outputs, self._outputs = self._outputs, []
         return outputs
+
+    async def _one(self, patience: float | None) -> None:
+        # For every token of a stream: `asyncio.timeout` would take longer than all the rest.
+        loop = asyncio.get_running_loop()
+        reader = self._reader = loop.create_future()
+        timer = None if patience is None else loop.call_later(patience, _wake, reader)
+        try:
+            await reader
+        finally:
+            self._reader = None
+            if timer is not None:
+                timer.cancel()
 
     def put(self, output: Output) -> None:
         """By the controller only."""
         self._outputs.append(output)
-        self._news.set()
+        if self._reader is not None:
+            _wake(self._reader)
 
     def withdraw(self, request_id: str) -> None:
         """Want no more of one request; its memory is freed at the end of the step in flight."""
@@ -50,6 +63,11 @@ class Outlet:
     def close(self) -> None:
         """Want no more of any."""
         self._withdraw(list(self.open))
+
+
+def _wake(reader: asyncio.Future[None]) -> None:
+    if not reader.done():
+        reader.set_result(None)
 
 
 @dataclass(slots=True, eq=False)

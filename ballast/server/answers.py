@@ -29,6 +29,7 @@ from ballast.server.responses import (
     ToolCallDelta,
     TopLogprob,
     Usage,
+    encode,
 )
 from ballast.server.tokenizer import Tokenizer
 from ballast.server.tools import Arguments, Began
@@ -45,6 +46,9 @@ class Form(Protocol):
         """Chunks that come before any token."""
 
     def chunk(self, piece: Piece) -> Chunk: ...
+
+    def encoded(self, piece: Piece) -> bytes:
+        """Its chunk as JSON."""
 
     def closing(self, usage: Usage) -> Chunk:
         """The chunk without choices that tells the usage."""
@@ -75,6 +79,22 @@ class _Head:
         self._usage: _Usage = None if tells_usage else UNSET
         self._alternatives = logprobs
         """How many are told with each token's log-probability; None: there are none."""
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+        """By choice, what is around the text in chunks that tell nothing else."""
+
+    def chunk(self, piece: Piece) -> Chunk:
+        raise NotImplementedError
+
+    def encoded(self, piece: Piece) -> bytes:
+        """Its chunk as JSON. Most differ by their text alone."""
+        if piece.finish_reason is not None or piece.calls or self._alternatives is not None:
+            return encode(self.chunk(piece))
+        around = self._around.get(piece.choice)
+        if around is None:
+            # Nothing that follows the text is an empty string.
+            before, _, after = encode(self.chunk(Piece(piece.choice, ""))).rpartition(b'""')
+            around = self._around[piece.choice] = before, after
+        return around[0] + encode(piece.text) + around[1]
 
     def _token(self, token: int) -> str:
         return self._tokenizer.token_text(token)[0]

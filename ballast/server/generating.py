@@ -89,4 +89,4 @@ async def _chunks(
 
 
 def _told(form: Form, batch: list[Piece]) -> bytes:
-    return b"".join(event(encode(form.chunk(piece))) for piece in batch) or PING
+    return b"".join(event(form.encoded(piece)) for piece in batch) or PING

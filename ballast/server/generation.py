@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 from ballast.core.clock import Clock
@@ -50,15 +49,10 @@ class Generation:
         """Pieces as they come, until every choice has ended; an empty list whenever there was
         none for `patience` seconds. Raises Fault if a choice fails, after what came before it."""
         while any(c.finish_reason is None for c in self._choices.values()):
-            try:
-                async with asyncio.timeout(patience):
-                    outputs = await self._outlet.take()
-            except TimeoutError:
-                yield []
-                continue
+            outputs = await self._outlet.take(patience)
             pieces: list[Piece] = []
             fault = self._take(outputs, pieces)
-            if pieces:
+            if pieces or not outputs:
                 yield pieces
             if fault is not None:
                 raise fault

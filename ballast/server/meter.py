@@ -51,9 +51,9 @@ class Meter:
         """Requests that have not ended."""
         return self._outlet.open
 
-    async def take(self) -> list[Output]:
-        """The outputs there are; waits for one."""
-        outputs = await self._outlet.take()
+    async def take(self, patience: float | None = None) -> list[Output]:
+        """The outputs there are; waits for one, at most `patience` seconds."""
+        outputs = await self._outlet.take(patience)
         tokens = 0
         for output in outputs:
             if isinstance(output, TokenOut):

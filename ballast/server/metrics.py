@@ -13,11 +13,11 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ballast.core.clock import Clock
 from ballast.server.timing import Recent, Timing
+from ballast.server.tokens import TokenCollector, Tokens
 
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5)
 _BUCKETS_FIRST = (*_FIRST, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
@@ -43,13 +43,10 @@ class _OfModel:
     """The series of one model, found once: a token must cost next to nothing."""
 
     prompt: Counter
-    generated: Counter
+    tokens: Tokens
     ttft: Histogram
-    gap: Histogram
     recent_ttft: Recent
     recent_tpot: Recent
-    tokens: int = 0
-    """What `generated` counts, which does not say it."""
 
 
 class Metrics:
@@ -74,7 +71,6 @@ class Metrics:
 
         model = "model_name"
         self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of answered requests", model)
-        self._generated = counter("vllm:generation_tokens", "Tokens generated", model)
         self._success = counter(
             "vllm:request_success", "Requests that ended without error", model, "finished_reason"
         )
@@ -82,11 +78,16 @@ class Metrics:
         self._ttft = histogram(
             "vllm:time_to_first_token_seconds", "From arrival to first token", _BUCKETS_FIRST
         )
-        self._gap = histogram(
-            "vllm:inter_token_latency_seconds", "From token to token", _BUCKETS_TOKEN
-        )
         older = "vllm:time_per_output_token_seconds"
-        self.registry.register(_Renamed(self._gap, older, "The same, as vLLM called it before"))
+        self._tokens = TokenCollector(
+            ("vllm:generation_tokens", "Tokens generated"),
+            (
+                ("vllm:inter_token_latency_seconds", "From token to token"),
+                (older, "The same, as vLLM called it before"),
+            ),
+            _BUCKETS_TOKEN,
+        )
+        self.registry.register(self._tokens)
         self._tpot = histogram(
             "vllm:request_time_per_output_token_seconds",
             "Mean time per output token after the first, by request",
@@ -144,10 +145,9 @@ class Metrics:
             of.recent_ttft.add(now - timing.arrived)
             of.prompt.inc(prompt_tokens)
         else:
-            of.gap.observe(now - timing.last)
+            of.tokens.gap(now - timing.last)
         timing.last = now
-        of.generated.inc()
-        of.tokens += 1
+        of.tokens.count += 1
 
     def finished(
         self,
@@ -193,7 +193,7 @@ class Metrics:
 
     def generated(self, model: str) -> int:
         """Tokens, so far."""
-        return (self._models.get(model) or self._of(model)).tokens
+        return (self._models.get(model) or self._of(model)).tokens.count
 
     def recent(self, model: str) -> tuple[Recent, Recent]:
         """TTFT and TPOT of the last minute."""
@@ -210,28 +210,9 @@ class Metrics:
     def _of(self, model: str) -> _OfModel:
         made = self._models[model] = _OfModel(
             self._prompt.labels(model),
-            self._generated.labels(model),
+            self._tokens.of(model),
             self._ttft.labels(model),
-            self._gap.labels(model),
             Recent(self._clock),
             Recent(self._clock),
         )
         return made
-
-
-class _Renamed(Collector):
-    """A histogram once more, under the name it had before."""
-
-    def __init__(self, histogram: Histogram, name: str, help: str) -> None:
-        self._histogram, self._name, self._help = histogram, name, help
-
-    def describe(self) -> Iterable[Metric]:
-        return [HistogramMetricFamily(self._name, self._help)]
-
-    def collect(self) -> Iterable[Metric]:
-        for metric in self._histogram.collect():
-            renamed = HistogramMetricFamily(self._name, self._help)
-            renamed.samples = [
-                s._replace(name=s.name.replace(metric.name, self._name)) for s in metric.samples
-            ]
-            yield renamed

@@ -23,6 +23,7 @@ from ballast.core.settings import FleetSettings
 from ballast.engine.inbox import MonotonicClock
 from ballast.fleet.source import Reading, Source
 from ballast.server.app import create_app
+from ballast.server.connection import new_loop, protocol
 from ballast.server.keys import Guard
 from ballast.server.operating import Operating
 from ballast.server.requestlog import RequestLog
@@ -33,6 +34,9 @@ from ballast.server.watch import Watch
 
 log = logging.getLogger(__name__)
 
+KEEP_ALIVE_SECONDS = 75
+"""An idle connection is closed after so long: later than clients and proxies commonly do it,
+since a request that meets the closing of its connection is lost."""
 LAST_SECONDS = 5.0
 """For connections to close, and then for the worker to end, once nothing is left to answer."""
 
@@ -67,7 +71,8 @@ def serve(
     reading = source.read()
     source.settle(reading)
     tracer = tracing(otlp_endpoint, MonotonicClock(), WallClock())
-    return asyncio.run(_serve(source, reading, host, port, ready, tracer, worker_command))
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        return runner.run(_serve(source, reading, host, port, ready, tracer, worker_command))
 
 
 async def _serve(
@@ -149,13 +154,14 @@ async def _answer(
                 ),
                 service.clock,
             ),
-            http="h11",  # its limits are known: a request's head has 64 KiB at most
+            http=protocol(),
             log_config=None,
             log_level="warning",
             access_log=False,
             lifespan="off",
             ws="none",
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=int(LAST_SECONDS),
         )
     )

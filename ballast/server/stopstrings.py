@@ -24,6 +24,8 @@ class StopScanner:
 
         After a match, everything before it; later text is discarded.
         """
+        if not self._stops:
+            return text
         if self.matched is not None:
             return ""
         text = self._held + text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from ballast.cluster.outlet import OpenRequest, Outlet
@@ -49,3 +51,32 @@ def test_scores_and_embeddings_are_told_once(request_: OpenRequest) -> None:
     assert [request_.news(embedded), request_.news(embedded)] == [embedded, None]
     end: Output = Finished("r", "stop", 6, 0, 0, 0)
     assert request_.news(end) == end
+
+
+def test_a_reader_waits_for_news_but_not_for_ever() -> None:
+    async def main() -> list[list[Output]]:
+        outlet = Outlet(["r"], lambda ids: None)
+        nothing = await outlet.take(0.0)
+        waiting = asyncio.ensure_future(outlet.take(60.0))
+        await asyncio.sleep(0)
+        outlet.put(TokenOut("r", 1, 0))
+        outlet.put(TokenOut("r", 2, 1))
+        together = await waiting
+        outlet.put(TokenOut("r", 3, 2))
+        return [nothing, together, await outlet.take()]
+
+    one, two, three = (TokenOut("r", i + 1, i) for i in range(3))
+    assert asyncio.run(main()) == [[], [one, two], [three]]
+
+
+def test_news_outlast_a_reader_that_left() -> None:
+    async def main() -> list[Output]:
+        outlet = Outlet(["r"], lambda ids: None)
+        waiting = asyncio.ensure_future(outlet.take())
+        await asyncio.sleep(0)
+        outlet.put(TokenOut("r", 1, 0))
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        return await outlet.take()
+
+    assert asyncio.run(main()) == [TokenOut("r", 1, 0)]

@@ -1,0 +1,59 @@
+"""How bytes become requests: event loop and HTTP parser in C, where they are installed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEAD_BYTES = 64 << 10
+"""Of a request's line and headers, of what follows its body, or of what is said about a chunk."""
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's, which spends half as much on a token, or else Python's."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def protocol() -> type[asyncio.Protocol]:
+    """What uvicorn is to speak HTTP by: httptools, or else h11.
+
+    Either refuses heads of more than `HEAD_BYTES`, and as much as one read brings.
+    """
+    try:
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    except ImportError:
+        return H11Protocol
+    return bounded(HttpToolsProtocol)
+
+
+def bounded(base: type[HttpToolsProtocol]) -> type[HttpToolsProtocol]:
+    """httptools itself takes headers of any length and number."""
+
+    class Bounded(base):  # type: ignore[misc, valid-type]
+        unfinished = 0
+        """Bytes since the last that were of a body, or ended a request."""
+
+        def data_received(self, data: bytes) -> None:
+            self.unfinished += len(data)
+            super().data_received(data)
+            if self.unfinished > HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response("Invalid HTTP request received.")
+
+        def on_body(self, body: bytes) -> None:
+            self.unfinished = 0
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self.unfinished = 0
+            super().on_message_complete()
+
+    return Bounded

@@ -1,0 +1,67 @@
+"""Tokens and the gaps between them, counted by model for a fraction of a microsecond each.
+
+There is one for every token, which is too often for prometheus-client's own types: they lock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+_LABELS = ("model_name",)
+
+
+class Tokens:
+    """Of one model. Counted by one thread; any may read."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.count = 0
+        self._bounds = tuple(bounds)
+        self._gaps = [0] * (len(bounds) + 1)
+        """By bucket; the last is of those above all bounds."""
+        self._seconds = 0.0
+
+    def gap(self, seconds: float) -> None:
+        """Between two tokens of one output."""
+        self._gaps[bisect_left(self._bounds, seconds)] += 1
+        self._seconds += seconds
+
+    def told(self) -> tuple[list[tuple[str, float]], float]:
+        """Gaps as Prometheus has them: by upper bound all that are not longer, and their sum."""
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        return list(zip(bounds, map(float, accumulate(self._gaps)), strict=True)), self._seconds
+
+
+class TokenCollector(Collector):
+    """Tells them under `counter`, and under each of `histograms`: names and what they mean."""
+
+    def __init__(
+        self,
+        counter: tuple[str, str],
+        histograms: Sequence[tuple[str, str]],
+        bounds: Sequence[float],
+    ) -> None:
+        self._counter, self._histograms = counter, tuple(histograms)
+        self._bounds = tuple(bounds)
+        self._models: dict[str, Tokens] = {}
+
+    def of(self, model: str) -> Tokens:
+        """To be counted in."""
+        return self._models.setdefault(model, Tokens(self._bounds))
+
+    def collect(self) -> Iterable[Metric]:
+        models = list(self._models.items())
+        counted = CounterMetricFamily(*self._counter, labels=_LABELS)
+        for model, tokens in models:
+            counted.add_metric([model], tokens.count)
+        yield counted
+        for name, help in self._histograms:
+            family = HistogramMetricFamily(name, help, labels=_LABELS)
+            for model, tokens in models:
+                family.add_metric([model], *tokens.told())
+            yield family
