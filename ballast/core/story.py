@@ -14,6 +14,7 @@ from typing import Any
 
 from ballast.core.actions import Action, Operation
 from ballast.core.event import Arrival, Event, JobDone, JobFailed, Operate
+from ballast.core.job import Job
 
 Sink = Callable[[dict[str, Any]], None]
 
@@ -65,6 +66,12 @@ class Story:
     def event(self, at: float, event: Event) -> None:
         """Something happened."""
         self._tell({"at": at, **describe(event)})
+
+    def leap(self, at: float, job: Job, steps: int) -> None:
+        """Steps that only decode have ended without turns of their own: `job`, and after it others
+        like it, the last of them at `at`."""
+        told = {"event": "Leap", "job": job.id, "model": job.model, "steps": steps}
+        self._tell({"at": at, **told, "decode_sequences": job.load.decode_sequences})
 
     def decision(
         self, at: float, action: Action | Operation, refused: str | None, by: str | None = None

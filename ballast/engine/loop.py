@@ -8,9 +8,10 @@ from typing import Protocol
 from ballast.core.actions import Refuse
 from ballast.core.clock import Clock
 from ballast.core.event import Event, Operate, Output, Timer
-from ballast.core.job import Job
+from ballast.core.job import Job, SequenceWork
 from ballast.core.story import Story
 from ballast.engine.apply import apply
+from ballast.engine.model import ModelState
 from ballast.engine.operate import Answered, Operations
 from ballast.engine.plan import plan
 from ballast.engine.state import DeviceState
@@ -70,9 +71,17 @@ class Loop:
 
     def run(self) -> None:
         """Turn until drained or stopped; every request accepted has been answered then."""
-        self._proceed([])
+        self.begin()
         while not self.state.over:
             self.turn()
+        self.end()
+
+    def begin(self) -> None:
+        """Before the first turn."""
+        self._proceed([])
+
+    def end(self) -> None:
+        """After the last turn: what is open is told that it will not be answered."""
         outputs: list[Output] = []
         for m in self.state.models.values():
             reason = self.state.stopped or "the device has drained"
@@ -81,9 +90,26 @@ class Loop:
         if outputs:
             self.outbox(outputs)
 
+    @property
+    def until(self) -> float | None:
+        """When it turns next, on its clock, if no event comes before."""
+        return _earlier(self._wake_at, self.state.patience.next)
+
+    def leapt(self, job: Job, following: ModelState, steps: int) -> None:
+        """In virtual time: `job` and those after it, `steps` in all, have ended. They only decoded;
+        what came of them has been told and is in the books. The next is `following`'s."""
+        state, now = self.state, self.clock.now()
+        state.models[job.model].job = None
+        for part in job.work:
+            state.requests[part.request_id].in_flight = False
+        state.jobs += steps
+        self._jobs += steps - 1
+        self.story.leap(now, job, steps)
+        self._begin(following, plan(following, state.settings, now, state.freed))
+
     def turn(self) -> None:
         """One turn: events in, decisions, jobs out, answers out."""
-        until = _earlier(self._wake_at, self.state.patience.next)
+        until = self.until
         events = self.inbox.take(until)
         outputs: list[Output] = []
         self.turn_since = now = self.clock.now()
@@ -151,16 +177,20 @@ class Loop:
             work = plan(m, state.settings, self.clock.now(), state.freed)
             news = news or any(s not in known for s in m.shortages)
             if work:
-                self._jobs += 1
-                job = Job(self._jobs, 0, chosen, tuple(work))
-                for part in job.work:
-                    state.requests[part.request_id].in_flight = True
-                m.job = state.lane_job = job
-                state.touch(m)
-                self.runner.start(job)
+                self._begin(m, work)
                 break
             candidates = [c for c in candidates if c.model != chosen]
         return news
+
+    def _begin(self, m: ModelState, work: list[SequenceWork]) -> None:
+        """Start `m`'s next job."""
+        self._jobs += 1
+        job = Job(self._jobs, 0, m.spec.name, tuple(work))
+        for part in job.work:
+            self.state.requests[part.request_id].in_flight = True
+        m.job = self.state.lane_job = job
+        self.state.touch(m)
+        self.runner.start(job)
 
     @property
     def _stuck(self) -> bool:

@@ -17,6 +17,7 @@ from ballast.core.event import (
     Timer,
     TransferDone,
 )
+from ballast.core.job import Job
 
 RANK = {
     kind: rank
@@ -43,6 +44,21 @@ class EventHeap:
         self._sequence += 1
         at = max(at, self._clock.now())
         heapq.heappush(self._heap, (at, RANK[type(event)], self._sequence, event))
+
+    @property
+    def next(self) -> float | None:
+        """When the next event happens."""
+        return self._heap[0][0] if self._heap else None
+
+    def withdraw(self, job: Job) -> tuple[float, JobDone] | None:
+        """The end of `job`, and when, if that is what happens next; it will not happen then."""
+        if not self._heap:
+            return None
+        at, _, _, event = self._heap[0]
+        if not isinstance(event, JobDone) or event.job is not job:
+            return None
+        heapq.heappop(self._heap)
+        return at, event
 
     def take(self, until: float | None) -> list[Event]:
         """All events of the next moment at which something happens, at most until `until`."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ballast.core.clock import Clock
 from ballast.core.cost import StepCosts, copy_seconds
 from ballast.core.event import Embedded, JobDone, PromptScores, Result, TransferDone
-from ballast.core.job import Job, Sampled
+from ballast.core.job import Job, Load, Sampled
 from ballast.core.model import ModelSpec
 from ballast.memory.transfer import Copy
 from ballast.sim.heap import EventHeap
@@ -42,17 +42,23 @@ class SimRunner:
         done = JobDone(job, tuple(self._results(spec, job)), seconds)
         self._heap.schedule(self._clock.now() + seconds + self._overhead, done)
 
+    def end_of_decodes(self, model: str, sequences: int, context: int) -> float:
+        """When a job that only decodes would end if it began now; `context`: as of `Load`."""
+        seconds = self._costs[model].of(Load(0, 0, 0, sequences, context))
+        return self._clock.now() + seconds + self._overhead
+
     def _results(self, spec: ModelSpec, job: Job) -> Iterator[Result]:
         for w in job.work:
             if w.scoring is not None:
                 yield PromptScores(w.request_id, w.scoring.start, (0.0,) * len(w.scoring.targets))
             if w.sample is not None:
-                yield Sampled(w.request_id, self._token(spec, w.request_id, w.end))
+                yield Sampled(w.request_id, self.token(spec, w.request_id, w.end))
             if w.embed:
                 yield Embedded(w.request_id, bytes(4 * spec.hidden))
 
     @staticmethod
-    def _token(spec: ModelSpec, request_id: str, position: int) -> int:
+    def token(spec: ModelSpec, request_id: str, position: int) -> int:
+        """What request `request_id` has at `position`."""
         token = zlib.crc32(f"{request_id}:{position}".encode()) % spec.vocab
         while token in spec.eos_token_ids:
             token = (token + 1) % spec.vocab

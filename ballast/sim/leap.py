@@ -1,0 +1,144 @@
+"""Many decode steps at once, where nothing but the clock and lengths can change.
+
+Between two events of a device, models that only decode repeat their steps in turn: each running
+request gets a token, and now and then a block. A leap does what the loop would have done in those
+turns: its books, what clients are told and when are the same to the last bit. It leaves the last of
+the steps in flight, so that whatever comes next meets an ordinary state.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from ballast.core.clock import VirtualClock
+from ballast.core.event import Output, TokenOut
+from ballast.engine.loop import Loop
+from ballast.engine.model import ModelState
+from ballast.memory.pool import Pool
+from ballast.policy.order import least_recently_run
+from ballast.sim.heap import EventHeap
+from ballast.sim.runner import SimRunner
+
+Said = Callable[[float, Output], None]
+
+
+def leap(loop: Loop, heap: EventHeap, runner: SimRunner, clock: VirtualClock, said: Said) -> int:
+    """Pass over turns of `loop` in which it would only decode; how many.
+
+    `said(at, output)` hears what clients are told meanwhile.
+    """
+    job = loop.state.lane_job
+    turns = _turns(loop)
+    if job is None or turns is None:
+        return 0
+    first = heap.withdraw(job)
+    if first is None:
+        return 0  # something else happens before it ends
+    at, done = first
+    until = min(t for t in (heap.next, loop.until, float("inf")) if t is not None)
+    taken = 0
+    while at < until and turns[0].goes_on(runner) and _pages_for(turns):
+        clock.advance_to(at)
+        turns[0].end_step(at, runner, said)
+        turns.rotate(-1)
+        at = turns[0].begin_step(runner)
+        taken += 1
+    if taken == 0:
+        heap.schedule(at, done)
+    else:
+        loop.leapt(job, turns[0].m, taken)
+    return taken
+
+
+def _pages_for(turns: deque[_Batch]) -> bool:
+    """Whether the step that follows the one in flight has the pages that it needs."""
+    return turns[1].has_pages(0) if len(turns) > 1 else turns[0].has_pages(1)
+
+
+def _turns(loop: Loop) -> deque[_Batch] | None:
+    """The models that run, as they will come, that of the job in flight first; None where one of
+    them may do anything but repeat its step, or where it is not certain which comes next."""
+    state, job = loop.state, loop.state.lane_job
+    if job is None or state.asking or loop.operations.pending:
+        return None
+    names = [c.model for c in sorted(state.candidates(), key=lambda c: c.last_run)]
+    if names and loop.preset.order is not least_recently_run:
+        return None
+    turns: deque[_Batch] = deque()
+    for name in (job.model, *names):
+        m = state.models[name]
+        admits = m.waiting and not m.held and len(m.running) < m.spec.max_running
+        if admits or m.leaving or m.shortages:
+            return None
+        turns.append(_Batch(m, state.pool))
+    # Whoever has all of the prompt from the cache is still to be told when it was admitted.
+    told = all(r.first_token_at is not None for batch in turns for r in batch.requests)
+    later = all(r.decoding for batch in list(turns)[1:] for r in batch.requests)
+    now = len(job.work) == len(turns[0].requests) and all(len(w.tokens) == 1 for w in job.work)
+    most = min(state.settings.step_tokens, state.settings.step_logits)
+    fit = all(len(batch.requests) <= most for batch in turns)
+    return turns if told and later and now and fit else None
+
+
+class _Batch:
+    """The running requests of one model, all of which decode."""
+
+    def __init__(self, m: ModelState, pool: Pool) -> None:
+        self.m = m
+        self.requests = tuple(m.running)
+        self._pool = pool
+        self._left = min((r.submission.max_tokens - r.generated for r in m.running), default=0)
+        """Steps until the first of them has its last token."""
+        self._context = sum(len(r.tokens) for r in m.running)
+        """KV tokens that its next step, or that in flight, reads."""
+        stops = [frozenset(r.submission.stop_token_ids) for r in m.running]
+        self._stops = stops if any(stops) else []
+
+    def goes_on(self, runner: SimRunner) -> bool:
+        """Whether all requests go on after the step in flight."""
+        if self._left <= 1:
+            return False
+        for r, stops in zip(self.requests, self._stops, strict=False):
+            if runner.token(self.m.spec, r.id, len(r.tokens)) in stops:
+                return False
+        return True
+
+    def has_pages(self, more: int) -> bool:
+        """Whether KV of `more` tokens beyond what each has is there for the taking."""
+        size = self.m.spec.block_tokens
+        blocks = sum(len(r.tokens) + more > len(r.blocks) * size for r in self.requests)
+        if not blocks:
+            return True
+        kv = self.m.kv
+        pages = kv.pages_for(blocks)
+        limit = pages if kv.limit is None else kv.limit - kv.pages
+        return pages <= min(limit, self._pool.free - self._pool.promised)
+
+    def end_step(self, at: float, runner: SimRunner, said: Said) -> None:
+        """Each has a token more."""
+        m = self.m
+        for r in self.requests:
+            n = len(r.tokens)
+            token = runner.token(m.spec, r.id, n)
+            r.computed = n
+            r.tokens.append(token)
+            r.last_token_at = at
+            said(at, TokenOut(r.id, token, r.generated - 1))
+        for r in self.requests:
+            if r.computed % m.spec.block_tokens == 0:
+                m.kv.remember(r.tokens, r.blocks, r.computed, r.salt)
+        self._left -= 1
+        self._context += len(self.requests)
+        m.last_run = m.last_used = at
+        m.view = None
+
+    def begin_step(self, runner: SimRunner) -> float:
+        """Room for each one's token; when the step will end."""
+        m = self.m
+        for r in self.requests:
+            if len(r.tokens) > len(r.blocks) * m.spec.block_tokens:
+                short = m.kv.grow(r.blocks, len(r.tokens))
+                assert short is None, "has_pages"
+                m.view = None
+        return runner.end_of_decodes(m.spec.name, len(self.requests), self._context)

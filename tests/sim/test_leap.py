@@ -1,0 +1,103 @@
+"""Leaps change nothing but the work it takes: answers, their times and the books are the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ballast.core.cost import StepCosts
+from ballast.core.event import Output
+from ballast.core.model import ModelSpec
+from ballast.core.request import Submission
+from ballast.core.settings import FleetSettings
+from ballast.sim import simulate as simulation
+from ballast.sim.simulate import Profile, Simulated, simulate
+from tests.sim.test_enough_memory import world
+
+COSTS = StepCosts(8e-3, 4e-5, 1.1e-5, 3e-8, 1e-9, per_tile=1e-3)
+Told = list[tuple[float, Output]]
+
+
+def run(
+    fleet: FleetSettings, specs: list[ModelSpec], requests: list[Submission], *, leaps: bool
+) -> tuple[Told, Simulated]:
+    told: Told = []
+    profile = Profile(
+        costs={s.name: COSTS for s in specs}, link_bytes_per_second=1e8, overhead=3e-4
+    )
+    done = simulate(
+        fleet, specs, requests, profile, lambda at, o: told.append((at, o)), leaps=leaps
+    )
+    done.state.pool.validate()
+    return told, done
+
+
+def books(done: Simulated) -> dict[str, Any]:
+    state = done.state
+    return {
+        "jobs": state.jobs,
+        "seconds": done.seconds,
+        "free": state.pool.free,
+        "models": {
+            name: (
+                m.last_run,
+                m.last_used,
+                m.activations,
+                m.evictions,
+                m.preemptions,
+                m.output_tokens,
+                m.cached_tokens,
+                m.kv.pages,
+                m.kv.cached_pages,
+                m.kv.cached_blocks,
+            )
+            for name, m in state.models.items()
+        },
+    }
+
+
+@pytest.mark.parametrize("preset", ["static", "swap", "balloon"])
+@pytest.mark.parametrize("first", [0, 60])
+def test_runs_with_and_without_leaps_are_the_same(preset: str, first: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(first, first + 25):
+        fleet, specs, requests = world(seed, preset)
+        requests = [
+            replace(
+                r,
+                max_tokens=r.max_tokens * (1 + seed % 4),
+                arrival=r.arrival * (1 + 20 * (seed % 3)),
+                stop_token_ids=tuple(range(40, 40 + seed % 2)),
+            )
+            for r in requests
+        ]
+        single, one = run(fleet, specs, requests, leaps=False)
+        told, done = run(fleet, specs, requests, leaps=True)
+        assert told == single, f"seed {seed}"
+        assert books(done) == books(one), f"seed {seed}"
+        leaps = [e for e in done.story.entries if e.get("event") == "Leap"]
+        seen["leaps"] += len(leaps)
+        seen["steps"] += sum(e["steps"] for e in leaps)
+        seen["jobs"] += done.state.jobs
+        actions = [e for e in done.story.entries if "action" in e]
+        assert actions == [e for e in one.story.entries if "action" in e], f"seed {seed}"
+    assert seen["steps"] > 0.3 * seen["jobs"], seen
+
+
+def test_observers_see_every_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation, "leap", None)  # calling it would fail
+    fleet, specs, requests = world(1, "balloon")
+    profile = Profile(costs={s.name: COSTS for s in specs}, link_bytes_per_second=1e8, overhead=0.0)
+    turns: list[float] = []
+    done = simulate(
+        fleet,
+        specs,
+        requests,
+        profile,
+        lambda at, o: None,
+        observe=lambda now, state: turns.append(now),
+    )
+    assert len(turns) >= done.state.jobs
