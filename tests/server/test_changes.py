@@ -77,7 +77,7 @@ def test_changes_survive_a_kill(file: Path) -> None:
         assert add(second, **again).status_code == 201
 
 
-def test_a_change_that_cannot_be_kept_is_not_made(file: Path) -> None:
+def test_what_cannot_be_kept_is_not_made_and_what_is_refused_is_not_kept(file: Path) -> None:
     with server(file, "--echo", "--changes", str(file.parent / "no" / "c.json")) as running:
         before = pinned(running)
         refusals = [
@@ -94,18 +94,18 @@ def test_a_change_that_cannot_be_kept_is_not_made(file: Path) -> None:
         (file.parent / "no").mkdir()
         assert add(running, name="new", path="more").status_code == 201
 
-
-def test_what_is_refused_is_not_kept(file: Path) -> None:
-    shutil.copytree(file.parent / "more", file.parent / "deadly")
-    with server(file, "--echo", "--changes", str(kept(file))) as running:
+        record = file.parent / "no" / "c.json"
+        before = record.read_text()
+        shutil.copytree(file.parent / "more", file.parent / "deadly")
         assert add(running, name="x", path="deadly").status_code == 503
         until(lambda: running.http.get("/health").status_code == 200)
         assert add(running, name=MODEL, path="more").status_code == 409
-        assert not kept(file).exists()
-        assert order(running, "DELETE", f"models/{OTHER}?patience=1").status_code == 200
-        before = kept(file).read_text()
+        assert record.read_text() == before
+        for name in (OTHER, "new"):
+            assert order(running, "DELETE", f"models/{name}?patience=1").status_code == 200
+        before = record.read_text()
         assert order(running, "DELETE", f"models/{MODEL}").status_code == 409
-        assert kept(file).read_text() == before
+        assert record.read_text() == before
 
 
 def test_a_damaged_file_of_changes_is_named(file: Path) -> None:
