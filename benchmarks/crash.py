@@ -1,16 +1,19 @@
 """What clients notice when a worker dies: streams over HTTP, the worker killed with SIGKILL amid.
 
-A made fleet of tiny models in float32; greedy and seeded streams. Then a request whose first job
-kills the process, in workers that this script brings along, beside the same streams.
+A made fleet of tiny models in float32; half of the streams are greedy, half are sampled. Each kill
+is in a round of its own: while all streams decode, while some still wait for their prompt's first
+chunks, or while the models are activated. Then a request whose first job kills the process, in
+workers that this script brings along, beside the same streams.
 
 - `lost`: streams that did not end well; `changed`: those with other tokens than undisturbed.
-- `recovery_s`: from the kill to the first token of any stream that the new worker computed.
-- `poison`: the same beside the request that kills; `answered`: by what status it was refused.
+- `recovery_s`: from the kill to the first token of any stream that the new worker computed; of
+  which `ready_s` until the new worker serves.
+- `poison`: the same beside the request that kills; `answered`: by what status it was refused, after
+  so many `kills`.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -25,48 +28,26 @@ from typing import Any
 
 import httpx
 
-from ballast.bench.serving import Serving, serving
-from ballast.cluster import worker
-from ballast.core.event import Result
-from ballast.core.job import SequenceWork
-from ballast.core.settings import FleetSettings
-from ballast.engine.device import LiveDevice
-from ballast.engine.state import ModelState
+from ballast.bench.serving import Serving, child_called, serving
+from ballast.cluster.worker import SPARE
 from ballast.fleet.file import load_fleet
 from ballast.fleet.make import make_fleet
-from ballast.models.served import Served
 from ballast.policy.presets import PRESETS
-from ballast.server.serve import serve
-from ballast.weights.host import HostModel
 from benchmarks.common import Samples, finish, options
+from benchmarks.http_overhead import cpu_seconds
+from benchmarks.poisonable import MAGIC
 
 STREAMS = 20
-MAGIC = 7
-"""Token id that kills, three times in a row; no other prompt here has it so."""
-WORKER, SERVE = "worker", "serve"
+PROMPT = 40
+"""Words of each prompt, of two to four tokens each."""
+STEP_TOKENS = 32
+"""Of the device: the prompts take many steps."""
+BUDGET = "12MiB"
+BANDWIDTH = "4MB/s"
+"""Of the link: an activation takes long enough to be seen, a quarter of a second."""
+MOMENTS = ("decode", "prefill", "activation")
+ADMIN = "crash"
 TIMEOUT = 240.0
-
-
-class Deadly(LiveDevice):
-    """Kills its process when a job has the magic tokens."""
-
-    def executor(self, host: HostModel, m: ModelState) -> Served:
-        made = super().executor(host, m)
-        run = made.run
-
-        def deadly(work: Sequence[SequenceWork]) -> list[Result]:
-            if any(list(w.tokens[:3]) == [MAGIC] * 3 for w in work):
-                os.kill(os.getpid(), signal.SIGKILL)
-            return run(work)
-
-        made.run = deadly  # type: ignore[method-assign]
-        return made
-
-
-def deadly_device(
-    fleet: FleetSettings, outbox: worker.Outbox, record: worker.Record
-) -> worker.Device:
-    return Deadly(fleet, outbox, record=record)
 
 
 class Stream:
@@ -75,7 +56,7 @@ class Stream:
     def __init__(self, model: str, number: int, new_tokens: int) -> None:
         self._body = {
             "model": model,
-            "prompt": f"Ship {number}",
+            "prompt": " ".join(f"{number + i}" for i in range(PROMPT)),
             "max_tokens": new_tokens,
             "temperature": float(number % 2),
             "seed": number,
@@ -105,37 +86,72 @@ class Stream:
                 told = (choice["logprobs"] or {"tokens": []})["tokens"]
                 self.tokens += told
                 self.times += [time.perf_counter()] * len(told)
-        if len(self.tokens) > 5:
-            self.begun.set()
+                self.begun.set()
+
+    def resumed(self, killed: float) -> float:
+        """When its longest pause after the kill was over: what the old worker had said is there
+        at once."""
+        times = [killed, *(t for t in self.times if t > killed)]
+        gaps = [(b - a, b) for a, b in itertools.pairwise(times)]
+        return max(gaps)[1] if gaps else float("inf")
 
 
 class Round:
     """All streams at once, and what came of them."""
 
     def __init__(self, models: Sequence[str], new_tokens: int) -> None:
+        self.models = models
         self.streams = [Stream(models[i % len(models)], i, new_tokens) for i in range(STREAMS)]
+        self.ready_s = 0.0
         self.recovery_s = 0.0
+        self.open = 0
+        """Streams that had begun when the worker was killed."""
         self.answered = 0
+        """Status of the poison's answer."""
 
-    async def run(self, running: Serving, kill: bool = False, poison: str | None = None) -> None:
-        limits = httpx.Limits(max_connections=STREAMS + 1)
+    async def run(self, running: Serving, kill: str | None = None, poison: bool = False) -> None:
+        """Kills at the moment `kill`."""
+        limits = httpx.Limits(max_connections=STREAMS + 2)
         async with httpx.AsyncClient(
             base_url=running.url, timeout=TIMEOUT, limits=limits
         ) as client:
+            if kill == "activation":
+                await self._evict(client)
             open_streams = [asyncio.create_task(s.run(client)) for s in self.streams]
-            for stream in self.streams:
-                await stream.begun.wait()
-            if kill:
-                (victim,) = running.children
-                os.kill(victim, signal.SIGKILL)
+            if kill == "activation":
+                await self._until_loading(client)
+            elif kill == "prefill":
+                await asyncio.wait(
+                    [asyncio.create_task(s.begun.wait()) for s in self.streams],
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+            else:
+                for stream in self.streams:
+                    await stream.begun.wait()
+            if kill is not None:
+                self.open = sum(s.begun.is_set() for s in self.streams)
                 killed = time.perf_counter()
-            if poison is not None:
-                body = {"model": poison, "prompt": [MAGIC] * 3, "max_tokens": 4}
+                os.kill(running.worker, signal.SIGKILL)
+                await _until_healthy(client)
+                self.ready_s = time.perf_counter() - killed
+            if poison:
+                body = {"model": self.models[0], "prompt": MAGIC, "max_tokens": 4}
                 self.answered = (await client.post("/v1/completions", json=body)).status_code
             await asyncio.gather(*open_streams)
-        if kill:
-            # What the old worker had said is there at once: the longest gap ends with the new one.
-            self.recovery_s = min(_resumed(s.times, killed) for s in self.streams) - killed
+        if kill is not None:
+            self.recovery_s = min(s.resumed(killed) for s in self.streams) - killed
+
+    async def _evict(self, client: httpx.AsyncClient) -> None:
+        key = {"Authorization": f"Bearer {ADMIN}"}
+        for model in self.models:
+            told = await client.post(f"/admin/models/{model}/evict", headers=key)
+            told.raise_for_status()
+
+    async def _until_loading(self, client: httpx.AsyncClient) -> None:
+        while True:
+            told = (await client.get("/v1/models")).json()["data"]
+            if any(model["status"]["value"] == "loading" for model in told):
+                return
 
     def compared(self, undisturbed: Round) -> dict[str, int]:
         pairs = list(zip(self.streams, undisturbed.streams, strict=True))
@@ -145,61 +161,86 @@ class Round:
         }
 
 
-def _resumed(times: Sequence[float], killed: float) -> float:
-    """When the longest pause that lasted beyond the kill was over; infinite without one."""
-    gaps = [(b - a, b) for a, b in itertools.pairwise(times) if b > killed]
-    return max(gaps)[1] if gaps else float("inf")
+async def _until_healthy(client: httpx.AsyncClient) -> None:
+    """From not being so on."""
+    for wanted in (503, 200):
+        while (await client.get("/health")).status_code != wanted:
+            await asyncio.sleep(0.01)
 
 
-def measure(file: Path, new_tokens: int, rounds: int) -> dict[str, Any]:
+def measure(file: Path, new_tokens: int, kills: int) -> dict[str, Any]:
     """The result."""
     models = [m.name for m in load_fleet(file, presets=PRESETS).models]
     undisturbed = Round(models, new_tokens)
-    killed = [Round(models, new_tokens) for _ in range(rounds)]
-    with serving(file) as running:
-        asyncio.run(undisturbed.run(running))
-        for each in killed:
-            asyncio.run(each.run(running, kill=True))
-    assert all(s.ended and len(s.tokens) == new_tokens for s in undisturbed.streams)
+    rounds = [(moment, Round(models, new_tokens)) for moment in _turns(kills)]
     poisoned = Round(models, new_tokens)
-    with serving(file, command=(sys.executable, "-m", "benchmarks.crash")) as running:
-        asyncio.run(poisoned.run(running, poison=models[0]))
-    told = [each.compared(undisturbed) for each in killed]
+    with serving(file, command=(sys.executable, "-m", "benchmarks.poisonable")) as running:
+        asyncio.run(undisturbed.run(running))
+        for moment, each in rounds:
+            until_spare_waits(running.pid)
+            asyncio.run(each.run(running, kill=moment))
+        before = _restarts(running)
+        asyncio.run(poisoned.run(running, poison=True))
+        poison_kills = _restarts(running) - before
+    assert all(s.ended and len(s.tokens) == new_tokens for s in undisturbed.streams)
+    told = [each.compared(undisturbed) for _, each in rounds]
     return {
         "streams": STREAMS,
-        "rounds": rounds,
         "output_tokens": new_tokens,
+        "kills": kills,
         "lost": sum(t["lost"] for t in told),
         "changed": sum(t["changed"] for t in told),
-        "recovery_s": Samples(tuple(each.recovery_s for each in killed)).to_json(),
-        "poison": {**poisoned.compared(undisturbed), "answered": poisoned.answered},
+        "recovery_s": Samples(tuple(each.recovery_s for _, each in rounds)).to_json(),
+        "ready_s": Samples(tuple(each.ready_s for _, each in rounds)).to_json(),
+        "rounds": [
+            {"moment": moment, "begun": each.open, "recovery_s": each.recovery_s, **t}
+            for (moment, each), t in zip(rounds, told, strict=True)
+        ],
+        "poison": {
+            **poisoned.compared(undisturbed),
+            "answered": poisoned.answered,
+            "kills": poison_kills,
+        },
     }
 
 
-def serve_deadly(argv: Sequence[str]) -> int:
-    """`serve FILE --port 0`, with workers that can be killed by a request."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("fleet", type=Path)
-    parser.add_argument("--port", type=int)
-    asked = parser.parse_args(argv)
-    command = (sys.executable, "-m", "benchmarks.crash", WORKER)
-    fleet = load_fleet(asked.fleet, presets=PRESETS)
-    return serve(fleet, port=asked.port, worker_command=command)
+def until_spare_waits(server: int) -> None:
+    """Returns when the spare worker has loaded its libraries: when it uses no processor time."""
+    spent = -1.0
+    while spent != (now := cpu_seconds(child_called(SPARE, server))):
+        spent = now
+        time.sleep(1.0)
+
+
+def _turns(kills: int) -> list[str]:
+    return list(itertools.islice(itertools.cycle(MOMENTS), kills))
+
+
+def _restarts(running: Serving) -> int:
+    text = httpx.get(f"{running.url}/metrics").text
+    line = next(li for li in text.splitlines() if li.startswith("ballast:worker_restarts"))
+    return int(float(line.rpartition(" ")[2]))
+
+
+def fleet_file(directory: Path) -> Path:
+    """Models that do not fit all at once, over a link that lets their activation be seen."""
+    made = make_fleet(
+        directory, n_models=4, steps=0, size="tiny", dtype="float32", budget=BUDGET, seed=1
+    )
+    text = made.file.read_text()
+    text = text.replace("step_tokens: 128", f"threads: 1\n    step_tokens: {STEP_TOKENS}")
+    text += f"\nserver:\n  admin_key: {ADMIN}\nlinks:\n  - bandwidth: {BANDWIDTH}\n"
+    made.file.write_text(text)
+    return made.file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == [WORKER]:
-        return worker.main(argv[1:], deadly_device)
-    if argv[:1] == [SERVE]:
-        return serve_deadly(argv[1:])
-    args = options(__doc__, argv)
-    new_tokens, rounds = (100, 1) if args.quick else (300, 5)
+    args = options(
+        __doc__, argv, lambda p: p.add_argument("--kills", type=int, help="how many rounds")
+    )
+    new_tokens, kills = (60, 3) if args.quick else (200, 15)
     with tempfile.TemporaryDirectory() as scratch:
-        made = make_fleet(
-            scratch, n_models=4, steps=0, size="tiny", dtype="float32", budget="128MiB"
-        )
-        result = measure(made.file, new_tokens, rounds)
+        result = measure(fleet_file(Path(scratch)), new_tokens, args.kills or kills)
     finish(args, "crash", result)
     return 0
 

@@ -179,10 +179,9 @@ class There:
 
     def _spent(self) -> dict[str, float]:
         """CPU seconds so far."""
-        (worker,) = self._running.children
         return {
             "server": cpu_seconds(self._running.pid),
-            "worker": cpu_seconds(worker),
+            "worker": cpu_seconds(self._running.worker),
             "client": time.process_time(),
         }
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ballast.cluster.worker import SERVING
 from ballast.core.errors import Unavailable
 
 
@@ -24,10 +25,19 @@ class Serving:
     pid: int
 
     @property
-    def children(self) -> list[int]:
-        """Process ids: its workers'."""
-        tasks = Path(f"/proc/{self.pid}/task").glob("*/children")
-        return [int(pid) for task in tasks for pid in task.read_text().split()]
+    def worker(self) -> int:
+        """Process id."""
+        return child_called(SERVING, self.pid)
+
+
+def child_called(name: str, server: int) -> int:
+    """Process id of a server's child. Raises Unavailable if there is none of that name now."""
+    for task in Path(f"/proc/{server}/task").glob("*/children"):
+        for child in task.read_text().split():
+            with contextlib.suppress(FileNotFoundError):  # it has just ended
+                if Path(f"/proc/{child}/comm").read_text().strip() == name:
+                    return int(child)
+    raise Unavailable(f"the server has no {name} now")
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from ballast.cluster.orders import PendingOrders, changed, names_of, refusal
 from ballast.cluster.outlet import OpenRequest, Outlet
+from ballast.cluster.spare import Spare
 from ballast.cluster.suspicion import Suspicions
 from ballast.core.command import Add, Order, Outcome, Remove
 from ballast.core.errors import BallastError, BrokenPromise, Unavailable
@@ -53,6 +54,11 @@ STEADY_SECONDS = 60.0
 class WorkerLink(Protocol):
     """A worker as its controller sees it; `ballast.cluster.local.LocalWorker` is one."""
 
+    @property
+    def waits(self) -> bool: ...
+
+    async def prepare(self) -> None: ...
+
     async def start(self, fleet: FleetSettings) -> Ready: ...
 
     def send(self, message: ToWorker) -> None: ...
@@ -75,6 +81,7 @@ class Controller:
     def __init__(self, make_worker: Callable[[], WorkerLink]) -> None:
         self._make_worker = make_worker
         self.worker = make_worker()
+        self._spare = Spare(make_worker)
         self._open: dict[str, OpenRequest] = {}
         """In order of arrival."""
         self._orders = PendingOrders(lambda command: self.worker.send(command))
@@ -104,6 +111,8 @@ class Controller:
         """Returns when the device serves. Raises Unavailable if it cannot."""
         self.fleet = fleet
         self._serve(await self.worker.start(fleet))
+        if fleet.server.spare_worker:
+            await self._spare.hire()
         self._supervisor = asyncio.create_task(self._supervise())
 
     @property
@@ -188,6 +197,7 @@ class Controller:
     async def close(self, patience: float) -> None:
         """End the worker: what is open is finished within `patience` seconds, or fails."""
         self._ending = True
+        await self._spare.close()
         if self._supervisor is None:
             await self.worker.close()
             return
@@ -370,7 +380,7 @@ class Controller:
                 await asyncio.sleep(min(LONGEST_BACKOFF_SECONDS, seconds))
             try:
                 await self.worker.close()
-                self.worker = self._make_worker()
+                self.worker = await self._spare.take() or self._make_worker()
                 ready = await self.worker.start(self.fleet)
             except (BallastError, OSError) as error:
                 attempts += 1
@@ -383,4 +393,6 @@ class Controller:
             self.restarts += 1
             log.warning("a new worker serves; %d requests go on", self.open_requests)
             self._serve(ready)
+            if self.fleet.server.spare_worker:
+                await self._spare.hire()
             return

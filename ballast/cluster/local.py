@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ballast.cluster.flight import FlightRecorder, flight_memory
+from ballast.cluster.spare import FIRST_WORD_SECONDS
 from ballast.core.errors import Unavailable
 from ballast.core.settings import FleetSettings, ServerSettings
 from ballast.transport.messages import (
@@ -30,8 +31,6 @@ log = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-m", "ballast.cluster.worker")
 LAST_WORDS_SECONDS = 0.2
 """After a process has ended, what it sent may still be on its way for so long."""
-FIRST_WORD_SECONDS = 30.0
-"""A process that starts may be silent for so much longer than one that runs."""
 
 
 class LocalWorker:
@@ -55,6 +54,7 @@ class LocalWorker:
         self._process: asyncio.subprocess.Process | None = None
         self._exited: asyncio.Task[int] | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._connected = False
         self._silence = -FIRST_WORD_SECONDS
         self._stuck_seconds = float("inf")
         self._killed_for = ""
@@ -76,37 +76,70 @@ class LocalWorker:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def waits(self) -> bool:
+        """Whether a process waits for `start`."""
+        return self._connected and self._watch is None and self._runs
+
+    @property
+    def _runs(self) -> bool:
+        return self._exited is not None and not self._exited.done()
+
+    async def prepare(self) -> None:
+        """Start the process ahead of time: it loads its libraries when others leave it the time.
+
+        Raises Unavailable.
+        """
+        await self._spawn("--spare")
+        await self._connect()
+
     async def start(self, fleet: FleetSettings) -> Ready:
-        """Start the process and have it build the device of `fleet`; takes as long as loading.
+        """Have the process build the device of `fleet`; takes as long as loading.
 
         From then on it is watched, as `fleet.server` says. Raises Unavailable, with the reason,
         if it cannot.
         """
+        if self._exited is None:
+            await self._spawn()
+        self._stuck_seconds = fleet.server.stuck_seconds
+        self._watch = asyncio.create_task(self._listen_for_life(fleet.server.silent_seconds))
+        if not self._connected:
+            await self._connect()
+        told = replace(fleet, server=ServerSettings())
+        self.send(Configure(told, logging.getLogger("ballast").getEffectiveLevel()))
+        while True:
+            message = await self._expect()
+            if isinstance(message, Ready):
+                return message
+            if isinstance(message, NotReady):
+                raise Unavailable(f"the worker cannot start: {message.reason}")
+
+    async def _spawn(self, *options: str) -> None:
         arguments = ("--dir", str(self._directory.path), "--parent", str(os.getpid()))
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             *arguments,
             "--flight",
             str(self._flight_fd),
+            *options,
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=(self._flight_fd,),
         )
         self._exited = asyncio.create_task(self._process.wait())
-        self._stuck_seconds = fleet.server.stuck_seconds
-        self._watch = asyncio.create_task(self._listen_for_life(fleet.server.silent_seconds))
-        while True:
-            message = await self.receive()
-            if message is None:
-                raise Unavailable(f"the worker ended while it started: {self.epitaph()}")
-            if isinstance(message, Hello):
-                # Connected for good: without a path there is nothing left to clean up later.
-                self._directory.close()
-                told = replace(fleet, server=ServerSettings())
-                self.send(Configure(told, logging.getLogger("ballast").getEffectiveLevel()))
-            if isinstance(message, Ready):
-                return message
-            if isinstance(message, NotReady):
-                raise Unavailable(f"the worker cannot start: {message.reason}")
+
+    async def _connect(self) -> None:
+        while not isinstance(await self._expect(), Hello):
+            pass
+        self._connected = True
+        # Connected for good: without a path there is nothing left to clean up later.
+        self._directory.close()
+
+    async def _expect(self) -> ToServer:
+        """The next message while it starts."""
+        message = await self.receive()
+        if message is None:
+            raise Unavailable(f"the worker ended while it started: {self.epitaph()}")
+        return message
 
     def send(self, message: ToWorker) -> None:
         """Queue a message; never waits. To a worker that is gone it is lost."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import logging
 import os
 import queue
@@ -54,6 +55,9 @@ log = logging.getLogger(__name__)
 REPORT_SECONDS = 0.1
 """A changed report is sent this often at most."""
 HEARTBEAT_SECONDS = 0.5
+SERVING, SPARE = "ballast-worker", "ballast-spare"
+"""Names of processes, as operators see them."""
+_LOWEST_PRIORITY = 19
 STALE_SECONDS = 1.0
 """An unchanged one is repeated this often, so that its age tells whether the process lives."""
 
@@ -162,7 +166,8 @@ class Worker:
             if over:
                 break
             self._report()
-            self._beat()
+            if self._thread is not None:
+                self._beat()  # nobody listens to a spare
             socket.wait(HEARTBEAT_SECONDS if self._device is None else REPORT_SECONDS)
             socket.receive_all(self._handle)
         return self._code
@@ -171,6 +176,7 @@ class Worker:
         match message:
             case Configure():
                 logging.getLogger("ballast").setLevel(message.log_level)
+                _name_process(SERVING)
                 self._thread = threading.Thread(
                     target=self._serve, args=(message.fleet,), name="device", daemon=True
                 )
@@ -258,14 +264,34 @@ def live_device(fleet: FleetSettings, outbox: Outbox, record: Record) -> Device:
     return LiveDevice(fleet, outbox, record=record)
 
 
-def main(argv: Sequence[str] | None = None, make_device: MakeDevice = live_device) -> int:
-    """The process. Only its server ends it: by a message, or by ending itself."""
+def _load(library: str) -> None:
+    """What takes a start longest, when nobody else wants the processor."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+    importlib.import_module(library)
+
+
+def _name_process(name: str) -> None:
+    """As `ps` and `top` show it."""
+    Path("/proc/self/comm").write_text(name)
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    make_device: MakeDevice = live_device,
+    library: str | None = "ballast.engine.device",
+) -> int:
+    """The process. Only its server ends it: by a message, or by ending itself.
+
+    A spare imports `library` while it waits.
+    """
     parser = argparse.ArgumentParser(prog="ballast.cluster.worker")
     parser.add_argument("--dir", type=Path, required=True, help="holds the socket")
     parser.add_argument("--parent", type=int, required=True, help="process id of the server")
     parser.add_argument("--flight", type=int, required=True, help="descriptor of flight memory")
+    parser.add_argument("--spare", action="store_true", help="load libraries while waiting")
     arguments = parser.parse_args(argv)
     die_with(arguments.parent)
+    _name_process(SPARE if arguments.spare else SERVING)
     # A terminal or a service manager signals the whole group; the server decides what that means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -276,6 +302,9 @@ def main(argv: Sequence[str] | None = None, make_device: MakeDevice = live_devic
     with WorkerSocket(arguments.dir) as socket:
         flight = FlightRecorder(arguments.flight)
         worker = Worker(socket, make_device, flight.record, MonotonicClock())
+        if arguments.spare and library is not None:
+            loading = threading.Thread(target=_load, args=(library,), name="library", daemon=True)
+            loading.start()
         code = worker.run()
     if worker.abandoned:
         os._exit(code)  # its thread cannot be asked to end

@@ -226,6 +226,7 @@ class ServerKeys(Keys):
     )
     silent_seconds: Positive = ServerSettings().silent_seconds
     stuck_seconds: Positive = ServerSettings().stuck_seconds
+    spare_worker: bool = ServerSettings().spare_worker
 
     def settings(self) -> ServerSettings:
         return ServerSettings(
@@ -237,6 +238,7 @@ class ServerKeys(Keys):
             drain_seconds=self.drain_seconds,
             silent_seconds=self.silent_seconds,
             stuck_seconds=self.stuck_seconds,
+            spare_worker=self.spare_worker,
         )
 
 

@@ -261,4 +261,4 @@ def _top(token: int, count: int | None, first: float) -> tuple[tuple[int, float]
 if __name__ == "__main__":
     from ballast.cluster.worker import main
 
-    sys.exit(main(make_device=EchoDevice))
+    sys.exit(main(make_device=EchoDevice, library=None))

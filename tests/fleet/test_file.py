@@ -264,6 +264,7 @@ server:
   drain_seconds: 0
   silent_seconds: 5.5
   stuck_seconds: 60
+  spare_worker: false
 """
 )
 SECRETS = {"KEY_A": "0123", "KEY_ADMIN": "sk-admin"}
@@ -292,6 +293,7 @@ def test_the_server_section(home: Path) -> None:
         drain_seconds=0,
         silent_seconds=5.5,
         stuck_seconds=60,
+        spare_worker=False,
     )
     for secret in ("0123", "sk-bbb", "sk-admin"):
         assert secret not in repr(server)

@@ -18,6 +18,9 @@ from pathlib import Path
 import httpx
 from openai import AsyncOpenAI, OpenAI
 
+from ballast.bench.serving import child_called
+from ballast.cluster.worker import SERVING
+
 DEADLINE = 90.0
 """Seconds after which a test gives up, on the slowest machine that may run it."""
 
@@ -70,19 +73,7 @@ class ServerProcess:
 
     @property
     def worker_pid(self) -> int:
-        """Of the only child, but for what checks grammars."""
-        pid = self._process.pid
-        children = [
-            int(child)
-            for task in Path(f"/proc/{pid}/task").iterdir()
-            for child in (task / "children").read_text().split()
-        ]
-        (worker,) = (
-            child
-            for child in children
-            if b"grammarcheck" not in Path(f"/proc/{child}/cmdline").read_bytes()
-        )
-        return worker
+        return child_called(SERVING, self._process.pid)
 
     def signal(self, number: int = signal.SIGTERM) -> None:
         self._process.send_signal(number)
@@ -125,6 +116,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("fleet", type=Path)
     parser.add_argument("--echo", action="store_true", help="a device that repeats the prompt")
+    parser.add_argument("--spare", action="store_true", help="a spare worker, as by default")
     parser.add_argument("--ping", type=float, help="seconds of silence before a ping")
     parser.add_argument("--drain", type=float, default=30.0)
     parser.add_argument("--changes", type=Path, help="where they are kept")
@@ -138,7 +130,9 @@ def main() -> int:
     from ballast.server.serve import serve
 
     def adjust(fleet: FleetSettings) -> FleetSettings:
-        settings = replace(fleet.server, drain_seconds=arguments.drain)
+        settings = replace(
+            fleet.server, drain_seconds=arguments.drain, spare_worker=arguments.spare
+        )  # most tests need no spare, and its libraries cost processor time
         if arguments.ping is not None:
             settings = replace(settings, ping_seconds=arguments.ping)
         return replace(fleet, server=settings)

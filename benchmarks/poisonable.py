@@ -1,0 +1,66 @@
+"""`ballast serve` whose workers are killed by any job with the magic tokens in it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ballast.cluster import worker
+from ballast.core.event import Result
+from ballast.core.job import SequenceWork
+from ballast.core.settings import FleetSettings
+from ballast.policy.presets import PRESETS
+
+MAGIC = [7, 7, 7]
+"""Token ids at the beginning of a job's part."""
+_WORKER = "worker"
+
+Run = Callable[[Sequence[SequenceWork]], list[Result]]
+
+
+def deadly(run: Run) -> Run:
+    """`run`, but for jobs that kill."""
+
+    def guarded(work: Sequence[SequenceWork]) -> list[Result]:
+        if any(list(w.tokens[: len(MAGIC)]) == MAGIC for w in work):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return run(work)
+
+    return guarded
+
+
+def device(fleet: FleetSettings, outbox: worker.Outbox, record: worker.Record) -> worker.Device:
+    """The real one, with executors that kill."""
+    from ballast.engine.device import LiveDevice  # late, as in the real worker
+
+    live = LiveDevice(fleet, outbox, record=record)
+    for executor in live.executors.values():
+        executor.run = deadly(executor.run)  # type: ignore[method-assign, assignment]
+    return live
+
+
+def main() -> int:
+    """As a worker or, called `serve FILE --port N`, as the server."""
+    if sys.argv[1:2] == [_WORKER]:
+        return worker.main(sys.argv[2:], device)
+    from ballast.cluster.logs import set_up
+    from ballast.fleet.source import Source
+    from ballast.server.serve import serve
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=["serve"])
+    parser.add_argument("fleet", type=Path)
+    parser.add_argument("--port", type=int, required=True)
+    asked = parser.parse_args()
+    set_up("server", "text", "error")
+    command = (sys.executable, "-m", "benchmarks.poisonable", _WORKER)
+    fleet = Source(asked.fleet, presets=PRESETS)
+    return serve(fleet, port=asked.port, worker_command=command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""A process that waits takes the place of a worker that dies, if it still can."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from ballast.bench.serving import child_called
+from ballast.cluster.local import LocalWorker
+from ballast.cluster.spare import Spare
+from ballast.cluster.worker import SERVING, SPARE
+from ballast.core.errors import Unavailable
+from tests.cluster.test_worker import DEADLINE, FAKE, FLEET
+
+
+async def spare() -> int:
+    """Its process id, once it is there."""
+    while True:
+        try:
+            return child_called(SPARE, os.getpid())
+        except Unavailable:
+            await asyncio.sleep(0.01)
+
+
+def test_a_spare_waits_and_then_serves() -> None:
+    async def scenario() -> None:
+        async with asyncio.timeout(DEADLINE):
+            spares = Spare(lambda: LocalWorker(FAKE))
+            assert await spares.take() is None
+            await spares.hire()
+            waiting = await spare()
+            await spares.hire()
+            worker = await spares.take()
+            assert worker is not None
+            assert worker.waits
+            assert list((await worker.start(FLEET)).specs) == ["a"]
+            assert (worker.pid, child_called(SERVING, os.getpid())) == (waiting, waiting)
+            assert not worker.waits
+            await worker.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_spare_that_died_is_not_used() -> None:
+    async def scenario() -> None:
+        async with asyncio.timeout(DEADLINE):
+            spares = Spare(lambda: LocalWorker(FAKE))
+            await spares.hire()
+            pid = await spare()
+            os.kill(pid, signal.SIGKILL)
+            while Path(f"/proc/{pid}").exists():
+                await asyncio.sleep(0.01)
+            assert await spares.take() is None
+            await spares.hire()
+            pid = await spare()
+            await spares.close()
+            assert not Path(f"/proc/{pid}").exists()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("command", [("/nonexistent",), ("/bin/false",)])
+def test_a_spare_that_cannot_start_is_no_fault(command: tuple[str, ...]) -> None:
+    async def scenario() -> None:
+        async with asyncio.timeout(DEADLINE):
+            spares = Spare(lambda: LocalWorker(command))
+            await spares.hire()
+            assert await spares.take() is None
+
+    asyncio.run(scenario())
