@@ -31,10 +31,11 @@ class StepCosts:
 
     T: prefill tokens; B: decoding sequences; C: KV tokens these read; S: query-key pairs of
     prefill attention; P: prefill chunks. `base` holds the pass over the weights and the host's own
-    work, `hidden` the part of it that a prefill's arithmetic covers, `floor` the least a prefill
-    takes however short it is; `per_chunk` what a prefill costs for beginning where something else
-    ran before. With `floor`, `hidden` and `per_tile` 0 the form is linear. A job that decodes
-    beside a prefill makes one pass over the weights for both, never shorter than `base`.
+    work, `hidden` the part of it that a prefill's arithmetic covers (negative where a prefill's
+    pass costs more), `floor` the least a prefill takes however short it is; `per_chunk` what a
+    prefill costs for beginning where something else ran before. With `floor`, `hidden` and
+    `per_tile` 0 the form is linear. A job that decodes beside a prefill makes one pass over the
+    weights for both, never shorter than `base`.
     """
 
     base: float

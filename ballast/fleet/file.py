@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import ValidationError
 
 from ballast.core.errors import ConfigError
 from ballast.core.settings import AdapterSettings, FleetSettings, LinkSettings, ModelSettings
-from ballast.fleet.document import key_path, read_document
+from ballast.fleet.document import read_document
+from ballast.fleet.faults import first_fault, unknown
 from ballast.fleet.hub import fetch, is_hub_id
 from ballast.fleet.schema import (
     ADAPTER_KEYS,
@@ -157,24 +157,12 @@ def _merge(under: Any, over: Any) -> Any:
 
 
 def _config_error(error: ValidationError, *prefix: str) -> ConfigError:
-    """The first fault of `error`, in our words."""
-    first = error.errors(include_url=False)[0]
-    parts = (*prefix, *first["loc"])
-    key, value = key_path(parts), first["input"]
-    if parts[:1] == ("server",) and not _shown(parts):
-        value = HIDDEN
-    kind, context = first["type"], first.get("ctx", {})
-    if kind == "extra_forbidden":
-        return ConfigError(key, value, _unknown(str(parts[-1]), _known_keys(parts[:-1])))
-    if kind == "missing":
-        return ConfigError(key, None, "the key is required")
-    if kind == "value_error":
-        return ConfigError(key, value, str(context["error"]))
-    if kind in ("model_type", "model_attributes_type", "dict_type"):
-        known = ", ".join(_known_keys(parts)) or "any name"
-        return ConfigError(key, value, f"a mapping is needed, with keys among: {known}")
-    message = first["msg"].replace("Input should", "it should")
-    return ConfigError(key, value, message[:1].lower() + message[1:])
+    """The first fault of `error`; what may be a secret is not told."""
+    fault = first_fault(error, FleetKeys, *prefix)
+    parts = (*prefix, *error.errors(include_url=False)[0]["loc"])
+    if parts[:1] == ("server",) and fault.value is not None and not _shown(parts):
+        return ConfigError(fault.key, HIDDEN, fault.allowed)
+    return fault
 
 
 def _shown(parts: tuple[str | int, ...]) -> bool:
@@ -185,27 +173,10 @@ def _shown(parts: tuple[str | int, ...]) -> bool:
     return not plain.isdisjoint(str(part) for part in parts[1:])
 
 
-def _known_keys(parts: tuple[str | int, ...]) -> list[str]:
-    """Keys of the mapping at `parts`; none where any are allowed."""
-    keys: Any = FleetKeys
-    for part in parts:
-        if isinstance(part, int):
-            (keys,) = get_args(keys)
-        elif part in keys.model_fields:
-            keys = keys.model_fields[part].annotation
-    return list(getattr(keys, "model_fields", ()))
-
-
-def _unknown(word: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}known here: {', '.join(known)}"
-
-
 def _check_names(keys: FleetKeys, presets: Collection[str]) -> None:
     """What needs more than one key to judge."""
     if keys.preset not in presets:
-        raise ConfigError("preset", keys.preset, _unknown(keys.preset, presets))
+        raise ConfigError("preset", keys.preset, unknown(keys.preset, presets))
     seen: dict[str, int] = {}
     for i, model in enumerate(keys.models):
         if model.name in seen:
@@ -265,7 +236,7 @@ def _check_kind(model: NamedModelKeys, at: str, bases: Sequence[str]) -> None:
     if model.base is None:
         raise ConfigError(f"{at}.base", None, "the key is required beside `adapter`")
     if model.base not in bases:
-        allowed = f"it must name a model with a path: {_unknown(model.base, bases)}"
+        allowed = f"it must name a model with a path: {unknown(model.base, bases)}"
         raise ConfigError(f"{at}.base", model.base, allowed)
 
 

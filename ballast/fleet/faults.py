@@ -1,0 +1,52 @@
+"""Faults in documents of settings, in our words: the key, its value, what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+from types import NoneType, UnionType
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from ballast.core.errors import ConfigError
+from ballast.fleet.document import key_path
+
+
+def unknown(word: str, known: Collection[str]) -> str:
+    """What to say of a word that is none of `known`."""
+    close = difflib.get_close_matches(word, known, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}known here: {', '.join(known)}"
+
+
+def first_fault(error: ValidationError, root: type[BaseModel], *prefix: str) -> ConfigError:
+    """Of a document that `root` describes; `prefix` leads to the part that was looked at."""
+    first = error.errors(include_url=False)[0]
+    parts = (*prefix, *first["loc"])
+    key, value = key_path(parts), first["input"]
+    kind, context = first["type"], first.get("ctx", {})
+    if kind == "extra_forbidden":
+        return ConfigError(key, value, unknown(str(parts[-1]), _known_keys(root, parts[:-1])))
+    if kind == "missing":
+        return ConfigError(key, None, "the key is required")
+    if kind == "value_error":
+        return ConfigError(key, value, str(context["error"]))
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        known = ", ".join(_known_keys(root, parts)) or "any name"
+        return ConfigError(key, value, f"a mapping is needed, with keys among: {known}")
+    message = first["msg"].replace("Input should", "it should")
+    return ConfigError(key, value, message[:1].lower() + message[1:])
+
+
+def _known_keys(root: type[BaseModel], parts: tuple[str | int, ...]) -> list[str]:
+    """Keys of the mapping at `parts`; none where any are allowed."""
+    keys: Any = root
+    for part in parts:
+        if isinstance(part, int):
+            (keys,) = get_args(keys)
+        elif part in keys.model_fields:
+            keys = keys.model_fields[part].annotation
+        if isinstance(keys, UnionType):
+            keys = next(k for k in get_args(keys) if k is not NoneType)
+    return list(getattr(keys, "model_fields", ()))

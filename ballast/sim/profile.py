@@ -1,0 +1,184 @@
+"""Profiles: what jobs cost on a device, read from `profiles/*.toml` or a file of the user's.
+
+A file holds a device's peaks, the fitted coefficients of models measured on it with their sources,
+and a derate for the others. `ballast/sim/profiles/` has one for each public device we know.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from pydantic import Field
+
+from ballast.core.cost import StepCosts
+from ballast.core.errors import ConfigError
+from ballast.core.model import ModelSpec
+from ballast.fleet.faults import unknown
+from ballast.fleet.schema import Count, Keys, Name, Positive
+from ballast.sim.catalogue import catalogue, facts, shape_of
+from ballast.sim.roofline import Derate, Hardware, Sizes, roofline
+from ballast.sim.simulate import Profile
+from ballast.sim.toml_file import Finite, NotNegative, read_keys
+
+CATALOGUE = "models.toml"
+_FOLDER = resources.files("ballast.sim") / "profiles"
+
+
+class Costs(Keys):
+    """Coefficients of `core.cost.StepCosts`, in seconds. Without those of tokens and pairs the
+    prefill was not measured."""
+
+    base: NotNegative
+    per_sequence: NotNegative
+    per_context: NotNegative
+    per_tile: NotNegative = 0.0
+    per_token: NotNegative | None = None
+    per_pair: NotNegative | None = None
+    per_chunk: NotNegative = 0.0
+    floor: NotNegative = 0.0
+    hidden: Finite = 0.0
+
+
+class Row(Keys):
+    """One model as measured on the device."""
+
+    model: Name
+    source: str
+    """Which of the file's sources."""
+    tp: Count = 1
+    """Devices that share the model: costs are those of the group."""
+    sm_percent: Count = 100
+    """Share of the multiprocessors it ran on, alone on the device."""
+    costs: Costs
+    prefill_error: NotNegative | None = None
+    """Mean relative error of the fit over its points, in per cent."""
+    decode_error: NotNegative | None = None
+
+
+class Source(Keys):
+    """Where rows come from."""
+
+    artifact: str
+    licence: str
+    engine: str
+    """What served the models; its host's work is part of the costs."""
+
+
+class AllReduce(Keys):
+    """One all-reduce among `tp` devices of a node: max(least, base + bytes*per_byte) seconds."""
+
+    tp: Count
+    least: NotNegative
+    base: NotNegative
+    per_byte: NotNegative
+    error: NotNegative
+    """Mean relative error of the fit, in per cent; below 1 MiB it is several times that."""
+
+
+class DeviceProfile(Keys):
+    """A profile's file."""
+
+    device: Name
+    link_bandwidth: Positive
+    """Bytes per second, host to device, as copies reach it."""
+    overhead_seconds: NotNegative = 0.0
+    """The engine's own, per job, beyond what the costs hold."""
+    hardware: Hardware | None = None
+    derate: Derate | None = None
+    sources: dict[str, Source] = Field(default_factory=dict)
+    measured: list[Row] = Field(default_factory=list)
+    all_reduce: list[AllReduce] = Field(default_factory=list)
+
+    def costs(self, model: str | ModelSpec, tp: int = 1, sm_percent: int = 100) -> StepCosts:
+        """Of a model by its name in this file or the catalogue, or by its sizes.
+
+        Measured ones where there are any, else the roofline's, which knows whole devices only.
+        Raises ConfigError, which lists what is known.
+        """
+        name, like = self._like(model)
+        rows = [row for row in self.measured if row.model.lower() in like]
+        chosen = [row for row in rows if (row.tp, row.sm_percent) == (tp, sm_percent)]
+        if chosen:
+            return self._complete(min(chosen, key=lambda row: row.model.lower() != name.lower()))
+        if (tp, sm_percent) == (1, 100):
+            return self._roofline(model)
+        have = [f"tp {row.tp}, {row.sm_percent} %" for row in rows] or ["nothing of this model"]
+        raise ConfigError(
+            f"{self.device}: {name}",
+            f"tp {tp}, {sm_percent} % of multiprocessors",
+            f"measured here: {'; '.join(have)}",
+        )
+
+    def of(self, specs: Iterable[ModelSpec]) -> Profile:
+        """For `sim.simulate.simulate`: one device of this kind that serves `specs`."""
+        return Profile(
+            costs={spec.name: self.costs(spec) for spec in specs},
+            link_bytes_per_second=self.link_bandwidth,
+            overhead=self.overhead_seconds,
+        )
+
+    def _like(self, model: str | ModelSpec) -> tuple[str, set[str]]:
+        """Its name, and in lower case those of it and of all models of its shape."""
+        known = catalogue()
+        if isinstance(model, ModelSpec):
+            name, shape = model.name, shape_of(model)
+        else:
+            name = model
+            own = {m.name.lower(): m for m in known.values()}.get(model.lower())
+            if own is None:
+                names = list(dict.fromkeys([row.model for row in self.measured] + list(known)))
+                if model.lower() not in (n.lower() for n in names):
+                    raise ConfigError("model", model, unknown(model, names))
+                return name, {model.lower()}
+            shape = own.shape
+        like = {m.name.lower() for m in known.values() if m.shape == shape}
+        return name, like | {name.lower()}
+
+    def _complete(self, row: Row) -> StepCosts:
+        """Its costs; a prefill that was not measured is the roofline's."""
+        values = row.costs.model_dump()
+        if row.costs.per_token is None or row.costs.per_pair is None:
+            other = self._roofline(row.model)
+            values |= {"per_token": other.per_token, "per_pair": other.per_pair}
+            values |= {"floor": other.floor, "hidden": min(other.hidden, row.costs.base)}
+        return StepCosts(**values)
+
+    def _roofline(self, model: str | ModelSpec) -> StepCosts:
+        if self.hardware is None or self.derate is None:
+            name = model if isinstance(model, str) else model.name
+            measured = [row.model for row in self.measured]
+            raise ConfigError(f"{self.device}: model", name, unknown(name, measured))
+        sizes = (
+            Sizes.of_spec(model) if isinstance(model, ModelSpec) else Sizes.of_facts(facts(model))
+        )
+        return roofline(sizes, self.hardware, self.derate)
+
+
+def device_profile(name: str | Path) -> DeviceProfile:
+    """Of a device by name, or of a profile's file (anything that ends in .toml).
+
+    Raises ConfigError: an unknown name, with those that are known; a faulty file, with the key.
+    """
+    if str(name).endswith(".toml"):
+        return read_keys(Path(name), DeviceProfile)
+    known = device_files()
+    file = {n.lower(): f for n, f in known.items()}.get(str(name).lower())
+    if file is None:
+        raise ConfigError("device", str(name), unknown(str(name), list(known)))
+    return _shipped(file.name)
+
+
+@functools.cache
+def device_files() -> dict[str, Traversable]:
+    """Device and file of every profile that comes with Ballast, in order of names."""
+    chosen = [f for f in _FOLDER.iterdir() if f.name.endswith(".toml") and f.name != CATALOGUE]
+    return {f.name.removesuffix(".toml"): f for f in sorted(chosen, key=lambda f: f.name)}
+
+
+@functools.cache
+def _shipped(name: str) -> DeviceProfile:
+    return read_keys(_FOLDER / name, DeviceProfile)

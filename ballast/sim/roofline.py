@@ -1,0 +1,124 @@
+"""What a job costs where nobody measured it: the hardware's peaks, derated by what others reach.
+
+A pass reads the weights, a prefill multiplies, attention reads KV: each over the peak that bounds
+it, times a factor that measured models on that device show (`sim/derating.py` fits them), plus the
+host's work for each layer and each sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from ballast.core.cost import TILE, StepCosts
+from ballast.core.model import ModelSpec
+from ballast.fleet.schema import Count, Keys, Positive
+from ballast.sim.catalogue import ModelFacts
+from ballast.sim.toml_file import NotNegative
+
+
+class Hardware(Keys):
+    """A device's peaks. Bandwidths are bytes per second in one direction."""
+
+    memory_bytes: Count
+    memory_bandwidth: Positive
+    flops: Positive
+    """Dense bfloat16."""
+    multiprocessors: Count
+    host_link: str
+    host_bandwidth: Positive
+    """The link's own figure; what it carries is the profile's `link_bandwidth`."""
+    peer_link: str
+    peer_bandwidth: Positive | None = None
+    source: str
+    unverified: list[str] = Field(default_factory=list)
+    """Keys for which no vendor's document is known to us."""
+    note: str = ""
+
+
+class Derate(Keys):
+    """How far from its peaks a device runs, as times what they would give, and the host's work."""
+
+    layer_seconds: NotNegative
+    """Host and launches, per layer of a pass."""
+    weights: NotNegative
+    """x the time to read them from device memory."""
+    floor: NotNegative
+    """The least that a prefill takes, x a decode step's base."""
+    start: NotNegative
+    """What of the base a long prefill does not cover, x the base."""
+    arithmetic: NotNegative
+    """x the time of a prefill's matrix products at the peak."""
+    attention: NotNegative
+    """x the time of a prefill's attention at the peak."""
+    sequence_seconds: NotNegative
+    """Host, per decoding sequence."""
+    kv: NotNegative
+    """x the time to read the KV cache from device memory."""
+    tile: NotNegative
+    """A tile of decoding sequences more, x its matrix products at the peak."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What of a model the roofline asks for."""
+
+    layers: int
+    pass_bytes: int
+    """Weights that every pass reads: all but the embeddings, of which it reads a few rows."""
+    active: int
+    """Elements of the layers' matrices that a token is multiplied with."""
+    pair_flops: int
+    """Of attention, for one query and one key, in all layers."""
+    kv_bytes: int
+    """Of one token, in all layers."""
+
+    @classmethod
+    def of_facts(cls, m: ModelFacts) -> Sizes:
+        """In bfloat16."""
+        return cls(
+            layers=m.layers,
+            pass_bytes=2 * (m.layer_parameters + m.embedding),
+            active=m.layer_parameters - (m.parameters - m.active_parameters),
+            pair_flops=4 * m.layers * m.heads * m.head_dim,
+            kv_bytes=4 * m.layers * m.kv_heads * m.head_dim,
+        )
+
+    @classmethod
+    def of_spec(cls, spec: ModelSpec) -> Sizes:
+        """As the spec is served. Of experts, a token meets those it is sent to and the shared one.
+
+        The tensors' bytes tell their elements: packed forms that pad them count as they are.
+        """
+        layers = sum(spec.segment_bytes[1 : spec.n_layers + 1])
+        rest = spec.segment_bytes[spec.n_layers + 1 : len(spec.segment_bytes) - len(spec.adapters)]
+        active = layers // spec.dtype_bytes
+        if spec.experts_per_token:
+            attention = 2 * (spec.n_heads + spec.kv_heads) * spec.head_dim
+            inner = spec.experts_per_token * spec.expert_intermediate
+            active = spec.n_layers * spec.hidden * (attention + 3 * inner)
+        return cls(
+            layers=spec.n_layers,
+            pass_bytes=layers + (sum(rest) if rest else spec.segment_bytes[0]),
+            active=active,
+            pair_flops=4 * spec.n_layers * spec.n_heads * spec.head_dim,
+            kv_bytes=spec.kv_bytes_per_token,
+        )
+
+
+def roofline(sizes: Sizes, hardware: Hardware, derate: Derate) -> StepCosts:
+    """Of a model on one device."""
+    token = 2 * sizes.active / hardware.flops
+    reading = sizes.pass_bytes / hardware.memory_bandwidth
+    base = derate.layer_seconds * sizes.layers + derate.weights * reading
+    return StepCosts(
+        base=base,
+        per_token=derate.arithmetic * token,
+        per_sequence=derate.sequence_seconds,
+        per_context=derate.kv * sizes.kv_bytes / hardware.memory_bandwidth,
+        per_pair=derate.attention * sizes.pair_flops / hardware.flops,
+        floor=derate.floor * base,
+        hidden=max(0.0, 1 - derate.start) * base,
+        per_tile=derate.tile * TILE * token,
+    )

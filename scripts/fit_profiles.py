@@ -1,0 +1,248 @@
+"""Fit the profiles of public devices to measured latencies: writes ballast/sim/profiles/*.toml.
+
+Coefficients only: the tables of points stay where they are. The same tables give the same files.
+
+    .venv/bin/python -m scripts.fit_profiles --tables ../shared/profiles
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel
+
+from ballast.sim.catalogue import CatalogueKeys, ModelFacts
+from ballast.sim.derating import Measured, fit_derate, median_derate
+from ballast.sim.fitting import errors, fit_decode, fit_prefill
+from ballast.sim.profile import CATALOGUE, AllReduce, Costs, DeviceProfile, Row, Source
+from ballast.sim.roofline import Derate, Hardware, Sizes
+from scripts.measured import Pair, Tables, read_tables, rows
+
+PROFILES = Path(__file__).parent.parent / "ballast" / "sim" / "profiles"
+SOURCES = {
+    "aegaeon": Source(
+        artifact="github.com/MachineLearningSystem/25SOSP-Aegaeon, 1c3b110, aegaeon/profiles",
+        licence="Apache-2.0; changed: coefficients fitted to medians of its measurements",
+        engine="vLLM 0.5.1, eager, fp16, one GPU; prompts to 4,096 tokens, to 200 sequences; "
+        "the host's work at every step is in the costs",
+    ),
+    "muxserve": Source(
+        artifact="github.com/hao-ai-lab/MuxServe, 2231480, examples/placement/llama.json",
+        licence="none found: fitted coefficients only, no measured values",
+        engine="MuxServe, fp16; prompts to 512 tokens; sm_percent is the share of MPS threads of "
+        "one process that runs alone; the host's work is in the costs",
+    ),
+    "vidur": Source(
+        artifact="github.com/microsoft/vidur, 7d47513, data/profiling",
+        licence="MIT; changed: coefficients fitted to its measurements",
+        engine="NCCL all-reduce inside a node",
+    ),
+}
+LINKS = {"A100-80G": 25.1e9, "GH200-96G": 427e9}
+"""What copies from host to device reach, where measured (NVIDIA/nvbandwidth issue 42; MIRAGE)."""
+REACHED = {"PCIe": 25.1 / 31.5, "NVLink-C2C": 427 / 450}
+"""The same as a share of the link's figure, for other devices on such a link."""
+
+
+def least_per_pair(model: ModelFacts, hardware: Hardware) -> float:
+    """Seconds of attention per query-key pair at the peak."""
+    return Sizes.of_facts(model).pair_flops / hardware.flops
+
+
+def least_per_context(model: ModelFacts, hardware: Hardware) -> float:
+    """Seconds to read a token's KV at the peak."""
+    return Sizes.of_facts(model).kv_bytes / hardware.memory_bandwidth
+
+
+def fitted_row(tables: Tables, pair: Pair) -> Row:
+    """Of one measured pair. Prefills that were dropped leave their coefficients out."""
+    hardware, model = tables.hardware[pair[0]], tables.models[pair[1]]
+    decodes = tables.decode[pair]
+    decode = fit_decode(decodes, least_per_context(model, hardware))
+    costs: dict[str, float] = {
+        "base": decode.base,
+        "per_sequence": decode.per_sequence,
+        "per_context": decode.per_context,
+        "per_tile": decode.per_tile,
+    }
+    decode_error = _percent(np.abs(errors(decode, decodes)).mean())
+    prefill_error = None
+    if pair in tables.prefill:
+        prefills = tables.prefill[pair]
+        prefill = fit_prefill(prefills, least_per_pair(model, hardware))
+        costs |= {
+            "per_token": prefill.per_token,
+            "per_pair": prefill.per_pair,
+            "floor": prefill.floor,
+            "hidden": decode.base - prefill.start,
+        }
+        prefill_error = _percent(np.abs(errors(prefill, prefills)).mean())
+    return Row(
+        model=pair[1],
+        source="aegaeon",
+        costs=Costs(**costs),
+        prefill_error=prefill_error,
+        decode_error=decode_error,
+    )
+
+
+def stated_rows(tables: Tables, folder: Path, device: str) -> list[Row]:
+    """Those of which only fits are at hand, at every share of the multiprocessors."""
+    of_device = {
+        (r["model"], r["tp"])
+        for r in rows(folder / "latency_fit.csv")
+        if r["source"] == "muxserve" and r["gpu"] == device
+    }
+    phases: dict[tuple[str, int, int], dict[str, dict[str, str]]] = {}
+    for r in rows(folder / "sm_latency_fit.csv"):
+        if (r["model"], r["tp"]) in of_device:
+            key = (tables.named(r["model"]), int(r["tp"]), int(r["sm_pct"]))
+            phases.setdefault(key, {})[r["phase"]] = r
+    found = []
+    for (model, tp, sm), both in phases.items():
+        p, d = both["prefill"], both["decode"]
+        base = float(d["a_s"])
+        costs = Costs(
+            base=base,
+            per_sequence=float(d["b_s"]),
+            per_context=float(d["c_s"]),
+            per_tile=float(d["d_s"]),
+            per_token=float(p["b_s"]),
+            # Fitted to sum l^2, twice the pairs under a causal mask.
+            per_pair=2 * float(p["c_s"]),
+            floor=float(p["floor_s"]),
+            hidden=base - float(p["a_s"]),
+        )
+        found.append(
+            Row(
+                model=model,
+                source="muxserve",
+                tp=tp,
+                sm_percent=sm,
+                costs=costs,
+                prefill_error=float(p["mape_pct"]),
+                decode_error=float(d["mape_pct"]),
+            )
+        )
+    return found
+
+
+def all_reduces(folder: Path, device: str) -> list[AllReduce]:
+    """Inside a node with NVLink between all its devices."""
+    return [
+        AllReduce(
+            tp=int(r["tp"]),
+            least=float(r["small_level_s"]),
+            base=float(r["large_alpha_s"]),
+            per_byte=float(r["large_beta_s_per_byte"]),
+            error=float(r["max_form_mape_pct"]),
+        )
+        for r in rows(folder / "allreduce_fit.csv")
+        if r["gpu"] == device and r["testbed"].endswith("_dgx") and r["crosses_nodes"] == "no"
+    ]
+
+
+def derates(tables: Tables) -> dict[str, Derate]:
+    """Of each device with measured models; those with experts stay out, as they are few."""
+    found = {}
+    for device, hardware in tables.hardware.items():
+        measured = [
+            Measured(Sizes.of_facts(tables.models[m]), tables.prefill.get((d, m)), points)
+            for (d, m), points in tables.decode.items()
+            if d == device and not tables.models[m].experts
+        ]
+        if measured:
+            found[device] = fit_derate(measured, hardware)
+    return found
+
+
+def profiles(folder: Path) -> dict[str, DeviceProfile]:
+    """One per device."""
+    tables = read_tables(folder)
+    own = derates(tables)
+    found = {}
+    for device, hardware in tables.hardware.items():
+        reached = [share for link, share in REACHED.items() if hardware.host_link.startswith(link)]
+        measured = [fitted_row(tables, p) for p in tables.decode if p[0] == device]
+        measured += stated_rows(tables, folder, device)
+        reduces = all_reduces(folder, device)
+        used = {row.source for row in measured} | ({"vidur"} if reduces else set())
+        found[device] = DeviceProfile(
+            device=device,
+            link_bandwidth=LINKS.get(device, hardware.host_bandwidth * reached[0]),
+            hardware=hardware,
+            derate=own.get(device, median_derate(own.values())),
+            sources={name: source for name, source in SOURCES.items() if name in used},
+            measured=measured,
+            all_reduce=reduces,
+        )
+    return found
+
+
+def catalogue_of(folder: Path) -> CatalogueKeys:
+    models = read_tables(folder).models
+    return CatalogueKeys(
+        source="published configurations; parameters computed from the architecture",
+        models=list(models.values()),
+    )
+
+
+def _percent(share: float) -> float:
+    return round(100 * float(share), 2)
+
+
+def as_toml(document: BaseModel, *comments: str) -> str:
+    """Scalars, then tables, then arrays of one table a line. Defaults are left out."""
+    values = document.model_dump(exclude_defaults=True)
+    lines = [f"# {comment}" for comment in comments]
+    lines += [f"{k} = {_value(v)}" for k, v in values.items() if not isinstance(v, dict | list)]
+    for key, table in _tables(values):
+        lines += ["", f"[{key}]", *(f"{k} = {_value(v)}" for k, v in table.items())]
+    arrays = {k: v for k, v in values.items() if isinstance(v, list)}
+    for key, entries in arrays.items():
+        for entry in entries:
+            lines += ["", f"[[{key}]]", *(f"{k} = {_value(v)}" for k, v in entry.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _tables(values: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, Any]]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            if all(isinstance(v, dict) for v in value.values()):
+                yield from ((f"{key}.{k}", v) for k, v in value.items())
+            else:
+                yield key, value
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{k} = {_value(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--tables", type=Path, default=Path("../shared/profiles"))
+    parser.add_argument("--to", type=Path, default=PROFILES)
+    args = parser.parse_args()
+    args.to.mkdir(parents=True, exist_ok=True)
+    made = "Written by scripts/fit_profiles.py. Seconds, bytes, tokens; see docs/profiles.md."
+    for device, profile in profiles(args.tables).items():
+        notes = [made]
+        if not profile.measured:
+            notes.append("Nothing was measured here: the derate is the median of other devices'.")
+        (args.to / f"{device}.toml").write_text(as_toml(profile, *notes), encoding="utf-8")
+    (args.to / CATALOGUE).write_text(as_toml(catalogue_of(args.tables), made), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

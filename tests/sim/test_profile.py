@@ -1,0 +1,153 @@
+"""Profiles by name: what comes with Ballast, what a user's file may say, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ballast.core.errors import ConfigError
+from ballast.core.event import Output
+from ballast.core.job import Load
+from ballast.core.request import Submission
+from ballast.core.settings import DeviceSettings, FleetSettings
+from ballast.core.units import GiB, MiB
+from ballast.sim.catalogue import catalogue, facts
+from ballast.sim.profile import device_files, device_profile
+from ballast.sim.simulate import simulate
+
+DEVICES = ["A10", "A100-80G", "GB200", "GH200-96G", "H100-80G", "H20-96G", "H200", "H800", "L4"]
+OWN = """
+device = "here"
+link_bandwidth = 4e9
+overhead_seconds = 0.001
+
+[sources.calibrated]
+artifact = "this machine"
+licence = "own"
+engine = "ballast"
+
+[[measured]]
+model = "mine"
+source = "calibrated"
+costs = { base = 2e-3, per_token = 5e-5, per_sequence = 2e-4, per_context = 1e-7, per_pair = 1e-9 }
+"""
+
+
+def written(directory: Path, text: str) -> Path:
+    file = directory / "own.toml"
+    file.write_text(text)
+    return file
+
+
+def test_public_devices_are_there() -> None:
+    assert set(DEVICES) <= set(device_files())
+    for name in device_files():
+        assert device_profile(name).device == name
+    assert device_profile("h100-80g") is device_profile("H100-80G")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_device_knows_every_model(device: str) -> None:
+    """More work takes longer; a decode step takes at least as long as the peaks allow."""
+    profile = device_profile(device)
+    assert profile.hardware is not None
+    for name, model in catalogue().items():
+        costs = profile.costs(name)
+        step = costs.of(Load(0, 0, 0, 1, 512))
+        assert costs.of(Load(0, 0, 0, 100, 51200)) > step, name
+        assert costs.prefill_seconds(4096) > costs.prefill_seconds(512) > 0, name
+        read = 2 * (model.layer_parameters + model.embedding)
+        assert step > read / profile.hardware.memory_bandwidth, name
+
+
+def test_a_measured_model_is_found_by_its_name_and_by_its_shape() -> None:
+    profile = device_profile("A100-80G")
+    (row,) = (r for r in profile.measured if r.model == "Llama-2-7b")
+    assert profile.costs("llama-2-7B").base == row.costs.base
+    assert profile.costs("LWM-1M-7b") == profile.costs("Llama-2-7b")
+    spec = facts("Llama-2-7b").spec(name="mine", max_model_len=2048)
+    assert profile.costs(spec) == profile.costs("Llama-2-7b")
+    assert profile.costs("LLaMA-7b") != profile.costs("Llama-2-7b")
+
+
+def test_a_model_nobody_measured_gets_the_roofline() -> None:
+    profile = device_profile("H100-80G")
+    small, large = profile.costs("Qwen2.5-3b"), profile.costs("Qwen3-14b")
+    assert small.base < large.base
+    spec = facts("Qwen3-14b").spec(max_model_len=2048)
+    assert profile.costs(spec).base == pytest.approx(large.base, rel=1e-3)
+
+
+def test_a_prefill_nobody_measured_gets_the_rooflines() -> None:
+    """Those of Yi-1.5-6b on an H800 were disturbed, and dropped."""
+    profile = device_profile("H800")
+    (row,) = (r for r in profile.measured if r.model == "Yi-1.5-6b-chat")
+    assert row.costs.per_token is None
+    costs = profile.costs("Yi-1.5-6b-chat")
+    assert costs.base == row.costs.base
+    assert costs.prefill_seconds(2048) < profile.costs("Yi-1.5-9b-chat").prefill_seconds(2048)
+
+
+def test_fewer_multiprocessors_and_more_devices() -> None:
+    profile = device_profile("A100-80G")
+    long = Load(4096, 1, 4096 * 4097 // 2, 0, 0)
+    whole = profile.costs("LLaMA-13b").of(long)
+    assert profile.costs("LLaMA-13b", sm_percent=30).of(long) > 2 * whole
+    assert profile.costs("LLaMA-13b", tp=4).of(long) < whole / 2
+    with pytest.raises(ConfigError, match=r"LLaMA-30b.*tp 2, 100 %"):
+        profile.costs("LLaMA-30b", tp=8)
+
+
+def test_unknown_names_list_the_known() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'H100-80G'\? known here: A10, A100-80G"):
+        device_profile("H100-80")
+    with pytest.raises(ConfigError, match=r"did you mean 'Llama-3-8b'\? known here: .*Qwen3-8b"):
+        device_profile("H200").costs("Llama3-8b")
+    with pytest.raises(ConfigError, match=r"did you mean 'Qwen3-8b'"):
+        facts("Qwen-3-8b")
+
+
+def test_a_file_of_the_users_own(tmp_path: Path) -> None:
+    profile = device_profile(written(tmp_path, OWN))
+    assert profile.costs("mine").per_chunk == 0
+    with pytest.raises(ConfigError, match=r"here: model: 'Llama-2-7b'.*known here: mine"):
+        profile.costs("Llama-2-7b")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("base = 2e-3", "base = -1.0", r"own.toml: measured\[0\].costs.base: -1.0"),
+        ("base = 2e-3", 'base = "2 ms"', r"own.toml: measured\[0\].costs.base: '2 ms'"),
+        ("per_token", "per_tokn", r"per_tokn: .*did you mean 'per_token'\?"),
+        ("link_bandwidth", "link", r"own.toml: link_bandwidth: None.*required"),
+        ('device = "here"', "device = ", r"own.toml: .*must be TOML"),
+        ("2e-3", "nan", r"measured\[0\].costs.base: nan.*finite"),
+    ],
+)
+def test_a_faulty_file_is_named_with_its_key(tmp_path: Path, old: str, new: str, key: str) -> None:
+    assert old in OWN
+    with pytest.raises(ConfigError, match=key):
+        device_profile(written(tmp_path, OWN.replace(old, new)))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none.toml.*cannot be read"):
+        device_profile(tmp_path / "none.toml")
+
+
+def test_a_profile_drives_a_simulation() -> None:
+    specs = [facts("Llama-2-7b").spec(max_model_len=2048)]
+    device = DeviceSettings(budget_bytes=40 * GiB, page_bytes=2 * MiB)
+    fleet = FleetSettings(models=(), device=device, preset="balloon")
+    told: list[tuple[float, Output]] = []
+    asked = Submission(
+        id="r", model="Llama-2-7b", prompt=(1,) * 256, max_tokens=20, ignore_eos=True
+    )
+    profile = device_profile("A100-80G").of(specs)
+    simulate(fleet, specs, [asked], profile, lambda now, output: told.append((now, output)))
+    costs = profile.costs["Llama-2-7b"]
+    load = specs[0].weight_bytes / profile.link_bytes_per_second
+    steps = costs.prefill_seconds(256) + 19 * costs.of(Load(0, 0, 0, 1, 266))
+    assert told[-1][0] == pytest.approx(load + steps, rel=0.01)

@@ -1,0 +1,120 @@
+"""What the roofline says of a model, and derates that are fitted to measured ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ballast.core.cost import TILE
+from ballast.core.job import Load, chunk_pairs
+from ballast.sim.catalogue import catalogue, facts
+from ballast.sim.derating import Measured, fit_derate, median_derate
+from ballast.sim.fitting import Points
+from ballast.sim.roofline import Derate, Hardware, Sizes, roofline
+
+HARDWARE = Hardware(
+    memory_bytes=80 * 10**9,
+    memory_bandwidth=2e12,
+    flops=300e12,
+    multiprocessors=100,
+    host_link="PCIe4 x16",
+    host_bandwidth=31.5e9,
+    peer_link="none",
+    source="a test",
+)
+PEAK = Derate(
+    layer_seconds=0,
+    weights=1,
+    floor=1,
+    start=0,
+    arithmetic=1,
+    attention=1,
+    sequence_seconds=0,
+    kv=1,
+    tile=0,
+)
+REAL = Derate(
+    layer_seconds=8e-5,
+    weights=1.4,
+    floor=1.05,
+    start=0.5,
+    arithmetic=1.5,
+    attention=1.8,
+    sequence_seconds=1e-4,
+    kv=2.0,
+    tile=1.1,
+)
+
+
+def test_at_the_peaks_a_7b_takes_what_its_bytes_and_flops_do() -> None:
+    model = facts("Llama-2-7b")
+    costs = roofline(Sizes.of_facts(model), HARDWARE, PEAK)
+    weights = 2 * (model.parameters - model.embedding)
+    assert costs.of(Load(0, 0, 0, 1, 0)) == pytest.approx(weights / 2e12)
+    kv = 2 * 32 * 4096 * 2
+    assert costs.of(Load(0, 0, 0, 1, 1000)) == pytest.approx((weights + 1000 * kv) / 2e12)
+    flops = 2 * 4096 * (model.parameters - 2 * model.embedding)
+    flops += 4 * 32 * 4096 * chunk_pairs(4096, 0)
+    assert costs.prefill_seconds(4096) == pytest.approx(flops / 300e12)
+
+
+@pytest.mark.parametrize("name", ["Llama-2-7b", "Qwen2.5-0.5b", "Qwen3-8b", "Mixtral-8x7B"])
+def test_a_spec_has_the_sizes_of_its_facts(name: str) -> None:
+    model = facts(name)
+    of_facts, of_spec = Sizes.of_facts(model), Sizes.of_spec(model.spec(max_model_len=4096))
+    for key in ("layers", "pair_flops", "kv_bytes"):
+        assert getattr(of_spec, key) == getattr(of_facts, key)
+    assert of_spec.pass_bytes == pytest.approx(of_facts.pass_bytes, rel=1e-3)
+    assert of_spec.active == pytest.approx(of_facts.active, rel=1e-2)
+
+
+def test_tied_embeddings_are_read_by_every_pass() -> None:
+    model = facts("Qwen2.5-0.5b")
+    assert model.tied
+    assert Sizes.of_facts(model).pass_bytes == 2 * model.parameters
+
+
+def points(model: str, phase: str) -> Points:
+    costs = roofline(Sizes.of_facts(facts(model)), HARDWARE, REAL)
+    taken = []
+    for batch in (1, 2, 4, 8, 16, 32, TILE, 100, 150, 200):
+        for length in (16, 32, 64, 128, 512, 1024, 4096):
+            n = batch * length
+            if n > 8192:
+                continue
+            pairs = batch * chunk_pairs(length, 0)
+            load = Load(n, batch, pairs, 0, 0) if phase == "prefill" else Load(0, 0, 0, batch, n)
+            taken.append((batch, n, costs.of(load)))
+    return Points.of(taken)
+
+
+def measured(model: str) -> Measured:
+    return Measured(Sizes.of_facts(facts(model)), points(model, "prefill"), points(model, "decode"))
+
+
+def test_a_derate_is_recovered_and_predicts_a_model_it_has_not_seen() -> None:
+    seen = [measured(m) for m in ("Llama-2-7b", "Llama-2-13b", "Qwen2.5-7b", "Yi-1.5-9b-chat")]
+    found = fit_derate(seen, HARDWARE)
+    for key, value in REAL.model_dump().items():
+        assert getattr(found, key) == pytest.approx(value, rel=0.02), key
+    costs = roofline(Sizes.of_facts(facts("Qwen3-14b")), HARDWARE, found)
+    other = points("Qwen3-14b", "decode")
+    steps = [
+        costs.of(Load(0, 0, 0, int(b), int(n)))
+        for b, n in zip(other.batch, other.tokens, strict=True)
+    ]
+    assert np.abs(np.array(steps) / other.seconds - 1).max() < 0.02
+
+
+def test_an_unmeasured_device_gets_the_median_factor_by_factor() -> None:
+    other = REAL.model_copy(update={"weights": 9.0, "kv": 1.0})
+    found = median_derate([PEAK, REAL, other])
+    assert (found.weights, found.kv, found.arithmetic) == (1.4, 1.0, 1.5)
+
+
+def test_every_model_of_the_catalogue_is_self_consistent() -> None:
+    for model in catalogue().values():
+        assert model.active_parameters <= model.parameters
+        assert bool(model.experts) == bool(model.experts_per_token)
+        spec = model.spec(max_model_len=4096)
+        assert spec.weight_bytes == pytest.approx(2 * model.parameters, rel=1e-3)
