@@ -21,7 +21,7 @@ from ballast.fleet.file import load_fleet
 from ballast.fleet.make import make_fleet
 from ballast.policy.presets import PRESETS
 from ballast.sim.calibrate import calibrate
-from ballast.sim.simulate import Profile
+from ballast.sim.device import Profile
 from ballast.workload.traces import load_trace
 from ballast.workload.workload import Workload
 

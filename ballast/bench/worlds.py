@@ -26,7 +26,8 @@ from ballast.engine.device import LiveDevice
 from ballast.engine.inbox import MonotonicClock
 from ballast.engine.report import report
 from ballast.engine.state import DeviceState
-from ballast.sim.simulate import Profile, simulate
+from ballast.sim.device import Profile
+from ballast.sim.simulate import simulate
 from ballast.workload.workload import Workload
 
 

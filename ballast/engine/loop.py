@@ -60,8 +60,6 @@ class Loop:
         self.clock = clock
         self.outbox = outbox
         self.story = story
-        self.on_turn: Callable[[], None] | None = None
-        """Called after each turn, for observers; it must not change anything."""
         self.operations = Operations(state, story, answered)
         self.turn_since: float | None = None
         """When the present turn began, on the clock; None while it waits for events."""
@@ -124,8 +122,6 @@ class Loop:
         if self.operations.pending:
             self.operations.settle(outputs)
         self._proceed(outputs)
-        if self.on_turn is not None:
-            self.on_turn()
         self.turn_since = None
 
     def _proceed(self, outputs: list[Output]) -> None:

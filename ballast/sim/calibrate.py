@@ -22,7 +22,7 @@ from ballast.core.request import Sampling, Submission
 from ballast.core.settings import FleetSettings
 from ballast.engine.device import LiveDevice
 from ballast.engine.model import ModelState
-from ballast.sim.simulate import Profile
+from ballast.sim.device import Profile
 
 PAUSE = 0.05
 """Seconds of idleness before a prefill is timed."""

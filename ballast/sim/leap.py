@@ -23,8 +23,15 @@ from ballast.sim.runner import SimRunner
 Said = Callable[[float, Output], None]
 
 
-def leap(loop: Loop, heap: EventHeap, runner: SimRunner, clock: VirtualClock, said: Said) -> int:
-    """Pass over turns of `loop` in which it would only decode; how many.
+def leap(
+    loop: Loop,
+    heap: EventHeap,
+    runner: SimRunner,
+    clock: VirtualClock,
+    said: Said,
+    horizon: float = float("inf"),
+) -> int:
+    """Pass over turns of `loop`, before `horizon`, in which it would only decode; how many.
 
     `said(at, output)` hears what clients are told meanwhile.
     """
@@ -36,7 +43,7 @@ def leap(loop: Loop, heap: EventHeap, runner: SimRunner, clock: VirtualClock, sa
     if first is None:
         return 0  # something else happens before it ends
     at, done = first
-    until = min(t for t in (heap.next, loop.until, float("inf")) if t is not None)
+    until = min(t for t in (heap.next, loop.until, horizon) if t is not None)
     taken = 0
     while at < until and turns[0].goes_on(runner) and _pages_for(turns):
         clock.advance_to(at)

@@ -12,7 +12,8 @@ from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, S
 from ballast.core.units import KiB
 from ballast.engine.report import report as device_report
 from ballast.engine.state import DeviceState
-from ballast.sim.simulate import Profile, simulate
+from ballast.sim.device import Profile
+from ballast.sim.simulate import simulate
 from ballast.workload.bursty import bursty_groups
 from ballast.workload.workload import Workload
 

@@ -10,7 +10,8 @@ from ballast.core.event import Failed, Finished, Output
 from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.request import Request, State, Submission
 from ballast.engine.patience import Patience
-from ballast.sim.simulate import Profile, simulate
+from ballast.sim.device import Profile
+from ballast.sim.simulate import simulate
 from tests.sim.test_simulate import COSTS, fleet, spec
 
 

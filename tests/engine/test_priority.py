@@ -7,7 +7,8 @@ import pytest
 from ballast.core.event import Finished, Output
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
-from ballast.sim.simulate import Profile, simulate
+from ballast.sim.device import Profile
+from ballast.sim.simulate import simulate
 from tests.sim.test_simulate import COSTS, fleet, spec
 
 

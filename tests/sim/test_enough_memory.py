@@ -12,7 +12,8 @@ from ballast.core.model import ModelSpec, weight_pages
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, ceil_div
-from ballast.sim.simulate import Profile, simulate
+from ballast.sim.device import Profile
+from ballast.sim.simulate import simulate
 
 LONGEST = 180
 """Tokens of prompt and output."""

@@ -13,8 +13,8 @@ from ballast.core.event import Output
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
-from ballast.sim import simulate as simulation
-from ballast.sim.simulate import Profile, Simulated, simulate
+from ballast.sim.device import Profile
+from ballast.sim.simulate import Simulated, simulate
 from tests.sim.test_enough_memory import world
 
 COSTS = StepCosts(8e-3, 4e-5, 1.1e-5, 3e-8, 1e-9, per_tile=1e-3)
@@ -85,19 +85,3 @@ def test_runs_with_and_without_leaps_are_the_same(preset: str, first: int) -> No
         actions = [e for e in done.story.entries if "action" in e]
         assert actions == [e for e in one.story.entries if "action" in e], f"seed {seed}"
     assert seen["steps"] > 0.3 * seen["jobs"], seen
-
-
-def test_observers_see_every_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulation, "leap", None)  # calling it would fail
-    fleet, specs, requests = world(1, "balloon")
-    profile = Profile(costs={s.name: COSTS for s in specs}, link_bytes_per_second=1e8, overhead=0.0)
-    turns: list[float] = []
-    done = simulate(
-        fleet,
-        specs,
-        requests,
-        profile,
-        lambda at, o: None,
-        observe=lambda now, state: turns.append(now),
-    )
-    assert len(turns) >= done.state.jobs

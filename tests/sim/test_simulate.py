@@ -14,7 +14,8 @@ from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings
 from ballast.engine.state import DeviceState
 from ballast.policy.presets import PRESETS
-from ballast.sim.simulate import Profile, Simulated, simulate
+from ballast.sim.device import Profile
+from ballast.sim.simulate import Simulated, simulate
 from tests.policy import worlds
 
 PAGE = worlds.PAGE
