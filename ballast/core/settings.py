@@ -119,6 +119,9 @@ class ServerSettings:
     """None: there are no admin routes."""
     most_open: int = 4096
     """Most generating requests open at a time; more are refused (429)."""
+    most_connections: int = 8192
+    """Most connections; beyond them, requests that generate are refused (429), and at the end of
+    any other the connection is closed. Fewer where the process may not have so many files."""
     most_body_bytes: int = 32 * MiB
     """Longest request body; a longer one is refused (413)."""
     ping_seconds: float = 5.0

@@ -219,6 +219,7 @@ class ServerKeys(Keys):
     keys: list[ApiKeyKeys] = Field(default_factory=list)
     admin_key: Secret | None = Field(default=None, repr=False)
     most_open: Count = ServerSettings().most_open
+    most_connections: Count = ServerSettings().most_connections
     most_body: Size = ServerSettings().most_body_bytes
     ping_seconds: Positive = ServerSettings().ping_seconds
     drain_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = (
@@ -233,6 +234,7 @@ class ServerKeys(Keys):
             keys=tuple(key.settings() for key in self.keys),
             admin_key=self.admin_key,
             most_open=self.most_open,
+            most_connections=self.most_connections,
             most_body_bytes=self.most_body,
             ping_seconds=self.ping_seconds,
             drain_seconds=self.drain_seconds,

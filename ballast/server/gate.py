@@ -39,6 +39,8 @@ class Gate:
         self._body_seconds = body_seconds
         self._held = 0
         """Bytes of bodies."""
+        self.crowded: Callable[[], bool] = lambda: False
+        """Whether there are more connections than there may be."""
         self.open = 0
         """Generating requests whose response is not complete."""
         self.draining = False
@@ -72,6 +74,8 @@ class Gate:
             raise Fault(503, why, "unavailable")
         if self.open >= self._settings().most_open:
             raise Fault(429, f"{self.open} requests are open, the most there may be", "overloaded")
+        if self.crowded():
+            raise Fault(429, "more connections are open than there may be", "overloaded")
 
     async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reads the body, within bounds, and hands it on whole."""

@@ -24,6 +24,7 @@ from ballast.engine.inbox import MonotonicClock
 from ballast.fleet.source import Reading, Source
 from ballast.server.app import create_app
 from ballast.server.connection import new_loop, protocol
+from ballast.server.crowd import Crowd, limited
 from ballast.server.keys import Guard
 from ballast.server.operating import Operating
 from ballast.server.requestlog import RequestLog
@@ -143,6 +144,8 @@ async def _answer(
 ) -> None:
     """Answer requests until asked to stop and drained."""
     gate = create_app(service, operating)
+    crowd = Crowd(lambda: service.settings.most_connections)
+    gate.crowded = lambda: crowd.full
     http = HttpServer(
         uvicorn.Config(
             RequestLog(
@@ -154,7 +157,7 @@ async def _answer(
                 ),
                 service.clock,
             ),
-            http=protocol(),
+            http=limited(protocol(), crowd),
             log_config=None,
             log_level="warning",
             access_log=False,

@@ -259,6 +259,7 @@ server:
     - {name: team-b, key: sk-bbb}
   admin_key: ${KEY_ADMIN}
   most_open: 10
+  most_connections: 20
   most_body: 1MiB
   ping_seconds: 1
   drain_seconds: 0
@@ -288,6 +289,7 @@ def test_the_server_section(home: Path) -> None:
         ),
         admin_key="sk-admin",
         most_open=10,
+        most_connections=20,
         most_body_bytes=MiB,
         ping_seconds=1,
         drain_seconds=0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster.fake_device import REFUSE
+from tests.cluster.fake_device import REFUSE, TELL
 from tests.server.process import ServerProcess, server
 from tests.server.test_api import MODEL
 
@@ -20,11 +21,16 @@ server:
   keys:
     - {name: whole, key: sk-whole}
     - {name: part, key: sk-part, models: [wren-mini]}
+    - {name: apart, key: sk-apart, isolated: true}
     - {name: slow, key: sk-slow, requests_per_minute: 2}
     - {name: short, key: sk-short, tokens_per_minute: 20}
   admin_key: sk-admin
   most_body: 64KiB
 """
+
+
+KEYS = {"sk-whole": "", "sk-apart": "key:apart"}
+"""And what keeps their cached prefixes apart."""
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +47,11 @@ def guarded(fleet_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def ask(to: ServerProcess, key: str, **more: Any) -> httpx.Response:
     body = {"model": MODEL, "prompt": [40, 41, 42], "max_tokens": 2, **more}
     return to.http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+
+
+def message(response: httpx.Response) -> str:
+    told: str = response.json()["error"]["message"]
+    return told
 
 
 def code(response: httpx.Response) -> str:
@@ -75,6 +86,11 @@ def test_a_key_opens_what_it_may(guarded: ServerProcess) -> None:
     assert (hidden.status_code, code(hidden)) == (404, "model_not_found")
     assert ask(guarded, "sk-part", model="wren-mini").status_code == 200
     assert guarded.http.get("/metrics", headers=part).status_code == 403
+
+
+def test_an_isolated_key_shares_no_prefixes(guarded: ServerProcess) -> None:
+    told = {key: json.loads(message(ask(guarded, key, seed=TELL))) for key in KEYS}
+    assert {key: submission["salt"] for key, submission in told.items()} == KEYS
 
 
 def test_the_admin_key_reads_and_administers_but_does_not_generate(

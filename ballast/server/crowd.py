@@ -1,0 +1,107 @@
+"""Bounds on connections: how many there may be, and for how long one may say or take nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import socket
+from collections.abc import Callable
+from typing import Any
+
+HEAD_SECONDS = 20.0
+"""For the head of a request, from its first byte; of a connection's first one, from the start."""
+SPARE = 64
+"""Connections beyond the most that there may be, so that clients are refused in words, and probes
+are answered."""
+DEAD_SECONDS = 120
+"""A peer that acknowledges nothing for so long is gone, whatever it waited for."""
+OTHER_FILES = 256
+"""Descriptors that are not connections."""
+
+
+class Crowd:
+    """How many connections are open, of how many there may be."""
+
+    def __init__(self, most: Callable[[], int]) -> None:
+        self._most = most
+        self._files = _raise_file_limit()
+        self.open = 0
+
+    @property
+    def most(self) -> int:
+        """What the operator wants, as far as the process may have files."""
+        return max(1, min(self._most(), self._files - OTHER_FILES))
+
+    @property
+    def full(self) -> bool:
+        return self.open > self.most
+
+
+def limited(base: Any, crowd: Crowd, head_seconds: float = HEAD_SECONDS) -> type[asyncio.Protocol]:
+    """uvicorn's protocol `base`, within bounds.
+
+    Above the most connections, those that have had their answer are closed. uvicorn's own limit
+    would answer probes with 503 as well, and its time-outs spare who has said half a word.
+    """
+
+    class Limited(base):  # type: ignore[misc]
+        waiting: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            crowd.open += 1
+            super().connection_made(transport)
+            if crowd.open > crowd.most + SPARE:
+                transport.abort()
+                return
+            notice_death(transport.get_extra_info("socket"))
+            self.await_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            crowd.open -= 1
+            self.stop_waiting()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is not None and not self.cycle.response_complete:
+                self.stop_waiting()
+            elif self.waiting is None:
+                self.await_head()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if crowd.full:
+                self.transport.close()
+
+        def await_head(self) -> None:
+            self.waiting = self.loop.call_later(head_seconds, self.transport.close)
+
+        def stop_waiting(self) -> None:
+            if self.waiting is not None:
+                self.waiting.cancel()
+                self.waiting = None
+
+    return Limited
+
+
+def notice_death(connection: Any) -> None:
+    """Have the kernel end a connection whose peer has vanished without a word."""
+    idle, between = DEAD_SECONDS // 2, DEAD_SECONDS // 8
+    options = {
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): idle,
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): between,
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): (DEAD_SECONDS - idle) // between,
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): DEAD_SECONDS * 1000,
+    }
+    with contextlib.suppress(OSError):  # it may be gone already
+        for (level, option), value in options.items():
+            connection.setsockopt(level, option, value)
+
+
+def _raise_file_limit() -> int:
+    """To the most that this process may have open."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard if hard != resource.RLIM_INFINITY else 1 << 20

@@ -1,0 +1,138 @@
+"""Connections within bounds, over an app without models."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import uvicorn
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ballast.server.connection import protocol
+from ballast.server.crowd import SPARE, Crowd, limited
+from ballast.server.serve import HttpServer
+
+REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+async def hello(scope: Scope, receive: Receive, send: Send) -> None:
+    await Response("hello")(scope, receive, send)
+
+
+class Client:
+    """A connection to this machine."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def ask(self) -> bytes:
+        self.say(REQUEST)
+        return await self._reader.readuntil(b"hello")
+
+    def say(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    async def closed(self) -> bool:
+        """Waits for the server to close it; whether it did so without a word."""
+        try:
+            return await asyncio.wait_for(self._reader.read(), 30) == b""
+        except ConnectionResetError:
+            return True
+
+    async def close(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+
+
+Connect = Callable[[], Awaitable[Client]]
+
+
+@asynccontextmanager
+async def serving(
+    crowd: Crowd, head_seconds: float = 60.0, base: type[asyncio.Protocol] | None = None
+) -> AsyncIterator[Connect]:
+    """An HTTP server that says hello: how to connect to it."""
+    config = uvicorn.Config(
+        hello,
+        http=limited(base or protocol(), crowd, head_seconds),
+        log_config=None,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=1,
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        http = HttpServer(config)
+        running = asyncio.ensure_future(http.serve(sockets=[listener]))
+        await http.up.wait()
+        clients: list[Client] = []
+
+        async def connect() -> Client:
+            port = listener.getsockname()[1]
+            clients.append(Client(*await asyncio.open_connection("127.0.0.1", port)))
+            return clients[-1]
+
+        yield connect
+        for client in clients:
+            await client.close()
+        http.should_exit = True
+        await running
+
+
+@pytest.mark.parametrize("base", [H11Protocol, protocol()])
+@pytest.mark.parametrize("said", [b"", b"GE", REQUEST + b"GET / HT"])
+def test_a_head_that_does_not_end_ends_its_connection(
+    said: bytes, base: type[asyncio.Protocol]
+) -> None:
+    async def scenario() -> None:
+        crowd = Crowd(lambda: 10)
+        async with serving(crowd, head_seconds=0.2, base=base) as connect:
+            client = await connect()
+            if said.startswith(REQUEST):
+                assert await client.ask()
+            client.say(said.removeprefix(REQUEST))
+            assert await client.closed()
+        assert crowd.open == 0
+
+    asyncio.run(scenario())
+
+
+def test_beyond_the_most_connections_are_closed_once_they_have_their_answer() -> None:
+    async def scenario() -> None:
+        crowd = Crowd(lambda: 1)
+        async with serving(crowd) as connect:
+            first, second = await connect(), await connect()
+            assert await second.ask()
+            assert await second.closed()
+            for _ in range(2):
+                assert await first.ask()
+            assert not crowd.full
+
+    asyncio.run(scenario())
+
+
+def test_far_beyond_the_most_nobody_is_heard() -> None:
+    async def scenario() -> None:
+        crowd = Crowd(lambda: 1)
+        async with serving(crowd) as connect:
+            clients = [await connect() for _ in range(1 + SPARE)]
+            late = await connect()
+            late.say(REQUEST)
+            assert await late.closed()
+            assert await clients[0].ask()
+
+    asyncio.run(scenario())
+
+
+def test_no_more_connections_than_files() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert Crowd(lambda: 10).most == 10
+    assert Crowd(lambda: 1 << 40).most < hard
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
