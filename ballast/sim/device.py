@@ -1,4 +1,4 @@
-"""One device in virtual time: no bytes in its memory, a lane and a link that cost, the same loop."""
+"""One device in virtual time: memory without bytes, a lane and a link that cost, the same loop."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from ballast.core.model import ModelSpec
 from ballast.fleet.faults import unknown
 from ballast.fleet.schema import Count, Keys, Name, Positive
 from ballast.sim.catalogue import catalogue, facts, shape_of
+from ballast.sim.device import Profile
 from ballast.sim.roofline import Derate, Hardware, Sizes, roofline
-from ballast.sim.simulate import Profile
 from ballast.sim.toml_file import Finite, NotNegative, read_keys
 
 CATALOGUE = "models.toml"
