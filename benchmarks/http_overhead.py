@@ -9,6 +9,8 @@ cores: what it spends counts against HTTP.
   steps take so little that every microsecond of a token shows.
 - `ttft_added_ms`: of one request at a time, from sending it on a kept-alive connection to the first
   event, less the time from handing it in to its first token; by pairs, next to each other.
+- `longest_gap_s`: the longest time between two tokens of one of 16 running streams of 110M
+  parameters, while another such model is added (POST /admin/models) and, in turns, while none is.
 - `cores`: CPU seconds over wall seconds of each process while streaming.
 """
 
@@ -22,84 +24,38 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+import httpx
 from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from ballast.bench.inprocess import Answer, InProcess
 from ballast.bench.serving import Serving, serving
 from ballast.core.request import Submission
 from ballast.fleet.file import load_fleet
-from ballast.fleet.text import documents
-from ballast.fleet.tokenizer import train_tokenizer
 from ballast.policy.presets import PRESETS
 from benchmarks.common import Samples, finish, interleave, options
+from benchmarks.llamas import ADMIN_KEY, LLAMA_6M, LLAMA_110M, TOKENS, make_fleet_file
 from benchmarks.raw_http import Connections, Stream
 
 STREAMS, PROMPT = 16, 32
-CONTEXT = 1024
-VOCAB = 16_000
-"""At most; as many as the texts give."""
 THROUGHPUT_GOAL, TTFT_GOAL_MS = 0.95, 3.0
 TTFT_OUTPUT = 2
 HTTP, IN_PROCESS = "http", "in_process"
 
 Prompts = Sequence[Sequence[int]]
 
-
-@dataclass(frozen=True)
-class Size:
-    """A random Llama."""
-
-    name: str
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    output_tokens: int
-    """Of each stream in a round: a round takes some seconds."""
-
-
-SIZES = (
-    Size("110M", 768, 2048, 12, 12, output_tokens=48),
-    Size("6M", 256, 704, 6, 4, output_tokens=448),
-)
-SMALLEST = SIZES[-1].name
-
-
-def make_fleet_file(directory: Path) -> tuple[Path, int]:
-    """The models, their tokenizer and a fleet file; and the size of the vocabulary."""
-    tokenizer = train_tokenizer(documents(), VOCAB, CONTEXT)
-    torch.manual_seed(0)
-    models = []
-    for size in SIZES:
-        config = LlamaConfig(
-            hidden_size=size.hidden,
-            intermediate_size=size.intermediate,
-            num_hidden_layers=size.layers,
-            num_attention_heads=size.heads,
-            num_key_value_heads=size.heads,
-            vocab_size=len(tokenizer),
-            max_position_embeddings=CONTEXT,
-            initializer_range=0.05,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory / size.name)
-        tokenizer.save_pretrained(directory / size.name)
-        models.append(f"{{name: {size.name}, path: {size.name}}}")
-    file = directory / "fleet.yaml"
-    device = "{budget: 1GiB, prefix_cache: false}"
-    file.write_text(f"devices: [{device}]\nmodels: [{', '.join(models)}]\n")
-    return file, len(tokenizer)
+OUTPUT_TOKENS = {LLAMA_110M.name: 48, LLAMA_6M.name: 448}
+"""Of each stream in a round, by model: a round takes some seconds."""
+GAP_TOKENS = 256
+"""Of each stream while a model is added."""
+LARGEST, SMALLEST = LLAMA_110M.name, LLAMA_6M.name
+ADDED = "spare-110M"
 
 
 class Here:
@@ -143,7 +99,7 @@ class There:
 
     def __init__(self, running: Serving, connections: Connections) -> None:
         self._running, self._connections = running, connections
-        self.cores: dict[str, list[dict[str, float]]] = {size.name: [] for size in SIZES}
+        self.cores: dict[str, list[dict[str, float]]] = {name: [] for name in OUTPUT_TOKENS}
         """By model and round, CPU seconds over wall seconds of each process."""
 
     def rate(self, model: str, prompts: Prompts, new_tokens: int) -> float:
@@ -161,6 +117,30 @@ class There:
         """Seconds to the first event."""
         (stream,) = self._streams(model, [prompt], TTFT_OUTPUT)
         return stream.times[0] - stream.sent
+
+    def longest_gap(self, prompts: Prompts, add: str | None) -> float:
+        """Seconds between two tokens of a stream, of the largest model; meanwhile a model is added
+        if one is named."""
+        with ThreadPoolExecutor(1) as pool:
+            adding = pool.submit(self._add, add) if add is not None else None
+            streams = self._streams(LARGEST, prompts, GAP_TOKENS)
+            ended = time.perf_counter()
+        if adding is not None:
+            assert adding.result() < ended, "the streams ended before the model was there"
+            self._admin("DELETE", f"/{add}")
+        return max(b - a for s in streams for a, b in itertools.pairwise(s.times))
+
+    def _add(self, name: str) -> float:
+        """When it was there, by `time.perf_counter`. It begins with the streams under way."""
+        time.sleep(1.0)
+        self._admin("POST", "", {"name": name, "path": name})
+        return time.perf_counter()
+
+    def _admin(self, method: str, path: str, body: object = None) -> None:
+        url = f"{self._running.url}/admin/models{path}"
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        answer = httpx.request(method, url, json=body, headers=headers, timeout=60.0)
+        answer.raise_for_status()
 
     def _streams(self, model: str, prompts: Prompts, new_tokens: int) -> list[Stream]:
         bodies = [
@@ -198,6 +178,7 @@ class Shape:
 
     rounds: int
     pairs: int
+    gaps: int
 
 
 def measure(
@@ -206,8 +187,7 @@ def measure(
     """The result."""
     found: dict[str, Any] = {"streams": STREAMS, "prompt_tokens": PROMPT, "models": {}}
     batch = prompts(STREAMS)
-    for size in SIZES:
-        name, new = size.name, size.output_tokens
+    for name, new in OUTPUT_TOKENS.items():
         rates = interleave(
             {
                 HTTP: partial(there.rate, name, batch, new),
@@ -233,7 +213,16 @@ def measure(
     )
     pairs = zip(firsts[HTTP].values, firsts[IN_PROCESS].values, strict=True)
     added = Samples(tuple(over - within for over, within in pairs))
-    found["throughput_ratio"] = found["models"][SIZES[0].name]["throughput_ratio"]["median"]
+    gaps = interleave(
+        {
+            "adding": partial(there.longest_gap, batch, ADDED),
+            "without": partial(there.longest_gap, batch, None),
+        },
+        shape.gaps,
+    )
+    found["longest_gap_s"] = max(gaps["adding"].values)
+    found["gaps_s"] = {name: taken.to_json() for name, taken in gaps.items()}
+    found["throughput_ratio"] = found["models"][LARGEST]["throughput_ratio"]["median"]
     found["ttft_ms"] = {name: taken.to_json() for name, taken in firsts.items()}
     found["ttft_added_ms"] = added.to_json()
     return found
@@ -249,7 +238,7 @@ def show(result: dict[str, Any]) -> Table:
         table.add_row(name, *shown, goal)
 
     for model, of in result["models"].items():
-        goal = f">= {THROUGHPUT_GOAL}" if model == SIZES[0].name else ""
+        goal = f">= {THROUGHPUT_GOAL}" if model == LARGEST else ""
         row(f"{model}: throughput_ratio", of["throughput_ratio"], 3, goal)
         for name, told in of["tokens_per_second"].items():
             row(f"{model}: tokens/s, {name}", told, 0)
@@ -258,6 +247,8 @@ def show(result: dict[str, Any]) -> Table:
     for name, told in result["ttft_ms"].items():
         row(f"{SMALLEST}: TTFT ms, {name}", told, 2)
     row("ttft_added_ms", result["ttft_added_ms"], 2, f"<= {TTFT_GOAL_MS:g}")
+    for name, told in result["gaps_s"].items():
+        row(f"{LARGEST}: longest gap s, {name}", told, 3)
     return table
 
 
@@ -266,19 +257,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument("--rounds", type=int, metavar="N", help="of throughput")
 
     args = options(__doc__, argv, more)
-    shape = Shape(2, 20) if args.quick else Shape(12, 100)
-    shape = Shape(args.rounds or shape.rounds, shape.pairs)
+    shape = Shape(2, 20, 1) if args.quick else Shape(12, 100, 3)
+    shape = replace(shape, rounds=args.rounds or shape.rounds)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        file, vocab = make_fleet_file(scratch)
+        sizes = {s.name: s for s in (LLAMA_110M, LLAMA_6M)}
+        file = make_fleet_file(scratch, {**sizes, ADDED: LLAMA_110M})
         engine = stack.enter_context(InProcess(load_fleet(file, presets=PRESETS)))
         engine.device.populate()
-        running = stack.enter_context(serving(file))
+        running = stack.enter_context(serving(file, "--log-level", "warning", "--no-changes"))
         there = There(running, stack.enter_context(Connections(running.url, STREAMS)))
         drawn = random.Random(0)
 
         def prompts(n: int) -> list[list[int]]:
-            return [[drawn.randrange(10, vocab) for _ in range(PROMPT)] for _ in range(n)]
+            return [[drawn.choice(TOKENS) for _ in range(PROMPT)] for _ in range(n)]
 
         result = measure(Here(engine), there, prompts, shape)
     finish(args, "http_overhead", result, show(result))

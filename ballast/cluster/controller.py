@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from ballast.cluster.spare import Spare
 from ballast.cluster.suspicion import Suspicions
 from ballast.core.command import Add, Order, Outcome, Remove
 from ballast.core.errors import BallastError, BrokenPromise, Unavailable
-from ballast.core.event import Cancelled, Failed, Finished, Output
+from ballast.core.event import Cancelled, Failed, Finished, Output, TokenOut
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.request import Submission
@@ -84,6 +84,8 @@ class Controller:
         self._spare = Spare(make_worker)
         self._open: dict[str, OpenRequest] = {}
         """In order of arrival."""
+        self._silent: Counter[str] = Counter()
+        """Of them, by model, those without a token yet."""
         self._orders = PendingOrders(lambda command: self.worker.send(command))
         self._changing = asyncio.Lock()
         """Held while a model is added or removed: what follows is judged by what came of it."""
@@ -136,10 +138,25 @@ class Controller:
         for submission in submissions:
             request = OpenRequest(submission, outlet)
             self._open[submission.id] = request
+            self._silent[submission.model] += 1
             if self._holding:
                 self._hold(request)
         self._dispatch()
         return outlet
+
+    def full(self, base: ModelSpec) -> bool:
+        """Whether the device would refuse another request of a model, as far as is known here.
+
+        Refusing where one is read keeps what is too much away from the device. What the device
+        reports is a tenth of a second old: the queue may have moved meanwhile.
+        """
+        silent = sum(self._silent[s.name] for s in base.served)
+        if self.down is not None or not 0 < base.max_waiting <= silent:
+            return False
+        if silent >= base.max_waiting + base.max_running:
+            return True
+        models = () if self.report is None else self.report.models
+        return any(m.name == base.name and m.waiting >= base.max_waiting for m in models)
 
     def withdraw(self, request_ids: Sequence[str]) -> None:
         """Tell the device that nobody waits for these any more; what it still says is dropped."""
@@ -267,6 +284,8 @@ class Controller:
             return
         if news is None:
             return
+        if len(request.told) == 1 and isinstance(news, TokenOut):
+            self._silent[request.submission.model] -= 1
         if isinstance(output, Finished | Failed | Cancelled):
             self._close(output.request_id)
         request.outlet.put(news)
@@ -278,6 +297,8 @@ class Controller:
 
     def _close(self, request_id: str) -> OpenRequest:
         request = self._open.pop(request_id)
+        if not request.told:
+            self._silent[request.submission.model] -= 1
         request.outlet.open.discard(request_id)
         self._suspicions.forget(request_id)
         return request

@@ -21,6 +21,7 @@ from ballast.server.conversation import Conversation
 from ballast.server.devicemetrics import DeviceCollector
 from ballast.server.echo import Echo
 from ballast.server.embedding import Embedding
+from ballast.server.faults import Fault
 from ballast.server.fields import Body
 from ballast.server.generation import Generation
 from ballast.server.keys import Keys
@@ -124,6 +125,7 @@ class Service:
         if note is not None:
             note.request, note.request_id = request, request_id
         request.check()
+        self._check_queue(spec)
         tokenizer = self.tokenizer(spec.name)
         stops = stops_of(request, spec, tokenizer)
         calling = await calling_of(request, tokenizer)
@@ -209,11 +211,23 @@ class Service:
             submissions,
             caller.key,
             self.quotas,
-            self._paces.setdefault(queue, Pace(self.clock)),
+            self._pace(queue),
             lambda: self._waiting(queue),
             self.clock,
         )
         return made.meter
+
+    def _check_queue(self, spec: ModelSpec) -> None:
+        """Raises Fault (429) where the model's queue is full: before anything costly is done."""
+        base = self.controller.specs.get(spec.base or spec.name)
+        if base is not None and self.controller.full(base):
+            self.metrics.failed(spec.name, "queue_full")
+            seconds = self._pace(base.name).retry_after(self._waiting(base.name))
+            why = f"{base.max_waiting} requests of {base.name!r} wait already"
+            raise Fault(429, why, "queue_full", retry_after=seconds)
+
+    def _pace(self, queue: str) -> Pace:
+        return self._paces.setdefault(queue, Pace(self.clock))
 
     def _waiting(self, model: str) -> int:
         """Requests queued for a model, as last reported."""

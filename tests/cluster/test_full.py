@@ -1,0 +1,47 @@
+"""A full queue is known before the device is asked, and not one that has room."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from tests.cluster.fake_device import HOLD, SILENT
+from tests.cluster.test_worker import running, submission
+
+
+def test_what_surely_is_too_much_is_known_at_once() -> None:
+    async def scenario() -> None:
+        async with running() as (controller, _):
+            model = replace(controller.specs["a"], max_waiting=2, max_running=1)
+            streaming = controller.submit([submission("stream", HOLD)])
+            await streaming.take()
+            waiting = [controller.submit([submission(f"{i}", SILENT)]) for i in range(2)]
+            assert not controller.full(model), "one of them may run"
+            waiting.append(controller.submit([submission("2", SILENT)]))
+            assert controller.full(model)
+            waiting[0].close()
+            assert not controller.full(model)
+            for outlet in (streaming, *waiting):
+                outlet.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_the_device_reports_counts_while_as_many_wait_here() -> None:
+    async def scenario() -> None:
+        async with running() as (controller, _):
+            model = replace(controller.specs["a"], max_waiting=2, max_running=9)
+            report = controller.report
+            assert report is not None
+            (told,) = report.models
+            waiting = [controller.submit([submission(f"{i}", SILENT)]) for i in range(2)]
+            controller.report = replace(report, models=(replace(told, waiting=2),))
+            assert controller.full(model)
+            controller.report = replace(report, models=(replace(told, waiting=1),))
+            assert not controller.full(model)
+            controller.report = replace(report, models=(replace(told, waiting=2),))
+            waiting[0].close()  # the report is older than that
+            assert not controller.full(model)
+            waiting[1].close()
+
+    asyncio.run(scenario())
