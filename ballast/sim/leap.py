@@ -95,12 +95,17 @@ class _Batch:
         self.m = m
         self.requests = tuple(m.running)
         self._pool = pool
+        self._rows = [(r, r.tokens, r.id, r.prompt_tokens) for r in m.running]
         self._left = min((r.submission.max_tokens - r.generated for r in m.running), default=0)
         """Steps until the first of them has its last token."""
         self._context = sum(len(r.tokens) for r in m.running)
         """KV tokens that its next step, or that in flight, reads."""
         stops = [frozenset(r.submission.stop_token_ids) for r in m.running]
         self._stops = stops if any(stops) else []
+        self._quiet = self._steps_to_a_full_block()
+        """So many steps end before one that fills a block."""
+        self._grown = False
+        """Blocks are there for every token."""
 
     def goes_on(self, runner: SimRunner) -> bool:
         """Whether all requests go on after the step in flight."""
@@ -112,7 +117,9 @@ class _Batch:
         return True
 
     def has_pages(self, more: int) -> bool:
-        """Whether KV of `more` tokens beyond what each has is there for the taking."""
+        """Whether KV of `more` tokens (0 or 1) beyond what each has is there for the taking."""
+        if self._grown and (self._quiet or not more):
+            return True
         size = self.m.spec.block_tokens
         blocks = sum(len(r.tokens) + more > len(r.blocks) * size for r in self.requests)
         if not blocks:
@@ -125,16 +132,22 @@ class _Batch:
     def end_step(self, at: float, runner: SimRunner, said: Said) -> None:
         """Each has a token more."""
         m = self.m
-        for r in self.requests:
-            n = len(r.tokens)
-            token = runner.token(m.spec, r.id, n)
+        spec, token_of = m.spec, runner.token
+        for r, tokens, name, prompt in self._rows:
+            n = len(tokens)
+            token = token_of(spec, name, n)
             r.computed = n
-            r.tokens.append(token)
+            tokens.append(token)
             r.last_token_at = at
-            said(at, TokenOut(r.id, token, r.generated - 1))
-        for r in self.requests:
-            if r.computed % m.spec.block_tokens == 0:
-                m.kv.remember(r.tokens, r.blocks, r.computed, r.salt)
+            said(at, TokenOut(name, token, n - prompt))
+        if self._quiet:
+            self._quiet -= 1
+        else:
+            for r in self.requests:
+                if r.computed % spec.block_tokens == 0:
+                    m.kv.remember(r.tokens, r.blocks, r.computed, r.salt)
+            self._quiet = self._steps_to_a_full_block()
+            self._grown = False
         self._left -= 1
         self._context += len(self.requests)
         m.last_run = m.last_used = at
@@ -143,9 +156,15 @@ class _Batch:
     def begin_step(self, runner: SimRunner) -> float:
         """Room for each one's token; when the step will end."""
         m = self.m
-        for r in self.requests:
-            if len(r.tokens) > len(r.blocks) * m.spec.block_tokens:
-                short = m.kv.grow(r.blocks, len(r.tokens))
-                assert short is None, "has_pages"
-                m.view = None
+        if not self._grown:
+            for r in self.requests:
+                if len(r.tokens) > len(r.blocks) * m.spec.block_tokens:
+                    short = m.kv.grow(r.blocks, len(r.tokens))
+                    assert short is None, "has_pages"
+                    m.view = None
+            self._grown = True
         return runner.end_of_decodes(m.spec.name, len(self.requests), self._context)
+
+    def _steps_to_a_full_block(self) -> int:
+        size = self.m.spec.block_tokens
+        return min((-len(r.tokens) % size for r in self.requests), default=0)

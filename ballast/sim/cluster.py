@@ -1,0 +1,110 @@
+"""A cluster in virtual time: devices of known kinds, the models that each serves, one workload."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ballast.core.cost import activation_bytes
+from ballast.core.errors import ConfigError
+from ballast.core.event import Output
+from ballast.core.model import ModelSpec, weight_pages
+from ballast.core.request import Submission
+from ballast.core.settings import DeviceSettings
+from ballast.core.units import MiB, ceil_div
+from ballast.policy.placement import Need, Room, spread
+from ballast.policy.presets import Preset
+from ballast.sim.device import SimDevice
+from ballast.sim.profile import DeviceProfile, device_profile
+from ballast.sim.simulate import simulate_devices
+
+USABLE = 0.9
+"""Share of a device's memory that is the pool's; an assumption, as of common engines' defaults."""
+SERVED = DeviceSettings(budget_bytes=0, page_bytes=2 * MiB, step_tokens=2048, step_logits=256)
+
+Heard = Callable[[str, float, Output], None]
+"""(device, when, what a client is told)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Devices of one kind."""
+
+    number: int
+    profile: DeviceProfile
+
+
+def kinds_of(text: str) -> list[Kind]:
+    """Of `4xH100-80G,2xA100-80G`: each a device's name, or a profile's file, and how many.
+
+    Raises ConfigError, which lists the known names.
+    """
+    kinds = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\S+)\s*", part)
+        if found is None or found[1] == "0":
+            raise ConfigError("devices", text, "write NUMBERxDEVICE, as in 4xH100-80G,2xA100-80G")
+        kinds.append(Kind(int(found[1] or 1), device_profile(found[2])))
+    return kinds
+
+
+class Cluster:
+    """Devices, and which of them serves which model."""
+
+    def __init__(
+        self,
+        kinds: Sequence[Kind],
+        specs: Sequence[ModelSpec],
+        preset: Preset,
+        heard: Heard,
+        served: DeviceSettings = SERVED,
+        work: Mapping[str, float] | None = None,
+    ) -> None:
+        """`served`: what devices have in common (its budget is each one's own); `work`: by model,
+        expected seconds of compute per second.
+
+        Raises ConfigError for a model that no device can serve.
+        """
+        profiles: dict[str, DeviceProfile] = {}
+        for kind in kinds:
+            for _ in range(kind.number):
+                profiles[f"{kind.profile.device}:{len(profiles)}"] = kind.profile
+        budgets = {name: _budget(p, served) for name, p in profiles.items()}
+        needs = [_need(s, served, (work or {}).get(s.name, 0.0)) for s in specs]
+        homes = spread(needs, [Room(name, budget) for name, budget in budgets.items()])
+        self.devices: dict[str, SimDevice] = {}
+        """By name, those that serve any model."""
+        for name, profile in profiles.items():
+            own = [s for s in specs if homes[s.name] == name]
+            if not own:
+                continue
+            settings = replace(served, name=name, budget_bytes=budgets[name])
+            self.devices[name] = SimDevice(
+                settings, own, preset, profile.of(own), _hearing(heard, name)
+            )
+        self.homes = {served.name: [homes[spec.name]] for spec in specs for served in spec.served}
+        """By model and adapter, its devices."""
+
+    def run(self, arrivals: Iterable[Submission]) -> float:
+        """Serve `arrivals`, in order, to the last answer; when that was, in virtual seconds."""
+        return simulate_devices(self.devices, self.homes, arrivals)
+
+
+def _hearing(heard: Heard, device: str) -> Callable[[float, Output], None]:
+    return lambda at, output: heard(device, at, output)
+
+
+def _budget(profile: DeviceProfile, served: DeviceSettings) -> int:
+    if profile.hardware is None:
+        raise ConfigError("devices", profile.device, "its profile does not say how much memory")
+    return int(USABLE * profile.hardware.memory_bytes) // served.page_bytes * served.page_bytes
+
+
+def _need(spec: ModelSpec, served: DeviceSettings, work: float) -> Need:
+    """With KV for one request that takes a whole step."""
+    page = served.page_bytes
+    weights = weight_pages([spec], page) * page
+    kv = ceil_div(served.step_tokens * spec.kv_bytes_per_token, page) * page
+    arena = activation_bytes(spec, served.step_tokens, served.step_logits)
+    return Need(spec.name, weights + kv + arena + page, weights, work)

@@ -1,0 +1,54 @@
+"""Models are spread over devices by weights and work; what cannot fit says what is missing."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from ballast.core.errors import ConfigError
+from ballast.core.units import GiB
+from ballast.policy.placement import Need, Room, spread
+
+ROOMS = [Room(f"d{i}", 80 * GiB) for i in range(4)]
+
+
+def need(model: str, size: int, work: float = 0.0) -> Need:
+    return Need(model, (size + 2) * GiB, size * GiB, work)
+
+
+def test_equal_models_are_spread_evenly() -> None:
+    homes = spread([need(f"m{i}", 14) for i in range(12)], ROOMS)
+    assert Counter(homes.values()) == {r.device: 3 for r in ROOMS}
+
+
+def test_weights_may_exceed_memory_and_are_balanced() -> None:
+    sizes = {f"m{i}": 10 + 7 * (i % 9) for i in range(40)}
+    homes = spread([need(m, size) for m, size in sizes.items()], ROOMS)
+    held = Counter({r.device: 0 for r in ROOMS})
+    for model, device in homes.items():
+        held[device] += sizes[model]
+    assert sum(held.values()) > 4 * 80
+    assert max(held.values()) - min(held.values()) <= max(sizes.values())
+
+
+def test_busy_models_do_not_share_a_device_while_another_is_idle() -> None:
+    homes = spread([need("hot", 2, 0.9), need("warm", 2, 0.8), need("big", 70)], ROOMS[:3])
+    assert len(set(homes.values())) == 3
+
+
+def test_a_model_goes_where_it_fits() -> None:
+    rooms = [Room("small", 24 * GiB), Room("large", 80 * GiB)]
+    assert spread([need("m", 30)], rooms) == {"m": "large"}
+
+
+def test_what_is_missing_is_said_in_bytes() -> None:
+    with pytest.raises(ConfigError, match=r"'m'.*needs at least 142GiB.* 80GiB.*62GiB are missing"):
+        spread([need("m", 140)], ROOMS)
+    with pytest.raises(ConfigError, match="missing"):
+        spread([need("m", 1)], [])
+
+
+def test_the_order_of_models_does_not_matter() -> None:
+    needs = [need(f"m{i}", 5 + i % 3, 0.1 * (i % 2)) for i in range(10)]
+    assert spread(needs, ROOMS) == spread(needs[::-1], ROOMS)
