@@ -261,9 +261,9 @@ def _directory(
     """The directory that `text` names: a path first, a hub id if there is none."""
     file, kind = wanted
     hub_id = text.removeprefix("hf:")
-    local = base / Path(text).expanduser()
-    if text == hub_id and (local.exists() or not is_hub_id(text)):
-        if not (local / file).is_file():
+    local = base / os.path.expanduser(text)  # which, unlike pathlib, takes any text
+    if text == hub_id and (os.path.exists(local) or not is_hub_id(text)):
+        if not os.path.isfile(local / file):
             raise ConfigError(
                 key,
                 text,

@@ -52,10 +52,10 @@ def _page(value: Any) -> int:
 
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Size = Annotated[int, BeforeValidator(_size), Field(gt=0)]
+Size = Annotated[int, BeforeValidator(_size), Field(gt=0, lt=2**63)]
 PageSize = Annotated[int, BeforeValidator(_page)]
 Bandwidth = Annotated[float, BeforeValidator(_bandwidth), Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$", max_length=128)]
 Secret = Annotated[str, BeforeValidator(_secret)]
 
@@ -77,7 +77,7 @@ class LiveLimitKeys(Keys):
     """Bounds on one model's requests."""
 
     running: Count = 64
-    waiting: Annotated[int, Field(ge=0)] = 10_000
+    waiting: Annotated[int, Field(ge=0, lt=2**31)] = 10_000
     queue_seconds: Positive | None = None
     """A request that waited so long without being admitted fails."""
 

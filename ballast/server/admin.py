@@ -40,7 +40,7 @@ def add_admin(app: FastAPI, service: Service, operating: Operating) -> None:
     async def models() -> Response:
         return answered({"models": models_now(service), "failed": controller.failed})
 
-    @app.post("/admin/models")
+    @app.post("/admin/models", status_code=201)
     async def add(entry: NamedModelKeys) -> Response:
         name = await operating.add(entry)
         return answered({"name": name, "status": "added"}, 201)

@@ -10,20 +10,22 @@ from starlette.responses import Response
 from ballast.core.errors import BallastError
 from ballast.server.admin import add_admin
 from ballast.server.catalogue import described, listed
+from ballast.server.document import ERRORS, document, told
 from ballast.server.faults import Fault
 from ballast.server.gate import Gate
 from ballast.server.generating import add_generating
 from ballast.server.health import add_health
 from ballast.server.operating import Operating
 from ballast.server.reading import add_reading
-from ballast.server.responses import ModelList, answered
+from ballast.server.responses import Model, ModelList, answered
 from ballast.server.service import Service
 from ballast.server.textroutes import add_texts
 
 
 def create_app(service: Service, operating: Operating) -> Gate:
     """The application, behind its gate."""
-    app = FastAPI(title="Ballast", docs_url=None, redoc_url=None)
+    app = FastAPI(title="Ballast", docs_url=None, redoc_url=None, responses=ERRORS)
+    document(app)
     gate = Gate(app, lambda: service.settings, service.quotas)
     _add_faults(app)
     _add_reading(app, service)
@@ -38,11 +40,11 @@ def create_app(service: Service, operating: Operating) -> Gate:
 def _add_reading(app: FastAPI, service: Service) -> None:
     """Routes that change nothing."""
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses=told(ModelList))
     async def models() -> Response:
         return answered(ModelList(data=listed(service)))
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses=told(Model))
     async def model(name: str) -> Response:
         return answered(described(service, name))
 

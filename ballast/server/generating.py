@@ -10,11 +10,12 @@ from starlette.responses import Response
 
 from ballast.core.errors import BallastError
 from ballast.server.answers import ChatForm, Form, TextForm
+from ballast.server.document import told
 from ballast.server.faults import Fault
 from ballast.server.generation import Generation
 from ballast.server.openai import ChatRequest, CompletionRequest, GenerateRequest
 from ballast.server.pieces import Piece
-from ballast.server.responses import answered, encode
+from ballast.server.responses import ChatCompletion, TextCompletion, answered, encode
 from ballast.server.service import Service
 from ballast.server.sse import DONE, PING, ClientGone, EventStream, event, unless_gone
 
@@ -22,11 +23,11 @@ from ballast.server.sse import DONE, PING, ClientGone, EventStream, event, unles
 def add_generating(app: FastAPI, service: Service) -> None:
     """`/v1/chat/completions` and `/v1/completions`."""
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=told(ChatCompletion, streams=True))
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await _answer(service, body, request)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=told(TextCompletion, streams=True))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await _answer(service, body, request)
 

@@ -14,6 +14,8 @@ from ballast.server.responses import encode
 from ballast.server.service import Service
 from ballast.server.state import Status
 
+_ANY: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+
 
 def add_health(app: FastAPI, service: Service, gate: Gate) -> None:
     """`/live` and `/health`. Why models failed is told only to those who may know of models."""
@@ -22,7 +24,7 @@ def add_health(app: FastAPI, service: Service, gate: Gate) -> None:
     async def live() -> Response:
         return _told(200, status="live")
 
-    @app.get("/health")
+    @app.get("/health", responses={503: {"description": "Not now", "content": _ANY}})
     async def health() -> Response:
         told: dict[str, Any] = {"status": status(service.controller, gate)}
         if service.controller.down is not None:

@@ -6,12 +6,13 @@ import asyncio
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from ballast import __version__
 from ballast.core.report import ModelReport
 from ballast.core.settings import Slo
 from ballast.server.catalogue import status_of
+from ballast.server.document import told
 from ballast.server.gate import Gate
 from ballast.server.health import status
 from ballast.server.metrics import CONTENT_TYPE, Metrics
@@ -27,11 +28,11 @@ def add_reading(app: FastAPI, service: Service, gate: Gate) -> None:
     """Add the routes."""
 
     # Not a coroutine: writing it all takes a while, and other threads can do it.
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
-    @app.get("/admin/state")
+    @app.get("/admin/state", responses=told(ServerNow))
     async def state() -> Response:
         return answered(_server(service, gate))
 

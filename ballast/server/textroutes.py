@@ -7,8 +7,9 @@ import secrets
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from ballast.server.document import told
 from ballast.server.parameters import check_tokens
-from ballast.server.responses import Detokenized, Tokenized, answered
+from ballast.server.responses import Detokenized, EmbeddingList, Tokenized, answered
 from ballast.server.service import Service, off_loop
 from ballast.server.sse import ClientGone, unless_gone
 from ballast.server.texts import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
@@ -18,7 +19,7 @@ from ballast.server.tokenizer import LONG_TEXT
 def add_texts(app: FastAPI, service: Service) -> None:
     """`/tokenize`, `/detokenize` and `/v1/embeddings`."""
 
-    @app.post("/tokenize")
+    @app.post("/tokenize", responses=told(Tokenized))
     async def tokenize(body: TokenizeRequest) -> Response:
         spec = service.model(body.model)
         service.warn(body)
@@ -33,7 +34,7 @@ def add_texts(app: FastAPI, service: Service) -> None:
         )
         return answered(told)
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", responses=told(Detokenized))
     async def detokenize(body: DetokenizeRequest) -> Response:
         spec = service.model(body.model)
         service.warn(body)
@@ -42,7 +43,7 @@ def add_texts(app: FastAPI, service: Service) -> None:
         text = await off_loop(len(body.tokens) > LONG_TEXT, lambda: tokenizer.decode(body.tokens))
         return answered(Detokenized(text))
 
-    @app.post("/v1/embeddings")
+    @app.post("/v1/embeddings", responses=told(EmbeddingList))
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         embedding = await service.embed(body, f"embd-{secrets.token_hex(12)}")
         try:
