@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from ballast.core.clock import Clock
 from ballast.core.event import Cancelled, Embedded, Failed, Finished
 from ballast.core.request import Submission
+from ballast.server import visit
 from ballast.server.faults import Fault
 from ballast.server.meter import Meter
 from ballast.server.metrics import Metrics
 from ballast.server.responses import EmbeddingItem, EmbeddingList, EmbeddingUsage, Usage
 from ballast.server.timing import Timing
-from ballast.server.watch import current
 
 
 class Embedding:
@@ -37,9 +37,7 @@ class Embedding:
         self._reasons: dict[str, str] = {}
         self._clock = clock
         self._metrics = metrics
-        note = current()
-        if note is not None:
-            note.answer = self
+        visit.current().answer = self
 
     @property
     def usage(self) -> Usage:

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from ballast.core.errors import BallastError, NotKept, RequestError, Unavailable, UnknownModel
 from ballast.core.event import Failed
 from ballast.server import visit
 from ballast.server.responses import Error, ErrorBody, encode
-from ballast.server.watch import CODE
 
 _STATUS = {
     "invalid_request": 400,
@@ -82,8 +80,8 @@ class Fault(Exception):
         return cls(400, f"{param}: {_reason(param, first)}", "invalid_request", param)
 
     def body(self) -> bytes:
-        """As JSON. The request's log line will name it."""
-        visit.current().error = self.code
+        """As JSON. Metrics, traces and the log will name it."""
+        visit.current().code = self.code
         kind = {
             429: "rate_limit_error",
             500: "server_error",
@@ -102,19 +100,7 @@ class Fault(Exception):
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after)))
         elif self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        return _FaultResponse(self.code, self.body(), self.status, headers, "application/json")
-
-
-class _FaultResponse(Response):
-    """Leaves the error's code where metrics and logs look for it."""
-
-    def __init__(self, code: str, *response: Any) -> None:
-        super().__init__(*response)
-        self._code = code
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[CODE] = self._code
-        await super().__call__(scope, receive, send)
+        return Response(self.body(), self.status, headers, "application/json")
 
 
 def _reason(param: str, error: Any) -> str:

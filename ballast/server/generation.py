@@ -13,6 +13,7 @@ from ballast.core.event import (
     PromptScores,
     TokenOut,
 )
+from ballast.server import visit
 from ballast.server.choice import Choice
 from ballast.server.faults import Fault
 from ballast.server.meter import Meter
@@ -20,7 +21,6 @@ from ballast.server.metrics import Metrics
 from ballast.server.pieces import Piece
 from ballast.server.responses import Usage
 from ballast.server.timing import Timing
-from ballast.server.watch import current
 
 
 class Generation:
@@ -41,9 +41,7 @@ class Generation:
         self._clock = clock
         self._metrics = metrics
         self._timings = {i: Timing(arrived) for i in choices}
-        note = current()
-        if note is not None:
-            note.answer = self
+        visit.current().answer = self
 
     async def batches(self, patience: float | None = None) -> AsyncIterator[list[Piece]]:
         """Pieces as they come, until every choice has ended; an empty list whenever there was

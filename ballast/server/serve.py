@@ -27,7 +27,7 @@ from ballast.server.connection import new_loop, protocol
 from ballast.server.crowd import Crowd, limited
 from ballast.server.keys import Guard
 from ballast.server.operating import Operating
-from ballast.server.requestlog import RequestLog
+from ballast.server.requestlog import log_request
 from ballast.server.service import Service
 from ballast.server.tokenizer import Tokenizer
 from ballast.server.tracing import Tracing, tracing
@@ -148,14 +148,11 @@ async def _answer(
     gate.crowded = lambda: crowd.full
     http = HttpServer(
         uvicorn.Config(
-            RequestLog(
-                Watch(
-                    Guard(gate, service.keys),
-                    service.metrics,
-                    service.clock,
-                    [] if tracer is None else [tracer],
-                ),
+            Watch(
+                Guard(gate, service.keys),
+                service.metrics,
                 service.clock,
+                [log_request] if tracer is None else [log_request, tracer],
             ),
             http=limited(protocol(), crowd),
             log_config=None,

@@ -39,7 +39,6 @@ from ballast.server.parameters import (
 from ballast.server.quotas import Quotas
 from ballast.server.texts import EmbeddingRequest
 from ballast.server.tokenizer import Tokenizer, long_to_tokenize
-from ballast.server.watch import current
 
 log = logging.getLogger(__name__)
 
@@ -121,9 +120,8 @@ class Service:
         """Submit a request to a model. Raises RequestError or Unavailable."""
         arrived = self.clock.now()
         self.warn(request)
-        note = current()
-        if note is not None:
-            note.request, note.request_id = request, request_id
+        made = visit.current()
+        made.request, made.answer_id = request, request_id
         request.check()
         self._check_queue(spec)
         tokenizer = self.tokenizer(spec.name)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ballast import __version__
 from ballast.core.clock import Clock
 from ballast.core.errors import ConfigError
-from ballast.server.watch import Answering, Note
+from ballast.server.visit import Answering, Visit
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -49,22 +49,22 @@ class Tracing:
         self._server = SpanKind.SERVER
         self._failed = Status(StatusCode.ERROR)
 
-    def __call__(self, note: Note) -> None:
+    def __call__(self, visit: Visit) -> None:
         """Tell of a request that is over; as a child of the client's span, if it named one."""
-        if note.path in _UNTRACED or note.ended is None:
+        if visit.path in _UNTRACED or visit.ended is None:
             return
         offset = self._wall.now() - self._clock.now()
-        found = attributes(note)
+        found = attributes(visit)
         span = self._tracer.start_span(
-            _name(note, found),
-            context=self._propagator.extract(note.headers),
+            _name(visit, found),
+            context=self._propagator.extract(visit.headers),
             kind=self._server,
             attributes=found,
-            start_time=_nanoseconds(note.began + offset),
+            start_time=_nanoseconds(visit.began + offset),
         )
         if "error.type" in found:
             span.set_status(self._failed)
-        span.end(_nanoseconds(note.ended + offset))
+        span.end(_nanoseconds(visit.ended + offset))
 
     async def close(self, patience: float) -> None:
         """Export what is left, within `patience` seconds."""
@@ -110,35 +110,35 @@ def provider(exporter: SpanExporter) -> TracerProvider:
     return made
 
 
-def attributes(note: Note) -> dict[str, Value]:
+def attributes(visit: Visit) -> dict[str, Value]:
     """What a span says of a request."""
     told: dict[str, Value] = {
-        "http.request.method": note.method,
-        "url.path": note.path[:_LONGEST],
-        **{f"ballast.{name}": value for name, value in note.attributes.items()},
+        "http.request.method": visit.method,
+        "url.path": visit.path[:_LONGEST],
+        "http.response.status_code": visit.status,
     }
-    if note.route is not None:
-        told["http.route"] = note.route
-    if note.status is not None:
-        told["http.response.status_code"] = note.status
-    if note.code is not None:
-        told["error.type"] = note.code
-    elif note.status is None or note.status >= 499:
-        told["error.type"] = "client_gone" if note.status in (None, 499) else str(note.status)
-    operation = _OPERATIONS.get(note.route or note.path)
+    if visit.caller.name:
+        told["ballast.key"] = visit.caller.name
+    if visit.route is not None:
+        told["http.route"] = visit.route
+    if visit.code is not None:
+        told["error.type"] = visit.code
+    elif visit.status >= 499:
+        told["error.type"] = "client_gone" if visit.status == 499 else str(visit.status)
+    operation = _OPERATIONS.get(visit.route or visit.path)
     if operation is not None:
         told |= {"gen_ai.operation.name": operation, "gen_ai.provider.name": "ballast"}
-    if note.request_id is not None:
-        told["gen_ai.response.id"] = note.request_id
-    if note.request is not None:
-        told |= _asked(note)
-    if note.answer is not None:
-        told |= _answered(note.answer, note.began)
+    if visit.answer_id is not None:
+        told["gen_ai.response.id"] = visit.answer_id
+    if visit.request is not None:
+        told |= _asked(visit)
+    if visit.answer is not None:
+        told |= _answered(visit.answer, visit.began)
     return told
 
 
-def _asked(note: Note) -> dict[str, Value]:
-    request = note.request
+def _asked(visit: Visit) -> dict[str, Value]:
+    request = visit.request
     assert request is not None
     given: Mapping[str, Value | None] = {
         "gen_ai.request.model": request.model[:_LONGEST],
@@ -177,13 +177,13 @@ def _answered(answer: Answering, began: float) -> dict[str, Value]:
     return told
 
 
-def _name(note: Note, found: Mapping[str, Value]) -> str:
+def _name(visit: Visit, found: Mapping[str, Value]) -> str:
     operation = found.get("gen_ai.operation.name")
     if operation is not None:
         # Only names of the fleet: spans are grouped by theirs.
         model = found.get("gen_ai.response.model")
         return f"{operation} {model}" if model else str(operation)
-    return f"{note.method} {note.route}" if note.route else note.method
+    return f"{visit.method} {visit.route}" if visit.route else visit.method
 
 
 def _nanoseconds(seconds: float) -> int:

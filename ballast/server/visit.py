@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from starlette.datastructures import Headers
 
 from ballast.core.settings import KeySettings
 
 if TYPE_CHECKING:
     from ballast.server.meter import Meter
+    from ballast.server.openai import GenerateRequest
+    from ballast.server.responses import Usage
+    from ballast.server.timing import Timing
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +30,7 @@ class Caller:
 
     @property
     def name(self) -> str:
-        """For logs and metrics; empty where no key was needed."""
+        """For logs and traces; empty where no key was needed."""
         return "admin" if self.admin else "" if self.key is None else self.key.name
 
     @property
@@ -41,14 +47,48 @@ ANYONE = Caller()
 STRANGER = Caller(known=False)
 
 
+class Answering(Protocol):
+    """What generates an answer; `ballast.server.generation.Generation` does."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def usage(self) -> Usage: ...
+
+    @property
+    def timings(self) -> Sequence[Timing]: ...
+
+    @property
+    def finish_reasons(self) -> Sequence[str | None]:
+        """By choice; None where it has not ended."""
+
+
 @dataclass(slots=True, eq=False)
 class Visit:
-    """Filled in on the way by whoever learns something; read by the log at the end."""
+    """Filled in on the way by whoever learns something; read at the end by metrics, traces and the
+    log. Times are seconds on the server's clock."""
 
+    method: str = ""
+    path: str = ""
+    headers: Headers = field(default_factory=Headers)
+    began: float = 0.0
+    ended: float | None = None
     request_id: str = ""
+    """The client's own, or one of ours; every response carries it."""
     caller: Caller = ANYONE
-    error: str = ""
-    """Code of the error that was told, if one was."""
+    route: str | None = None
+    """As the router writes it; None: there is no such route, or it was refused before."""
+    status: int = 499
+    """As nginx says it, until there is one: the client was gone before anything was said."""
+    code: str | None = None
+    """Of the error that was told, if one was; in a stream that had begun well, perhaps."""
+    streamed: bool = False
+    gone: bool = False
+    """The client left before the response was complete."""
+    request: GenerateRequest | None = None
+    answer_id: str | None = None
+    answer: Answering | None = None
     meter: Meter | None = None
     """What models did for it, if they were asked."""
 

@@ -1,80 +1,28 @@
-"""What is learnt of each HTTP request while it is answered, for metrics, traces and logs."""
+"""Follows each HTTP request to its end, and tells metrics, traces and logs of it."""
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ballast.core.clock import Clock
+from ballast.server import visit
 from ballast.server.metrics import Metrics
-from ballast.server.openai import GenerateRequest
-from ballast.server.responses import Usage
-from ballast.server.timing import Timing
+from ballast.server.visit import Visit
 
-CODE = "ballast.code"
-"""Key of the ASGI scope: the code of the error that was answered."""
+HEADER = b"x-request-id"
+_SANE = re.compile(rb"[\x21-\x7e]{1,128}")
 
-
-class Answering(Protocol):
-    """What generates an answer; `ballast.server.generation.Generation` does."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def usage(self) -> Usage: ...
-
-    @property
-    def timings(self) -> Sequence[Timing]: ...
-
-    @property
-    def finish_reasons(self) -> Sequence[str | None]:
-        """By choice; None where it has not ended."""
-
-
-@dataclass(slots=True)
-class Note:
-    """One HTTP request. Times are seconds on the server's clock."""
-
-    method: str
-    path: str
-    headers: Headers
-    began: float
-    ended: float | None = None
-    route: str | None = None
-    """As the router writes it; None: there is no such route, or it was refused before."""
-    status: int | None = None
-    """None: the client was gone before anything was said."""
-    code: str | None = None
-    """Of the error that was answered."""
-    streamed: bool = False
-    request_id: str | None = None
-    """Of the answer, as the client is told it."""
-    request: GenerateRequest | None = None
-    answer: Answering | None = None
-    attributes: dict[str, str] = field(default_factory=dict)
-    """More that is worth telling: the name of the key, for one."""
-
-
-_CURRENT: ContextVar[Note | None] = ContextVar("note", default=None)
-
-
-def current() -> Note | None:
-    """The note on the HTTP request being answered by this task; None outside of one."""
-    return _CURRENT.get()
-
-
-Listener = Callable[[Note], None]
+Listener = Callable[[Visit], None]
 """Told of each request once it is over. It must neither wait nor raise."""
 
 
 class Watch:
-    """ASGI middleware around everything else."""
+    """ASGI middleware, outermost: every response carries the request's id, and is told of."""
 
     def __init__(
         self, app: ASGIApp, metrics: Metrics, clock: Clock, listeners: Sequence[Listener] = ()
@@ -88,32 +36,57 @@ class Watch:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        note = Note(scope["method"], scope["path"], Headers(scope=scope), self._clock.now())
-        _CURRENT.set(note)
+        made = Visit(
+            scope["method"],
+            scope["path"],
+            Headers(scope=scope),
+            self._clock.now(),
+            request_id=request_id(dict(scope["headers"]).get(HEADER)),
+        )
+        visit.begin(made)
+        complete = False
 
         async def watched(message: Message) -> None:
+            nonlocal complete
             if message["type"] == "http.response.start":
-                note.status = message["status"]
-                kind = Headers(raw=message["headers"]).get("content-type", "")
-                if kind.startswith("text/event-stream"):
-                    note.streamed = True
-                    self._metrics.open_streams.inc()
+                self._begun(made, message)
+            elif not message.get("more_body", False):
+                complete = True
             await send(message)
 
-        try:
-            await self._app(scope, receive, watched)
-        finally:
-            self._over(note, scope)
+        async def watching() -> Message:
+            message = await receive()
+            if message["type"] == "http.disconnect" and not complete:
+                made.gone = True
+            return message
 
-    def _over(self, note: Note, scope: Scope) -> None:
-        note.ended = self._clock.now()
-        note.route = getattr(scope.get("route"), "path", None)
-        note.code = scope.get(CODE)
-        if note.streamed:
+        try:
+            await self._app(scope, watching, watched)
+        finally:
+            self._over(made, scope)
+
+    def _begun(self, made: Visit, message: Message) -> None:
+        made.status = message["status"]
+        headers = [*message.get("headers", ())]
+        if dict(headers).get(b"content-type", b"").startswith(b"text/event-stream"):
+            made.streamed = True
+            self._metrics.open_streams.inc()
+        message["headers"] = [*headers, (HEADER, made.request_id.encode())]
+
+    def _over(self, made: Visit, scope: Scope) -> None:
+        made.ended = self._clock.now()
+        made.route = getattr(scope.get("route"), "path", None)
+        if made.streamed:
             self._metrics.open_streams.dec()
-        # 499, as nginx says it: the client left before the answer began.
-        status = 499 if note.status is None else note.status
-        seconds = note.ended - note.began
-        self._metrics.answered(note.route, note.method, status, note.code, seconds)
+        code = made.code if made.status >= 400 else None
+        seconds = made.ended - made.began
+        self._metrics.answered(made.route, made.method, made.status, code, seconds)
         for listener in self._listeners:
-            listener(note)
+            listener(made)
+
+
+def request_id(told: bytes | None) -> str:
+    """The client's, if it can stand in a header and a log line; else a new one."""
+    if told is not None and _SANE.fullmatch(told):
+        return told.decode()
+    return f"req-{secrets.token_hex(12)}"

@@ -21,14 +21,16 @@ from starlette.datastructures import Headers
 
 from ballast.core.clock import VirtualClock
 from ballast.core.errors import ConfigError
+from ballast.core.settings import KeySettings
 from ballast.server.openai import ChatRequest
 from ballast.server.responses import Usage
 from ballast.server.timing import Timing
 from ballast.server.tracing import Tracing, provider, tracing
-from ballast.server.watch import Note
+from ballast.server.visit import Caller, Visit
 from tests.server.process import server
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+KEY = Caller(KeySettings(name="team-a", key="sk-secret"))
 PARENT = "00f067aa0ba902b7"
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
@@ -41,7 +43,7 @@ class Answer:
     finish_reasons: tuple[str | None, ...] = ("stop",)
 
 
-def note(path: str = "/v1/chat/completions", **more: Any) -> Note:
+def visit(path: str = "/v1/chat/completions", **more: Any) -> Visit:
     given: dict[str, Any] = {
         "headers": Headers({"traceparent": f"00-{TRACE}-{PARENT}-01"}),
         "began": 10.0,
@@ -49,15 +51,15 @@ def note(path: str = "/v1/chat/completions", **more: Any) -> Note:
         "route": path,
         "status": 200,
     }
-    return Note("POST", path, **(given | more))
+    return Visit("POST", path, **(given | more))
 
 
-def spans(*notes: Note) -> list[ReadableSpan]:
-    """What is exported of the notes, on a wall clock that is 1000 seconds ahead."""
+def spans(*visits: Visit) -> list[ReadableSpan]:
+    """What is exported of the visits, on a wall clock that is 1000 seconds ahead."""
     exporter = InMemorySpanExporter()
     made = provider(exporter)
     told = Tracing(made, VirtualClock(20.0), VirtualClock(1020.0))
-    for each in notes:
+    for each in visits:
         told(each)
     asyncio.run(told.close(10.0))
     return list(exporter.get_finished_spans())
@@ -67,7 +69,9 @@ def test_a_span_has_what_the_conventions_name() -> None:
     request = ChatRequest(
         model="atlas", messages=[{"role": "user", "content": "secret"}], max_tokens=9, seed=1, n=2
     )
-    (span,) = spans(note(request=request, request_id="chatcmpl-1", answer=Answer(), streamed=True))
+    (span,) = spans(
+        visit(request=request, answer_id="chatcmpl-1", caller=KEY, answer=Answer(), streamed=True)
+    )
     assert span.name == "chat atlas"
     assert span.kind is SpanKind.SERVER
     assert (span.start_time, span.end_time) == (1010 * 10**9, 1013 * 10**9)
@@ -91,6 +95,7 @@ def test_a_span_has_what_the_conventions_name() -> None:
         "url.path": "/v1/chat/completions",
         "http.route": "/v1/chat/completions",
         "http.response.status_code": 200,
+        "ballast.key": "team-a",
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "ballast",
         "gen_ai.response.id": "chatcmpl-1",
@@ -109,24 +114,24 @@ def test_a_span_has_what_the_conventions_name() -> None:
 
 def test_a_client_without_a_trace_begins_one_and_nonsense_is_ignored() -> None:
     for headers in (Headers(), Headers({"traceparent": "nonsense"})):
-        (span,) = spans(note(headers=headers))
+        (span,) = spans(visit(headers=headers))
         assert span.parent is None
 
 
 def test_what_the_client_does_not_sample_is_not_exported() -> None:
-    assert not spans(note(headers=Headers({"traceparent": f"00-{TRACE}-{PARENT}-00"})))
+    assert not spans(visit(headers=Headers({"traceparent": f"00-{TRACE}-{PARENT}-00"})))
 
 
 @pytest.mark.parametrize(
     ("given", "kind"),
     [
         ({"status": 429, "code": "rate_limited"}, "rate_limited"),
-        ({"status": None}, "client_gone"),
+        ({"status": 499}, "client_gone"),
         ({"status": 500}, "500"),
     ],
 )
 def test_errors_are_marked(given: dict[str, Any], kind: str) -> None:
-    (span,) = spans(note(**given))
+    (span,) = spans(visit(**given))
     assert span.attributes is not None
     assert span.attributes["error.type"] == kind
     assert span.status.status_code is StatusCode.ERROR
@@ -134,20 +139,20 @@ def test_errors_are_marked(given: dict[str, Any], kind: str) -> None:
 
 def test_a_request_that_was_left_early_tells_what_it_has() -> None:
     answer = Answer(timings=(Timing(10.1),), finish_reasons=(None,))
-    (span,) = spans(note(answer=answer))
+    (span,) = spans(visit(answer=answer))
     assert span.attributes is not None
     assert span.attributes["gen_ai.response.finish_reasons"] == ("abort",)
     assert "gen_ai.latency.e2e" not in span.attributes
 
 
 def test_probes_are_not_traced() -> None:
-    assert not spans(note("/health"), note("/metrics"))
+    assert not spans(visit("/health"), visit("/metrics"))
 
 
 def test_names_come_from_the_fleet_and_the_router_only() -> None:
     odd, known = spans(
-        note("/etc/passwd", route=None, status=404, code="not_found"),
-        note("/v1/models", route="/v1/models"),
+        visit("/etc/passwd", route=None, status=404, code="not_found"),
+        visit("/v1/models", route="/v1/models"),
     )
     assert (odd.name, known.name) == ("POST", "POST /v1/models")
 
@@ -207,7 +212,7 @@ def test_a_collector_gets_spans(by_environment: bool, monkeypatch: pytest.Monkey
             monkeypatch.setenv(ENDPOINTS[0], collector.url)
         told = tracing(None if by_environment else collector.url, VirtualClock(), VirtualClock())
         assert told is not None
-        told(note(answer=Answer()))
+        told(visit(answer=Answer()))
         asyncio.run(told.close(10.0))
     assert [path for path, _ in collector.got] == ["/v1/traces"]
     assert collector.span_names == ["chat atlas"]
@@ -240,7 +245,7 @@ def test_a_collector_that_is_not_there_delays_nothing() -> None:
     told = tracing(gone.url, VirtualClock(), VirtualClock())
     assert told is not None
     for _ in range(3000):  # more than a batch may hold
-        told(note())
+        told(visit())
     asyncio.run(told.close(0.5))
 
 

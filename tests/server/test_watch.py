@@ -11,8 +11,10 @@ from fastapi import FastAPI
 from starlette.responses import Response, StreamingResponse
 
 from ballast.core.clock import VirtualClock
+from ballast.server import visit
 from ballast.server.faults import Fault
-from ballast.server.watch import Note, Watch, current
+from ballast.server.visit import Visit
+from ballast.server.watch import Watch
 from tests.server.test_metrics import Told
 
 
@@ -22,15 +24,13 @@ class Watched:
     def __init__(self) -> None:
         self.told = Told()
         self.clock = VirtualClock(5.0)
-        self.notes: list[Note] = []
+        self.visits: list[Visit] = []
         self.open_while_streaming = 0.0
         app = FastAPI()
 
         @app.get("/things/{name}")
         async def thing(name: str) -> Response:
-            note = current()
-            assert note is not None
-            note.attributes["name"] = name
+            visit.current().answer_id = name
             self.clock.advance_to(7.0)
             if name == "none":
                 return Fault(429, "too many", "rate_limited").response()
@@ -44,16 +44,16 @@ class Watched:
 
             return StreamingResponse(pieces(), media_type="text/event-stream")
 
-        self.app = Watch(app, self.told.metrics, self.clock, [self.notes.append])
+        self.app = Watch(app, self.told.metrics, self.clock, [self.visits.append])
 
-    def get(self, path: str) -> Note:
+    def get(self, path: str) -> Visit:
         async def ask() -> None:
             transport = httpx.ASGITransport(self.app)
             async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
                 await client.get(path, headers={"x-request-id": "r-1"})
 
         anyio.run(ask)
-        return self.notes[-1]
+        return self.visits[-1]
 
 
 @pytest.fixture
@@ -62,15 +62,15 @@ def watched() -> Watched:
 
 
 def test_a_request_is_counted_by_its_route(watched: Watched) -> None:
-    note = watched.get("/things/17")
-    assert (note.method, note.path, note.route) == ("GET", "/things/17", "/things/{name}")
-    assert (note.status, note.code, note.began, note.ended) == (200, None, 5.0, 7.0)
-    assert note.headers["x-request-id"] == "r-1"
-    assert note.attributes == {"name": "17"}
+    made = watched.get("/things/17")
+    assert (made.method, made.path, made.route) == ("GET", "/things/17", "/things/{name}")
+    assert (made.status, made.code, made.began, made.ended) == (200, None, 5.0, 7.0)
+    assert made.headers["x-request-id"] == "r-1"
+    assert (made.answer_id, made.request_id) == ("17", "r-1")
     one = watched.told.one
     assert one("http_requests_total", handler="/things/{name}", method="GET", status="200") == 1
     assert one("http_request_duration_seconds_sum", handler="/things/{name}") == 2.0
-    assert current() is None
+    assert visit.current() is not made
 
 
 def test_the_code_of_an_error_is_counted(watched: Watched) -> None:
