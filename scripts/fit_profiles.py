@@ -147,24 +147,27 @@ def all_reduces(folder: Path, device: str) -> list[AllReduce]:
     ]
 
 
-def derates(tables: Tables) -> dict[str, Derate]:
-    """Of each device with measured models; those with experts stay out, as they are few."""
-    found = {}
-    for device, hardware in tables.hardware.items():
-        measured = [
-            Measured(Sizes.of_facts(tables.models[m]), tables.prefill.get((d, m)), points)
-            for (d, m), points in tables.decode.items()
-            if d == device and not tables.models[m].experts
-        ]
-        if measured:
-            found[device] = fit_derate(measured, hardware)
-    return found
+def derate_of(tables: Tables, device: str, models: Iterable[str]) -> Derate:
+    """As `models` on it show, but those with experts: they are few and unlike each other."""
+    measured = [
+        Measured(
+            Sizes.of_facts(tables.models[m]),
+            tables.prefill.get((device, m)),
+            tables.decode[device, m],
+        )
+        for m in models
+        if not tables.models[m].experts
+    ]
+    return fit_derate(measured, tables.hardware[device])
 
 
 def profiles(folder: Path) -> dict[str, DeviceProfile]:
     """One per device."""
     tables = read_tables(folder)
-    own = derates(tables)
+    on: dict[str, list[str]] = {}
+    for device, model in tables.decode:
+        on.setdefault(device, []).append(model)
+    own = {device: derate_of(tables, device, models) for device, models in on.items()}
     found = {}
     for device, hardware in tables.hardware.items():
         reached = [share for link, share in REACHED.items() if hardware.host_link.startswith(link)]

@@ -42,6 +42,10 @@ class Tables:
     prefill: dict[Pair, Points] = field(default_factory=dict)
     decode: dict[Pair, Points] = field(default_factory=dict)
 
+    def phase(self, name: str) -> dict[Pair, Points]:
+        """`prefill` or `decode`."""
+        return self.prefill if name == "prefill" else self.decode
+
     def named(self, measured: str) -> str:
         """The catalogue's name of a model as the measurements call it."""
         plain = _plain(measured)

@@ -46,6 +46,9 @@ class Points:
     def without(self, i: int) -> Points:
         return Points(*(np.delete(v, i) for v in (self.batch, self.tokens, self.seconds)))
 
+    def only(self, i: int) -> Points:
+        return Points(self.batch[i : i + 1], self.tokens[i : i + 1], self.seconds[i : i + 1])
+
     @property
     def pairs(self) -> Vector:
         """Query-key pairs of a prefill under a causal mask."""

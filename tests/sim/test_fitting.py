@@ -76,3 +76,4 @@ def test_leaving_one_out_leaves_the_others() -> None:
     assert len(fewer) == len(points) - 1
     assert points.seconds[3] not in fewer.seconds
     assert fewer.tokens[3] == points.tokens[4]
+    assert errors(DECODE, points.only(3)) == pytest.approx([0.0])
