@@ -13,7 +13,7 @@ from ballast.core.units import format_bytes
 from ballast.dashboard.columns import rows, table
 from ballast.dashboard.memory import legend, pool_bar
 from ballast.dashboard.reader import Rates
-from ballast.dashboard.words import decided, rate_of, span_of, sparkline
+from ballast.dashboard.words import counted, decided, rate_of, span_of, sparkline
 from ballast.server.state import ServerNow
 
 _STATUS = {
@@ -88,12 +88,12 @@ def _head(frame: Frame) -> list[Text]:
         facts = [now.device, now.preset, f"up {span_of(now.uptime)}", f"v{now.version}"]
         first.append("  " + " · ".join(facts), _FAINT)
         if now.restarts:
-            first.append(f" · {now.restarts} worker restarts", "yellow")
+            first.append(f" · {counted(now.restarts, 'worker restart')}", "yellow")
     if frame.trouble:
         old = "" if now is None else f"; what follows is {span_of(frame.age)} old"
         return [first, _line((f"✗ {frame.trouble}{old}", "bold red"))]
     if now is not None and now.reason is not None:
-        return [first, _line((f"{now.reason}; {now.open} requests wait for the next", "yellow"))]
+        return [first, _line((f"{now.reason}; {counted(now.open, 'open request')}", "yellow"))]
     return [first]
 
 

@@ -35,6 +35,11 @@ def rate_of(rate: float) -> str:
     return f"{rate:.0f}" if rate >= 99.95 or rate == 0 else f"{rate:.1f}"
 
 
+def counted(n: int, what: str) -> str:
+    """``(1, 'page') -> '1 page'``."""
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
 def sparkline(values: Iterable[float], width: int) -> str:
     """The last `width` values, the highest of them as high as can be; nothing is the lowest."""
     shown = list(values)[-width:]
@@ -103,7 +108,7 @@ def _decided(decision: Mapping[str, Any]) -> Decided:
         details.append(str(why))
     if "pages" in decision:
         pages = decision["pages"]
-        details.append("no bound" if pages is None else f"{pages} page" + "s" * (pages != 1))
+        details.append("no bound" if pages is None else counted(pages, "page"))
     by = decision.get("by")
     if by and f"by an {by}" not in details:  # as the reason, where it has no other
         details.append(f"by an {by}")

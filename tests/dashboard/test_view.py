@@ -156,7 +156,7 @@ def test_a_worker_that_is_gone_is_said() -> None:
     lines = shown(now)
     assert "the worker restarts" in lines[0]
     assert "2 worker restarts" in lines[0]
-    assert lines[1] == "it was killed; 5 requests wait for the next"
+    assert lines[1] == "it was killed; 5 open requests"
 
 
 def test_tokens_per_second_are_drawn_once_there_were_some() -> None:
