@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -76,6 +77,7 @@ class QueuedHandler(logging.Handler):
             except queue.Full:
                 return
             self._thread.join(LAST_SECONDS)
+        _let_go(self._stream)
         super().close()
 
     def _write(self) -> None:
@@ -88,6 +90,27 @@ class QueuedHandler(logging.Handler):
                 self._stream.flush()
             except (OSError, ValueError):
                 self._dropped += 1  # a full disk, a closed pipe: perhaps not for ever
+
+
+def tell(line: str, stream: TextIO) -> None:
+    """Write a line now, if `stream` takes it: a full disk is no reason to stop serving."""
+    try:
+        print(line, file=stream, flush=True)
+    except (OSError, ValueError):
+        _let_go(stream)
+
+
+def _let_go(stream: TextIO) -> None:
+    """What `stream` still holds and cannot write would make Python's exit code 120."""
+    try:
+        stream.flush()
+    except ValueError:
+        return  # it is closed
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 def set_up(process: str, form: str, level: str) -> None:

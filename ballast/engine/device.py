@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,6 +22,7 @@ from ballast.engine.model import ModelState
 from ballast.engine.operator import Operator
 from ballast.engine.report import report
 from ballast.engine.runner import CpuRunner, Record
+from ballast.engine.storyfile import StoryFile
 from ballast.kernels.workspace import Workspace
 from ballast.memory.arena import AllocatorCap, confine_allocator
 from ballast.memory.reserve import PopulatedReserve
@@ -92,8 +92,8 @@ class LiveDevice:
         self.runner = CpuRunner(
             self.executors, self.post, self.clock, device.threads, self.cap.check, record
         )
-        self._story_file = open(fleet.story_path, "w") if fleet.story_path else None  # noqa: SIM115
-        self.story = Story(sink=self._write_story if self._story_file else sink)
+        self._story_file = StoryFile(fleet.story_path) if fleet.story_path else None
+        self.story = Story(sink=self._story_file.write if self._story_file else sink)
         self._operator = Operator(self)
         self.loop = Loop(
             self.state,
@@ -175,7 +175,3 @@ class LiveDevice:
             return ServedModel(host, *where)
         rows, sampled = self.fleet.device.step_tokens, self.fleet.device.step_logits
         return FusedModel(host, *where, self.workspace, rows, sampled)
-
-    def _write_story(self, entry: dict[str, Any]) -> None:
-        assert self._story_file is not None
-        self._story_file.write(json.dumps(entry) + "\n")

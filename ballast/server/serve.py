@@ -18,6 +18,7 @@ import uvicorn
 
 from ballast.cluster.controller import Controller
 from ballast.cluster.local import COMMAND, LocalWorker
+from ballast.cluster.logs import tell
 from ballast.core.errors import CheckpointError, ConfigError, Unavailable
 from ballast.core.settings import FleetSettings
 from ballast.engine.inbox import MonotonicClock
@@ -115,7 +116,7 @@ async def _start(fleet: FleetSettings, controller: Controller) -> Service:
     controller.unreadable = failed
     service = Service(controller, tokenizers, MonotonicClock(), WallClock(), fleet.server)
     for name, why in controller.failed.items():
-        print(f"ballast: {name} is not served: {why}", file=sys.stderr, flush=True)
+        tell(f"ballast: {name} is not served: {why}", sys.stderr)
     if not service.models:
         raise Unavailable("no model of the fleet can be served")
     return service
@@ -286,4 +287,4 @@ def _announce(service: Service, host: str, port: int) -> None:
         log.warning("listening on %s: whoever reaches it can use it: no keys are configured", host)
     shown = f"[{host}]" if ":" in host else host
     names = ", ".join(service.models)
-    print(f"ballast: serving {names} at http://{shown}:{port}/v1", flush=True)
+    tell(f"ballast: serving {names} at http://{shown}:{port}/v1", sys.stdout)

@@ -1,0 +1,84 @@
+"""Servers of one fleet on one machine, one of them where nothing can be written."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.server.process import DEADLINE, ServerProcess
+from tests.server.test_api import MODEL
+from tests.server.test_lifetime import until
+
+BALLAST = (sys.executable, "-c", "from ballast.cli import main; main()")
+ASKED: dict[str, Any] = {"model": MODEL, "prompt": "A ship", "max_tokens": 400, "seed": 4}
+
+
+def free_port() -> int:
+    from ballast.server.serve import bound
+
+    with bound("127.0.0.1", 0) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def answers(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def whole(client: httpx.Client) -> Any:
+    answer = client.post("/v1/completions", json={**ASKED, "ignore_eos": True})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"]
+
+
+def test_a_server_that_can_write_nothing_serves_beside_another(
+    real: ServerProcess, fleet_file: Path
+) -> None:
+    """Standard output, error, log and story on a full disk: as good as one with room.
+
+    It shares the machine with a server of the same fleet; killed, it takes nothing with it.
+    """
+    port = free_port()
+    options = ("--port", str(port), "--story", "/dev/full", "--log-level", "debug")
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(
+            (*BALLAST, "serve", str(fleet_file), *options), stdout=full, stderr=full
+        )
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE) as client:
+            until(lambda: answers(client) or process.poll() is not None)
+            assert process.poll() is None, f"it ended with {process.returncode}"
+            alone = whole(client)
+            for _ in range(20):  # enough lines to fill every buffer
+                assert client.post("/v1/completions", json={"model": "no"}).status_code == 400
+            assert whole(real.http) == alone == whole(client)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(DEADLINE)
+    assert code == 0
+    assert whole(real.http) == alone
+
+
+def test_a_port_that_another_server_has_is_said_in_a_line(
+    real: ServerProcess, fleet_file: Path
+) -> None:
+    port = str(httpx.URL(real.base).port)
+    refused = subprocess.run(
+        (*BALLAST, "serve", str(fleet_file), "--port", port),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert refused.returncode == 2
+    assert refused.stdout == ""
+    [line] = refused.stderr.splitlines()
+    assert line.startswith(f"ballast: port: {port}")
+    assert real.http.get("/health").status_code == 200
