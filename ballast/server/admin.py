@@ -38,7 +38,9 @@ def add_admin(app: FastAPI, service: Service, operating: Operating) -> None:
 
     @app.get("/admin/models")
     async def models() -> Response:
-        return answered({"models": models_now(service), "failed": controller.failed})
+        kept = operating.changes.model_dump(mode="json", exclude_unset=True)
+        told = {"models": models_now(service), "failed": controller.failed, "changes": kept}
+        return answered(told)
 
     @app.post("/admin/models", status_code=201)
     async def add(entry: NamedModelKeys) -> Response:

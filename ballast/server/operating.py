@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 PATIENCE = 30.0
 """Seconds that open requests of a model that is removed have to end."""
+POLL_SECONDS = 0.1
 _STATUS = {"refused": 409, "invalid": 400, "unavailable": 503}
 """By code of `Outcome`; any other is 500."""
 
@@ -56,6 +57,11 @@ class Operating:
         """Held while changes are recorded, and by whatever depends on nobody else doing so.
         Taken after `_models`."""
         warn_of_keys(reading.fleet.server, names_of(reading.fleet))
+
+    @property
+    def changes(self) -> Changes:
+        """What operators have changed of the fleet file, as far as it counts."""
+        return self._source.changes
 
     async def order(self, wanted: Order) -> Outcome:
         """Have the device do it. Raises Fault or Unavailable."""
@@ -121,7 +127,9 @@ class Operating:
     # -- the fleet file again ---------------------------------------------------------------------
 
     async def reload(self) -> None:
-        """Read the fleet file, and do what it says by now. Never raises: the log tells."""
+        """Read the fleet file, and do what it says by now; the log tells what cannot be done."""
+        while self._controller.down is not None and self._controller.lost is None:
+            await asyncio.sleep(POLL_SECONDS)  # a worker is being replaced
         async with self._models:
             async with self._records:
                 try:

@@ -194,7 +194,10 @@ async def _reload(asked: Asked, operating: Operating) -> None:
     while True:
         await asked.to_reload.wait()
         asked.to_reload.clear()
-        await operating.reload()
+        try:
+            await operating.reload()
+        except Exception:
+            log.exception("the fleet file could not be followed")
 
 
 async def _first(task: asyncio.Future[Any], event: asyncio.Event) -> bool:

@@ -147,6 +147,8 @@ def test_a_value_from_the_environment_is_a_value_and_never_structure(home: Path)
         ("name: a", "name: 'a b'", "models[0].name", "pattern"),
         ("name: a, ", "", "models[0].name", "required"),
         ("path: m", "path: nowhere", "models[0].path", "checkpoint directory"),
+        ("path: m", "path: " + "m" * 300, "models[0].path", "checkpoint directory"),
+        ("path: m", "path: ~nobody-at-all/m", "models[0].path", "checkpoint directory"),
         ("path: m", "path: 'hf:x'", "models[0].path", "hf:org/name"),
         ("path: m", "path: m, prio: 1", "models[0].prio", "did you mean 'priority'"),
         ("budget: 64MiB", "budget: 64MiBs", "devices[0].budget", "512MiB"),

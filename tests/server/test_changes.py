@@ -66,6 +66,8 @@ def test_changes_survive_a_kill(file: Path) -> None:
         first.signal(signal.SIGKILL)
         first.wait()
     with server(file, "--echo", "--changes", str(kept(file))) as second:
+        told = order(second, "GET", "models").json()["changes"]
+        assert (told["removed"], [e["name"] for e in told["added"]]) == ([OTHER], ["new"])
         assert models(second) == [MODEL, "new"]
         told = {m["report"]["name"]: m for m in order(second, "GET", "models").json()["models"]}
         assert "wren" not in second.output
@@ -131,6 +133,7 @@ def test_the_fleet_file_is_followed(file: Path) -> None:
         )
         key = "{name: k, key: sk-k, models: [late, typo]}"
         edit(file, "{admin_key: sk-admin}", f"{{admin_key: sk-admin, keys: [{key}]}}")
+        running.kill_worker()  # the next one is waited for
         reload(running, lambda: "late" in models(running))
         assert set(models(running)) == {MODEL, OTHER, "new", "twice", "late"}
         until(lambda: pinned(running)[MODEL])
