@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 from collections.abc import Iterable
 from hashlib import sha256
 
@@ -12,6 +13,8 @@ from ballast.core.settings import ServerSettings
 from ballast.server import visit
 from ballast.server.faults import Fault
 from ballast.server.visit import ANYONE, STRANGER, Caller
+
+log = logging.getLogger(__name__)
 
 FREE = ("/live", "/health")
 """Open to all: probes have no keys."""
@@ -91,6 +94,15 @@ class Guard:
             await fault.response()(scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+
+def warn_of_keys(server: ServerSettings, known: Iterable[str]) -> None:
+    """Keys may list models that are added later; more often, a name is misspelt."""
+    there = set(known)
+    for key in server.keys:
+        unknown = [name for name in key.models or () if name not in there]
+        if unknown:
+            log.warning("the key %r is for models that there are not: %s", key.name, unknown)
 
 
 def presented(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:

@@ -16,9 +16,10 @@ from ballast.core.errors import (
     ConfigError,
     InvalidRequest,
     NotKept,
+    Unavailable,
     UnknownModel,
 )
-from ballast.core.settings import AdapterSettings, FleetSettings, ModelSettings, ServerSettings
+from ballast.core.settings import AdapterSettings, FleetSettings, ModelSettings
 from ballast.fleet.changes import Changes
 from ballast.fleet.difference import Difference, difference
 from ballast.fleet.file import entry_settings
@@ -26,6 +27,7 @@ from ballast.fleet.levels import Levels, change_to, foreign, with_levels
 from ballast.fleet.schema import NamedModelKeys
 from ballast.fleet.source import Reading, Source
 from ballast.server.faults import Fault
+from ballast.server.keys import warn_of_keys
 from ballast.server.service import Service
 from ballast.server.tokenizer import Tokenizer
 
@@ -34,6 +36,8 @@ log = logging.getLogger(__name__)
 PATIENCE = 30.0
 """Seconds that open requests of a model that is removed have to end."""
 POLL_SECONDS = 0.1
+AGAIN = 1
+"""How often the fleet file is followed once more where a worker died of it, or meanwhile."""
 _STATUS = {"refused": 409, "invalid": 400, "unavailable": 503}
 """By code of `Outcome`; any other is 500."""
 
@@ -56,6 +60,8 @@ class Operating:
         self._records = asyncio.Lock()
         """Held while changes are recorded, and by whatever depends on nobody else doing so.
         Taken after `_models`."""
+        self._died = False
+        """No worker was there for something that the fleet file asked for."""
         warn_of_keys(reading.fleet.server, names_of(reading.fleet))
 
     @property
@@ -128,8 +134,15 @@ class Operating:
 
     async def reload(self) -> None:
         """Read the fleet file, and do what it says by now; the log tells what cannot be done."""
-        while self._controller.down is not None and self._controller.lost is None:
-            await asyncio.sleep(POLL_SECONDS)  # a worker is being replaced
+        for _ in range(1 + AGAIN):
+            while self._controller.down is not None and self._controller.lost is None:
+                await asyncio.sleep(POLL_SECONDS)  # a worker is being replaced
+            self._died = False
+            await self._follow()
+            if not self._died:
+                return
+
+    async def _follow(self) -> None:
         async with self._models:
             async with self._records:
                 try:
@@ -171,6 +184,7 @@ class Operating:
             await doing
         except (BallastError, Fault) as error:
             log.error("%s was not done: %s", what, error)
+            self._died = self._died or isinstance(error, Unavailable)
             return False
         return True
 
@@ -229,15 +243,6 @@ class Operating:
                 if adapter.name == name:
                     return adapter
         raise UnknownModel(f"there is no model {name!r}")
-
-
-def warn_of_keys(server: ServerSettings, known: Iterable[str]) -> None:
-    """Keys may list models that are added later; more often, a name is misspelt."""
-    there = set(known)
-    for key in server.keys:
-        unknown = [name for name in key.models or () if name not in there]
-        if unknown:
-            log.warning("the key %r is for models that there are not: %s", key.name, unknown)
 
 
 def _prepared(entry: NamedModelKeys, home: Path) -> tuple[ModelSettings, Tokenizer]:

@@ -95,7 +95,7 @@ class EchoDevice:
             signal.pause()  # as if loading took for ever
         self.failed = {m.name: "it is broken" for m in fleet.models if "broken" in m.path}
         self.specs = {
-            m.name: spec(m.name, m.max_model_len or 256)
+            m.name: replace(spec(m.name, m.max_model_len or 256), pinned=m.pinned)
             for m in fleet.models
             if m.name not in self.failed
         }
