@@ -52,7 +52,7 @@ Prompts = Sequence[Sequence[int]]
 
 OUTPUT_TOKENS = {LLAMA_110M.name: 48, LLAMA_6M.name: 448}
 """Of each stream in a round, by model: a round takes some seconds."""
-GAP_TOKENS = 256
+GAP_TOKENS = 160
 """Of each stream while a model is added."""
 LARGEST, SMALLEST = LLAMA_110M.name, LLAMA_6M.name
 ADDED = "spare-110M"
