@@ -33,11 +33,13 @@ def deadly(run: Run) -> Run:
     return guarded
 
 
-def device(fleet: FleetSettings, outbox: worker.Outbox, record: worker.Record) -> worker.Device:
+def device(
+    fleet: FleetSettings, outbox: worker.Outbox, record: worker.Record, progress: worker.Progress
+) -> worker.Device:
     """The real one, with executors that kill."""
     from ballast.engine.device import LiveDevice  # late, as in the real worker
 
-    live = LiveDevice(fleet, outbox, record=record)
+    live = LiveDevice(fleet, outbox, record=record, progress=progress)
     for executor in live.executors.values():
         executor.run = deadly(executor.run)  # type: ignore[method-assign, assignment]
     return live
@@ -46,7 +48,7 @@ def device(fleet: FleetSettings, outbox: worker.Outbox, record: worker.Record) -
 def main() -> int:
     """As a worker or, called `serve FILE --port N`, as the server."""
     if sys.argv[1:2] == [_WORKER]:
-        return worker.main(sys.argv[2:], device)
+        worker.main(sys.argv[2:], device)
     from ballast.cluster.logs import set_up
     from ballast.fleet.source import Source
     from ballast.server.serve import serve

@@ -30,13 +30,18 @@ class Serving:
         return child_called(SERVING, self.pid)
 
 
+def children_of(server: int) -> list[int]:
+    """Process ids."""
+    tasks = Path(f"/proc/{server}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
 def child_called(name: str, server: int) -> int:
     """Process id of a server's child. Raises Unavailable if there is none of that name now."""
-    for task in Path(f"/proc/{server}/task").glob("*/children"):
-        for child in task.read_text().split():
-            with contextlib.suppress(FileNotFoundError):  # it has just ended
-                if Path(f"/proc/{child}/comm").read_text().strip() == name:
-                    return int(child)
+    for child in children_of(server):
+        with contextlib.suppress(FileNotFoundError):  # it has just ended
+            if Path(f"/proc/{child}/comm").read_text().strip() == name:
+                return child
     raise Unavailable(f"the server has no {name} now")
 
 

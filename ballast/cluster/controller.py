@@ -214,7 +214,6 @@ class Controller:
     async def close(self, patience: float) -> None:
         """End the worker: what is open is finished within `patience` seconds, or fails."""
         self._ending = True
-        await self._spare.close()
         if self._supervisor is None:
             await self.worker.close()
             return
@@ -228,6 +227,7 @@ class Controller:
         self._orders.fail("the server is stopping")
         self._supervisor.cancel()
         await asyncio.wait({self._supervisor})
+        await self._spare.close()
         await self.worker.close(patience if self._drained.is_set() else 0.0)
 
     async def _wait_until_drained(self, seconds: float) -> None:

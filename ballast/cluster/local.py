@@ -56,7 +56,7 @@ class LocalWorker:
         self._watch: asyncio.Task[None] | None = None
         self._connected = False
         self._silence = -FIRST_WORD_SECONDS
-        self._stuck_seconds = float("inf")
+        self._stuck_seconds = self._loading_seconds = float("inf")
         self._killed_for = ""
         self._closed = False
 
@@ -102,6 +102,7 @@ class LocalWorker:
         if self._exited is None:
             await self._spawn()
         self._stuck_seconds = fleet.server.stuck_seconds
+        self._loading_seconds = fleet.server.loading_seconds
         self._watch = asyncio.create_task(self._listen_for_life(fleet.server.silent_seconds))
         if not self._connected:
             await self._connect()
@@ -154,6 +155,8 @@ class LocalWorker:
             ):
                 if seconds > self._stuck_seconds:
                     self._kill(f"{what} took more than {self._stuck_seconds:g} s")
+            if message.load_seconds > self._loading_seconds:
+                self._kill(f"nothing more was loaded for {self._loading_seconds:g} s")
         return message
 
     async def _next(self) -> ToServer | None:
@@ -209,7 +212,8 @@ class LocalWorker:
                 await asyncio.wait({self._exited}, timeout=patience)
                 if not self._exited.done():
                     assert self._process is not None
-                    log.warning("worker %d is killed", self.pid)
+                    if self._watch is not None:  # no spare, that has nothing to finish
+                        log.warning("worker %d is killed", self.pid)
                     self._process.kill()
                 await self._exited
         finally:

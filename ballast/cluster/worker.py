@@ -7,22 +7,20 @@ runs its loop. They meet in two queues, so that the loop never waits for the soc
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import logging
 import os
-import queue
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from ballast.cluster.flight import FlightRecorder
 from ballast.cluster.logs import FORMAT_VARIABLE, set_up
 from ballast.cluster.orphan import die_with
+from ballast.cluster.outgoing import Outgoing
 from ballast.core.clock import Clock
 from ballast.core.command import Order, Outcome
 from ballast.core.errors import BallastError
@@ -39,12 +37,10 @@ from ballast.transport.messages import (
     Heartbeat,
     Hello,
     NotReady,
-    Outputs,
     Ready,
     Status,
     StopDevice,
     Submit,
-    ToServer,
     ToWorker,
     Withdraw,
 )
@@ -89,46 +85,9 @@ class Device(Protocol):
 Outbox = Callable[[list[Output]], None]
 Record = Callable[[Iterable[str]], object]
 """Is told the ids of the requests in flight, before anything that they could break."""
-MakeDevice = Callable[[FleetSettings, Outbox, Record], Device]
-
-
-class Outgoing:
-    """What is to be sent: put in by any thread without waiting, taken out by the main thread."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[ToServer | list[Output]] = queue.SimpleQueue()
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Readable when something was put in."""
-
-    def put(self, item: ToServer | list[Output]) -> None:
-        self._queue.put(item)
-        self.wake()
-
-    def wake(self) -> None:
-        """Have the main thread look around."""
-        os.eventfd_write(self.fd, 1)
-
-    def take(self) -> list[ToServer]:
-        """All there is, in order; neighbouring outputs in one message."""
-        with contextlib.suppress(BlockingIOError):  # nothing was put in since the last time
-            os.eventfd_read(self.fd)
-        messages: list[ToServer] = []
-        outputs: list[Output] = []
-        while True:
-            try:
-                item = self._queue.get_nowait()
-            except queue.Empty:
-                break
-            if isinstance(item, list):
-                outputs += item
-                continue
-            if outputs:
-                messages.append(Outputs.of(outputs))
-                outputs = []
-            messages.append(item)
-        if outputs:
-            messages.append(Outputs.of(outputs))
-        return messages
+Progress = Callable[[], object]
+"""Is called whenever some more is loaded, by any thread."""
+MakeDevice = Callable[[FleetSettings, Outbox, Record, Progress], Device]
 
 
 class Worker:
@@ -146,6 +105,10 @@ class Worker:
         self._device: Device | None = None
         self._lock = threading.Lock()
         """Held while `_device` changes or is used by the main thread."""
+        self._serving = False
+        """There is a device, or there was."""
+        self._progress_at = 0.0
+        """When the device that is being built last loaded something."""
         self._code = 0
         self.abandoned = False
         """The device's thread was left behind, loading."""
@@ -177,6 +140,7 @@ class Worker:
             case Configure():
                 logging.getLogger("ballast").setLevel(message.log_level)
                 _name_process(SERVING)
+                self._progress()
                 self._thread = threading.Thread(
                     target=self._serve, args=(message.fleet,), name="device", daemon=True
                 )
@@ -215,7 +179,7 @@ class Worker:
         """The device's thread."""
         try:
             try:
-                device = self._make_device(fleet, self._outgoing.put, self._record)
+                device = self._make_device(fleet, self._outgoing.put, self._record, self._progress)
             except (BallastError, OSError, MemoryError) as error:
                 log.error("the device could not be built: %s", error)
                 self._code = 1
@@ -224,6 +188,7 @@ class Worker:
             with self._lock:
                 self._outgoing.put(Ready(device.specs, device.failed, device.snapshot()))
                 self._device = device
+                self._serving = True
             device.run()
             with self._lock:
                 self._device = None
@@ -253,15 +218,23 @@ class Worker:
             return
         self._beat_at = now
         with self._lock:
-            busy = (0.0, 0.0) if self._device is None else self._device.busy()
-        self._socket.send(Heartbeat(*busy))
+            if self._device is not None:
+                beat = Heartbeat(*self._device.busy())
+            elif self._serving:
+                beat = Heartbeat()
+            else:
+                beat = Heartbeat(load_seconds=now - self._progress_at)
+        self._socket.send(beat)
+
+    def _progress(self) -> None:
+        self._progress_at = self._clock.now()
 
 
-def live_device(fleet: FleetSettings, outbox: Outbox, record: Record) -> Device:
+def live_device(fleet: FleetSettings, outbox: Outbox, record: Record, progress: Progress) -> Device:
     """The real thing; imported only here, so that the process answers before it has loaded."""
     from ballast.engine.device import LiveDevice
 
-    return LiveDevice(fleet, outbox, record=record)
+    return LiveDevice(fleet, outbox, record=record, progress=progress)
 
 
 def _load(library: str) -> None:
@@ -279,7 +252,7 @@ def main(
     argv: Sequence[str] | None = None,
     make_device: MakeDevice = live_device,
     library: str | None = "ballast.engine.device",
-) -> int:
+) -> NoReturn:
     """The process. Only its server ends it: by a message, or by ending itself.
 
     A spare imports `library` while it waits.
@@ -306,10 +279,11 @@ def main(
             loading = threading.Thread(target=_load, args=(library,), name="library", daemon=True)
             loading.start()
         code = worker.run()
-    if worker.abandoned:
-        os._exit(code)  # its thread cannot be asked to end
-    return code
+    logging.shutdown()
+    # Nothing is left to tidy up; Python's own end takes seconds of a busy processor, and a thread
+    # that was left behind cannot be asked to end.
+    os._exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

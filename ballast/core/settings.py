@@ -132,6 +132,8 @@ class ServerSettings:
     """A worker that says nothing for so long is killed and restarted."""
     stuck_seconds: float = 300.0
     """So is one whose job, or turn of its loop, takes so long."""
+    loading_seconds: float = 600.0
+    """So is one that starts and loads nothing more for so long."""
     spare_worker: bool = True
     """Whether a process with its libraries loaded waits to replace a worker that dies."""
 

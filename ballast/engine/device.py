@@ -44,7 +44,8 @@ class LiveDevice:
     `outbox` gets outputs on the loop's thread and must not block. Checkpoints are loaded by the
     constructor; a model that fails to load is listed in `failed`, with the reason, and does not
     stop the rest. `costs` are what policies may know of each model's speed; `sink` gets the story
-    where no file does; `record` is told which requests are in flight.
+    where no file does; `record` is told which requests are in flight; `progress` is called for each
+    part of the weights that was loaded.
     """
 
     def __init__(
@@ -56,12 +57,13 @@ class LiveDevice:
         clock: Clock | None = None,
         sink: Sink | None = None,
         record: Record | None = None,
+        progress: Callable[[], object] = lambda: None,
     ) -> None:
         preset = resolve(fleet.preset, fleet.options)
         confine_allocator()
         self.fleet = fleet
         self.failed: dict[str, str] = {}
-        self.tier = HostTier()
+        self.tier = HostTier(progress)
         self.hosts = self._load()
         """By name, in the fleet's order; replaced, never changed."""
         self.clock = clock or MonotonicClock()

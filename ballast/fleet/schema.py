@@ -227,6 +227,7 @@ class ServerKeys(Keys):
     )
     silent_seconds: Positive = ServerSettings().silent_seconds
     stuck_seconds: Positive = ServerSettings().stuck_seconds
+    loading_seconds: Positive = ServerSettings().loading_seconds
     spare_worker: bool = ServerSettings().spare_worker
 
     def settings(self) -> ServerSettings:
@@ -240,6 +241,7 @@ class ServerKeys(Keys):
             drain_seconds=self.drain_seconds,
             silent_seconds=self.silent_seconds,
             stuck_seconds=self.stuck_seconds,
+            loading_seconds=self.loading_seconds,
             spare_worker=self.spare_worker,
         )
 

@@ -148,6 +148,8 @@ class Heartbeat(_Message, frozen=True):
     """How long the present turn of its loop has lasted; 0: it waits for events."""
     job_seconds: float = 0.0
     """How long the present job on its lane has lasted; 0: it is idle."""
+    load_seconds: float = 0.0
+    """How long it has loaded nothing more, though it is not done; 0: it serves."""
 
 
 class Drained(_Message, frozen=True):

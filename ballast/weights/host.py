@@ -157,8 +157,10 @@ class HostTier:
     Used by one thread at a time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Callable[[], object] = lambda: None) -> None:
+        """`progress` is called for each piece that was filled, by any thread."""
         _allow_files()
+        self._progress = progress
         self._segments: dict[str, SealedSegment] = {}
         self.closing = False
         """What is being filled fails; set by any thread."""
@@ -174,7 +176,9 @@ class HostTier:
         def fill_unless_closing(piece: Piece) -> bytes:
             if self.closing:
                 raise DeviceError("host tier", "it is closing")
-            return fill(piece)
+            digest = fill(piece)
+            self._progress()
+            return digest
 
         filled = SealedSegment(model, segment, fill_unless_closing, threads)
         found = self._segments.setdefault(filled.digest, filled)

@@ -12,7 +12,6 @@ import array
 import os
 import queue
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from ballast.cluster.worker import Record
+from ballast.cluster.worker import Progress, Record
 from ballast.core.actions import Change
 from ballast.core.command import Add, Order, Outcome, Remove
 from ballast.core.event import (
@@ -85,7 +84,11 @@ class EchoDevice:
     """Token `i` of an output is token `i` of the prompt, round and round."""
 
     def __init__(
-        self, fleet: FleetSettings, outbox: Callable[[list[Output]], None], record: Record
+        self,
+        fleet: FleetSettings,
+        outbox: Callable[[list[Output]], None],
+        record: Record,
+        progress: Progress,
     ) -> None:
         if (file := os.environ.get("FAKE_DEVICE_FAILS")) and Path(file).exists():
             raise MemoryError("no room for the pool now")
@@ -261,4 +264,4 @@ def _top(token: int, count: int | None, first: float) -> tuple[tuple[int, float]
 if __name__ == "__main__":
     from ballast.cluster.worker import main
 
-    sys.exit(main(make_device=EchoDevice, library=None))
+    main(make_device=EchoDevice, library=None)

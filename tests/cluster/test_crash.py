@@ -84,6 +84,16 @@ def test_a_worker_that_hangs_is_killed(seed: int, number: int, why: str) -> None
     asyncio.run(scenario())
 
 
+def test_loading_that_does_not_go_on_is_ended() -> None:
+    async def scenario() -> None:
+        hangs = replace(FLEET, options={"mute": 1.0}, server=ServerSettings(loading_seconds=0.1))
+        with pytest.raises(Unavailable, match=r"signal 9: nothing more was loaded for 0\.1 s"):
+            async with running(hangs):
+                pass
+
+    asyncio.run(scenario())
+
+
 def test_poison_fails_and_its_companions_do_not_notice() -> None:
     async def scenario() -> None:
         async with running() as (controller, _):

@@ -267,6 +267,7 @@ server:
   drain_seconds: 0
   silent_seconds: 5.5
   stuck_seconds: 60
+  loading_seconds: 900
   spare_worker: false
 """
 )
@@ -297,6 +298,7 @@ def test_the_server_section(home: Path) -> None:
         drain_seconds=0,
         silent_seconds=5.5,
         stuck_seconds=60,
+        loading_seconds=900,
         spare_worker=False,
     )
     for secret in ("0123", "sk-bbb", "sk-admin"):

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 from openai import AsyncOpenAI, OpenAI
 
-from ballast.bench.serving import child_called
+from ballast.bench.serving import child_called, children_of
 from ballast.cluster.worker import SERVING
 
 DEADLINE = 90.0
@@ -70,6 +70,11 @@ class ServerProcess:
     @cached_property
     def http(self) -> httpx.Client:
         return httpx.Client(base_url=self.base, timeout=DEADLINE)
+
+    @property
+    def children(self) -> list[int]:
+        """Process ids: the worker, a spare, and what checks grammars."""
+        return children_of(self._process.pid)
 
     @property
     def worker_pid(self) -> int:

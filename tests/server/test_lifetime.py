@@ -149,6 +149,16 @@ def test_an_idle_server_stops_with_code_0(own: ServerProcess) -> None:
     assert "Traceback" not in own.output
 
 
+def test_nothing_outlives_a_server_that_is_killed(echo_file: Path) -> None:
+    with server(echo_file, "--echo", "--spare") as killed:
+        grammar = {"response_format": {"type": "json_object"}}  # a process checks it
+        killed.http.post("/v1/completions", json=body(False, seed=0) | grammar)
+        until(lambda: len(killed.children) == 3)
+        children = killed.children
+        killed.signal(signal.SIGKILL)
+        until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+
+
 def test_draining_refuses_what_is_new_and_is_bounded(echo_file: Path) -> None:
     with server(echo_file, "--echo", "--drain", "3") as draining:
         held = Background(draining, stream=True)

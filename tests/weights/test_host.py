@@ -79,6 +79,13 @@ def test_equal_segments_are_there_once_whatever_they_are_called() -> None:
     assert tier.n_bytes == allocated() == 0
 
 
+def test_progress_is_told_for_each_piece() -> None:
+    told: list[int] = []
+    held = load(HostTier(lambda: told.append(1)), "a", embed=1, one=2)
+    assert len(told) >= 2
+    held.close()
+
+
 def test_a_segment_that_a_model_has_twice_is_there_once() -> None:
     tier = HostTier()
     a = load(tier, "a", one=4, two=4)
