@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from ballast.cluster.flight import FlightRecorder, flight_memory
-from ballast.cluster.spare import FIRST_WORD_SECONDS
 from ballast.core.errors import Unavailable
 from ballast.core.settings import FleetSettings, ServerSettings
 from ballast.transport.messages import (
@@ -31,6 +30,8 @@ log = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-m", "ballast.cluster.worker")
 LAST_WORDS_SECONDS = 0.2
 """After a process has ended, what it sent may still be on its way for so long."""
+FIRST_WORD_SECONDS = 30.0
+"""A process that starts may be silent for so much longer than one that runs."""
 
 
 class LocalWorker:
@@ -86,9 +87,8 @@ class LocalWorker:
         return self._exited is not None and not self._exited.done()
 
     async def prepare(self) -> None:
-        """Start the process ahead of time: it loads its libraries when others leave it the time.
-
-        Raises Unavailable.
+        """Start the process ahead of time; returns when it has prepared itself, as it does when
+        others leave it the processor. Raises Unavailable.
         """
         await self._spawn("--spare")
         await self._connect()

@@ -1,4 +1,4 @@
-"""A worker process that waits, its libraries loaded, to take the place of one that dies."""
+"""A worker process that waits, prepared, to take the place of one that dies."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ from typing import Generic, Protocol, TypeVar
 from ballast.core.errors import BallastError
 
 log = logging.getLogger(__name__)
-
-
-FIRST_WORD_SECONDS = 30.0
-"""A process that starts may be silent for so long."""
 
 
 class Preparable(Protocol):
@@ -43,7 +39,7 @@ class Spare(Generic[W]):
         """Start one in the background, unless one waits or is about to."""
         if self._preparing is not None and not self._preparing.done():
             return
-        if self._worker is not None and self._worker.waits:
+        if self.waits:
             return
         await self.close()
         try:
@@ -53,6 +49,11 @@ class Spare(Generic[W]):
             return
         self._preparing = asyncio.create_task(self._prepare(self._worker))
 
+    @property
+    def waits(self) -> bool:
+        """Whether there is one to take."""
+        return self._worker is not None and self._worker.waits
+
     async def _prepare(self, worker: W) -> None:
         try:
             await worker.prepare()
@@ -60,9 +61,7 @@ class Spare(Generic[W]):
             log.warning("no spare worker: %s", error)
 
     async def take(self) -> W | None:
-        """The one that waits, whose caller it is from now on."""
-        if self._preparing is not None:  # a new one would take longer
-            await asyncio.wait({self._preparing}, timeout=FIRST_WORD_SECONDS)
+        """The one that waits, to be closed by the caller; otherwise none is left."""
         worker = self._worker
         if worker is not None and worker.waits:
             self._worker = self._preparing = None

@@ -7,7 +7,6 @@ runs its loop. They meet in two queues, so that the loop never waits for the soc
 from __future__ import annotations
 
 import argparse
-import importlib
 import logging
 import os
 import signal
@@ -51,7 +50,7 @@ log = logging.getLogger(__name__)
 REPORT_SECONDS = 0.1
 """A changed report is sent this often at most."""
 HEARTBEAT_SECONDS = 0.5
-SERVING, SPARE = "ballast-worker", "ballast-spare"
+SERVING, SPARE, PREPARING = "ballast-worker", "ballast-spare", "ballast-prepare"
 """Names of processes, as operators see them."""
 _LOWEST_PRIORITY = 19
 STALE_SECONDS = 1.0
@@ -237,10 +236,24 @@ def live_device(fleet: FleetSettings, outbox: Outbox, record: Record, progress: 
     return LiveDevice(fleet, outbox, record=record, progress=progress)
 
 
-def _load(library: str) -> None:
-    """What takes a start longest, when nobody else wants the processor."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-    importlib.import_module(library)
+def rehearse_live() -> None:
+    """What takes a start longest, but for large models."""
+    from ballast.engine.rehearsal import rehearse
+
+    rehearse()
+
+
+def _when_idle(do: Callable[[], None]) -> None:
+    """Returns when `do` has: it ran when nobody else wanted the processor."""
+
+    def run() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        do()
+
+    # A thread cannot have its priority back.
+    thread = threading.Thread(target=run, name="rehearsal", daemon=True)
+    thread.start()
+    thread.join()
 
 
 def _name_process(name: str) -> None:
@@ -251,20 +264,20 @@ def _name_process(name: str) -> None:
 def main(
     argv: Sequence[str] | None = None,
     make_device: MakeDevice = live_device,
-    library: str | None = "ballast.engine.device",
+    rehearse: Callable[[], None] = rehearse_live,
 ) -> NoReturn:
     """The process. Only its server ends it: by a message, or by ending itself.
 
-    A spare imports `library` while it waits.
+    A spare rehearses a start before it says that it is there.
     """
     parser = argparse.ArgumentParser(prog="ballast.cluster.worker")
     parser.add_argument("--dir", type=Path, required=True, help="holds the socket")
     parser.add_argument("--parent", type=int, required=True, help="process id of the server")
     parser.add_argument("--flight", type=int, required=True, help="descriptor of flight memory")
-    parser.add_argument("--spare", action="store_true", help="load libraries while waiting")
+    parser.add_argument("--spare", action="store_true", help="prepare for a start to come")
     arguments = parser.parse_args(argv)
     die_with(arguments.parent)
-    _name_process(SPARE if arguments.spare else SERVING)
+    _name_process(PREPARING if arguments.spare else SERVING)
     # A terminal or a service manager signals the whole group; the server decides what that means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -272,12 +285,12 @@ def main(
     set_up("worker", os.environ.get(FORMAT_VARIABLE, "text"), "warning")
     from ballast.engine.inbox import MonotonicClock
 
+    if arguments.spare:
+        _when_idle(rehearse)
+        _name_process(SPARE)
     with WorkerSocket(arguments.dir) as socket:
         flight = FlightRecorder(arguments.flight)
         worker = Worker(socket, make_device, flight.record, MonotonicClock())
-        if arguments.spare and library is not None:
-            loading = threading.Thread(target=_load, args=(library,), name="library", daemon=True)
-            loading.start()
         code = worker.run()
     logging.shutdown()
     # Nothing is left to tidy up; Python's own end takes seconds of a busy processor, and a thread

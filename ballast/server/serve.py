@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import logging
 import signal
@@ -170,6 +171,7 @@ async def _answer(
     running = asyncio.ensure_future(http.serve(sockets=[listener]))
     if await _first(running, http.up):
         running.result()  # it has ended: say why
+    gc.freeze()  # what was loaded stays: no collection need look at it, the last one neither
     _announce(service, host, port)
     if ready is not None:
         ready(port)

@@ -264,4 +264,4 @@ def _top(token: int, count: int | None, first: float) -> tuple[tuple[int, float]
 if __name__ == "__main__":
     from ballast.cluster.worker import main
 
-    main(make_device=EchoDevice, library=None)
+    main(make_device=EchoDevice, rehearse=lambda: None)

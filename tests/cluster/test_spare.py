@@ -13,17 +13,14 @@ from ballast.bench.serving import child_called
 from ballast.cluster.local import LocalWorker
 from ballast.cluster.spare import Spare
 from ballast.cluster.worker import SERVING, SPARE
-from ballast.core.errors import Unavailable
 from tests.cluster.test_worker import DEADLINE, FAKE, FLEET
 
 
-async def spare() -> int:
-    """Its process id, once it is there."""
-    while True:
-        try:
-            return child_called(SPARE, os.getpid())
-        except Unavailable:
-            await asyncio.sleep(0.01)
+async def spare(of: Spare[LocalWorker]) -> int:
+    """Its process id, once it waits."""
+    while not of.waits:
+        await asyncio.sleep(0.01)
+    return child_called(SPARE, os.getpid())
 
 
 def test_a_spare_waits_and_then_serves() -> None:
@@ -32,7 +29,7 @@ def test_a_spare_waits_and_then_serves() -> None:
             spares = Spare(lambda: LocalWorker(FAKE))
             assert await spares.take() is None
             await spares.hire()
-            waiting = await spare()
+            waiting = await spare(spares)
             await spares.hire()
             worker = await spares.take()
             assert worker is not None
@@ -50,13 +47,13 @@ def test_a_spare_that_died_is_not_used() -> None:
         async with asyncio.timeout(DEADLINE):
             spares = Spare(lambda: LocalWorker(FAKE))
             await spares.hire()
-            pid = await spare()
+            pid = await spare(spares)
             os.kill(pid, signal.SIGKILL)
             while Path(f"/proc/{pid}").exists():
                 await asyncio.sleep(0.01)
             assert await spares.take() is None
             await spares.hire()
-            pid = await spare()
+            pid = await spare(spares)
             await spares.close()
             assert not Path(f"/proc/{pid}").exists()
 
