@@ -122,6 +122,9 @@ class Metrics:
         self.open_streams = Gauge(
             "ballast:open_streams", "Responses being streamed", registry=self.registry
         )
+        self.connections = Gauge(
+            "ballast:open_connections", "Connections of clients", registry=self.registry
+        )
 
     def asked(self, model: str, choices: int, max_tokens: int | None) -> None:
         """A client's request was accepted."""

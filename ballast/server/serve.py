@@ -148,6 +148,7 @@ async def _answer(
     gate = create_app(service, operating)
     crowd = Crowd(lambda: service.settings.most_connections)
     gate.crowded = lambda: crowd.full
+    service.metrics.connections.set_function(lambda: crowd.open)
     http = HttpServer(
         uvicorn.Config(
             Watch(

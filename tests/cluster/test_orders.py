@@ -130,3 +130,20 @@ def test_an_order_that_a_worker_dies_of_fails_and_is_not_repeated() -> None:
             assert (await controller.command(Activate("a"))).code is None
 
     asyncio.run(scenario())
+
+
+def test_decisions_outlive_the_worker_that_they_are_of() -> None:
+    async def scenario() -> None:
+        async with running() as (controller, _):
+            before = asyncio.get_running_loop().time()
+            for workers in (1, 2):
+                while len(controller.decisions) < workers:
+                    await asyncio.sleep(0.01)
+                if workers == 1:
+                    await until_restarted(controller)
+            moments = [moment for moment, _ in controller.decisions]
+            assert before <= moments[0] < moments[1] <= asyncio.get_running_loop().time()
+            told = {"action": "Activate", "model": "a", "why": "a test"}
+            assert [what for _, what in controller.decisions] == [told, told]
+
+    asyncio.run(scenario())

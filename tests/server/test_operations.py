@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import socket
@@ -12,9 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
+from ballast.dashboard.reader import Reader, Unreadable
+from ballast.server.state import ServerNow
 from tests.cluster.fake_device import REFUSE, TELL
 from tests.server.process import ServerProcess, server
-from tests.server.test_api import MODEL
+from tests.server.test_api import MODEL, sample
 
 SECTION = """
 server:
@@ -104,6 +107,21 @@ def test_the_admin_key_reads_and_administers_but_does_not_generate(
     assert other.status_code == 403
 
 
+@pytest.mark.parametrize(
+    ("key", "why"), [(None, "wants a key"), ("sk-wrong", "not accept"), ("sk-whole", "not accept")]
+)
+def test_top_says_that_it_needs_the_admin_key(
+    guarded: ServerProcess, key: str | None, why: str
+) -> None:
+    async def read(key: str | None) -> ServerNow:
+        async with Reader(guarded.url, key) as reader:
+            return await reader.read()
+
+    with pytest.raises(Unreadable, match=why):
+        asyncio.run(read(key))
+    assert asyncio.run(read("sk-admin")).status == "ok"
+
+
 def test_without_an_admin_key_there_are_no_admin_routes(echo: ServerProcess) -> None:
     assert echo.http.post("/admin/models").status_code == 404
 
@@ -168,3 +186,9 @@ def test_a_client_that_leaves_within_its_body_frees_its_place(echo: ServerProces
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
     body = {"model": MODEL, "prompt": "a", "max_tokens": 2}
     assert echo.http.post("/v1/completions", json=body).status_code == 200
+
+
+def test_connections_are_counted(echo: ServerProcess) -> None:
+    before = sample(echo, "ballast:open_connections")
+    with socket.create_connection((httpx.URL(echo.base).host, httpx.URL(echo.base).port)):
+        assert sample(echo, "ballast:open_connections") > before
