@@ -150,7 +150,7 @@ class Operating:
                 except BallastError as error:
                     log.error("the fleet file is not followed, all stays as it was: %s", error)
                     return
-                self._source.settle(reading)
+                await asyncio.to_thread(self._source.settle, reading)
                 self._file = reading.names
                 self.configure(reading.fleet)
                 found = difference(self._controller.fleet, reading.fleet)
