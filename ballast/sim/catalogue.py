@@ -9,25 +9,25 @@ from typing import Any
 from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
 from ballast.fleet.faults import unknown
-from ballast.fleet.schema import Count, Keys, Name
-from ballast.sim.toml_file import Whole, read_keys
+from ballast.fleet.schema import Keys, Name
+from ballast.sim.toml_file import Size, Whole, read_keys
 
 
 class ModelFacts(Keys):
     """One architecture. Matrices' sizes are counts of elements."""
 
     name: Name
-    parameters: Count
-    active_parameters: Count
+    parameters: Size
+    active_parameters: Size
     """That a token goes through; differs where there are experts."""
-    layers: Count
-    hidden: Count
-    heads: Count
-    kv_heads: Count
-    head_dim: Count
-    intermediate: Count
+    layers: Size
+    hidden: Size
+    heads: Size
+    kv_heads: Size
+    head_dim: Size
+    intermediate: Size
     """Of an expert, where there are any."""
-    vocab: Count
+    vocab: Size
     experts: Whole = 0
     experts_per_token: Whole = 0
     shared_intermediate: Whole = 0

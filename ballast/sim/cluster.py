@@ -86,6 +86,11 @@ class Cluster:
         self.homes = {served.name: [homes[spec.name]] for spec in specs for served in spec.served}
         """By model and adapter, its devices."""
 
+    @property
+    def jobs(self) -> int:
+        """Run so far, on all devices."""
+        return sum(device.state.jobs for device in self.devices.values())
+
     def run(self, arrivals: Iterable[Submission]) -> float:
         """Serve `arrivals`, in order, to the last answer; when that was, in virtual seconds."""
         return simulate_devices(self.devices, self.homes, arrivals)

@@ -18,11 +18,11 @@ from ballast.core.cost import StepCosts
 from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
 from ballast.fleet.faults import unknown
-from ballast.fleet.schema import Count, Keys, Name, Positive
+from ballast.fleet.schema import Keys, Name, Positive
 from ballast.sim.catalogue import catalogue, facts, shape_of
 from ballast.sim.device import Profile
 from ballast.sim.roofline import Derate, Hardware, Sizes, roofline
-from ballast.sim.toml_file import Finite, NotNegative, read_keys
+from ballast.sim.toml_file import Finite, NotNegative, Size, read_keys
 
 CATALOGUE = "models.toml"
 _FOLDER = resources.files("ballast.sim") / "profiles"
@@ -49,9 +49,9 @@ class Row(Keys):
     model: Name
     source: str
     """Which of the file's sources."""
-    tp: Count = 1
+    tp: Size = 1
     """Devices that share the model: costs are those of the group."""
-    sm_percent: Count = 100
+    sm_percent: Size = 100
     """Share of the multiprocessors it ran on, alone on the device."""
     costs: Costs
     prefill_error: NotNegative | None = None
@@ -71,7 +71,7 @@ class Source(Keys):
 class AllReduce(Keys):
     """One all-reduce among `tp` devices of a node: max(least, base + bytes*per_byte) seconds."""
 
-    tp: Count
+    tp: Size
     least: NotNegative
     base: NotNegative
     per_byte: NotNegative

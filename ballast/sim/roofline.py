@@ -13,19 +13,19 @@ from pydantic import Field
 
 from ballast.core.cost import TILE, StepCosts
 from ballast.core.model import ModelSpec
-from ballast.fleet.schema import Count, Keys, Positive
+from ballast.fleet.schema import Keys, Positive
 from ballast.sim.catalogue import ModelFacts
-from ballast.sim.toml_file import NotNegative
+from ballast.sim.toml_file import NotNegative, Size
 
 
 class Hardware(Keys):
     """A device's peaks. Bandwidths are bytes per second in one direction."""
 
-    memory_bytes: Count
+    memory_bytes: Size
     memory_bandwidth: Positive
     flops: Positive
     """Dense bfloat16."""
-    multiprocessors: Count
+    multiprocessors: Size
     host_link: str
     host_bandwidth: Positive
     """The link's own figure; what it carries is the profile's `link_bandwidth`."""

@@ -15,6 +15,9 @@ from ballast.policy.route import Replica, Route, least_open
 from ballast.sim.device import Observe, Profile, SimDevice
 from ballast.sim.leap import Said
 
+AHEAD = 10.0
+"""Virtual seconds of arrivals that devices are told of before they go on."""
+
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
@@ -63,10 +66,15 @@ def simulate_devices(
 
     `homes`: by model or adapter, the devices that serve it; a request of one with several goes
     where `route` says, from what is true at its arrival. `sent` hears which device got a request.
+    Arrivals are taken as they fall due: a long workload need not be in memory.
     """
-    last = 0.0
+    last = done = 0.0
     for submission in arrivals:
         last = max(last, submission.arrival)
+        if last > done + AHEAD:
+            done = last
+            for device in devices.values():
+                device.advance(done)
         names = homes[submission.model]
         chosen = names[0]
         if len(names) > 1:

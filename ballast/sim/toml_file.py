@@ -15,6 +15,8 @@ from ballast.fleet.schema import Keys
 
 K = TypeVar("K", bound=Keys)
 
+Size = Annotated[int, Field(ge=1)]
+"""Parameters and bytes exceed what counts in a fleet file may be."""
 Whole = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -1,0 +1,5 @@
+"""`python -m ballast` is `ballast`."""
+
+from ballast.cli import main
+
+main()

@@ -1,0 +1,80 @@
+"""Run a workload on a cluster in virtual time, and report it like any other run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ballast.bench.record import Recorder, prompts_of, submission_for, vocabularies_of
+from ballast.bench.report import Report
+from ballast.core.event import Output
+from ballast.core.model import ModelSpec
+from ballast.core.request import Submission
+from ballast.core.settings import DeviceSettings, Slo
+from ballast.policy.presets import Preset
+from ballast.sim.cluster import SERVED, Cluster, Kind
+from ballast.workload.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterRun:
+    """One preset's run."""
+
+    report: Report
+    devices: dict[str, dict[str, Any]]
+    """By device: its kind's memory, its models, and what it did."""
+    jobs: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The report's form, and the devices."""
+        return {**self.report.to_json(), "devices": self.devices}
+
+
+def run_cluster(
+    preset: Preset,
+    kinds: Sequence[Kind],
+    specs: Sequence[ModelSpec],
+    workload: Workload,
+    slos: Mapping[str, Slo],
+    served: DeviceSettings = SERVED,
+    progress: Callable[[int], None] = lambda sent: None,
+) -> ClusterRun:
+    """`progress` hears how many requests have arrived. Raises ConfigError (see `sim.cluster`)."""
+    recorder = Recorder()
+
+    def heard(device: str, at: float, output: Output) -> None:
+        recorder.told(at, output)
+
+    cluster = Cluster(kinds, specs, preset, heard, served)
+    prompts = prompts_of(vocabularies_of(specs))
+
+    def arrivals() -> Iterator[Submission]:
+        for n, request in enumerate(workload.requests):
+            submission = submission_for(request, prompts(request))
+            recorder.sent(request, submission.id, request.at)
+            progress(n)
+            yield submission
+
+    seconds = cluster.run(arrivals())
+    progress(len(workload.requests))
+    report = Report.of(
+        recorder.records(), slos, seconds, name=preset.name, workload=workload.describe()
+    )
+    return ClusterRun(report, _did(cluster), cluster.jobs)
+
+
+def _did(cluster: Cluster) -> dict[str, dict[str, Any]]:
+    did: dict[str, dict[str, Any]] = {}
+    for name, device in cluster.devices.items():
+        state = device.state
+        models = state.models.values()
+        did[name] = {
+            "memory_bytes": state.pool.total * state.settings.page_bytes,
+            "models": sorted(state.models),
+            "jobs": state.jobs,
+            "activations": sum(m.activations for m in models),
+            "evictions": sum(m.evictions for m in models),
+            "preemptions": sum(m.preemptions for m in models),
+        }
+    return did

@@ -1,0 +1,34 @@
+"""A cluster's run is reported like any other, and says what each device did."""
+
+from __future__ import annotations
+
+import json
+
+from ballast.bench.choose import workload_of
+from ballast.bench.clusters import run_cluster
+from ballast.core.settings import Slo
+from ballast.policy.presets import resolve
+from ballast.sim.cluster import kinds_of
+from tests.sim.test_cluster import spec
+
+NAMES = [f"m{i}" for i in range(5)]
+
+
+def test_a_run_is_reported_by_model_and_by_device() -> None:
+    work = workload_of("bursty", NAMES, rate=3.0, seconds=40.0, most_tokens=1024, seed=3)
+    heard: list[int] = []
+    ran = run_cluster(
+        resolve("balloon"),
+        kinds_of("1xH100-80G,1xA100-80G"),
+        [spec(name) for name in NAMES],
+        work,
+        dict.fromkeys(NAMES, Slo()),
+        progress=heard.append,
+    )
+    assert ran.report.total.answered == len(work.requests) == heard[-1]
+    assert sorted(m for d in ran.devices.values() for m in d["models"]) == NAMES
+    assert set(ran.devices) == {"H100-80G:0", "A100-80G:1"}
+    assert ran.jobs == sum(d["jobs"] for d in ran.devices.values()) > 0
+    told = json.loads(json.dumps(ran.to_json()))
+    assert told["devices"]["H100-80G:0"]["activations"] > 0
+    assert told["total"]["answered"] == len(work.requests)
