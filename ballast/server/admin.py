@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 from fastapi import FastAPI, Query
@@ -39,7 +40,8 @@ def add_admin(app: FastAPI, service: Service, operating: Operating) -> None:
     @app.get("/admin/models")
     async def models() -> Response:
         kept = operating.changes.model_dump(mode="json", exclude_unset=True)
-        told = {"models": models_now(service), "failed": controller.failed, "changes": kept}
+        now = await asyncio.to_thread(models_now, service)
+        told = {"models": now, "failed": controller.failed, "changes": kept}
         return answered(told)
 
     @app.post("/admin/models", status_code=201)

@@ -195,12 +195,15 @@ class Metrics:
             self._errors.labels(str(status), code).inc()
 
     def generated(self, model: str) -> int:
-        """Tokens, so far."""
-        return (self._models.get(model) or self._of(model)).tokens.count
+        """Tokens, so far. From any thread, like `recent`."""
+        of = self._models.get(model)
+        return 0 if of is None else of.tokens.count
 
     def recent(self, model: str) -> tuple[Recent, Recent]:
         """TTFT and TPOT of the last minute."""
-        of = self._models.get(model) or self._of(model)
+        of = self._models.get(model)
+        if of is None:
+            return Recent(self._clock), Recent(self._clock)
         return of.recent_ttft, of.recent_tpot
 
     def text(self) -> bytes:

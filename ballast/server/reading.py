@@ -34,11 +34,13 @@ def add_reading(app: FastAPI, service: Service, gate: Gate) -> None:
 
     @app.get("/admin/state", responses=told(ServerNow))
     async def state() -> Response:
-        return answered(_server(service, gate))
+        # Latencies of many models are long to sort.
+        models = await asyncio.to_thread(models_now, service)
+        return answered(_server(service, gate, models))
 
 
 def models_now(service: Service) -> list[ModelNow]:
-    """The models that serve."""
+    """The models that serve; from any thread."""
     report = service.controller.report
     assert report is not None
     return [_model(service, m) for m in report.models]
@@ -55,7 +57,7 @@ def decisions(service: Service, last: int, model: str | None = None) -> list[dic
     return found[-last:] if last > 0 else []
 
 
-def _server(service: Service, gate: Gate) -> ServerNow:
+def _server(service: Service, gate: Gate, models: list[ModelNow]) -> ServerNow:
     controller = service.controller
     report = controller.report
     assert report is not None  # there is one before any route
@@ -75,7 +77,7 @@ def _server(service: Service, gate: Gate) -> ServerNow:
         reclaiming=report.reclaiming,
         owners=report.owners,
         jobs=report.jobs,
-        models=models_now(service),
+        models=models,
         failed=dict(controller.failed),
         decisions=decisions(service, LAST_DECISIONS),
     )
