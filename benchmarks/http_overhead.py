@@ -128,7 +128,9 @@ class There:
         if adding is not None:
             assert adding.result() < ended, "the streams ended before the model was there"
             self._admin("DELETE", f"/{add}")
-        return max(b - a for s in streams for a, b in itertools.pairwise(s.times))
+        running = max(s.times[0] for s in streams)  # all of them; before, prompts are computed
+        gaps = (b - a for s in streams for a, b in itertools.pairwise(s.times) if a >= running)
+        return max(gaps)
 
     def _add(self, name: str) -> float:
         """When it was there, by `time.perf_counter`. It begins with the streams under way."""
