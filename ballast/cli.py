@@ -204,6 +204,13 @@ def bench(
         str | None, typer.Option(help="A server that runs already, instead of this process.")
     ] = None,
     virtual: Annotated[bool, typer.Option("--virtual", help="In virtual time.")] = False,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            help="With --virtual: a device, as H100-80G, or a file by `ballast profile`; default: "
+            "this machine, measured now."
+        ),
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the reports here.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the reports here.")] = None,
 ) -> None:
@@ -212,7 +219,11 @@ def bench(
 
     from ballast.bench.choose import workload_of
     from ballast.bench.run import compare_live, compare_virtual, replay_http, slos_of
+    from ballast.sim.profile import device_profile
 
+    if profile is not None and not virtual:
+        raise ConfigError("--profile", profile, "it goes with --virtual")
+    device = None if profile is None else device_profile(profile)
     fleet = load(fleet_file)
     names = list(slos_of(fleet))
     work = workload_of(
@@ -225,9 +236,10 @@ def bench(
         with_preset(fleet, name)
     if url is not None:
         show_reports([replay_http(url, fleet, work)], console, json, png)
+    elif virtual:
+        show_reports(list(compare_virtual(fleet, work, presets, device)), console, json, png)
     else:
-        compare = compare_virtual if virtual else compare_live
-        show_reports(list(compare(fleet, work, presets)), console, json, png)
+        show_reports(list(compare_live(fleet, work, presets)), console, json, png)
 
 
 @app.command()
@@ -245,6 +257,39 @@ def demo(
     from ballast.bench.demo import run_demo
 
     run_demo(directory, seconds, rate, steps, Console(), load)
+
+
+@app.command()
+def profile(
+    fleet_file: FleetFile,
+    to: Annotated[Path, typer.Option(help="The profile's file.")] = Path("profile.toml"),
+    device: Annotated[str, typer.Option(help="What the profile calls this machine.")] = "here",
+    rounds: Annotated[int, typer.Option(min=1, help="More are slower and steadier.")] = 4,
+) -> None:
+    """Measure what jobs of a fleet's models cost here, for simulations. Needs an idle machine."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from ballast.core.units import format_bytes
+    from ballast.sim.calibrate import calibrate
+    from ballast.sim.profile import profile_of
+    from ballast.sim.toml_file import as_toml
+
+    measured = profile_of(device, calibrate(load(fleet_file), rounds))
+    to.parent.mkdir(parents=True, exist_ok=True)
+    to.write_text(as_toml(measured, "Written by ballast profile."), encoding="utf-8")
+    table = Table()
+    for column in ("model", "decode step, ms", "prefill of 128 tokens, ms"):
+        table.add_column(column)
+    for row in measured.measured:
+        costs = measured.costs(row.model)
+        step = costs.base + costs.per_sequence
+        table.add_row(row.model, f"{1e3 * step:.3g}", f"{1e3 * costs.prefill_seconds(128):.3g}")
+    console = Console()
+    console.print(table)
+    link = format_bytes(measured.link_bandwidth)
+    console.print(f"link {link}/s; {1e3 * measured.overhead_seconds:.2g} ms more at every job")
+    console.print(f"next: ballast bench {fleet_file} --virtual --profile {to}", soft_wrap=True)
 
 
 @fleet_app.command("make")

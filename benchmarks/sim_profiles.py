@@ -103,11 +103,11 @@ def main() -> None:
     tables = read_tables(args.tables)
     stride = QUICK if args.quick else 1
     result: dict[str, Any] = {}
-    columns = ("loo", "shipped", "roofline", "unseen_device")
+    columns = ("loo", "roofline", "unseen_device")
     table = Table(title="sim_profiles: mean relative error, per cent", box=SIMPLE_HEAD)
     table.add_column("device, model", no_wrap=True)
     for phase in GOALS:
-        for shown in ("loo", "shipped", "roofline", "unseen"):
+        for shown in ("loo", "roofline", "unseen"):
             table.add_column(f"{phase}\n{shown}", justify="right")
     by_pair: dict[Pair, dict[str, dict[str, Any]]] = {}
     elsewhere = {pair: on_unseen_device(tables, pair) for pair in tables.decode}
@@ -137,7 +137,7 @@ def main() -> None:
         result[f"{phase}_loo_median_pct"] = statistics.median(everything)
         result[f"{phase}_loo_worst_pct"] = max(everything)
         result[f"{phase}_goal_met"] = result[f"{phase}_loo_median_pct"] <= goal
-        for column in columns[2:]:
+        for column in columns[1:]:
             for experts in (False, True):
                 name = f"{column}_experts" if experts else column
                 for statistic, value in summary(rows, column, experts).items():
@@ -145,11 +145,7 @@ def main() -> None:
         result[phase] = rows
     table.add_section()
     for statistic in ("median", "worst"):
-        cells = [
-            f"{result[f'{p}_{c}_{statistic}_pct']:.1f}" if c != "shipped" else ""
-            for p in GOALS
-            for c in columns
-        ]
+        cells = [f"{result[f'{p}_{c}_{statistic}_pct']:.1f}" for p in GOALS for c in columns]
         table.add_row(statistic, *cells)
     finish(args, "sim_profiles", result, table)
 

@@ -8,19 +8,17 @@ Coefficients only: the tables of points stay where they are. The same tables giv
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from pydantic import BaseModel
 
 from ballast.sim.catalogue import CatalogueKeys, ModelFacts
 from ballast.sim.derating import Measured, fit_derate, median_derate
 from ballast.sim.fitting import errors, fit_decode, fit_prefill
 from ballast.sim.profile import CATALOGUE, AllReduce, Costs, DeviceProfile, Row, Source
 from ballast.sim.roofline import Derate, Hardware, Sizes
+from ballast.sim.toml_file import as_toml
 from scripts.measured import Pair, Tables, read_tables, rows
 
 PROFILES = Path(__file__).parent.parent / "ballast" / "sim" / "profiles"
@@ -197,39 +195,6 @@ def catalogue_of(folder: Path) -> CatalogueKeys:
 
 def _percent(share: float) -> float:
     return round(100 * float(share), 2)
-
-
-def as_toml(document: BaseModel, *comments: str) -> str:
-    """Scalars, then tables, then arrays of one table a line. Defaults are left out."""
-    values = document.model_dump(exclude_defaults=True)
-    lines = [f"# {comment}" for comment in comments]
-    lines += [f"{k} = {_value(v)}" for k, v in values.items() if not isinstance(v, dict | list)]
-    for key, table in _tables(values):
-        lines += ["", f"[{key}]", *(f"{k} = {_value(v)}" for k, v in table.items())]
-    arrays = {k: v for k, v in values.items() if isinstance(v, list)}
-    for key, entries in arrays.items():
-        for entry in entries:
-            lines += ["", f"[[{key}]]", *(f"{k} = {_value(v)}" for k, v in entry.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _tables(values: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, Any]]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            if all(isinstance(v, dict) for v in value.values()):
-                yield from ((f"{key}.{k}", v) for k, v in value.items())
-            else:
-                yield key, value
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{k} = {_value(v)}" for k, v in value.items()) + " }"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return json.dumps(value, ensure_ascii=False)
 
 
 def main() -> None:

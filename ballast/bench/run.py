@@ -16,6 +16,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings, Slo
 from ballast.engine.inbox import MonotonicClock
 from ballast.sim.calibrate import calibrate
+from ballast.sim.profile import DeviceProfile
 from ballast.weights.checkpoint import load_host_model
 from ballast.workload.workload import Workload
 
@@ -46,11 +47,14 @@ def compare_live(
 
 
 def compare_virtual(
-    fleet: FleetSettings, workload: Workload, presets: Sequence[str]
+    fleet: FleetSettings,
+    workload: Workload,
+    presets: Sequence[str],
+    device: DeviceProfile | None = None,
 ) -> Iterator[Report]:
-    """Each preset in virtual time, on a profile of this machine measured now."""
-    profile = calibrate(fleet)
+    """Each preset in virtual time, on `device`; None: on this machine, measured now."""
     specs = specs_of(fleet)
+    profile = calibrate(fleet) if device is None else device.of(specs)
     for preset in presets:
         chosen = replace(fleet, preset=preset, options=_options(fleet, preset))
         yield run_virtual(chosen, specs, workload, slos_of(fleet), profile).report

@@ -15,7 +15,8 @@ from ballast.fleet.document import key_path
 
 def unknown(word: str, known: Collection[str]) -> str:
     """What to say of a word that is none of `known`."""
-    close = difflib.get_close_matches(word, known, n=1)
+    longer = [name for name in known if word and name.lower().startswith(word.lower())]
+    close = longer or difflib.get_close_matches(word, known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}known here: {', '.join(known)}"
 

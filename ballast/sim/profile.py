@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from dataclasses import asdict
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from pydantic import Field
 
+from ballast import __version__
 from ballast.core.cost import StepCosts
 from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
@@ -156,6 +158,25 @@ class DeviceProfile(Keys):
             Sizes.of_spec(model) if isinstance(model, ModelSpec) else Sizes.of_facts(facts(model))
         )
         return roofline(sizes, self.hardware, self.derate)
+
+
+def profile_of(device: str, measured: Profile) -> DeviceProfile:
+    """What `sim.calibrate` measured. It has no peaks, and so no costs of other models."""
+    source = Source(
+        artifact="ballast profile, on the machine itself",
+        licence="the measurer's own",
+        engine=f"ballast {__version__}, one lane",
+    )
+    return DeviceProfile(
+        device=device,
+        link_bandwidth=measured.link_bytes_per_second,
+        overhead_seconds=measured.overhead,
+        sources={"calibrate": source},
+        measured=[
+            Row(model=name, source="calibrate", costs=Costs(**asdict(costs)))
+            for name, costs in measured.costs.items()
+        ],
+    )
 
 
 def device_profile(name: str | Path) -> DeviceProfile:

@@ -1,11 +1,13 @@
-"""TOML files whose keys are known: read and checked, or an error that names file and key."""
+"""TOML files whose keys are known: written, and read with an error that names file and key."""
 
 from __future__ import annotations
 
+import json
 import tomllib
+from collections.abc import Iterable, Mapping
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -35,3 +37,36 @@ def read_keys(file: Path | Traversable, root: type[K]) -> K:
     except ValidationError as error:
         fault = first_fault(error, root)
         raise ConfigError(f"{file}: {fault.key}", fault.value, fault.allowed) from None
+
+
+def as_toml(document: Keys, *comments: str) -> str:
+    """Scalars, then tables, then arrays of one table a line. Defaults are left out."""
+    values = document.model_dump(exclude_defaults=True)
+    lines = [f"# {comment}" for comment in comments]
+    lines += [f"{k} = {_value(v)}" for k, v in values.items() if not isinstance(v, dict | list)]
+    for key, table in _tables(values):
+        lines += ["", f"[{key}]", *(f"{k} = {_value(v)}" for k, v in table.items())]
+    arrays = {k: v for k, v in values.items() if isinstance(v, list)}
+    for key, entries in arrays.items():
+        for entry in entries:
+            lines += ["", f"[[{key}]]", *(f"{k} = {_value(v)}" for k, v in entry.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _tables(values: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, Any]]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            if all(isinstance(v, dict) for v in value.values()):
+                yield from ((f"{key}.{k}", v) for k, v in value.items())
+            else:
+                yield key, value
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{k} = {_value(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return json.dumps(value, ensure_ascii=False)

@@ -9,8 +9,8 @@ import pytest
 
 from ballast.sim.catalogue import CatalogueKeys, catalogue
 from ballast.sim.profile import DeviceProfile, device_profile
-from ballast.sim.toml_file import read_keys
-from scripts.fit_profiles import as_toml, catalogue_of, fitted_row, stated_rows
+from ballast.sim.toml_file import as_toml, read_keys
+from scripts.fit_profiles import catalogue_of, fitted_row, stated_rows
 from scripts.measured import Tables, read_tables, rows
 
 TABLES = Path(os.environ.get("BALLAST_TABLES", "../shared/profiles"))

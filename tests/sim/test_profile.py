@@ -101,7 +101,7 @@ def test_fewer_multiprocessors_and_more_devices() -> None:
 
 def test_unknown_names_list_the_known() -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'H100-80G'\? known here: A10, A100-80G"):
-        device_profile("H100-80")
+        device_profile("H100")
     with pytest.raises(ConfigError, match=r"did you mean 'Llama-3-8b'\? known here: .*Qwen3-8b"):
         device_profile("H200").costs("Llama3-8b")
     with pytest.raises(ConfigError, match=r"did you mean 'Qwen3-8b'"):
