@@ -42,6 +42,8 @@ PROMPT = 40
 """Words of each prompt, of two to four tokens each."""
 STEP_TOKENS = 32
 """Of the device: the prompts take many steps."""
+DEVICE = "threads: 1\n    prefix_cache: false\n    "
+"""Each round computes its prompts."""
 BUDGET = "12MiB"
 BANDWIDTH = "4MB/s"
 """Of the link: an activation takes long enough to be seen, a quarter of a second."""
@@ -135,7 +137,7 @@ class Round:
                 await _until_healthy(client)
                 self.ready_s = time.perf_counter() - killed
             if poison:
-                body = {"model": self.models[0], "prompt": MAGIC, "max_tokens": 4}
+                body = {"model": self.models[0], "prompt": MAGIC * 40, "max_tokens": 4}
                 self.answered = (await client.post("/v1/completions", json=body)).status_code
             await asyncio.gather(*open_streams)
         if kill is not None:
@@ -233,7 +235,7 @@ def fleet_file(directory: Path) -> Path:
         directory, n_models=4, steps=0, size="tiny", dtype="float32", budget=BUDGET, seed=1
     )
     text = made.file.read_text()
-    text = text.replace("step_tokens: 128", f"threads: 1\n    step_tokens: {STEP_TOKENS}")
+    text = text.replace("step_tokens: 128", f"{DEVICE}step_tokens: {STEP_TOKENS}")
     text += f"\nserver:\n  admin_key: {ADMIN}\nlinks:\n  - bandwidth: {BANDWIDTH}\n"
     made.file.write_text(text)
     return made.file

@@ -16,7 +16,7 @@ from ballast.core.settings import FleetSettings
 from ballast.policy.presets import PRESETS
 
 MAGIC = [7, 7, 7]
-"""Token ids at the beginning of a job's part."""
+"""Token ids at the beginning of a job's part; a prompt of many, as a part may be shorter."""
 _WORKER = "worker"
 
 Run = Callable[[Sequence[SequenceWork]], list[Result]]
