@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from ballast import __version__
+from ballast.cli import app
+from ballast.core.errors import ConfigError
+from ballast.fleet.make import make_fleet
+from ballast.sim.profile import device_profile
 
 
 def ballast(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -75,3 +81,25 @@ def test_a_fault_of_the_users_is_one_line_and_exit_2(tmp_path: Path, text: str, 
 
 def test_an_unknown_option_is_exit_2() -> None:
     assert ballast("fleet", "make", "--wrong").returncode == 2
+
+
+def test_a_measured_profile_drives_a_simulation(tmp_path: Path) -> None:
+    """In this process, where what the commands load is loaded once."""
+    file, report = tmp_path / "out" / "here.toml", tmp_path / "report.json"
+    fleet = make_fleet(tmp_path, n_models=1, size="tiny", steps=0, budget="32MiB").file
+
+    def ballast(*arguments: object) -> str:
+        done = CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
+        assert done.exit_code == 0
+        return done.output
+
+    assert "atlas-chat" in ballast("profile", fleet, "--to", file, "--rounds", 1, "--device", "pi")
+    profile = device_profile(file)
+    assert profile.device == "pi"
+    assert profile.costs("atlas-chat").prefill_seconds(128) > 0
+
+    work = ("bench", fleet, "--seconds", 5, "--profile", file, "--json", report)
+    ballast(*work, "--virtual")
+    assert json.loads(report.read_text())[0]["total"]["failed"] == 0
+    with pytest.raises(ConfigError, match="it goes with --virtual"):
+        ballast(*work)
