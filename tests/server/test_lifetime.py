@@ -82,7 +82,8 @@ def own(echo_file: Path) -> Iterator[ServerProcess]:
 
 def test_a_client_that_leaves_a_stream_frees_its_request(echo: ServerProcess) -> None:
     with echo.http.stream("POST", "/v1/completions", json=body(True)) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: without its iterator, the stream is closed
+        next(lines)
         until(lambda: running(echo) == 1)
     until(lambda: running(echo) == 0)
 
