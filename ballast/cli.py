@@ -76,7 +76,8 @@ def serve(
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
     preset: Annotated[str | None, typer.Option(help="Instead of the fleet file's.")] = None,
     story: Annotated[
-        Path | None, typer.Option(help="Write every event and decision here, as JSON lines.")
+        Path | None,
+        typer.Option(help="Append every event and decision to this file, as JSON lines."),
     ] = None,
     drain_seconds: Annotated[
         float | None,

@@ -14,9 +14,10 @@ class StoryFile:
     """A sink. What a full disk does not take is missing from the file, and the log says so once."""
 
     def __init__(self, path: str) -> None:
-        """Raises OSError if the file cannot be opened."""
+        """What is there stays: a worker that replaces another goes on with its story, whose last
+        lines were written when they were told. Raises OSError if it cannot be opened."""
         self._path = path
-        self._file = open(path, "w")  # noqa: SIM115
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115
         self._complete = True
 
     def write(self, entry: dict[str, Any]) -> None:

@@ -20,6 +20,17 @@ def test_entries_are_lines(tmp_path: Path) -> None:
     assert [json.loads(line)["at"] for line in lines] == [1.0, 2.0]
 
 
+def test_the_next_worker_goes_on_with_the_story_of_one_that_died(tmp_path: Path) -> None:
+    died = StoryFile(str(tmp_path / "story"))
+    died.write({"at": 1.0})
+    after = StoryFile(str(tmp_path / "story"))
+    after.write({"at": 0.5})
+    lines = (tmp_path / "story").read_text().splitlines()
+    assert [json.loads(line)["at"] for line in lines] == [1.0, 0.5]
+    died.close()
+    after.close()
+
+
 def test_a_full_disk_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     file = StoryFile("/dev/full")
     with caplog.at_level(logging.ERROR):
