@@ -5,12 +5,15 @@ measured seconds, in per cent, over the points of one model on one device (a row
 and the worst of rows. `loo`: a point is predicted by a fit to the others of its row. `shipped`: by
 the costs that come with Ballast. `roofline`: a model is predicted by its device's peaks, derated by
 the other models on it, none of its shape; `unseen_device`: by the median of other devices' derates.
-Models with experts, which no derate is fitted to, stand apart.
+Models with experts, which no derate is fitted to, stand apart. `group`: models split among A100s,
+by the roofline whose group part leaves the model out, against fits (their points are not at hand),
+without the host's work per sequence, which that engine does not show.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,16 +25,24 @@ from rich.progress import track
 from rich.table import Table
 
 from ballast.core.cost import StepCosts
-from ballast.core.job import Load
-from ballast.sim.derating import median_derate
+from ballast.core.job import Load, chunk_pairs
+from ballast.sim.derating import GroupDerate, median_derate
 from ballast.sim.fitting import Decode, Points, Prefill, errors, fit_decode, fit_prefill
 from ballast.sim.profile import device_profile
 from ballast.sim.roofline import Sizes, roofline
 from benchmarks.common import finish, options
-from scripts.fit_profiles import derate_of, least_per_context, least_per_pair
+from scripts.fit_profiles import (
+    all_reduces,
+    derate_of,
+    groups,
+    least_per_context,
+    least_per_pair,
+    stated_rows,
+)
 from scripts.measured import Pair, Tables, read_tables
 
 GOALS = {"prefill": 4.5, "decode": 3.5}
+BATCHES, LENGTHS = (1, 4, 16, 64, 128), (16, 64, 256, 512)
 QUICK = 6
 """Every so manieth point is left out in a quick run."""
 
@@ -70,22 +81,51 @@ def predicted(costs: StepCosts, points: Points, phase: str) -> list[float]:
     return found
 
 
-def unseen(tables: Tables, pair: Pair) -> StepCosts:
+def unseen(tables: Tables, pair: Pair, group: GroupDerate) -> StepCosts:
     """By the roofline, derated by models of other shapes on the device."""
     device, name = pair
     shape = tables.models[name].shape
     others = [m for d, m in tables.decode if d == device and tables.models[m].shape != shape]
-    derate = derate_of(tables, device, others)
+    derate = derate_of(tables, device, others, group)
     return roofline(Sizes.of_facts(tables.models[name]), tables.hardware[device], derate)
 
 
-def on_unseen_device(tables: Tables, pair: Pair) -> StepCosts:
+def on_unseen_device(tables: Tables, pair: Pair, group: GroupDerate) -> StepCosts:
     """By the roofline, derated by what other devices show."""
     device, name = pair
     devices = sorted({d for d, _ in tables.decode if d != device})
-    derates = [derate_of(tables, d, [m for e, m in tables.decode if e == d]) for d in devices]
+    derates = [
+        derate_of(tables, d, [m for e, m in tables.decode if e == d], group) for d in devices
+    ]
     sizes = Sizes.of_facts(tables.models[name])
     return roofline(sizes, tables.hardware[device], median_derate(derates))
+
+
+def in_groups(tables: Tables, folder: Path) -> dict[str, dict[str, float]]:
+    """Per model and number of devices, errors of prefill and decode over a grid of jobs."""
+    device = "A100-80G"
+    reduces = {a.tp: a for a in all_reduces(folder, device, tables.hardware[device])}
+    on = [m for d, m in tables.decode if d == device]
+    found = {}
+    for row in stated_rows(tables, folder, device):
+        if row.tp == 1 or row.sm_percent != 100:
+            continue
+        derate = derate_of(tables, device, on, groups(tables, folder, without=row.model))
+        derate = derate.model_copy(update={"sequence_seconds": 0.0})
+        sizes = Sizes.of_facts(tables.models[row.model])
+        costs = roofline(sizes, tables.hardware[device], derate, reduces[row.tp])
+        stated = StepCosts(**row.costs.model_dump())
+        off: dict[str, list[float]] = {phase: [] for phase in GOALS}
+        for batch, length in itertools.product(BATCHES, LENGTHS):
+            n = batch * length
+            loads = {
+                "prefill": Load(n, batch, batch * chunk_pairs(length, 0), 0, 0),
+                "decode": Load(0, 0, 0, batch, n),
+            }
+            for phase, load in loads.items():
+                off[phase].append(costs.of(load) / stated.of(load) - 1)
+        found[f"{row.model}/tp{row.tp}"] = {p: percent(e) for p, e in off.items()}
+    return found
 
 
 def percent(found: Iterable[float]) -> float:
@@ -109,11 +149,12 @@ def main() -> None:
     for phase in GOALS:
         for shown in ("loo", "roofline", "unseen"):
             table.add_column(f"{phase}\n{shown}", justify="right")
+    group = groups(tables, args.tables)
     by_pair: dict[Pair, dict[str, dict[str, Any]]] = {}
-    elsewhere = {pair: on_unseen_device(tables, pair) for pair in tables.decode}
+    elsewhere = {pair: on_unseen_device(tables, pair, group) for pair in tables.decode}
     for pair in track(tables.decode, description="leaving points out"):
         own = by_pair[pair] = {}
-        shipped, other = device_profile(pair[0]).costs(pair[1]), unseen(tables, pair)
+        shipped, other = device_profile(pair[0]).costs(pair[1]), unseen(tables, pair, group)
         for phase in GOALS:
             if pair not in tables.phase(phase):
                 continue
@@ -143,6 +184,11 @@ def main() -> None:
                 for statistic, value in summary(rows, column, experts).items():
                     result[f"{phase}_{name}_{statistic}"] = value
         result[phase] = rows
+    result["group"] = in_groups(tables, args.tables)
+    for phase in GOALS:
+        values = [row[phase] for row in result["group"].values()]
+        result[f"{phase}_group_median_pct"] = statistics.median(values)
+        result[f"{phase}_group_worst_pct"] = max(values)
     table.add_section()
     for statistic in ("median", "worst"):
         cells = [f"{result[f'{p}_{c}_{statistic}_pct']:.1f}" for p in GOALS for c in columns]

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
+from ballast.core.cost import StepCosts
 from ballast.sim.catalogue import CatalogueKeys, ModelFacts
-from ballast.sim.derating import Measured, fit_derate, median_derate
+from ballast.sim.derating import GroupDerate, Measured, fit_derate, fit_group, median_derate
 from ballast.sim.fitting import errors, fit_decode, fit_prefill
-from ballast.sim.profile import CATALOGUE, AllReduce, Costs, DeviceProfile, Row, Source
-from ballast.sim.roofline import Derate, Hardware, Sizes
+from ballast.sim.profile import CATALOGUE, Costs, DeviceProfile, Row, Source
+from ballast.sim.roofline import AllReduce, Derate, Hardware, Sizes
 from ballast.sim.toml_file import as_toml
 from scripts.measured import Pair, Tables, read_tables, rows
 
@@ -45,6 +46,11 @@ LINKS = {"A100-80G": 25.1e9, "GH200-96G": 427e9}
 """What copies from host to device reach, where measured (NVIDIA/nvbandwidth issue 42; MIRAGE)."""
 REACHED = {"PCIe": 25.1 / 31.5, "NVLink-C2C": 427 / 450}
 """The same as a share of the link's figure, for other devices on such a link."""
+
+
+SCALED = {"H200", "H800", "H20-96G", "GB200"}
+"""Devices with a switched NVLink whose all-reduces are not at hand."""
+NVLINK4 = 450e9
 
 
 def least_per_pair(model: ModelFacts, hardware: Hardware) -> float:
@@ -130,14 +136,27 @@ def stated_rows(tables: Tables, folder: Path, device: str) -> list[Row]:
     return found
 
 
-def all_reduces(folder: Path, device: str) -> list[AllReduce]:
-    """Inside a node with NVLink between all its devices."""
+def all_reduces(folder: Path, device: str, hardware: Hardware) -> list[AllReduce]:
+    """Inside a node with NVLink between all its devices. Where nobody measured them, those of an
+    H100, at the own link's bandwidth."""
+    if device in SCALED:
+        return [
+            a.model_copy(
+                update={
+                    "per_byte": a.per_byte * NVLINK4 / (hardware.peer_bandwidth or NVLINK4),
+                    "source": "vidur, of H100-80G, scaled to this link",
+                    "error": None,
+                }
+            )
+            for a in all_reduces(folder, "H100-80G", hardware)
+        ]
     return [
         AllReduce(
             tp=int(r["tp"]),
             least=float(r["small_level_s"]),
             base=float(r["large_alpha_s"]),
             per_byte=float(r["large_beta_s_per_byte"]),
+            source="vidur",
             error=float(r["max_form_mape_pct"]),
         )
         for r in rows(folder / "allreduce_fit.csv")
@@ -145,7 +164,17 @@ def all_reduces(folder: Path, device: str) -> list[AllReduce]:
     ]
 
 
-def derate_of(tables: Tables, device: str, models: Iterable[str]) -> Derate:
+def groups(tables: Tables, folder: Path, without: str | None = None) -> GroupDerate:
+    """As models split among A100s show."""
+    found = [
+        (tables.models[row.model].layers, StepCosts(**row.costs.model_dump()))
+        for row in stated_rows(tables, folder, "A100-80G")
+        if row.tp > 1 and row.sm_percent == 100 and row.model != without
+    ]
+    return fit_group(found)
+
+
+def derate_of(tables: Tables, device: str, models: Iterable[str], group: GroupDerate) -> Derate:
     """As `models` on it show, but those with experts: they are few and unlike each other."""
     measured = [
         Measured(
@@ -156,7 +185,7 @@ def derate_of(tables: Tables, device: str, models: Iterable[str]) -> Derate:
         for m in models
         if not tables.models[m].experts
     ]
-    return fit_derate(measured, tables.hardware[device])
+    return fit_derate(measured, tables.hardware[device], group)
 
 
 def profiles(folder: Path) -> dict[str, DeviceProfile]:
@@ -165,13 +194,14 @@ def profiles(folder: Path) -> dict[str, DeviceProfile]:
     on: dict[str, list[str]] = {}
     for device, model in tables.decode:
         on.setdefault(device, []).append(model)
-    own = {device: derate_of(tables, device, models) for device, models in on.items()}
+    group = groups(tables, folder)
+    own = {device: derate_of(tables, device, models, group) for device, models in on.items()}
     found = {}
     for device, hardware in tables.hardware.items():
         reached = [share for link, share in REACHED.items() if hardware.host_link.startswith(link)]
         measured = [fitted_row(tables, p) for p in tables.decode if p[0] == device]
         measured += stated_rows(tables, folder, device)
-        reduces = all_reduces(folder, device)
+        reduces = all_reduces(folder, device, hardware)
         used = {row.source for row in measured} | ({"vidur"} if reduces else set())
         found[device] = DeviceProfile(
             device=device,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from ballast.core.cost import TILE
+from ballast.core.cost import TILE, StepCosts
 from ballast.sim.fitting import Points, Vector, fit_floored, fit_linear, pair_seconds
 from ballast.sim.roofline import Derate, Hardware, Sizes
 
@@ -22,7 +22,26 @@ class Measured:
     decode: Points
 
 
-def fit_derate(measured: Sequence[Measured], hardware: Hardware) -> Derate:
+@dataclass(frozen=True, slots=True)
+class GroupDerate:
+    """That part of a derate that only groups of devices show."""
+
+    group_layer_seconds: float
+    group_floor: float
+    group_start: float
+
+
+def fit_group(rows: Sequence[tuple[int, StepCosts]]) -> GroupDerate:
+    """From (layers, costs) of models in groups, several of them so small that the host's work
+    bounds their steps: these all take the same per layer."""
+    return GroupDerate(
+        group_layer_seconds=float(np.quantile([c.base / layers for layers, c in rows], 0.25)),
+        group_floor=statistics.median(c.floor / c.base for _, c in rows),
+        group_start=statistics.median(1 - c.hidden / c.base for _, c in rows),
+    )
+
+
+def fit_derate(measured: Sequence[Measured], hardware: Hardware, group: GroupDerate) -> Derate:
     """Needs two models or more, at least one with prefills. Nothing beats a peak: times of reading
     and arithmetic are at least those that the peaks give."""
     layer, weights, sequence, kv, tile = fit_linear(
@@ -47,6 +66,7 @@ def fit_derate(measured: Sequence[Measured], hardware: Hardware) -> Derate:
         least_slope=1.0,
     )
     return Derate(
+        **asdict(group),
         layer_seconds=layer,
         weights=weights,
         floor=floor,

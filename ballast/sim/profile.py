@@ -23,7 +23,7 @@ from ballast.fleet.faults import unknown
 from ballast.fleet.schema import Keys, Name, Positive
 from ballast.sim.catalogue import catalogue, facts, shape_of
 from ballast.sim.device import Profile
-from ballast.sim.roofline import Derate, Hardware, Sizes, roofline
+from ballast.sim.roofline import AllReduce, Derate, Hardware, Sizes, roofline
 from ballast.sim.toml_file import Finite, NotNegative, Size, read_keys
 
 CATALOGUE = "models.toml"
@@ -70,17 +70,6 @@ class Source(Keys):
     """What served the models; its host's work is part of the costs."""
 
 
-class AllReduce(Keys):
-    """One all-reduce among `tp` devices of a node: max(least, base + bytes*per_byte) seconds."""
-
-    tp: Size
-    least: NotNegative
-    base: NotNegative
-    per_byte: NotNegative
-    error: NotNegative
-    """Mean relative error of the fit, in per cent; below 1 MiB it is several times that."""
-
-
 class DeviceProfile(Keys):
     """A profile's file."""
 
@@ -98,17 +87,19 @@ class DeviceProfile(Keys):
     def costs(self, model: str | ModelSpec, tp: int = 1, sm_percent: int = 100) -> StepCosts:
         """Of a model by its name in this file or the catalogue, or by its sizes.
 
-        Measured ones where there are any, else the roofline's, which knows whole devices only.
-        Raises ConfigError, which lists what is known.
+        Measured ones where there are any, else the roofline's, which knows whole devices, and
+        groups of as many as `all_reduce` tells of. Raises ConfigError, which lists what is known.
         """
         name, like = self._like(model)
         rows = [row for row in self.measured if row.model.lower() in like]
         chosen = [row for row in rows if (row.tp, row.sm_percent) == (tp, sm_percent)]
         if chosen:
             return self._complete(min(chosen, key=lambda row: row.model.lower() != name.lower()))
-        if (tp, sm_percent) == (1, 100):
-            return self._roofline(model)
+        groups = {group.tp: group for group in self.all_reduce}
+        if sm_percent == 100 and (tp == 1 or tp in groups):
+            return self._roofline(model, groups.get(tp))
         have = [f"tp {row.tp}, {row.sm_percent} %" for row in rows] or ["nothing of this model"]
+        have += [f"all-reduces among {tp}" for tp in groups]
         raise ConfigError(
             f"{self.device}: {name}",
             f"tp {tp}, {sm_percent} % of multiprocessors",
@@ -149,7 +140,7 @@ class DeviceProfile(Keys):
             values |= {"floor": other.floor, "hidden": min(other.hidden, row.costs.base)}
         return StepCosts(**values)
 
-    def _roofline(self, model: str | ModelSpec) -> StepCosts:
+    def _roofline(self, model: str | ModelSpec, group: AllReduce | None = None) -> StepCosts:
         if self.hardware is None or self.derate is None:
             name = model if isinstance(model, str) else model.name
             measured = [row.model for row in self.measured]
@@ -157,7 +148,7 @@ class DeviceProfile(Keys):
         sizes = (
             Sizes.of_spec(model) if isinstance(model, ModelSpec) else Sizes.of_facts(facts(model))
         )
-        return roofline(sizes, self.hardware, self.derate)
+        return roofline(sizes, self.hardware, self.derate, group)
 
 
 def profile_of(device: str, measured: Profile) -> DeviceProfile:

@@ -58,6 +58,24 @@ class Derate(Keys):
     """x the time to read the KV cache from device memory."""
     tile: NotNegative
     """A tile of decoding sequences more, x its matrix products at the peak."""
+    group_layer_seconds: NotNegative
+    """Host and launches, per layer, in a group of devices: the least that a pass takes there."""
+    group_floor: NotNegative
+    """As `floor`, in a group."""
+    group_start: NotNegative
+    """As `start`, in a group."""
+
+
+class AllReduce(Keys):
+    """One all-reduce among `tp` devices of a node: max(least, base + bytes*per_byte) seconds."""
+
+    tp: Size
+    least: NotNegative
+    base: NotNegative
+    per_byte: NotNegative
+    source: str
+    error: NotNegative | None = None
+    """Mean relative error of the fit, in per cent; below 1 MiB it is several times that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +83,7 @@ class Sizes:
     """What of a model the roofline asks for."""
 
     layers: int
+    hidden: int
     pass_bytes: int
     """Weights that every pass reads: all but the embeddings, of which it reads a few rows."""
     active: int
@@ -79,6 +98,7 @@ class Sizes:
         """In bfloat16."""
         return cls(
             layers=m.layers,
+            hidden=m.hidden,
             pass_bytes=2 * (m.layer_parameters + m.embedding),
             active=m.layer_parameters - (m.parameters - m.active_parameters),
             pair_flops=4 * m.layers * m.heads * m.head_dim,
@@ -100,6 +120,7 @@ class Sizes:
             active = spec.n_layers * spec.hidden * (attention + 3 * inner)
         return cls(
             layers=spec.n_layers,
+            hidden=spec.hidden,
             pass_bytes=layers + (sum(rest) if rest else spec.segment_bytes[0]),
             active=active,
             pair_flops=4 * spec.n_layers * spec.n_heads * spec.head_dim,
@@ -107,18 +128,30 @@ class Sizes:
         )
 
 
-def roofline(sizes: Sizes, hardware: Hardware, derate: Derate) -> StepCosts:
-    """Of a model on one device."""
-    token = 2 * sizes.active / hardware.flops
-    reading = sizes.pass_bytes / hardware.memory_bandwidth
-    base = derate.layer_seconds * sizes.layers + derate.weights * reading
+def roofline(
+    sizes: Sizes, hardware: Hardware, derate: Derate, group: AllReduce | None = None
+) -> StepCosts:
+    """Of a model on one device, or split among a group's.
+
+    A group adds two all-reduces to each layer. Its host's work either bounds a pass or hides.
+    """
+    tp = 1 if group is None else group.tp
+    token = 2 * sizes.active / hardware.flops / tp
+    reading = derate.weights * sizes.pass_bytes / hardware.memory_bandwidth / tp
+    base, floor, start = derate.layer_seconds * sizes.layers + reading, derate.floor, derate.start
+    message = 0.0
+    if group is not None:
+        rounds = 2 * sizes.layers
+        message = rounds * group.per_byte * 2 * sizes.hidden
+        base = max(derate.group_layer_seconds * sizes.layers, reading + rounds * group.least)
+        floor, start = derate.group_floor, derate.group_start
     return StepCosts(
         base=base,
-        per_token=derate.arithmetic * token,
-        per_sequence=derate.sequence_seconds,
-        per_context=derate.kv * sizes.kv_bytes / hardware.memory_bandwidth,
-        per_pair=derate.attention * sizes.pair_flops / hardware.flops,
-        floor=derate.floor * base,
-        hidden=max(0.0, 1 - derate.start) * base,
+        per_token=derate.arithmetic * token + message,
+        per_sequence=derate.sequence_seconds + message,
+        per_context=derate.kv * sizes.kv_bytes / hardware.memory_bandwidth / tp,
+        per_pair=derate.attention * sizes.pair_flops / hardware.flops / tp,
+        floor=floor * base,
+        hidden=(1 - start) * base,
         per_tile=derate.tile * TILE * token,
     )

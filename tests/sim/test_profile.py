@@ -95,8 +95,19 @@ def test_fewer_multiprocessors_and_more_devices() -> None:
     whole = profile.costs("LLaMA-13b").of(long)
     assert profile.costs("LLaMA-13b", sm_percent=30).of(long) > 2 * whole
     assert profile.costs("LLaMA-13b", tp=4).of(long) < whole / 2
-    with pytest.raises(ConfigError, match=r"LLaMA-30b.*tp 2, 100 %"):
-        profile.costs("LLaMA-30b", tp=8)
+    with pytest.raises(ConfigError, match=r"LLaMA-30b.*tp 2, 100 %.*all-reduces among 8"):
+        profile.costs("LLaMA-30b", tp=3)
+    with pytest.raises(ConfigError, match=r"Qwen3-8b.*nothing of this model"):
+        profile.costs("Qwen3-8b", sm_percent=50)
+
+
+@pytest.mark.parametrize("device", ["A100-80G", "H100-80G", "H200", "H800"])
+def test_a_large_model_on_more_devices_takes_less(device: str) -> None:
+    profile = device_profile(device)
+    long, step = Load(4096, 1, 4096 * 4097 // 2, 0, 0), Load(0, 0, 0, 16, 16 * 1024)
+    two, eight = (profile.costs("Llama-3-70b", tp=tp) for tp in (2, 8))
+    assert eight.of(long) < two.of(long) / 2
+    assert eight.of(step) < two.of(step) < profile.costs("Llama-3-70b").of(step)
 
 
 def test_unknown_names_list_the_known() -> None:

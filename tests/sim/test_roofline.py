@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 
-from ballast.core.cost import TILE
+from ballast.core.cost import TILE, StepCosts
 from ballast.core.job import Load, chunk_pairs
 from ballast.sim.catalogue import catalogue, facts
-from ballast.sim.derating import Measured, fit_derate, median_derate
+from ballast.sim.derating import GroupDerate, Measured, fit_derate, fit_group, median_derate
 from ballast.sim.fitting import Points
-from ballast.sim.roofline import Derate, Hardware, Sizes, roofline
+from ballast.sim.roofline import AllReduce, Derate, Hardware, Sizes, roofline
 
 HARDWARE = Hardware(
     memory_bytes=80 * 10**9,
@@ -32,7 +34,11 @@ PEAK = Derate(
     sequence_seconds=0,
     kv=1,
     tile=0,
+    group_layer_seconds=0,
+    group_floor=1,
+    group_start=0,
 )
+GROUP = GroupDerate(group_layer_seconds=4e-4, group_floor=1.6, group_start=0.55)
 REAL = Derate(
     layer_seconds=8e-5,
     weights=1.4,
@@ -43,6 +49,7 @@ REAL = Derate(
     sequence_seconds=1e-4,
     kv=2.0,
     tile=1.1,
+    **asdict(GROUP),
 )
 
 
@@ -94,7 +101,7 @@ def measured(model: str) -> Measured:
 
 def test_a_derate_is_recovered_and_predicts_a_model_it_has_not_seen() -> None:
     seen = [measured(m) for m in ("Llama-2-7b", "Llama-2-13b", "Qwen2.5-7b", "Yi-1.5-9b-chat")]
-    found = fit_derate(seen, HARDWARE)
+    found = fit_derate(seen, HARDWARE, GROUP)
     for key, value in REAL.model_dump().items():
         assert getattr(found, key) == pytest.approx(value, rel=0.02), key
     costs = roofline(Sizes.of_facts(facts("Qwen3-14b")), HARDWARE, found)
@@ -104,6 +111,31 @@ def test_a_derate_is_recovered_and_predicts_a_model_it_has_not_seen() -> None:
         for b, n in zip(other.batch, other.tokens, strict=True)
     ]
     assert np.abs(np.array(steps) / other.seconds - 1).max() < 0.02
+
+
+def test_a_group_shares_the_work_and_pays_for_meeting() -> None:
+    sizes = Sizes.of_facts(facts("Llama-2-70b"))
+    alone = roofline(sizes, HARDWARE, PEAK)
+    free = AllReduce(tp=4, least=0, base=0, per_byte=0, source="a test")
+    ideal = roofline(sizes, HARDWARE, PEAK, free)
+    assert ideal.of(Load(0, 0, 0, 8, 8000)) == pytest.approx(alone.of(Load(0, 0, 0, 8, 8000)) / 4)
+    assert ideal.prefill_seconds(4096) == pytest.approx(alone.prefill_seconds(4096) / 4)
+
+    paid = roofline(sizes, HARDWARE, PEAK, free.model_copy(update={"least": 5e-5}))
+    assert paid.base - ideal.base == pytest.approx(2 * 80 * 5e-5)
+    sent = roofline(sizes, HARDWARE, PEAK, free.model_copy(update={"per_byte": 1e-11}))
+    assert sent.per_token - ideal.per_token == pytest.approx(2 * 80 * 1e-11 * 2 * 8192)
+    hosted = roofline(sizes, HARDWARE, PEAK.model_copy(update={"group_layer_seconds": 1e-3}), free)
+    assert hosted.base == pytest.approx(0.08)
+
+
+def test_what_groups_show_is_taken_from_those_that_wait_for_the_host() -> None:
+    def row(layers: int, base: float) -> tuple[int, StepCosts]:
+        return layers, StepCosts(base, 0, 0, 0, 0, floor=1.5 * base, hidden=0.4 * base)
+
+    found = fit_group([row(32, 32 * 4e-4), row(40, 40 * 4e-4), row(60, 0.029), row(80, 0.033)])
+    assert found.group_layer_seconds == pytest.approx(4e-4, rel=0.03)
+    assert (found.group_floor, found.group_start) == pytest.approx((1.5, 0.6))
 
 
 def test_an_unmeasured_device_gets_the_median_factor_by_factor() -> None:
