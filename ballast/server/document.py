@@ -37,7 +37,8 @@ _REFERENCES, _COMPONENTS = msgspec.json.schema_components(
     _ANSWERS, ref_template="#/components/schemas/{name}"
 )
 _SCHEMAS = dict(zip(_ANSWERS, _REFERENCES, strict=True))
-_EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
+_EVENTS: dict[str, Any] = {"text/event-stream": {}}
+"""Without a schema: some readers take it for one of the whole text, some for one of each event."""
 
 
 def _json(kind: type[msgspec.Struct]) -> dict[str, Any]:
