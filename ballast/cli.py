@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from json import dumps
 from pathlib import Path
@@ -218,8 +219,8 @@ def bench(
     """Replay a workload open loop: latencies, service levels, memory by owner; presets compared."""
     from rich.console import Console
 
-    from ballast.bench.choose import workload_of
-    from ballast.bench.run import compare_live, compare_virtual, replay_http, slos_of
+    from ballast.bench.choose import slos_of, workload_of
+    from ballast.bench.run import compare_live, compare_virtual, replay_http
     from ballast.sim.profile import device_profile
 
     if profile is not None and not virtual:
@@ -241,6 +242,130 @@ def bench(
         show_reports(list(compare_virtual(fleet, work, presets, device)), console, json, png)
     else:
         show_reports(list(compare_live(fleet, work, presets)), console, json, png)
+
+
+Devices = Annotated[
+    str, typer.Option(help="As 4xH100-80G,2xL4: how many of which device, or profile's file.")
+]
+Workload = Annotated[
+    str, typer.Option("--workload", help="bursty, poisson, gamma, or a trace file.")
+]
+Presets = Annotated[
+    str | None,
+    typer.Option("--preset", help="One or more, comma separated; default: the fleet file's."),
+]
+Rate = Annotated[
+    float | None,
+    typer.Option(help="Requests per second, on average; default: a trace's own, else 2."),
+]
+Seconds = Annotated[float, typer.Option(help="Length of the workload, in virtual time.")]
+MostTokens = Annotated[int, typer.Option(help="Longest prompt and output together.")]
+Seed = Annotated[int, typer.Option(help="Of the workload.")]
+
+
+@app.command()
+def simulate(
+    fleet_file: FleetFile,
+    devices: Devices,
+    workload: Workload = "bursty",
+    preset: Presets = None,
+    rate: Rate = None,
+    seconds: Seconds = 600.0,
+    most_tokens: MostTokens = 4096,
+    seed: Seed = 0,
+    json: Annotated[Path | None, typer.Option(help="Write the reports here.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with pictures here.")] = None,
+) -> None:
+    """Serve a fleet in virtual time on devices that need not be here; presets side by side."""
+    from rich.console import Console
+
+    from ballast.bench.asked import Asked
+    from ballast.bench.show import runs_table, sizes_text
+    from ballast.bench.simulating import simulate_presets, simulation_json
+    from ballast.sim.cluster import kinds_of
+
+    kinds = kinds_of(devices)
+    work = (workload, rate, seconds, most_tokens, seed)
+    asked = Asked.of(load(fleet_file, simulated=True), preset, *work)
+    console = Console()
+    console.print(asked.described(), markup=False, highlight=False, soft_wrap=True)
+    with arrivals_bar(len(asked.workload.requests)) as progress:
+        runs = list(
+            simulate_presets(
+                asked.fleet, asked.specs, kinds, asked.workload, asked.presets, progress
+            )
+        )
+    console.print(runs_table(runs))
+    sizes = sizes_text(asked.specs, runs[0])
+    console.print(sizes, soft_wrap=True)
+    if json is not None:
+        write_json(json, simulation_json(kinds, asked.specs, asked.workload, runs))
+    if html is not None:
+        from ballast.bench.page import page
+
+        html.parent.mkdir(parents=True, exist_ok=True)
+        title = f"{fleet_file.name} on {devices}"
+        html.write_text(page(title, (asked.described(), sizes), runs), encoding="utf-8")
+        console.print(f"drawn: {html}", soft_wrap=True)
+
+
+@app.command()
+def plan(
+    fleet_file: FleetFile,
+    devices: Annotated[str, typer.Option(help="The kind, as H100-80G, or a profile's file.")],
+    workload: Workload = "bursty",
+    target: Annotated[float, typer.Option(help="Share of requests within service levels.")] = 0.99,
+    each: Annotated[
+        bool, typer.Option("--each", help="Of every model's requests, not of all together.")
+    ] = False,
+    preset: Presets = None,
+    rate: Rate = None,
+    seconds: Seconds = 600.0,
+    most_tokens: MostTokens = 4096,
+    most_devices: Annotated[int, typer.Option(help="Where the search ends.")] = 1024,
+    seed: Seed = 0,
+    json: Annotated[Path | None, typer.Option(help="Write what was tried here.")] = None,
+) -> None:
+    """The fewest devices with which a fleet meets its service levels, under each preset."""
+    from rich.console import Console
+
+    from ballast.bench.asked import Asked
+    from ballast.bench.show import plans_table
+    from ballast.bench.simulating import plan_preset
+    from ballast.sim.cluster import kinds_of
+
+    kinds = kinds_of(devices)
+    if len(kinds) > 1 or kinds[0].number > 1:
+        raise ConfigError("--devices", devices, "one kind without a number, which is sought")
+    work = (workload, rate, seconds, most_tokens, seed)
+    asked = Asked.of(load(fleet_file, simulated=True), preset, *work)
+    console = Console()
+    console.print(asked.described(), markup=False, highlight=False, soft_wrap=True)
+    with arrivals_bar(len(asked.workload.requests)) as progress:
+        plans = [
+            plan_preset(
+                asked.fleet,
+                asked.specs,
+                kinds[0],
+                asked.workload,
+                name,
+                target,
+                each=each,
+                most=most_devices,
+                progress=progress,
+            )
+            for name in asked.presets
+        ]
+    console.print(plans_table(plans, target, each))
+    if json is not None:
+        document = {
+            "device": kinds[0].profile.device,
+            "target": target,
+            "each": each,
+            "workload": asked.workload.describe(),
+            "presets": [plan.to_json() for plan in plans],
+        }
+        write_json(json, document)
 
 
 @app.command()
@@ -364,12 +489,35 @@ def _show(made: MadeFleet, console: object) -> None:
     console.print(f"next: ballast serve {made.file}", soft_wrap=True)
 
 
-def load(file: Path) -> FleetSettings:
+@contextmanager
+def arrivals_bar(requests: int) -> Iterator[Callable[[str, int], None]]:
+    """A bar on stderr for each run that is named, which tells of its requests' arrivals."""
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+    tasks: dict[str, TaskID] = {}
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+
+        def progress(what: str, sent: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=requests)
+            bar.update(tasks[what], completed=sent)
+
+        yield progress
+
+
+def write_json(file: Path, document: object) -> None:
+    """Indented; creates the folder."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def load(file: Path, *, simulated: bool = False) -> FleetSettings:
     """The fleet file, resolved against the presets there are."""
     from ballast.fleet.file import load_fleet
     from ballast.policy.presets import PRESETS
 
-    return load_fleet(file, presets=PRESETS)
+    return load_fleet(file, presets=PRESETS, simulated=simulated)
 
 
 def with_preset(fleet: FleetSettings, preset: str | None) -> FleetSettings:
@@ -394,9 +542,7 @@ def show_reports(
     if len(reports) > 1:
         console.print(comparison_table(reports))
     if json is not None:
-        documents = [report.to_json() for report in reports]
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(dumps(documents, indent=2) + "\n", encoding="utf-8")
+        write_json(json, [report.to_json() for report in reports])
     if png is not None:
         png.parent.mkdir(parents=True, exist_ok=True)
         plot(reports, png)

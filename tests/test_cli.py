@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from ballast import __version__
 from ballast.cli import app
-from ballast.core.errors import ConfigError
+from ballast.core.errors import BallastError, ConfigError
 from ballast.fleet.make import make_fleet
 from ballast.sim.profile import device_profile
 
@@ -103,3 +103,63 @@ def test_a_measured_profile_drives_a_simulation(tmp_path: Path) -> None:
     assert json.loads(report.read_text())[0]["total"]["failed"] == 0
     with pytest.raises(ConfigError, match="it goes with --virtual"):
         ballast(*work)
+
+
+KNOWN = """
+preset: static
+models: [{name: chat, path: "catalogue:Llama-2-7b"}, {name: code, path: "catalogue:Llama-2-7b"}]
+"""
+
+
+def invoke(*arguments: object) -> str:
+    done = CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
+    assert done.exit_code == 0
+    return done.stdout
+
+
+def test_simulate_compares_presets_on_devices_that_are_not_here(tmp_path: Path) -> None:
+    fleet, out = tmp_path / "fleet.yaml", tmp_path / "out"
+    fleet.write_text(KNOWN)
+    work = ("--workload", "poisson", "--seconds", 10, "--most-tokens", 256)
+    files = ("--json", out / "a.json", "--html", out / "a.html")
+    devices = ("--devices", "1xL4,L4")
+    shown = invoke("simulate", fleet, *devices, *work, "--preset", "swap,balloon", *files)
+    assert "in SLO, code" in shown
+    told = json.loads((out / "a.json").read_text())
+    assert [run["name"] for run in told["presets"]] == ["swap", "balloon"]
+    assert list(told["presets"][0]["devices"]) == ["L4:0", "L4:1"]
+    assert "fleet.yaml on 1xL4,L4" in (out / "a.html").read_text()
+
+    shown = invoke("plan", fleet, "--devices", "L4", *work, "--json", out / "plan.json")
+    told = json.loads((out / "plan.json").read_text())
+    assert told["device"] == "L4"
+    assert told["presets"][0]["name"] == "static"
+    assert told["presets"][0]["devices"] == 2
+    assert "fewest devices" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("simulate", "--devices", "4xH1000"), "'H1000' is not allowed.* H100-80G, .*L4"),
+        (("simulate", "--devices", "L4", "--preset", "static,swop"), "did you mean 'swap'"),
+        (("simulate", "--devices", "L4", "--workload", "trace.csv"), r"trace.csv, line 3: .*'1x'"),
+        (("simulate", "--devices", "L4", "--workload", "none.csv"), "a trace file, or one of"),
+        (("plan", "--devices", "4xL4"), "one kind without a number"),
+        (("plan", "--devices", "L4", "--target", "99"), "target.*as in 0.99"),
+        (("serve",), r"models\[0\].path: 'catalogue:Llama-2-7b'.*for simulations"),
+    ],
+)
+def test_a_fault_in_what_is_to_be_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("fleet.yaml").write_text(KNOWN + "devices: [{budget: 1GB}]\n")
+    Path("trace.csv").write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.680590,374,44\n"
+        "2023-11-16 18:15:50.995184,396,1x\n"
+    )
+    command, *options = arguments
+    with pytest.raises(BallastError, match=says):
+        invoke(command, "fleet.yaml", *options)

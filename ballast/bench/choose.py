@@ -1,4 +1,4 @@
-"""The workload a command line names."""
+"""What a command line and a fleet file choose: the workload, service levels, options."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ballast.core.errors import ConfigError
+from ballast.core.settings import FleetSettings, Slo
 from ballast.workload.bursty import BurstyGroups, bursty_groups
 from ballast.workload.generators import independent
 from ballast.workload.lengths import LogNormal
@@ -17,28 +18,49 @@ GENERATORS = ("bursty", "poisson", "gamma")
 SPAN = 900.0
 """Seconds of bursty groups (Prism, appendix A.1) that are replayed faster to fit the time asked."""
 
+RATE = 2.0
+"""Requests per second of a generator, on average, where none is asked for."""
+
+
+def slos_of(fleet: FleetSettings) -> dict[str, Slo]:
+    """Service levels by model and adapter."""
+    slos = {m.name: m.slo for m in fleet.models}
+    return slos | {a.name: a.slo for m in fleet.models for a in m.adapters}
+
+
+def options_of(fleet: FleetSettings, preset: str) -> dict[str, float]:
+    """Options belong to the preset they were written for."""
+    return fleet.options if preset == fleet.preset else {}
+
 
 def workload_of(
     what: str,
     models: Sequence[str],
     *,
-    rate: float = 2.0,
+    rate: float | None = RATE,
     seconds: float = 60.0,
     most_tokens: int = 512,
     seed: int = 0,
 ) -> Workload:
     """A generator's workload, or a trace file's with its models mapped by popularity.
 
-    `rate` in requests per second, on average; prompts and outputs have at most half of
-    `most_tokens` each. Raises ConfigError for a name that is neither.
+    `rate` in requests per second, on average (None: a trace's own, a generator's `RATE`); prompts
+    and outputs have at most half of `most_tokens` each. Raises ConfigError for a name that is
+    neither.
     """
+    for key, value in (("rate", rate), ("seconds", seconds), ("most tokens", most_tokens)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(key, value, "positive")
     half = max(1, most_tokens // 2)
     if what not in GENERATORS:
         if not Path(what).is_file():
             raise ConfigError("workload", what, f"a trace file, or one of {', '.join(GENERATORS)}")
         trace = load_trace(Path(what)).map_models(list(models))
         trace = trace.scale_lengths(max_prompt=half, max_output=half)
-        return trace.scale_rate(rate / trace.stats().rate).window(0.0, seconds)
+        if rate is not None:
+            trace = trace.scale_rate(rate / trace.stats().rate)
+        return trace.window(0.0, seconds)
+    rate = RATE if rate is None else rate
     lengths = LogNormal.of_cv(max(1.0, half / 4), 1.0, most=half)
     if what != "bursty":
         cv = 1.0 if what == "poisson" else 3.0

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ballast.bench.gauge import Gauge
 from ballast.bench.record import Recorder, prompts_of, submission_for, vocabularies_of
 from ballast.bench.report import Report
 from ballast.core.event import Output
-from ballast.core.model import ModelSpec
+from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, Slo
 from ballast.policy.presets import Preset
@@ -23,8 +24,12 @@ class ClusterRun:
 
     report: Report
     devices: dict[str, dict[str, Any]]
-    """By device: its kind's memory, its models, and what it did."""
+    """By device: its memory, its models and their weights, and what it did."""
     jobs: int
+
+    def total(self, what: str) -> int:
+        """Of a number that every device has, over all of them."""
+        return sum(device[what] for device in self.devices.values())
 
     def to_json(self) -> dict[str, Any]:
         """The report's form, and the devices."""
@@ -46,7 +51,8 @@ def run_cluster(
     def heard(device: str, at: float, output: Output) -> None:
         recorder.told(at, output)
 
-    cluster = Cluster(kinds, specs, preset, heard, served)
+    gauge = Gauge(workload.seconds)
+    cluster = Cluster(kinds, specs, preset, heard, served, watch=gauge.watch)
     prompts = prompts_of(vocabularies_of(specs))
 
     def arrivals() -> Iterator[Submission]:
@@ -59,7 +65,12 @@ def run_cluster(
     seconds = cluster.run(arrivals())
     progress(len(workload.requests))
     report = Report.of(
-        recorder.records(), slos, seconds, name=preset.name, workload=workload.describe()
+        recorder.records(),
+        slos,
+        seconds,
+        gauge.samples(),
+        name=preset.name,
+        workload=workload.describe(),
     )
     return ClusterRun(report, _did(cluster), cluster.jobs)
 
@@ -72,6 +83,7 @@ def _did(cluster: Cluster) -> dict[str, dict[str, Any]]:
         did[name] = {
             "memory_bytes": state.pool.total * state.settings.page_bytes,
             "models": sorted(state.models),
+            "weights_bytes": weight_bytes(m.spec for m in models),
             "jobs": state.jobs,
             "activations": sum(m.activations for m in models),
             "evictions": sum(m.evictions for m in models),

@@ -14,7 +14,10 @@ from matplotlib.figure import Figure
 from ballast.bench.record import RequestRecord
 from ballast.bench.report import Report
 from ballast.core.errors import ConfigError
-from ballast.core.units import MiB
+from ballast.core.units import GiB, MiB
+
+POINTS = 400
+"""Of a curve."""
 
 
 def plot(reports: Sequence[Report], path: str | Path) -> None:
@@ -32,14 +35,14 @@ def plot(reports: Sequence[Report], path: str | Path) -> None:
         ("end to end, s", lambda r: r.e2e),
     )
     for column, (label, of) in enumerate(latencies):
-        _distribution(figure.add_subplot(grid[0, column]), reports, label, of)
+        distribution(figure.add_subplot(grid[0, column]), reports, label, of)
     _attainment(figure.add_subplot(grid[1, :]), reports)
     for row, report in enumerate(with_memory, start=2):
-        _memory(figure.add_subplot(grid[row, :]), report)
+        memory(figure.add_subplot(grid[row, :]), report)
     figure.savefig(path, dpi=110, format="png")
 
 
-def _distribution(
+def distribution(
     axes: Axes,
     reports: Sequence[Report],
     label: str,
@@ -49,8 +52,11 @@ def _distribution(
     for report in reports:
         values = sorted(v for r in report.records if r.answered and (v := of(r)) is not None)
         if values:
-            shares = np.arange(1, len(values) + 1) / len(report.records)
-            axes.step(np.maximum(values, 1e-4), shares, where="post", label=report.name)
+            # Every one of a few, else as many as a picture can show; the last among them.
+            at = np.unique(np.linspace(0, len(values) - 1, POINTS).round().astype(int))
+            shares = (at + 1) / len(report.records)
+            shown = np.maximum(np.array(values)[at], 1e-4)
+            axes.step(shown, shares, where="post", label=report.name)
     axes.set_xscale("log")
     axes.tick_params(axis="x", which="both", labelsize=7, labelrotation=30)
     axes.set_ylim(0, 1.02)
@@ -76,16 +82,18 @@ def _attainment(axes: Axes, reports: Sequence[Report]) -> None:
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def _memory(axes: Axes, report: Report) -> None:
-    """Owners stacked over time, in MiB; free memory is what is left white."""
+def memory(axes: Axes, report: Report) -> None:
+    """Owners stacked over time; free memory is what is left white."""
     owners = sorted({o for s in report.memory for o in s.owners if o != "free"}, key=_order)
     times = [s.at for s in report.memory]
-    series = [[s.owners.get(o, 0) / MiB for s in report.memory] for o in owners]
+    totals = [sum(s.owners.values()) for s in report.memory]
+    unit, size = ("GiB", GiB) if max(totals) >= 10 * GiB else ("MiB", MiB)
+    series = [[s.owners.get(o, 0) / size for s in report.memory] for o in owners]
     axes.stackplot(times, series, labels=owners, colors=_colours(owners), step="post")
-    totals = [sum(s.owners.values()) / MiB for s in report.memory]
-    axes.step(times, totals, where="post", color="black", linewidth=0.8, label="all, with free")
+    whole = [n / size for n in totals]
+    axes.step(times, whole, where="post", color="black", linewidth=0.8, label="all, with free")
     axes.set_xlabel("seconds")
-    axes.set_ylabel(f"MiB, {report.name}")
+    axes.set_ylabel(f"{unit}, {report.name}")
     axes.legend(fontsize="x-small", ncols=2, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from ballast.bench.choose import options_of, slos_of
 from ballast.bench.http import HttpTarget
 from ballast.bench.record import prompts_of, vocabularies_of
 from ballast.bench.replay import Replayed, replay
@@ -13,18 +14,12 @@ from ballast.bench.report import Report
 from ballast.bench.worlds import run_live, run_virtual
 from ballast.core.errors import BallastError
 from ballast.core.model import ModelSpec
-from ballast.core.settings import FleetSettings, Slo
+from ballast.core.settings import FleetSettings
 from ballast.engine.inbox import MonotonicClock
 from ballast.sim.calibrate import calibrate
 from ballast.sim.profile import DeviceProfile
 from ballast.weights.checkpoint import load_host_model
 from ballast.workload.workload import Workload
-
-
-def slos_of(fleet: FleetSettings) -> dict[str, Slo]:
-    """Service levels by model and adapter."""
-    slos = {m.name: m.slo for m in fleet.models}
-    return slos | {a.name: a.slo for m in fleet.models for a in m.adapters}
 
 
 def specs_of(fleet: FleetSettings) -> list[ModelSpec]:
@@ -42,7 +37,7 @@ def compare_live(
 ) -> Iterator[Report]:
     """Each preset in turn, on this machine, in this process."""
     for preset in presets:
-        chosen = replace(fleet, preset=preset, options=_options(fleet, preset))
+        chosen = replace(fleet, preset=preset, options=options_of(fleet, preset))
         yield run_live(chosen, workload, slos_of(fleet), progress=True).report
 
 
@@ -56,7 +51,7 @@ def compare_virtual(
     specs = specs_of(fleet)
     profile = calibrate(fleet) if device is None else device.of(specs)
     for preset in presets:
-        chosen = replace(fleet, preset=preset, options=_options(fleet, preset))
+        chosen = replace(fleet, preset=preset, options=options_of(fleet, preset))
         yield run_virtual(chosen, specs, workload, slos_of(fleet), profile).report
 
 
@@ -81,8 +76,3 @@ def replay_http(
         name=name,
         workload=workload.describe(),
     )
-
-
-def _options(fleet: FleetSettings, preset: str) -> dict[str, float]:
-    """Options belong to the preset they were written for."""
-    return fleet.options if preset == fleet.preset else {}

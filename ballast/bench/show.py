@@ -6,7 +6,11 @@ from collections.abc import Callable, Sequence
 
 from rich.table import Table
 
+from ballast.bench.clusters import ClusterRun
 from ballast.bench.report import Report, Served, Spread
+from ballast.bench.simulating import Planned
+from ballast.core.model import ModelSpec, weight_bytes
+from ballast.core.units import format_bytes
 
 _LATENCIES: tuple[tuple[str, Callable[[Served], Spread | None]], ...] = (
     ("TTFT", lambda s: s.ttft),
@@ -62,6 +66,67 @@ def comparison_table(reports: Sequence[Report]) -> Table:
     return table
 
 
+def runs_table(runs: Sequence[ClusterRun]) -> Table:
+    """As `comparison_table`, with what the devices did."""
+    table = comparison_table([run.report for run in runs])
+    table.add_section()
+    for what in ("activations", "evictions"):
+        table.add_row(what, *(str(run.total(what)) for run in runs))
+    for use in ("weights", "kv"):
+        peaks = (max((s.owners[use] for s in run.report.memory), default=0) for run in runs)
+        table.add_row(f"{use} in memory, most", *(format_bytes(n) for n in peaks))
+    failures = [f"{r.report.name}: {n} x {why}" for r in runs for why, n in _reasons(r.report)]
+    table.caption = "\n".join(failures) or None
+    return table
+
+
+def sizes_text(specs: Sequence[ModelSpec], run: ClusterRun) -> str:
+    """What the models' weights need, beside what there is."""
+    weights, memory = weight_bytes(specs), run.total("memory_bytes")
+    told = f"weights of {len(specs)} models {format_bytes(weights)}, "
+    told += f"memory of the devices in use ({len(run.devices)}) {format_bytes(memory)}"
+    full = [d for d in run.devices.values() if d["weights_bytes"] > d["memory_bytes"]]
+    if full:
+        missing = sum(d["weights_bytes"] - d["memory_bytes"] for d in full)
+        told += f"; on {len(full)} of them {format_bytes(missing)} are missing to hold all at once"
+    return told
+
+
+def plans_table(plans: Sequence[Planned], target: float, each: bool) -> Table:
+    """A row per preset: the fewest devices, what these and one fewer attain."""
+    of = "of every model's requests" if each else "of all requests"
+    table = Table(title=f"fewest devices for {percent(target)} {of} in SLO")
+    for column in ("preset", "devices", "in SLO", "with one fewer", "worst model", "TTFT p99"):
+        table.add_column(column, justify="left" if column == "preset" else "right")
+    notes = []
+    for plan in plans:
+        found, tried = plan.found, plan.found.tried
+        number = found.number or max(tried, key=lambda n: (tried[n], -n))
+        row = plan.rows[number]
+        fewer = tried.get(number - 1)
+        table.add_row(
+            plan.preset,
+            str(number) if found.number else "none",
+            percent(tried[number]),
+            "-" if fewer is None else percent(fewer),
+            percent(row["worst_attainment"]),
+            "-" if row["ttft_p99"] is None else seconds(row["ttft_p99"]),
+        )
+        if found.number is None:
+            notes.append(
+                f"{plan.preset}: no number up to {max(tried)} suffices; the best is {number}"
+            )
+        if not found.steady:
+            bad = ", ".join(f"{n}: {percent(share)}" for n, share in tried.items())
+            notes.append(f"{plan.preset}: more devices are not always better: {bad}")
+    table.caption = "\n".join(notes) or None
+    return table
+
+
+def _reasons(report: Report) -> list[tuple[str, int]]:
+    return list(report.errors.items())[:3]
+
+
 def percent(share: float) -> str:
     """``0.9876 -> '98.8 %'``; never rounds up to 100."""
     shown = f"{share * 100:.1f}"
@@ -107,5 +172,5 @@ def _caption(report: Report) -> str:
     ]
     if report.latest_send > 0.1:
         told.append(f"sender up to {seconds(report.latest_send)} late")
-    lines = [", ".join(told), *(f"{n} x {reason}" for reason, n in list(report.errors.items())[:3])]
+    lines = [", ".join(told), *(f"{n} x {reason}" for reason, n in _reasons(report))]
     return "\n".join(lines)

@@ -10,7 +10,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from ballast.core.errors import ConfigError
-from ballast.core.settings import AdapterSettings, FleetSettings, LinkSettings, ModelSettings
+from ballast.core.settings import (
+    AdapterSettings,
+    DeviceSettings,
+    FleetSettings,
+    LinkSettings,
+    ModelSettings,
+)
 from ballast.fleet.document import read_document
 from ballast.fleet.faults import first_fault, unknown
 from ballast.fleet.hub import fetch, is_hub_id
@@ -22,10 +28,13 @@ from ballast.fleet.schema import (
     ModelKeys,
     NamedModelKeys,
     ServerKeys,
+    SimulatedFleetKeys,
 )
 
 HIDDEN = "(hidden)"
 """In place of what is, or may be, a secret."""
+CATALOGUE = "catalogue:"
+"""Before the name of a public model, in place of a path: its sizes are known, and no more."""
 
 
 def load_fleet(
@@ -34,20 +43,27 @@ def load_fleet(
     presets: Collection[str],
     environ: Mapping[str, str] | None = None,
     fetch_hub: Callable[[str, str], str] = fetch,
+    simulated: bool = False,
 ) -> FleetSettings:
     """Read, check and resolve the fleet file at `path`.
 
     Relative model paths start at the file's directory; hub ids are fetched by
-    `fetch_hub(id, key)`. `presets` are the names that `preset` may have. Raises ConfigError naming
-    the key (``models[2].slo.ttft``), its value and what is allowed.
+    `fetch_hub(id, key)`. `presets` are the names that `preset` may have. A fleet that is only
+    `simulated` may name models of the catalogue, and needs no devices: without any, its device has
+    a budget of 0. Raises ConfigError naming the key (``models[2].slo.ttft``), its value and what is
+    allowed.
     """
     file = Path(path)
-    keys = read_keys(file, presets=presets, environ=environ)
-    return resolved(keys, numbered(keys.models), file.parent, fetch_hub)
+    keys = read_keys(file, presets=presets, environ=environ, simulated=simulated)
+    return resolved(keys, numbered(keys.models), file.parent, fetch_hub, simulated)
 
 
 def read_keys(
-    file: Path, *, presets: Collection[str], environ: Mapping[str, str] | None = None
+    file: Path,
+    *,
+    presets: Collection[str],
+    environ: Mapping[str, str] | None = None,
+    simulated: bool = False,
 ) -> FleetKeys:
     """The file's keys, checked; no path is looked at yet. Raises ConfigError."""
     try:
@@ -55,7 +71,7 @@ def read_keys(
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("fleet file", str(file), f"it cannot be read: {error}") from error
     values = read_document(text, os.environ if environ is None else environ, str(file))
-    keys = _check(values, str(file))
+    keys = _check(values, str(file), SimulatedFleetKeys if simulated else FleetKeys)
     _check_names(keys, presets)
     return keys
 
@@ -70,15 +86,20 @@ def numbered(entries: Sequence[NamedModelKeys]) -> Placed:
 
 
 def resolved(
-    keys: FleetKeys, entries: Placed, home: Path, fetch_hub: Callable[[str, str], str] = fetch
+    keys: FleetKeys,
+    entries: Placed,
+    home: Path,
+    fetch_hub: Callable[[str, str], str] = fetch,
+    simulated: bool = False,
 ) -> FleetSettings:
     """Settings with these models; relative paths start at `home`. Raises ConfigError."""
     home = home.absolute()
+    device = keys.devices[0].settings() if keys.devices else DeviceSettings(budget_bytes=0)
     return FleetSettings(
-        models=_models(entries, home, fetch_hub),
-        device=keys.devices[0].settings(),
+        models=_models(entries, home, fetch_hub, simulated),
+        device=device,
         link=LinkSettings(
-            device=keys.devices[0].name,
+            device=device.name,
             bytes_per_second=keys.links[0].bandwidth if keys.links else None,
         ),
         preset=keys.preset,
@@ -102,13 +123,15 @@ def entry_settings(
 
 
 def _models(
-    entries: Placed, home: Path, fetch_hub: Callable[[str, str], str]
+    entries: Placed, home: Path, fetch_hub: Callable[[str, str], str], simulated: bool
 ) -> tuple[ModelSettings, ...]:
     """The models, each with its adapters, in the entries' order."""
     paths: dict[str, str] = {}
     adapters: dict[str, list[AdapterSettings]] = {}
     for at, entry in entries:
-        if entry.path is not None:
+        if simulated and entry.path is not None and entry.path.startswith(CATALOGUE):
+            paths[entry.name] = entry.path
+        elif entry.path is not None:
             paths[entry.name] = _directory(entry.path, f"{at}.path", home, fetch_hub, _CHECKPOINT)
         if entry.adapter is not None and entry.base is not None:
             path = _directory(entry.adapter, f"{at}.adapter", home, fetch_hub, _ADAPTER)
@@ -120,11 +143,11 @@ def _models(
     )
 
 
-def _check(values: Any, source: str) -> FleetKeys:
+def _check(values: Any, source: str, form: type[FleetKeys]) -> FleetKeys:
     if not isinstance(values, dict):
         raise ConfigError(source, values, "a fleet file is a mapping with `models` and `devices`")
     try:
-        return FleetKeys.model_validate(_with_defaults(values))
+        return form.model_validate(_with_defaults(values))
     except ValidationError as error:
         raise _config_error(error) from None
 
@@ -188,6 +211,11 @@ def _check_names(keys: FleetKeys, presets: Collection[str]) -> None:
     bases = [model.name for model in keys.models if model.adapter is None]
     for i, model in enumerate(keys.models):
         _check_kind(model, f"models[{i}]", bases)
+    if keys.devices:
+        _check_devices(keys)
+
+
+def _check_devices(keys: FleetKeys) -> None:
     if len(keys.devices) > 1:
         names = [device.name for device in keys.devices]
         raise ConfigError("devices", names, "one device per server is supported so far")
@@ -260,6 +288,9 @@ def _directory(
 ) -> str:
     """The directory that `text` names: a path first, a hub id if there is none."""
     file, kind = wanted
+    if text.startswith(CATALOGUE):
+        allowed = f"models of the catalogue are sizes without weights, for simulations; give {kind}"
+        raise ConfigError(key, text, allowed)
     hub_id = text.removeprefix("hf:")
     local = base / os.path.expanduser(text)  # which, unlike pathlib, takes any text
     if text == hub_id and (os.path.exists(local) or not is_hub_id(text)):

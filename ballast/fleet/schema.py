@@ -257,3 +257,9 @@ class FleetKeys(Keys):
     devices: Annotated[list[DeviceKeys], Field(min_length=1)]
     links: list[LinkKeys] = Field(default_factory=list)
     server: ServerKeys = ServerKeys()
+
+
+class SimulatedFleetKeys(FleetKeys):
+    """The same for a simulation, which is told its devices apart from the file."""
+
+    devices: list[DeviceKeys] = Field(default_factory=list)

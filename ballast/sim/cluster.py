@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from ballast.core.model import ModelSpec, weight_pages
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings
 from ballast.core.units import MiB, ceil_div
+from ballast.engine.state import DeviceState
 from ballast.policy.placement import Need, Room, spread
 from ballast.policy.presets import Preset
 from ballast.sim.device import SimDevice
@@ -25,6 +27,8 @@ SERVED = DeviceSettings(budget_bytes=0, page_bytes=2 * MiB, step_tokens=2048, st
 
 Heard = Callable[[str, float, Output], None]
 """(device, when, what a client is told)."""
+Watch = Callable[[str, float, DeviceState], None]
+"""(device, when, its state): after each turn, and the leap that follows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class Cluster:
         heard: Heard,
         served: DeviceSettings = SERVED,
         work: Mapping[str, float] | None = None,
+        watch: Watch | None = None,
     ) -> None:
         """`served`: what devices have in common (its budget is each one's own); `work`: by model,
         expected seconds of compute per second.
@@ -80,8 +85,10 @@ class Cluster:
             if not own:
                 continue
             settings = replace(served, name=name, budget_bytes=budgets[name])
+            observe = None if watch is None else functools.partial(watch, name)
+            said = functools.partial(heard, name)
             self.devices[name] = SimDevice(
-                settings, own, preset, profile.of(own), _hearing(heard, name)
+                settings, own, preset, profile.of(own), said, observe=observe
             )
         self.homes = {served.name: [homes[spec.name]] for spec in specs for served in spec.served}
         """By model and adapter, its devices."""
@@ -94,10 +101,6 @@ class Cluster:
     def run(self, arrivals: Iterable[Submission]) -> float:
         """Serve `arrivals`, in order, to the last answer; when that was, in virtual seconds."""
         return simulate_devices(self.devices, self.homes, arrivals)
-
-
-def _hearing(heard: Heard, device: str) -> Callable[[float, Output], None]:
-    return lambda at, output: heard(device, at, output)
 
 
 def _budget(profile: DeviceProfile, served: DeviceSettings) -> int:

@@ -12,6 +12,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,35 @@ def load_host_model(
         raise CheckpointError(str(error.filename or settings.path), None, reason) from error
 
 
-def _load(settings: ModelSettings, directory: Path, tier: HostTier, threads: int) -> HostModel:
+def read_spec(settings: ModelSettings) -> ModelSpec:
+    """The spec it would have, of headers alone: no weights are read.
+
+    So segments that are equal to another model's are not known to be, its fingerprint is not that
+    of the loaded model, and adapters are not looked at. Raises as `load_host_model`, for what
+    headers show.
+    """
+    directory = Path(settings.path)
+    try:
+        return _spec(settings, _headers(settings, directory), directory, b"", ())
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(str(error.filename or settings.path), None, reason) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Headers:
+    """What can be known of a checkpoint before its weights are read."""
+
+    architecture: Architecture
+    plan: dict[str, Recipe]
+    dtype: str
+    segments: tuple[Segment, ...]
+    fused: bool
+    max_model_len: int
+    eos: tuple[int, ...]
+
+
+def _headers(settings: ModelSettings, directory: Path) -> _Headers:
     config = _read_config(directory)
     stored = find_tensors(directory)
     architecture = learn(config)
@@ -85,6 +114,12 @@ def _load(settings: ModelSettings, directory: Path, tier: HostTier, threads: int
         layout = packing.as_stored(architecture, dtype, linears)
     segments = tuple(pack(*s) for s in layout)
     eos = _eos(directory, config)
+    return _Headers(architecture, plan, dtype, segments, fused, length, eos)
+
+
+def _load(settings: ModelSettings, directory: Path, tier: HostTier, threads: int) -> HostModel:
+    told = _headers(settings, directory)
+    plan, dtype = told.plan, told.dtype
     with Sources(plan.values()) as sources:
 
         def read(name: str) -> Tensor:
@@ -95,8 +130,29 @@ def _load(settings: ModelSettings, directory: Path, tier: HostTier, threads: int
                 return _write(piece, packing.build(piece.tensor, read))
             return _fill(piece, plan[piece.tensor.sources[0]], sources, packing.DTYPES[dtype])
 
-        memory = HostBytes(settings.name, segments, fill, threads, tier)
-    spec = ModelSpec(
+        memory = HostBytes(settings.name, told.segments, fill, threads, tier)
+    host = HostModel(
+        _spec(settings, told, directory, memory.digest, memory.digests),
+        told.architecture.config,
+        directory,
+        told.segments,
+        memory,
+        windows=told.architecture.windows,
+        fused=told.fused,
+    )
+    return load_adapters(host, settings.adapters, tier)
+
+
+def _spec(
+    settings: ModelSettings,
+    told: _Headers,
+    directory: Path,
+    content: bytes,
+    digests: tuple[str, ...],
+) -> ModelSpec:
+    """`content`: a digest of all bytes; `digests`: of each segment's."""
+    architecture = told.architecture
+    return ModelSpec(
         name=settings.name,
         n_layers=architecture.n_layers,
         n_heads=architecture.heads,
@@ -107,13 +163,13 @@ def _load(settings: ModelSettings, directory: Path, tier: HostTier, threads: int
         experts_per_token=architecture.experts_per_token,
         expert_intermediate=architecture.expert_intermediate,
         vocab=architecture.vocab,
-        dtype=dtype,
-        max_model_len=length,
+        dtype=told.dtype,
+        max_model_len=told.max_model_len,
         block_tokens=settings.block_tokens,
-        segment_bytes=tuple(s.n_bytes for s in segments),
-        fingerprint=_fingerprint(architecture.config, segments, memory.digest),
-        segment_digests=memory.digests,
-        eos_token_ids=eos,
+        segment_bytes=tuple(s.n_bytes for s in told.segments),
+        fingerprint=_fingerprint(architecture.config, told.segments, content),
+        segment_digests=digests,
+        eos_token_ids=told.eos,
         slo=settings.slo,
         priority=settings.priority,
         share=settings.share,
@@ -123,16 +179,6 @@ def _load(settings: ModelSettings, directory: Path, tier: HostTier, threads: int
         embeds=pools_last_token(directory),
         pinned=settings.pinned,
     )
-    host = HostModel(
-        spec,
-        architecture.config,
-        directory,
-        segments,
-        memory,
-        windows=architecture.windows,
-        fused=fused,
-    )
-    return load_adapters(host, settings.adapters, tier)
 
 
 def _read_config(directory: Path) -> Any:

@@ -369,3 +369,14 @@ def test_a_hub_id_without_network_is_a_clear_fault(
         load_fleet(file, presets=PRESETS, environ={})
     assert caught.value.key == "models[0].path"
     assert "could not be reached" in caught.value.allowed
+
+
+def test_models_of_the_catalogue_are_for_simulations_and_these_need_no_devices(home: Path) -> None:
+    text = 'models: [{name: a, path: "catalogue:Llama-2-7b"}, {name: b, path: m}]\n'
+    told = fault(home, text + "devices: [{budget: 64MiB}]")
+    assert (told.key, told.value) == ("models[0].path", "catalogue:Llama-2-7b")
+    assert "for simulations" in told.allowed
+    assert fault(home, text).key == "devices"
+    fleet = load_fleet(home / "fleet.yaml", presets=PRESETS, simulated=True)
+    assert [m.path for m in fleet.models] == ["catalogue:Llama-2-7b", str(home / "m")]
+    assert fleet.device.budget_bytes == 0

@@ -24,7 +24,7 @@ from ballast.core.settings import ModelSettings, Slo
 from ballast.memory import syscalls
 from ballast.memory.tensor import tensor_at
 from ballast.weights import host as host_module
-from ballast.weights.checkpoint import load_host_model
+from ballast.weights.checkpoint import load_host_model, read_spec
 from ballast.weights.host import HostModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -92,6 +92,21 @@ def test_every_tensor_arrives(tmp_path: Path, tied: bool, shard: str) -> None:
     assert spec.pinned
     host.close()
     host.close()
+
+
+def test_headers_tell_the_spec(tmp_path: Path) -> None:
+    """All but what only bytes can tell, and before they are there."""
+    make(tmp_path, dtype=torch.bfloat16)
+    settings = ModelSettings(name="m", path=str(tmp_path), slo=Slo(ttft=9.0), max_model_len=99)
+    host = load_host_model(settings)
+    of_bytes: dict[str, Any] = {"fingerprint": "", "segment_digests": ()}
+    told = read_spec(settings)
+    assert dataclasses.replace(told, **of_bytes) == dataclasses.replace(host.spec, **of_bytes)
+    assert told.segment_digests == ()
+    host.close()
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="safetensors"):
+        read_spec(settings)
 
 
 def test_large_tensors_go_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

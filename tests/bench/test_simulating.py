@@ -1,0 +1,139 @@
+"""Simulations and plans of fleets of the catalogue, on devices by name."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from ballast.bench.asked import Asked
+from ballast.bench.clusters import ClusterRun
+from ballast.bench.page import page
+from ballast.bench.show import plans_table, runs_table, sizes_text
+from ballast.bench.simulating import plan_preset, simulate_presets, simulation_json
+from ballast.core.errors import ConfigError
+from ballast.core.settings import (
+    DeviceSettings,
+    FleetSettings,
+    LinkSettings,
+    ModelSettings,
+    Slo,
+)
+from ballast.sim.cluster import kinds_of
+
+SLO = Slo(ttft=2.0, tpot=0.1)
+
+
+def fleet(n: int, path: str = "catalogue:Llama-2-13b") -> FleetSettings:
+    models = [ModelSettings(name=f"m{i}", path=path, slo=SLO) for i in range(n)]
+    return FleetSettings(
+        models=tuple(models), device=DeviceSettings(budget_bytes=0), link=LinkSettings()
+    )
+
+
+def asked(n: int = 4, rate: float = 1.0, presets: str = "static,balloon") -> Asked:
+    return Asked.of(fleet(n), presets, "poisson", rate, 20.0, 512, 1)
+
+
+def simulated(it: Asked, devices: str) -> list[ClusterRun]:
+    kinds = kinds_of(devices)
+    return list(simulate_presets(it.fleet, it.specs, kinds, it.workload, it.presets))
+
+
+def text(what: object) -> str:
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(what)
+    return captured.get()
+
+
+def test_presets_side_by_side() -> None:
+    it, heard = asked(), {}
+    kinds = kinds_of("1xH100-80G,1xL4,1xA100-80G")
+    runs = list(
+        simulate_presets(it.fleet, it.specs, kinds, it.workload, it.presets, heard.__setitem__)
+    )
+    n = len(it.workload.requests)
+    assert heard == {"static": n, "balloon": n}
+    assert [r.report.name for r in runs] == ["static", "balloon"]
+    assert all(set(r.devices) == {"H100-80G:0", "A100-80G:2"} for r in runs)  # an L4 holds none
+    shown = text(runs_table(runs))
+    for row in ("in SLO, m0", "TTFT p90", "evictions", "weights in memory, most", "preemptions"):
+        assert row in shown
+
+    told = json.loads(json.dumps(simulation_json(kinds, it.specs, it.workload, runs)))
+    assert told["requests"] == n
+    assert told["devices"][1] == {"device": "L4", "number": 1}
+    again = list(simulate_presets(it.fleet, it.specs, kinds, it.workload, it.presets))
+    assert told == json.loads(json.dumps(simulation_json(kinds, it.specs, it.workload, again)))
+
+
+def test_memory_is_sampled_and_adds_up() -> None:
+    it = asked()
+    for run in simulated(it, "2xH100-80G"):
+        samples = run.report.memory
+        assert len(samples) > 20
+        assert {sum(s.owners.values()) for s in samples} == {run.total("memory_bytes")}
+        assert all(n >= 0 for s in samples for n in s.owners.values())
+        last = samples[-1].owners
+        assert last["kv"] == 0 < last["cached"]
+        used = set(it.workload.models)
+        assert len(used) * 25e9 < last["weights"] < len(it.specs) * 28e9
+
+
+def test_what_is_missing_is_said_in_bytes() -> None:
+    it = asked()
+    (static, balloon) = simulated(it, "1xH100-80G")
+    assert "29.92GiB are missing" in sizes_text(it.specs, static)  # 4 x 24.2, of 67
+    assert static.report.total.failed > 0 == balloon.report.total.failed
+    assert "has no place" in text(runs_table([static, balloon]))
+    with pytest.raises(ConfigError, match=r"m0.*needs at least .*GiB are missing"):
+        simulated(asked(), "8xL4")
+
+
+def test_a_page_is_whole_and_says_the_same_again() -> None:
+    runs = simulated(asked(), "2xH100-80G")
+    drawn = page("fleet & <devices>", ["what was run"], runs)
+    assert drawn == page("fleet & <devices>", ["what was run"], runs)
+    assert "fleet &amp; &lt;devices&gt;" in drawn
+    assert drawn.count("<svg") == 2
+    for start in (i for i in range(len(drawn)) if drawn.startswith("<svg", i)):
+        ElementTree.fromstring(drawn[start : drawn.index("</svg>", start) + 6])
+    for outside in ("<script", "<link", "src=", "url(http", "@import"):
+        assert outside not in drawn
+    for part in ("m3", "TTFT p99", "H100-80G:1", "in SLO, worst model"):
+        assert part in drawn
+
+
+@pytest.mark.parametrize(("each", "target"), [(False, 0.9), (True, 0.9)])
+def test_the_fewest_devices(each: bool, target: float) -> None:
+    it = asked(6, 2.0, "static")
+    (kind,) = kinds_of("H100-80G")
+    plan = plan_preset(it.fleet, it.specs, kind, it.workload, "static", target, each=each)
+    number = plan.found.number
+    assert number == 3  # two models of 26 GB have a place on a device, and time enough
+    told = plan.to_json()
+    assert [row["devices"] for row in told["tried"]] == sorted(plan.rows)
+    of = "worst_attainment" if each else "attainment"
+    assert plan.rows[3][of] >= target > plan.rows[2][of]
+    assert "static" in text(plans_table([plan], target, each))
+
+
+def test_no_number_of_devices_suffices() -> None:
+    """A model has one device: more of them do not help one that gets too many requests."""
+    (kind,) = kinds_of("L4")
+    it = Asked.of(fleet(2, "catalogue:Llama-2-7b"), "static", "poisson", 40.0, 4.0, 2048, 1)
+    plan = plan_preset(it.fleet, it.specs, kind, it.workload, "static", 0.99)
+    assert plan.found.number is None
+    assert set(plan.rows) == {1, 2}
+    assert "no number up to 2 suffices" in text(plans_table([plan], 0.99, False))
+
+
+@pytest.mark.parametrize(("target", "most"), [(0.0, 8), (1.5, 8), (0.99, 0)])
+def test_a_plan_for_nothing_is_refused(target: float, most: int) -> None:
+    it = asked()
+    (kind,) = kinds_of("H100-80G")
+    with pytest.raises(ConfigError, match=r"^(target|most devices): "):
+        plan_preset(it.fleet, it.specs, kind, it.workload, "static", target, most=most)
