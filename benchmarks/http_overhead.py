@@ -40,6 +40,7 @@ from ballast.core.request import Submission
 from ballast.fleet.file import load_fleet
 from ballast.policy.presets import PRESETS
 from benchmarks.common import Samples, finish, interleave, options
+from benchmarks.crash import until_spare_waits
 from benchmarks.llamas import ADMIN_KEY, LLAMA_6M, LLAMA_110M, TOKENS, make_fleet_file
 from benchmarks.raw_http import Connections, Stream
 
@@ -268,6 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine = stack.enter_context(InProcess(load_fleet(file, presets=PRESETS)))
         engine.device.populate()
         running = stack.enter_context(serving(file, "--log-level", "warning", "--no-changes"))
+        until_spare_waits(running.pid)
         there = There(running, stack.enter_context(Connections(running.url, STREAMS)))
         drawn = random.Random(0)
 

@@ -1,0 +1,48 @@
+"""A request whose client is gone while its model loads: withdrawn at once, nothing left behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from ballast.core.event import Cancel, Cancelled, Finished, Output
+from ballast.core.request import Submission
+from ballast.core.view import Residency
+from ballast.policy.presets import resolve
+from ballast.sim.device import Profile, SimDevice
+from tests.sim.test_simulate import COSTS, fleet, spec
+
+
+def asked(name: str, model: str, arrival: float) -> Submission:
+    return Submission(
+        id=name, model=model, prompt=(1,) * 20, max_tokens=5, arrival=arrival, ignore_eos=True
+    )
+
+
+@pytest.mark.parametrize("preset", ["static", "swap", "balloon"])
+@pytest.mark.parametrize("another", [False, True])
+def test_a_client_that_vanishes_while_its_model_loads(preset: str, another: bool) -> None:
+    models = [spec("m"), spec("n")]
+    settings = fleet(preset, models, 60)
+    told: list[tuple[float, Output]] = []
+    # 20 pages of 64 KiB take 1.3 s.
+    profile = Profile(
+        costs=dict.fromkeys(("m", "n"), COSTS), link_bytes_per_second=1e6, overhead=0.0
+    )
+    device = SimDevice(
+        settings.device, models, resolve(preset), profile, lambda at, o: told.append((at, o))
+    )
+    device.submit(asked("gone", "m", 0.0))
+    device.advance(0.5)
+    assert device.state.models["m"].residency is Residency.ACTIVATING
+    device._heap.schedule(0.5, Cancel("gone"))
+    device.submit(asked("other", "m" if another else "n", 0.6))
+    device.advance(0.55)
+    assert told == [(0.5, Cancelled("gone"))]
+    assert device.open_requests == 0
+    device.finish(1.0)
+    ends = [o for _, o in told if not isinstance(o, Cancelled)]
+    assert isinstance(ends[-1], Finished)
+    device.state.pool.validate()
+    for m in device.state.models.values():
+        assert (m.waiting, m.running, m.job, m.transfer_id) == ([], [], None, None)
+        m.kv.validate([])
