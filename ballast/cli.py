@@ -322,7 +322,9 @@ def plan(
     rate: Rate = None,
     seconds: Seconds = 600.0,
     most_tokens: MostTokens = 4096,
-    most_devices: Annotated[int, typer.Option(help="Where the search ends.")] = 1024,
+    most_devices: Annotated[
+        int, typer.Option(help="Where the search ends; at the number of models at the latest.")
+    ] = 1024,
     seed: Seed = 0,
     json: Annotated[Path | None, typer.Option(help="Write what was tried here.")] = None,
 ) -> None:
@@ -330,8 +332,8 @@ def plan(
     from rich.console import Console
 
     from ballast.bench.asked import Asked
+    from ballast.bench.planning import plan_preset
     from ballast.bench.show import plans_table
-    from ballast.bench.simulating import plan_preset
     from ballast.sim.cluster import kinds_of
 
     kinds = kinds_of(devices)

@@ -9,13 +9,13 @@ from typing import Any
 from ballast.bench.gauge import Gauge
 from ballast.bench.record import Recorder, prompts_of, submission_for, vocabularies_of
 from ballast.bench.report import Report
-from ballast.core.event import Output
+from ballast.core.event import Failed, Output
 from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, Slo
 from ballast.policy.presets import Preset
 from ballast.sim.cluster import SERVED, Cluster, Kind
-from ballast.workload.workload import Workload
+from ballast.workload.workload import Workload, WorkloadRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,22 @@ def run_cluster(
     slos: Mapping[str, Slo],
     served: DeviceSettings = SERVED,
     progress: Callable[[int], None] = lambda sent: None,
+    missed: Callable[[str], None] | None = None,
 ) -> ClusterRun:
-    """`progress` hears how many requests have arrived. Raises ConfigError (see `sim.cluster`)."""
+    """`progress` hears how many requests have arrived, and `missed` the model of each that got
+    its first token too late, or an error instead, when it does. Raises ConfigError (see
+    `sim.cluster`), and what these two raise.
+    """
     recorder = Recorder()
+    silent: dict[str, WorkloadRequest] = {}
 
     def heard(device: str, at: float, output: Output) -> None:
         recorder.told(at, output)
+        request = silent.pop(output.request_id, None)
+        if request is None or missed is None:
+            return
+        if isinstance(output, Failed) or at - request.at > slos[request.model].ttft:
+            missed(request.model)
 
     gauge = Gauge(workload.seconds)
     cluster = Cluster(kinds, specs, preset, heard, served, watch=gauge.watch)
@@ -59,6 +69,7 @@ def run_cluster(
         for n, request in enumerate(workload.requests):
             submission = submission_for(request, prompts(request))
             recorder.sent(request, submission.id, request.at)
+            silent[submission.id] = request
             progress(n)
             yield submission
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from ballast.bench.clusters import ClusterRun
 from ballast.bench.report import Report, Served, Spread
-from ballast.bench.simulating import Planned
+from ballast.bench.planning import Planned
 from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.units import format_bytes
 
@@ -100,24 +100,21 @@ def plans_table(plans: Sequence[Planned], target: float, each: bool) -> Table:
         table.add_column(column, justify="left" if column == "preset" else "right")
     notes = []
     for plan in plans:
-        found, tried = plan.found, plan.found.tried
-        number = found.number or max(tried, key=lambda n: (tried[n], -n))
-        row = plan.rows[number]
-        fewer = tried.get(number - 1)
+        found, tried, number = plan.found, plan.found.tried, plan.shown
+        row, fewer = plan.rows[number], plan.rows.get(number - 1)
         table.add_row(
             plan.preset,
             str(number) if found.number else "none",
-            percent(tried[number]),
-            "-" if fewer is None else percent(fewer),
+            percent(row["attainment"]),
+            "-" if fewer is None else percent(fewer["attainment"]),
             percent(row["worst_attainment"]),
             "-" if row["ttft_p99"] is None else seconds(row["ttft_p99"]),
         )
         if found.number is None:
-            notes.append(
-                f"{plan.preset}: no number up to {max(tried)} suffices; the best is {number}"
-            )
+            why = f"no number up to {max(tried)} suffices; the row is of {number}"
+            notes.append(f"{plan.preset}: {why}")
         if not found.steady:
-            bad = ", ".join(f"{n}: {percent(share)}" for n, share in tried.items())
+            bad = ", ".join(f"{n}: at most {percent(share)}" for n, share in tried.items())
             notes.append(f"{plan.preset}: more devices are not always better: {bad}")
     table.caption = "\n".join(notes) or None
     return table

@@ -1,0 +1,97 @@
+"""Whether a simulation gives the same bytes every time: JSON and page, in processes of their own.
+
+Twelve models of the catalogue in bursty groups on devices of three kinds, under three presets. One
+seed runs in this process, twice, and in others with several `PYTHONHASHSEED`; `identical` says
+whether all of them wrote the same bytes, and that another seed wrote others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from json import dumps
+from typing import Any
+
+from ballast.bench.asked import Asked
+from ballast.bench.page import page
+from ballast.bench.simulating import simulate_presets, simulation_json
+from ballast.core.settings import (
+    DeviceSettings,
+    FleetSettings,
+    LinkSettings,
+    ModelSettings,
+    Slo,
+)
+from ballast.fleet.file import CATALOGUE
+from ballast.sim.cluster import kinds_of
+from benchmarks.common import finish, options
+
+KNOWN = ("Llama-2-7b", "Llama-2-13b", "Qwen3-4b", "Qwen2.5-7b", "Llama-3-8b", "Qwen3-30B-A3B")
+MODELS = 12
+DEVICES = "1xH100-80G,1xA100-80G,2xL4"
+PRESETS = "static,swap,balloon"
+RATE, SECONDS, MOST_TOKENS = 3.0, 60.0, 1024
+HASH_SEEDS = ("0", "1", "4242", "random")
+
+
+def written(seed: int, seconds: float) -> str:
+    """SHA-256 of what `ballast simulate` would write."""
+    models = [
+        ModelSettings(name=f"m{i}", path=CATALOGUE + KNOWN[i % len(KNOWN)], slo=Slo(tpot=0.1))
+        for i in range(MODELS)
+    ]
+    fleet = FleetSettings(
+        models=tuple(models), device=DeviceSettings(budget_bytes=0), link=LinkSettings()
+    )
+    kinds = kinds_of(DEVICES)
+    asked = Asked.of(fleet, PRESETS, "bursty", RATE, seconds, MOST_TOKENS, seed)
+    runs = list(simulate_presets(fleet, asked.specs, kinds, asked.workload, asked.presets))
+    told = dumps(simulation_json(kinds, asked.specs, asked.workload, runs))
+    return hashlib.sha256((told + page("a page", [asked.described()], runs)).encode()).hexdigest()
+
+
+def apart(seed: int, seconds: float, hash_seed: str) -> str:
+    """The same in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.sim_determinism", "--one", str(seed), str(seconds)]
+    done = subprocess.run(
+        command,
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+    )
+    return done.stdout.splitlines()[-1]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    def extra(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+
+    if argv is None and "--one" in sys.argv:
+        seed, length = sys.argv[sys.argv.index("--one") + 1 :]
+        print(written(int(seed), float(length)))
+        return
+    args = options(__doc__, argv, extra)
+    seconds = SECONDS / (6 if args.quick else 1)
+    digests = {"here": written(1, seconds), "here again": written(1, seconds)}
+    for hash_seed in HASH_SEEDS:
+        digests[f"PYTHONHASHSEED {hash_seed}"] = apart(1, seconds, hash_seed)
+    other = written(2, seconds)
+    same = set(digests.values())
+    result: dict[str, Any] = {
+        "identical": len(same) == 1 and other not in same,
+        "runs": len(digests),
+        "presets": PRESETS,
+        "devices": DEVICES,
+        "sha256": digests,
+        "other_seed": other,
+    }
+    finish(args, "sim_determinism", result)
+
+
+if __name__ == "__main__":
+    main()
