@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from rich.table import Table
 
 from ballast.bench.clusters import ClusterRun
-from ballast.bench.report import Report, Served, Spread
 from ballast.bench.planning import Planned
+from ballast.bench.report import Report, Served, Spread
 from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.units import format_bytes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 from ballast.bench.choose import workload_of
 from ballast.bench.clusters import run_cluster
@@ -32,3 +33,19 @@ def test_a_run_is_reported_by_model_and_by_device() -> None:
     told = json.loads(json.dumps(ran.to_json()))
     assert told["devices"]["H100-80G:0"]["activations"] > 0
     assert told["total"]["answered"] == len(work.requests)
+
+
+def test_what_is_sure_to_miss_is_heard_at_once() -> None:
+    work = workload_of("poisson", NAMES, rate=20.0, seconds=4.0, most_tokens=1024, seed=3)
+    missed: Counter[str] = Counter()
+    ran = run_cluster(
+        resolve("static"),
+        kinds_of("1xA10"),
+        [spec(name) for name in NAMES],
+        work,
+        dict.fromkeys(NAMES, Slo(ttft=1.0)),
+        missed=lambda model: missed.update([model]),
+    )
+    assert ran.report.total.failed > 0
+    for name, served in ran.report.models.items():
+        assert missed[name] == served.requests - served.attained_ttft
