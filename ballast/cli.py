@@ -493,12 +493,13 @@ def _show(made: MadeFleet, console: object) -> None:
 
 @contextmanager
 def arrivals_bar(requests: int) -> Iterator[Callable[[str, int], None]]:
-    """A bar on stderr for each run that is named, which tells of its requests' arrivals."""
+    """A bar on a terminal's stderr for each run that is named: its requests' arrivals."""
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
     tasks: dict[str, TaskID] = {}
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
 
         def progress(what: str, sent: int) -> None:
             if what not in tasks:

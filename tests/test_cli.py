@@ -138,6 +138,15 @@ def test_simulate_compares_presets_on_devices_that_are_not_here(tmp_path: Path) 
     assert "fewest devices" in shown
 
 
+def test_a_model_that_fits_nowhere_is_one_line_with_the_bytes(tmp_path: Path) -> None:
+    (tmp_path / "fleet.yaml").write_text('models: [{name: big, path: "catalogue:Qwen2.5-72b"}]')
+    shown = ballast("simulate", tmp_path / "fleet.yaml", "--devices", "8xH100-80G,L4")
+    assert shown.returncode == 2
+    (line,) = shown.stderr.splitlines()
+    assert "'big'" in line
+    assert line.endswith("GiB are missing")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -110,8 +110,11 @@ def in_service(
     ]
     decodes = [s / c.of(n) for c, n, s in told if not n.prefill_chunks]
     factor = statistics.median(decodes) if decodes else 1.0
+    # A fit to disturbed measurements may have no base, and so nothing of which to be a share.
     beyond = [
-        (s - factor * c.of(n)) / (c.base * n.prefill_chunks) for c, n, s in told if n.prefill_chunks
+        (s - factor * c.of(n)) / (c.base * n.prefill_chunks)
+        for c, n, s in told
+        if n.prefill_chunks and c.base
     ]
     share = max(0.0, statistics.median(beyond)) if beyond else 0.0
     return {

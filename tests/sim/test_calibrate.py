@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -70,3 +71,5 @@ def test_service_scales_what_was_measured_alone() -> None:
     assert found.per_chunk == pytest.approx(truth.per_chunk)
     assert max(relative_errors(found, [(j, truth.seconds(j)) for j in JOBS])) < 1e-6
     assert in_service({"m": alone}, []) == {"m": alone}
+    baseless = replace(alone, base=0.0)
+    assert in_service({"m": baseless}, list(story.entries))["m"].per_chunk == 0
