@@ -71,7 +71,7 @@ def _sides(runs: Sequence[ClusterRun]) -> str:
 
 
 def _models(runs: Sequence[ClusterRun]) -> str:
-    """A row per model, shaded by attainment; with latencies where one preset ran."""
+    """A row per model, shaded by attainment, with latencies under each preset."""
     names = sorted(runs[0].report.models)
     head = ["model", "requests"]
     for run in runs:
