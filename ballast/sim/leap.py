@@ -67,7 +67,9 @@ def _turns(loop: Loop) -> deque[_Batch] | None:
     """The models that run, as they will come, that of the job in flight first; None where one of
     them may do anything but repeat its step, or where it is not certain which comes next."""
     state, job = loop.state, loop.state.lane_job
-    if job is None or state.asking or loop.operations.pending:
+    if job is None or any(len(work.tokens) != 1 for work in job.work):
+        return None
+    if state.asking or loop.operations.pending:
         return None
     names = [c.model for c in sorted(state.candidates(), key=lambda c: c.last_run)]
     if names and loop.preset.order is not least_recently_run:
@@ -82,7 +84,7 @@ def _turns(loop: Loop) -> deque[_Batch] | None:
     # Whoever has all of the prompt from the cache is still to be told when it was admitted.
     told = all(r.first_token_at is not None for batch in turns for r in batch.requests)
     later = all(r.decoding for batch in list(turns)[1:] for r in batch.requests)
-    now = len(job.work) == len(turns[0].requests) and all(len(w.tokens) == 1 for w in job.work)
+    now = len(job.work) == len(turns[0].requests)
     most = min(state.settings.step_tokens, state.settings.step_logits)
     fit = all(len(batch.requests) <= most for batch in turns)
     return turns if told and later and now and fit else None

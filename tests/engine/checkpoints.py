@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCAB = 256
@@ -26,3 +27,16 @@ def make_llama(directory: Path, seed: int, **changes: int) -> Path:
     config = LlamaConfig(**sizes, initializer_range=0.2, tie_word_embeddings=False)
     LlamaForCausalLM(config).save_pretrained(directory)
     return directory
+
+
+def make_base_and_tuned(root: Path) -> tuple[Path, Path]:
+    """A model, and one that has its embeddings, last norm and head but other layers."""
+    base, tuned = make_llama(root / "base", 0), make_llama(root / "tuned", 1)
+    (file,) = tuned.glob("*.safetensors")
+    kept = load_file(base / file.name)
+    mixed = {
+        name: kept[name] if name.startswith(("model.embed", "model.norm", "lm_head")) else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(mixed, file, {"format": "pt"})
+    return base, tuned

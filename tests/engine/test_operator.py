@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from ballast.bench.inprocess import InProcess
 from ballast.core.actions import Activate, Change, Evict
@@ -19,7 +18,7 @@ from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings, 
 from ballast.core.units import KiB, MiB
 from ballast.core.view import Residency
 from ballast.engine.operate import REMOVED
-from tests.engine.checkpoints import VOCAB, make_llama
+from tests.engine.checkpoints import VOCAB, make_base_and_tuned, make_llama
 
 DEADLINE = 60.0
 
@@ -28,14 +27,7 @@ DEADLINE = 60.0
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two models unlike each other, one with the first's embeddings and head, and a wide one."""
     root = tmp_path_factory.mktemp("models")
-    base, tuned = make_llama(root / "base", 0), make_llama(root / "tuned", 1)
-    (file,) = tuned.glob("*.safetensors")
-    kept = load_file(base / file.name)
-    mixed = {
-        name: kept[name] if name.startswith(("model.embed", "model.norm", "lm_head")) else tensor
-        for name, tensor in load_file(file).items()
-    }
-    save_file(mixed, file, {"format": "pt"})
+    base, tuned = make_base_and_tuned(root)
     other = make_llama(root / "other", 2, num_hidden_layers=3)
     wide = make_llama(root / "wide", 3, intermediate_size=4096)
     return {"base": base, "tuned": tuned, "other": other, "wide": wide}

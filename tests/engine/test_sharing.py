@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from ballast.bench.inprocess import InProcess
 from ballast.core.actions import Activate, Evict
@@ -26,7 +25,7 @@ from ballast.engine.state import DeviceState
 from ballast.memory.vm_null import NullVm
 from ballast.sim.heap import EventHeap
 from ballast.sim.runner import SimLink
-from tests.engine.checkpoints import VOCAB, make_llama
+from tests.engine.checkpoints import VOCAB, make_base_and_tuned
 from tests.policy import worlds
 
 PARTS = {"a": "ext", "b": "eyt", "twin": "ext", "own": "z", "echo": "eey"}
@@ -163,14 +162,7 @@ def test_a_request_has_room_beside_a_pinned_model_that_shares() -> None:
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A model under two names, and one that has its embeddings and head but other layers."""
     root = tmp_path_factory.mktemp("models")
-    base, tuned = make_llama(root / "base", 0), make_llama(root / "tuned", 1)
-    (file,) = tuned.glob("*.safetensors")
-    kept = load_file(base / file.name)
-    mixed = {
-        name: kept[name] if name.startswith(("model.embed", "model.norm", "lm_head")) else tensor
-        for name, tensor in load_file(file).items()
-    }
-    save_file(mixed, file, {"format": "pt"})
+    base, tuned = make_base_and_tuned(root)
     return {"base": base, "again": base, "tuned": tuned}
 
 
