@@ -76,6 +76,7 @@ class Loop:
 
     def begin(self) -> None:
         """Before the first turn."""
+        self.state.now = self.clock.now()
         self._proceed([])
 
     def end(self) -> None:
@@ -96,7 +97,8 @@ class Loop:
     def leapt(self, job: Job, following: ModelState, steps: int) -> None:
         """In virtual time: `job` and those after it, `steps` in all, have ended. They only decoded;
         what came of them has been told and is in the books. The next is `following`'s."""
-        state, now = self.state, self.clock.now()
+        state = self.state
+        state.now = now = self.clock.now()
         state.models[job.model].job = None
         for part in job.work:
             state.requests[part.request_id].in_flight = False
@@ -110,7 +112,8 @@ class Loop:
         until = self.until
         events = self.inbox.take(until)
         outputs: list[Output] = []
-        self.turn_since = now = self.clock.now()
+        self.turn_since = self.state.now = now = self.clock.now()
+        self.state.link_bytes_per_second = self.state.link.bytes_per_second
         if not events or (until is not None and now >= until):
             events = [*events, Timer()]
         for event in events:
@@ -170,7 +173,7 @@ class Loop:
             chosen = self.preset.order(candidates)
             m = state.models[chosen]
             known = m.shortages
-            work = plan(m, state.settings, self.clock.now(), state.freed)
+            work = plan(m, state.settings, state.now, state.freed)
             news = news or any(s not in known for s in m.shortages)
             if work:
                 self._begin(m, work)
@@ -199,7 +202,7 @@ class Loop:
         request = max(self.state.requests.values(), key=lambda r: r.order)
         reason = f"preset {self.preset.name!r} found no memory for this request"
         refusal = Refuse(request.model, request.id, reason)
-        self.story.decision(self.clock.now(), refusal, None)
+        self.story.decision(self.state.now, refusal, None)
         outputs.append(self.state.fail(request, "out_of_memory", reason))
 
 

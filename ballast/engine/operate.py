@@ -39,7 +39,7 @@ class Operations:
     def begin(self, event: Operate, outputs: list[Output]) -> None:
         """Do it, or begin to."""
         refused = self._try(event.operation, outputs)
-        self._story.decision(self._state.clock.now(), event.operation, refused, by="operator")
+        self._story.decision(self._state.now, event.operation, refused, by="operator")
         if refused is None and isinstance(event.operation, Activate | Evict | Leave):
             self.pending[event.id] = event.operation
         else:

@@ -68,6 +68,10 @@ class DeviceState:
         self.pool = pool
         self.link = link
         self.clock = clock
+        self.now = clock.now()
+        """Of the loop's present turn, or its last, as is the next: what a turn does follows from
+        them and its events, so that the story, which tells them all, replays to the same."""
+        self.link_bytes_per_second = link.bytes_per_second
         self.arena = arena
         self.requests: dict[str, Request] = {}
         self.patience = Patience(self.requests)
@@ -176,8 +180,7 @@ class DeviceState:
 
     def _job_done(self, event: JobDone) -> list[Output]:
         m = self._close_job(event.job)
-        now = self.clock.now()
-        m.last_run = now
+        now = m.last_run = self.now
         for work in event.job.work:
             request = self.requests[work.request_id]
             request.computed = work.end
@@ -233,7 +236,7 @@ class DeviceState:
     def _close_job(self, job: Job) -> ModelState:
         m = self.models[job.model]
         m.job = self.lane_job = None
-        m.last_used = self.clock.now()
+        m.last_used = self.now
         self.jobs += 1
         for work in job.work:
             self.requests[work.request_id].in_flight = False
@@ -276,7 +279,7 @@ class DeviceState:
     def _timer(self, event: Timer) -> list[Output]:
         self.asking = True
         reason = "it was not admitted in the time that its model gives requests to wait"
-        overdue = self.patience.over(self.clock.now())
+        overdue = self.patience.over(self.now)
         return [self.fail(request, "queue_timeout", reason) for request in overdue]
 
     def _drain(self, event: Drain) -> list[Output]:
@@ -316,7 +319,7 @@ class DeviceState:
         self._forget_shortage(m, request)
         request.to(state)
         del self.requests[request.id]
-        m.last_used = self.clock.now()
+        m.last_used = self.now
         self.touch(m)
         self.asking = True
         return told
@@ -436,14 +439,14 @@ class DeviceState:
             elif m.leaving:
                 deferred += sum(m.kv.pages_if_freed(r.blocks) for r in m.leaving)
         return DeviceView(
-            now=self.clock.now(),
+            now=self.now,
             page_bytes=self.settings.page_bytes,
             total=self.pool.total,
             arena=self.arena.pages,
             free=self.pool.free,
             reclaiming=self.pool.reclaiming + deferred,
             promised=self.pool.promised,
-            link_bytes_per_second=self.link.bytes_per_second,
+            link_bytes_per_second=self.link_bytes_per_second,
             models=tuple(self._model_view(m) for m in self.models.values()),
             shortages=tuple(s for m in self.models.values() for s in m.shortages),
         )
