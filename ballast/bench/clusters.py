@@ -15,6 +15,7 @@ from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, Slo
 from ballast.policy.presets import Preset
 from ballast.sim.cluster import SERVED, Cluster, Kind
+from ballast.sim.device import COUNTED
 from ballast.workload.workload import Workload, WorkloadRequest
 
 
@@ -96,8 +97,6 @@ def _did(cluster: Cluster) -> dict[str, dict[str, Any]]:
             "models": sorted(state.models),
             "weights_bytes": weight_bytes(m.spec for m in models),
             "jobs": state.jobs,
-            "activations": sum(m.activations for m in models),
-            "evictions": sum(m.evictions for m in models),
-            "preemptions": sum(m.preemptions for m in models),
+            **{what: device.did(what) for what in COUNTED},
         }
     return did

@@ -18,6 +18,21 @@ TILE = 64
 one, and the next tile's worth costs a step."""
 
 
+AT_ONCE = 8
+"""Requests of a model that are taken to decode together, where work is estimated from traffic."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What a model is expected to be asked."""
+
+    rate: float
+    """Requests per second."""
+    prompt_tokens: float
+    """Per request, on average."""
+    output_tokens: float
+
+
 @dataclass(frozen=True, slots=True)
 class StepCosts:
     """Seconds of one job: a pass over the weights, and what its work adds to that.
@@ -65,6 +80,12 @@ class StepCosts:
     def prefill_seconds(self, tokens: int, start: int = 0) -> float:
         """To compute `tokens` more positions of one sequence that has `start` of them."""
         return self.of(Load(tokens, 1, chunk_pairs(tokens, start), 0, 0))
+
+    def work(self, traffic: Traffic) -> float:
+        """Seconds of compute per second, roughly: `AT_ONCE` requests decode together."""
+        prompt, output = traffic.prompt_tokens, traffic.output_tokens
+        step = self.of(Load(0, 0, 0, AT_ONCE, round(AT_ONCE * (prompt + output / 2)))) / AT_ONCE
+        return traffic.rate * (self.prefill_seconds(round(prompt)) + output * step)
 
     def scaled(self, factor: float) -> StepCosts:
         """Everything takes `factor` times as long."""

@@ -18,11 +18,16 @@ class ModelReport:
     cached_pages: int
     waiting: int
     running: int
+    late: int
+    """Of those waiting, they that have used up half of the time in which their first token is due.
+    """
+    lane_seconds: float
+    """That its jobs have taken, since start; likewise what follows."""
     activations: int
     evictions: int
     preemptions: int
     prompt_tokens: int
-    """Of all finished requests, since start; likewise below."""
+    """Of all finished requests."""
     cached_tokens: int
     output_tokens: int
 

@@ -157,20 +157,24 @@ class Request:
     where none is asked for: the number of the prompt's tokens."""
     admitted_at: float | None = None
 
+    @staticmethod
+    def salt_of(submission: Submission, spec: ModelSpec, adapter: int | None) -> str:
+        # The colon keeps a tenant's salt from posing as an adapter's fingerprint.
+        fingerprint = "" if adapter is None else spec.adapters[adapter].fingerprint
+        return f"{fingerprint}:{submission.salt}"
+
     @classmethod
     def of(
         cls, submission: Submission, sequence: int, spec: ModelSpec, adapter: int | None = None
     ) -> Request:
         """For the model of `spec`, or for one of its adapters."""
-        # The colon keeps a tenant's salt from posing as an adapter's fingerprint.
-        fingerprint = "" if adapter is None else spec.adapters[adapter].fingerprint
         return cls(
             submission,
             [*submission.prompt, *(submission.resumed or ())],
             Order(-submission.priority, submission.arrival, sequence),
             spec.name,
             adapter,
-            f"{fingerprint}:{submission.salt}",
+            cls.salt_of(submission, spec, adapter),
             shaped=submission.sampling.shaped,
             unscored=len(submission.prompt) if submission.prompt_logprobs is None else 1,
         )

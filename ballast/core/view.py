@@ -167,10 +167,3 @@ class Candidate:
     first_waiting: Order | None
     """Order of the first request with prefill left, if any."""
     decoding: int
-
-
-@dataclass(frozen=True, slots=True)
-class FleetView:
-    """All devices; one for now."""
-
-    devices: tuple[DeviceView, ...]

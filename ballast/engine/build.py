@@ -80,6 +80,24 @@ def build_model(
     return ModelState(hosted.spec, weights, kv, costs)
 
 
+def build_newcomer(
+    state: DeviceState, hosted: Hosted, copy: CopyNow, costs: StepCosts = UNMEASURED
+) -> tuple[ModelState, dict[str, SharedSegment]]:
+    """A model that may join a device, and the segments that are shared for its sake."""
+    present = tuple(state.models.values())
+    known = {
+        digest: segment.shared
+        for m in present
+        for digest, segment in zip(m.spec.segment_digests, m.weights.segments, strict=True)
+        if segment.shared is not None
+    }
+    specs = [*(m.spec for m in present), hosted.spec]
+    new = find_shared(specs, state.pool, state.pool.vm.page_bytes, known)
+    shared = {**known, **new}
+    m = build_model(hosted, state.settings, state.pool, state.link, copy, shared, costs)
+    return m, new
+
+
 def largest_job(specs: Iterable[ModelSpec], settings: DeviceSettings) -> int:
     """Bytes of activations that the largest job of any of the models may take."""
     return max(

@@ -39,6 +39,8 @@ class ModelState:
     """(request, epoch of freed memory) at which the first waiting request last found no room."""
     last_run: float = float("-inf")
     last_used: float = float("-inf")
+    lane_seconds: float = 0.0
+    """That its jobs have taken so far."""
     activations: int = 0
     evictions: int = 0
     preemptions: int = 0
@@ -52,6 +54,11 @@ class ModelState:
         """How long requests for it, or for one of its adapters, wait to be admitted."""
         own = None if adapter is None else self.spec.adapters[adapter].queue_seconds
         return self.spec.queue_seconds if own is None else own
+
+    def late(self, now: float) -> int:
+        """Waiting requests that have used up half of the time in which their first token is due."""
+        due = now - self.spec.slo.ttft / 2
+        return sum(r.submission.arrival < due for r in tuple(self.waiting))
 
     def queue(self, request: Request) -> None:
         """Into `waiting`, by order. Preempted requests go before later arrivals."""

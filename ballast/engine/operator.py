@@ -15,11 +15,10 @@ from ballast.core.command import Add, Order, Outcome, Remove
 from ballast.core.errors import BallastError, DeviceError
 from ballast.core.event import Operate
 from ballast.core.settings import ModelSettings
-from ballast.engine.build import Hosted, build_model
+from ballast.engine.build import Hosted, build_newcomer
 from ballast.memory.transfer import copy_now
 from ballast.weights.checkpoint import load_host_model
 from ballast.weights.host import HostModel
-from ballast.weights.shared import find_shared
 
 if TYPE_CHECKING:
     from ballast.engine.device import LiveDevice
@@ -118,23 +117,8 @@ class Operator:
     def _join(self, host: HostModel) -> None:
         """Everything that takes time is made here; the loop only adds it up."""
         device, name = self._device, host.spec.name
-        present = tuple(device.state.models.values())
-        known = {
-            digest: segment.shared
-            for m in present
-            for digest, segment in zip(m.spec.segment_digests, m.weights.segments, strict=True)
-            if segment.shared is not None
-        }
-        specs = [*(m.spec for m in present), host.spec]
-        new = find_shared(specs, device.state.pool, device.vm.page_bytes, known)
-        m = build_model(
-            Hosted(host.spec, host.addresses),
-            device.state.settings,
-            device.state.pool,
-            device.state.link,
-            copy_now,
-            {**known, **new},
-        )
+        hosted = Hosted(host.spec, host.addresses)
+        m, new = build_newcomer(device.state, hosted, copy_now)
         try:
             device.executors[name] = executor = device.executor(host, m)
             executor.grammars.aside = device.cap.aside

@@ -11,7 +11,8 @@ from ballast.engine.state import DeviceState
 def report(state: DeviceState, device: str) -> DeviceReport:
     """A report of single numbers, each true when it was read; safe from any thread."""
     present = tuple(state.models.values())
-    models = tuple(_model(m) for m in present)
+    now = state.clock.now()
+    models = tuple(_model(m, now) for m in present)
     owners = {"arena:lane0": state.arena.pages}
     for s in state.shared:
         owners[s.owner] = len(s.pages)
@@ -20,7 +21,7 @@ def report(state: DeviceState, device: str) -> DeviceReport:
         owners[f"kv:{m.spec.name}"] = m.kv.pages
     return DeviceReport(
         device=device,
-        now=state.clock.now(),
+        now=now,
         page_bytes=state.settings.page_bytes,
         total=state.pool.total,
         free=state.pool.free,
@@ -32,7 +33,7 @@ def report(state: DeviceState, device: str) -> DeviceReport:
     )
 
 
-def _model(m: ModelState) -> ModelReport:
+def _model(m: ModelState, now: float) -> ModelReport:
     return ModelReport(
         name=m.spec.name,
         residency=m.residency.value,
@@ -41,6 +42,8 @@ def _model(m: ModelState) -> ModelReport:
         cached_pages=m.kv.cached_pages,
         waiting=len(m.waiting),
         running=len(m.running),
+        late=m.late(now),
+        lane_seconds=m.lane_seconds,
         activations=m.activations,
         evictions=m.evictions,
         preemptions=m.preemptions,

@@ -181,6 +181,7 @@ class DeviceState:
     def _job_done(self, event: JobDone) -> list[Output]:
         m = self._close_job(event.job)
         now = m.last_run = self.now
+        m.lane_seconds += event.seconds
         for work in event.job.work:
             request = self.requests[work.request_id]
             request.computed = work.end

@@ -155,6 +155,12 @@ class KvCache:
 
     # -- the step path ----------------------------------------------------------------------------
 
+    def held_tokens(self, tokens: Sequence[int], salt: str = "") -> int:
+        """How many of `tokens` `match` would find; nothing changes."""
+        if self._prefix is None:
+            return 0
+        return len(self._prefix.find(tokens, salt)) * self.spec.block_tokens
+
     def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
         """A new table of the longest cached prefix: whole blocks, never the last token.
 

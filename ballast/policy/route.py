@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+SLACK = 4
+"""So many open requests more a device may have and still get one whose prefix it holds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Replica:
@@ -13,6 +16,8 @@ class Replica:
     device: str
     open_requests: int
     """Of all its models."""
+    cached_tokens: int = 0
+    """Of the request's prompt, those whose KV it holds."""
 
 
 Route = Callable[[Sequence[Replica]], str]
@@ -21,3 +26,13 @@ Route = Callable[[Sequence[Replica]], str]
 def least_open(replicas: Sequence[Replica]) -> str:
     """The device with the fewest open requests; of equals, the first."""
     return min(replicas, key=lambda r: r.open_requests).device
+
+
+def held_prefix(replicas: Sequence[Replica]) -> str:
+    """Of the devices about as busy as the least busy, the one that holds most of the prompt.
+
+    Of equals, that with the fewest open requests; of these the first.
+    """
+    most = min(r.open_requests for r in replicas) + SLACK
+    near = [r for r in replicas if r.open_requests <= most]
+    return min(near, key=lambda r: (-r.cached_tokens, r.open_requests)).device

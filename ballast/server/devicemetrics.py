@@ -113,6 +113,7 @@ def _models(report: DeviceReport) -> Iterator[Metric]:
         ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", "cached_tokens"),
         ("ballast:activations", "Times its weights were brought in", "activations"),
         ("ballast:evictions", "Times its weights were evicted", "evictions"),
+        ("ballast:lane_seconds", "Seconds of compute that its jobs have taken", "lane_seconds"),
     ):
         counter = CounterMetricFamily(name, help, labels=label)
         for m in report.models:

@@ -7,16 +7,19 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ballast.core.cost import activation_bytes
+from ballast.core.cost import Traffic, activation_bytes
 from ballast.core.errors import ConfigError
 from ballast.core.event import Output
+from ballast.core.fleet import Need, Room
 from ballast.core.model import ModelSpec, weight_pages
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings
 from ballast.core.units import MiB, ceil_div
 from ballast.engine.state import DeviceState
-from ballast.policy.placement import Need, Room, spread
+from ballast.policy.fleets import Placement, placement_of
+from ballast.policy.placement import spread
 from ballast.policy.presets import Preset
+from ballast.sim.controller import Controller, Told
 from ballast.sim.device import SimDevice
 from ballast.sim.profile import DeviceProfile, device_profile
 from ballast.sim.simulate import simulate_devices
@@ -63,35 +66,53 @@ class Cluster:
         preset: Preset,
         heard: Heard,
         served: DeviceSettings = SERVED,
-        work: Mapping[str, float] | None = None,
+        placement: Placement | None = None,
+        traffic: Mapping[str, Traffic] | None = None,
         watch: Watch | None = None,
+        told: Told = lambda at, action, refused: None,
     ) -> None:
-        """`served`: what devices have in common (its budget is each one's own); `work`: by model,
-        expected seconds of compute per second.
+        """`served`: what devices have in common (its budget is each one's own); `placement`: how
+        models are placed, by their weights and for good unless it says otherwise; `traffic`: by
+        model, what is expected, where that counts. `told` hears how models move.
 
         Raises ConfigError for a model that no device can serve.
         """
+        placement = placement or placement_of("weights")
         profiles: dict[str, DeviceProfile] = {}
         for kind in kinds:
             for _ in range(kind.number):
                 profiles[f"{kind.profile.device}:{len(profiles)}"] = kind.profile
-        budgets = {name: _budget(p, served) for name, p in profiles.items()}
-        needs = [_need(s, served, (work or {}).get(s.name, 0.0)) for s in specs]
-        homes = spread(needs, [Room(name, budget) for name, budget in budgets.items()])
+        rooms = [Room(name, _budget(p, served), p.device) for name, p in profiles.items()]
+        expected = traffic if placement.expects and traffic is not None else {}
+        by_kind = {p.device: p for p in profiles.values()}
+        needs = [_need(s, served, _work(s, by_kind, expected)) for s in specs]
+        homes = spread(needs, rooms)
         self.devices: dict[str, SimDevice] = {}
-        """By name, those that serve any model."""
-        for name, profile in profiles.items():
-            own = [s for s in specs if homes[s.name] == name]
-            if not own:
+        """By name, those that serve or may come to serve any model."""
+        for room in rooms:
+            name, profile = room.device, profiles[room.device]
+            own = [s for s in specs if name in homes[s.name]]
+            if not own and placement.policy is None:
                 continue
-            settings = replace(served, name=name, budget_bytes=budgets[name])
+            settings = replace(served, name=name, budget_bytes=room.bytes)
             observe = None if watch is None else functools.partial(watch, name)
             said = functools.partial(heard, name)
             self.devices[name] = SimDevice(
                 settings, own, preset, profile.of(own), said, observe=observe
             )
-        self.homes = {served.name: [homes[spec.name]] for spec in specs for served in spec.served}
-        """By model and adapter, its devices."""
+        self.controller = Controller(
+            self.devices,
+            {served.name: homes[spec.name] for spec in specs for served in spec.served},
+        )
+        if placement.policy is not None:
+            self.controller.follow(
+                placement.policy,
+                needs,
+                rooms,
+                specs,
+                lambda device, spec: profiles[device].costs(spec),
+                told,
+            )
 
     @property
     def jobs(self) -> int:
@@ -100,7 +121,7 @@ class Cluster:
 
     def run(self, arrivals: Iterable[Submission]) -> float:
         """Serve `arrivals`, in order, to the last answer; when that was, in virtual seconds."""
-        return simulate_devices(self.devices, self.homes, arrivals)
+        return simulate_devices(self.controller, arrivals)
 
 
 def _budget(profile: DeviceProfile, served: DeviceSettings) -> int:
@@ -109,7 +130,17 @@ def _budget(profile: DeviceProfile, served: DeviceSettings) -> int:
     return int(USABLE * profile.hardware.memory_bytes) // served.page_bytes * served.page_bytes
 
 
-def _need(spec: ModelSpec, served: DeviceSettings, work: float) -> Need:
+def _work(
+    spec: ModelSpec, kinds: Mapping[str, DeviceProfile], traffic: Mapping[str, Traffic]
+) -> dict[str, float]:
+    """By kind of device; adapters' requests are their base's work."""
+    expected = [traffic[s.name] for s in spec.served if s.name in traffic]
+    if not expected:
+        return {}
+    return {name: sum(p.costs(spec).work(t) for t in expected) for name, p in kinds.items()}
+
+
+def _need(spec: ModelSpec, served: DeviceSettings, work: Mapping[str, float]) -> Need:
     """With KV for one request that takes a whole step."""
     page = served.page_bytes
     weights = weight_pages([spec], page) * page

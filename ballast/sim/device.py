@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ballast.core.actions import Join, Leave, Operation
 from ballast.core.clock import VirtualClock
 from ballast.core.cost import StepCosts
-from ballast.core.event import Arrival, Drain, Output
+from ballast.core.event import Arrival, Drain, Operate, Output
 from ballast.core.model import ModelSpec
-from ballast.core.request import Submission
+from ballast.core.request import Request, Submission
 from ballast.core.settings import DeviceSettings
 from ballast.core.story import Sink, Story
-from ballast.engine.build import Hosted, build_state
+from ballast.engine.build import Hosted, build_newcomer, build_state
 from ballast.engine.loop import Loop
+from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 from ballast.memory.vm_null import NullVm
 from ballast.policy.presets import Preset
@@ -23,6 +27,10 @@ from ballast.sim.runner import SimLink, SimRunner
 
 Observe = Callable[[float, DeviceState], None]
 """Sees the time and the state after a turn, and the leap that follows it."""
+
+
+COUNTED = ("activations", "evictions", "preemptions")
+"""Of each model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,19 +63,36 @@ class SimDevice:
         self._heap = EventHeap(self.clock)
         link = SimLink(self._heap, self.clock, profile.link_bytes_per_second)
         vm = NullVm(settings.page_bytes, settings.budget_bytes // settings.page_bytes)
-        hosted = [Hosted(spec, [0] * len(spec.segment_bytes)) for spec in specs]
         self.state = build_state(
-            settings, hosted, vm, link, self.clock, lambda dst, src, n: None, profile.costs
+            settings,
+            [_hosted(spec) for spec in specs],
+            vm,
+            link,
+            self.clock,
+            _copy_nothing,
+            profile.costs,
         )
-        self._runner = SimRunner(
-            self._heap, self.clock, {s.name: s for s in specs}, profile.costs, profile.overhead
-        )
+        self._specs = {s.name: s for s in specs}
+        self._costs = dict(profile.costs)
+        self._runner = SimRunner(self._heap, self.clock, self._specs, self._costs, profile.overhead)
         self.story = Story(sink=sink)
         self._said = said
         self._leaps = leaps
         self._observe = observe
+        self._answers: dict[str, str | None] = {}
+        """Why operations were not done, by id; of those that have ended."""
+        self._leaving: dict[str, ModelState] = {}
+        """By the id of the operation."""
+        self._left: Counter[str] = Counter()
         self._loop = Loop(
-            self.state, preset, self._heap, self._runner, self.clock, self._tell, self.story
+            self.state,
+            preset,
+            self._heap,
+            self._runner,
+            self.clock,
+            self._tell,
+            self.story,
+            self._answered,
         )
         self._loop.begin()
 
@@ -75,6 +100,33 @@ class SimDevice:
     def open_requests(self) -> int:
         """Requests that have arrived and have not ended, as of its clock."""
         return len(self.state.requests)
+
+    def held_tokens(self, submission: Submission) -> int:
+        """Tokens of its prompt whose KV is here, as of its clock."""
+        m, adapter = self.state.named[submission.model]
+        return m.kv.held_tokens(submission.prompt, Request.salt_of(submission, m.spec, adapter))
+
+    def join(self, now: float, spec: ModelSpec, costs: StepCosts) -> str | None:
+        """Serve one more model from `now` on; why not, if not."""
+        m, shared = build_newcomer(self.state, _hosted(spec), _copy_nothing, costs)
+        self._loop.operations.ready[spec.name] = m, shared
+        self._specs[spec.name], self._costs[spec.name] = spec, costs
+        refused = self._operate(now, Join(spec.name))
+        if refused is not None:
+            m.kv.close()
+            m.weights.close()
+        return refused
+
+    def leave(self, now: float, model: str) -> None:
+        """No requests for `model` from `now` on; when those open have ended it is gone."""
+        m = self.state.models[model]
+        self._leaving[self._next] = m
+        self._operate(now, Leave(model))
+
+    def did(self, what: str) -> int:
+        """Of all models together, those included that have left: `activations`, `preemptions`."""
+        counts: list[int] = [getattr(m, what) for m in self.state.models.values()]
+        return self._left[what] + sum(counts)
 
     def submit(self, submission: Submission) -> None:
         """It will arrive at its `arrival`, or now if that is past."""
@@ -93,6 +145,23 @@ class SimDevice:
         self._loop.end()
 
     @property
+    def _next(self) -> str:
+        return f"operation-{len(self._answers) + len(self._loop.operations.pending) + 1}"
+
+    def _operate(self, now: float, operation: Operation) -> str | None:
+        """Done at `now`; why not, if that is known then."""
+        id = self._next
+        self._heap.schedule(now, Operate(id, operation))
+        self.advance(math.nextafter(now, math.inf))
+        return self._answers.get(id)
+
+    def _answered(self, id: str, refused: str | None) -> None:
+        self._answers[id] = refused
+        m = self._leaving.pop(id, None)
+        if m is not None:
+            self._left.update({what: getattr(m, what) for what in COUNTED})
+
+    @property
     def _due(self) -> float | None:
         """When it turns next."""
         times = [t for t in (self._heap.next, self._loop.until) if t is not None]
@@ -108,3 +177,11 @@ class SimDevice:
     def _tell(self, outputs: list[Output]) -> None:
         for output in outputs:
             self._said(self.clock.now(), output)
+
+
+def _hosted(spec: ModelSpec) -> Hosted:
+    return Hosted(spec, [0] * len(spec.segment_bytes))
+
+
+def _copy_nothing(target: int, source: int, n_bytes: int) -> None:
+    """There are no bytes."""

@@ -13,6 +13,7 @@ from ballast.core.event import (
     Event,
     JobDone,
     JobFailed,
+    Operate,
     Stop,
     Timer,
     TransferDone,
@@ -22,7 +23,7 @@ from ballast.core.job import Job
 RANK = {
     kind: rank
     for rank, kind in enumerate(
-        (JobDone, JobFailed, TransferDone, Cancel, Arrival, Timer, Drain, Stop)
+        (JobDone, JobFailed, TransferDone, Operate, Cancel, Arrival, Timer, Drain, Stop)
     )
 }
 """At equal times, what ended comes before what begins."""

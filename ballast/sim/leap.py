@@ -43,6 +43,7 @@ def leap(
     if first is None:
         return 0  # something else happens before it ends
     at, done = first
+    turns[0].seconds = done.seconds
     until = min(t for t in (heap.next, loop.until, horizon) if t is not None)
     taken = 0
     while at < until and turns[0].goes_on(runner) and _pages_for(turns):
@@ -108,6 +109,8 @@ class _Batch:
         """So many steps end before one that fills a block."""
         self._grown = False
         """Blocks are there for every token."""
+        self.seconds = 0.0
+        """Of the step in flight."""
 
     def goes_on(self, runner: SimRunner) -> bool:
         """Whether all requests go on after the step in flight."""
@@ -153,6 +156,7 @@ class _Batch:
         self._left -= 1
         self._context += len(self.requests)
         m.last_run = m.last_used = at
+        m.lane_seconds += self.seconds
         m.view = None
 
     def begin_step(self, runner: SimRunner) -> float:
@@ -165,7 +169,8 @@ class _Batch:
                     assert short is None, "has_pages"
                     m.view = None
             self._grown = True
-        return runner.end_of_decodes(m.spec.name, len(self.requests), self._context)
+        self.seconds, end = runner.decodes(m.spec.name, len(self.requests), self._context)
+        return end
 
     def _steps_to_a_full_block(self) -> int:
         size = self.m.spec.block_tokens

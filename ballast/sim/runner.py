@@ -42,10 +42,13 @@ class SimRunner:
         done = JobDone(job, tuple(self._results(spec, job)), seconds)
         self._heap.schedule(self._clock.now() + seconds + self._overhead, done)
 
-    def end_of_decodes(self, model: str, sequences: int, context: int) -> float:
-        """When a job that only decodes would end if it began now; `context`: as of `Load`."""
+    def decodes(self, model: str, sequences: int, context: int) -> tuple[float, float]:
+        """Of a job that only decodes, if it began now: its seconds, and when it would end.
+
+        `context`: as of `Load`.
+        """
         seconds = self._costs[model].of(Load(0, 0, 0, sequences, context))
-        return self._clock.now() + seconds + self._overhead
+        return seconds, self._clock.now() + seconds + self._overhead
 
     def _results(self, spec: ModelSpec, job: Job) -> Iterator[Result]:
         for w in job.work:

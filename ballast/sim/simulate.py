@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ballast.core.model import ModelSpec
@@ -11,7 +11,7 @@ from ballast.core.settings import FleetSettings
 from ballast.core.story import Sink, Story
 from ballast.engine.state import DeviceState
 from ballast.policy.presets import resolve
-from ballast.policy.route import Replica, Route, least_open
+from ballast.sim.controller import Controller
 from ballast.sim.device import Observe, Profile, SimDevice
 from ballast.sim.leap import Said
 
@@ -56,33 +56,32 @@ def simulate(
 
 
 def simulate_devices(
-    devices: Mapping[str, SimDevice],
-    homes: Mapping[str, Sequence[str]],
+    controller: Controller,
     arrivals: Iterable[Submission],
-    route: Route = least_open,
     sent: Callable[[Submission, str], None] = lambda submission, device: None,
 ) -> float:
-    """Run `arrivals`, in order of arrival, on several devices to the last answer; when that was.
+    """Run `arrivals`, in order of arrival, on the controller's devices to the last answer; when
+    that was.
 
-    `homes`: by model or adapter, the devices that serve it; a request of one with several goes
-    where `route` says, from what is true at its arrival. `sent` hears which device got a request.
+    A request goes where the controller says, from what is true at its arrival; `sent` hears where.
     Arrivals are taken as they fall due: a long workload need not be in memory.
     """
+    devices = controller.devices.values()
     last = done = 0.0
     for submission in arrivals:
         last = max(last, submission.arrival)
+        while controller.wake_at is not None and controller.wake_at <= last:
+            done = controller.wake_at
+            for device in devices:
+                device.advance(done)
+            controller.decide(done)
         if last > done + AHEAD:
             done = last
-            for device in devices.values():
+            for device in devices:
                 device.advance(done)
-        names = homes[submission.model]
-        chosen = names[0]
-        if len(names) > 1:
-            for name in names:
-                devices[name].advance(submission.arrival)
-            chosen = route([Replica(name, devices[name].open_requests) for name in names])
+        chosen = controller.choose(submission)
         sent(submission, chosen)
-        devices[chosen].submit(submission)
-    for device in devices.values():
+        controller.devices[chosen].submit(submission)
+    for device in devices:
         device.finish(last)
-    return max(device.clock.now() for device in devices.values())
+    return max(device.clock.now() for device in devices)

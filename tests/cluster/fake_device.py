@@ -201,6 +201,8 @@ class EchoDevice:
                 cached_pages=0,
                 waiting=0,
                 running=sum(s.model == name for s in list(self._open.values())),
+                late=0,
+                lane_seconds=0.0,
                 activations=1,
                 evictions=0,
                 preemptions=0,

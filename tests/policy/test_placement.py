@@ -7,26 +7,27 @@ from collections import Counter
 import pytest
 
 from ballast.core.errors import ConfigError
+from ballast.core.fleet import Need, Room
 from ballast.core.units import GiB
-from ballast.policy.placement import Need, Room, spread
+from ballast.policy.placement import spread
 
-ROOMS = [Room(f"d{i}", 80 * GiB) for i in range(4)]
+ROOMS = [Room(f"d{i}", 80 * GiB, "big") for i in range(4)]
 
 
 def need(model: str, size: int, work: float = 0.0) -> Need:
-    return Need(model, (size + 2) * GiB, size * GiB, work)
+    return Need(model, (size + 2) * GiB, size * GiB, {"big": work})
 
 
 def test_equal_models_are_spread_evenly() -> None:
     homes = spread([need(f"m{i}", 14) for i in range(12)], ROOMS)
-    assert Counter(homes.values()) == {r.device: 3 for r in ROOMS}
+    assert Counter(d for on in homes.values() for d in on) == {r.device: 3 for r in ROOMS}
 
 
 def test_weights_may_exceed_memory_and_are_balanced() -> None:
     sizes = {f"m{i}": 10 + 7 * (i % 9) for i in range(40)}
     homes = spread([need(m, size) for m, size in sizes.items()], ROOMS)
     held = Counter({r.device: 0 for r in ROOMS})
-    for model, device in homes.items():
+    for model, (device,) in homes.items():
         held[device] += sizes[model]
     assert sum(held.values()) > 4 * 80
     assert max(held.values()) - min(held.values()) <= max(sizes.values())
@@ -34,12 +35,12 @@ def test_weights_may_exceed_memory_and_are_balanced() -> None:
 
 def test_busy_models_do_not_share_a_device_while_another_is_idle() -> None:
     homes = spread([need("hot", 2, 0.9), need("warm", 2, 0.8), need("big", 70)], ROOMS[:3])
-    assert len(set(homes.values())) == 3
+    assert len({d for on in homes.values() for d in on}) == 3
 
 
 def test_a_model_goes_where_it_fits() -> None:
-    rooms = [Room("small", 24 * GiB), Room("large", 80 * GiB)]
-    assert spread([need("m", 30)], rooms) == {"m": "large"}
+    rooms = [Room("small", 24 * GiB, "little"), Room("large", 80 * GiB, "big")]
+    assert spread([need("m", 30)], rooms) == {"m": ["large"]}
 
 
 def test_what_is_missing_is_said_in_bytes() -> None:
@@ -52,3 +53,21 @@ def test_what_is_missing_is_said_in_bytes() -> None:
 def test_the_order_of_models_does_not_matter() -> None:
     needs = [need(f"m{i}", 5 + i % 3, 0.1 * (i % 2)) for i in range(10)]
     assert spread(needs, ROOMS) == spread(needs[::-1], ROOMS)
+
+
+def test_a_model_too_busy_for_a_device_gets_several() -> None:
+    homes = spread([need("hot", 10, 1.8), need("cold", 10, 0.1)], ROOMS)
+    assert len(homes["hot"]) == 3
+    assert len(set(homes["hot"])) == 3
+    assert homes["cold"][0] not in homes["hot"]
+
+
+def test_no_more_devices_than_there_are() -> None:
+    assert len(spread([need("hot", 10, 50.0)], ROOMS)["hot"]) == len(ROOMS)
+
+
+def test_slow_devices_count_for_less() -> None:
+    """Two slow ones, each of which it would fill 1.4 times, beside one it would fill to 0.9."""
+    rooms = [*(Room(f"s{i}", 80 * GiB, "slow") for i in range(2)), Room("f", 80 * GiB, "fast")]
+    hot = Need("hot", GiB, GiB, {"slow": 1.4, "fast": 0.9})
+    assert len(spread([hot], rooms)["hot"]) == 2

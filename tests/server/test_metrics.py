@@ -15,10 +15,10 @@ from tests.cluster.fake_device import spec
 
 
 def model(name: str, residency: str = "resident", **numbers: int) -> ModelReport:
-    fields = "weight_pages kv_pages cached_pages waiting running activations evictions"
+    fields = "weight_pages kv_pages cached_pages waiting running late activations evictions"
     more = "preemptions prompt_tokens cached_tokens output_tokens"
     told = dict.fromkeys(f"{fields} {more}".split(), 0) | numbers
-    return ModelReport(name=name, residency=residency, **told)
+    return ModelReport(name=name, residency=residency, lane_seconds=0.0, **told)
 
 
 def device(*models: ModelReport, **owners: int) -> DeviceReport:

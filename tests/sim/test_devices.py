@@ -10,6 +10,8 @@ from ballast.core.event import Failed, Finished, Output
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.policy.presets import resolve
+from ballast.policy.route import least_open
+from ballast.sim.controller import Controller
 from ballast.sim.device import Profile, SimDevice
 from ballast.sim.leap import Said
 from ballast.sim.simulate import simulate, simulate_devices
@@ -35,7 +37,7 @@ def test_devices_without_common_models_run_as_if_alone(preset: str) -> None:
         "two": device(settings, ["c"], lambda at, o: told["two"].append((at, o))),
     }
     homes = {"a": ["one"], "b": ["one"], "c": ["two"]}
-    last = simulate_devices(devices, homes, arrivals)
+    last = simulate_devices(Controller(devices, homes), arrivals)
     own = [s for s in arrivals if s.model != "c"]
     alone = simulate(settings, SPECS[:2], own, PROFILE, lambda at, o: told["alone"].append((at, o)))
     assert told["one"] == told["alone"]
@@ -61,7 +63,7 @@ def test_replicas_share_the_requests_by_what_is_open() -> None:
         counts = [d.open_requests for d in devices.values()]
         open_then.append((devices[chosen].open_requests, min(counts)))
 
-    simulate_devices(devices, {"a": list(devices)}, arrivals, sent=note)
+    simulate_devices(Controller(devices, {"a": list(devices)}, least_open), arrivals, sent=note)
     assert len(ends) == 120
     assert all(isinstance(end, Finished) for end in ends)
     assert all(mine == least for mine, least in open_then)
@@ -75,7 +77,8 @@ def run(told: list[tuple[float, str, Output]]) -> None:
         return lambda at, output: told.append((at, name, output))
 
     devices = {name: device(settings, NAMES, said_by(name)) for name in ("x", "y")}
-    simulate_devices(devices, {m: ["x", "y"] for m in NAMES}, submissions(NAMES, 80, seed=9))
+    controller = Controller(devices, {m: ["x", "y"] for m in NAMES})
+    simulate_devices(controller, submissions(NAMES, 80, seed=9))
 
 
 def test_the_same_again_is_the_same() -> None:

@@ -45,6 +45,7 @@ def books(done: Simulated) -> dict[str, Any]:
             name: (
                 m.last_run,
                 m.last_used,
+                m.lane_seconds,
                 m.activations,
                 m.evictions,
                 m.preemptions,
