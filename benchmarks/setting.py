@@ -1,4 +1,4 @@
-"""What `fleet` and `seam` share: models, the machine's profile, the trace, service levels."""
+"""What `fleet`, `seam`, `sim_fidelity` share: models, the machine's profile, trace, levels."""
 
 from __future__ import annotations
 
@@ -83,28 +83,37 @@ def trace_option(parser: argparse.ArgumentParser) -> None:
 
 def prepare(scratch: Path, trace: Path, seconds: float) -> Setting:
     """Make the models, measure the machine, pace the link, read the trace."""
-    made = make_fleet(scratch / "fleet", steps=0, budget=ROOMY)
-    fleet = load_fleet(made.file, presets=PRESETS)
-    device = DeviceSettings(
-        budget_bytes=ROOMY, page_bytes=PAGE, step_tokens=STEP_TOKENS, step_logits=64
-    )
-    fleet = replace(fleet, device=device, options={})
+    fleet = fleet_in(scratch / "fleet")
     profile = calibrate(fleet)
     specs = specs_of(fleet)
     link = pace(specs, profile.costs, LINK_RATIO)
-    names = [m.name for m in fleet.models]
-    if trace.is_file():
-        workload = (
-            load_trace(trace)
-            .map_models(names)
-            .scale_lengths(PROMPT_FACTOR, OUTPUT_FACTOR, MOST_PROMPT, MOST_OUTPUT)
-            .window(0.0, seconds)
-        )
-    else:
-        most = MOST_PROMPT + MOST_OUTPUT
-        workload = workload_of("bursty", names, rate=2.4, seconds=seconds, most_tokens=most)
+    workload = arrivals(trace, [m.name for m in fleet.models], seconds)
     return Setting(
         replace(fleet, link=LinkSettings(bytes_per_second=link)), specs, profile, workload
+    )
+
+
+def fleet_in(folder: Path) -> FleetSettings:
+    """The eight models, made where they are not there yet, with memory for all and no pace."""
+    file = folder / "fleet.yaml"
+    if not file.is_file():
+        make_fleet(folder, steps=0, budget=ROOMY)
+    device = DeviceSettings(
+        budget_bytes=ROOMY, page_bytes=PAGE, step_tokens=STEP_TOKENS, step_logits=64
+    )
+    return replace(load_fleet(file, presets=PRESETS), device=device, options={})
+
+
+def arrivals(trace: Path, names: list[str], seconds: float) -> Workload:
+    """The trace's first `seconds` with models and lengths as here; bursts where there is none."""
+    if not trace.is_file():
+        most = MOST_PROMPT + MOST_OUTPUT
+        return workload_of("bursty", names, rate=2.4, seconds=seconds, most_tokens=most)
+    return (
+        load_trace(trace)
+        .map_models(names)
+        .scale_lengths(PROMPT_FACTOR, OUTPUT_FACTOR, MOST_PROMPT, MOST_OUTPUT)
+        .window(0.0, seconds)
     )
 
 

@@ -1,0 +1,397 @@
+"""How far a simulation is from what it simulates: `fleet`'s models live, and in virtual time.
+
+Each preset serves the trace at 80 % of its own highest rate, and at that of the slowest preset,
+where presets can be compared. A preset's highest rate is that at which 99 % of the requests that it
+answers have their first token within 0.5 s and 50 ms for each further one, by bisection in virtual
+time; live runs say whether that held. (The levels of `fleet`, taken at low load, are missed long
+before the device is busy.)
+
+Turns: in each, the machine is profiled as `ballast profile` does it, on other work, and every
+preset runs live. Simulations use the profiles as read back from their files, one for each turn.
+Compared are medians over turns. A cell may be off by 10 % (throughput, P50) or 20 % (P99), or by
+1.5 times the spread of its live runs, (greatest - least) / median, where that is larger;
+`needed_spread` counts the cells that are within by the spread alone. `drift`: the same spread of
+the simulations, which differ in nothing but when the machine was profiled: nobody can trust a
+simulation closer than that. `others_cpu`: cores that other processes and the hypervisor took.
+
+With `--keep DIR` a run is resumed: what has been measured there is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ballast.bench.report import Report
+from ballast.bench.run import specs_of
+from ballast.bench.search import bisect_max_rate
+from ballast.bench.worlds import Ran
+from ballast.core.settings import LinkSettings, Slo
+from ballast.policy.presets import PRESETS
+from ballast.sim.calibrate import calibrate
+from ballast.sim.profile import device_profile, profile_of
+from ballast.sim.toml_file import as_toml
+from ballast.workload.workload import Workload
+from benchmarks.common import finish, options, write_json
+from benchmarks.seam import write_story
+from benchmarks.setting import LINK_RATIO, Setting, arrivals, fleet_in, pace, trace_option
+
+BUDGET = 0.4
+"""Of all weights and peak KV."""
+LEVEL = Slo(ttft=0.5, tpot=0.05)
+TARGET = 0.99
+SHARE = 0.8
+"""Of a preset's highest rate."""
+TURNS = 3
+SPREADS = 1.5
+GOALS = {
+    "output_tokens_per_second": 0.1,
+    "ttft_p50": 0.1,
+    "tpot_p50": 0.1,
+    "ttft_p99": 0.2,
+    "tpot_p99": 0.2,
+}
+TRACE_SECONDS = 300.0
+
+Told = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A preset at a rate, as a factor on the trace's."""
+
+    preset: str
+    rate: float
+
+    def __str__(self) -> str:
+        return f"{self.preset}@{self.rate:.2f}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One figure of one point."""
+
+    point: Point
+    metric: str
+    live: tuple[float, ...]
+    """Run by run."""
+    virtual: tuple[float, ...]
+    """By each turn's profile."""
+
+    @property
+    def error(self) -> float:
+        """Of the simulations' median, relative to that of the live runs; negative: too low."""
+        return statistics.median(self.virtual) / statistics.median(self.live) - 1
+
+    @property
+    def allowance(self) -> float:
+        return max(GOALS[self.metric], SPREADS * spread(self.live))
+
+    @property
+    def within(self) -> bool:
+        return abs(self.error) <= self.allowance
+
+    @property
+    def needed_spread(self) -> bool:
+        """It is within only because the live runs differ so much."""
+        return self.within and abs(self.error) > GOALS[self.metric]
+
+    def to_json(self) -> Told:
+        return {
+            "live": list(self.live),
+            "virtual": list(self.virtual),
+            "error": self.error,
+            "allowance": self.allowance,
+            "within": self.within,
+            "needed_spread": self.needed_spread,
+            "drift": spread(self.virtual),
+        }
+
+
+def spread(values: Sequence[float]) -> float:
+    """(greatest - least) / median."""
+    return (max(values) - min(values)) / statistics.median(values)
+
+
+def busy_seconds() -> float:
+    """Of all cores since boot, what the hypervisor took included."""
+    times = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
+    idle = int(times[3]) + int(times[4])
+    return (sum(map(int, times)) - idle) / os.sysconf("SC_CLK_TCK")
+
+
+def figures(report: Report) -> dict[str, float]:
+    """What is compared, in seconds and tokens per second; over answered requests."""
+    total = report.total
+    assert total.ttft is not None
+    assert total.tpot is not None
+    return {
+        "output_tokens_per_second": report.output_tokens_per_second,
+        "ttft_p50": total.ttft.p50,
+        "tpot_p50": total.tpot.p50,
+        "ttft_p99": total.ttft.p99,
+        "tpot_p99": total.tpot.p99,
+    }
+
+
+class Fidelity:
+    """What has been measured, in files of a folder; measures what is missing."""
+
+    def __init__(self, folder: Path, trace: Path, seconds: float, rounds: int) -> None:
+        """`seconds` of each live run; `rounds` of each calibration."""
+        self.folder = folder
+        self.seconds = seconds
+        self.rounds = rounds
+        self.fleet = fleet_in(folder / "fleet")
+        self.specs = specs_of(self.fleet)
+        names = [m.name for m in self.fleet.models]
+        self.trace = arrivals(trace, names, TRACE_SECONDS)
+        self.levels = dict.fromkeys(names, LEVEL)
+
+    def steps(self, turns: int) -> Iterator[str]:
+        """Measures; says what it has measured, step by step."""
+        self._profile(0)
+        yield f"max rates {self.rates}"
+        for turn in range(turns):
+            self._profile(turn)
+            yield f"profile {turn + 1}"
+            for point in self.points[:: 1 if turn % 2 == 0 else -1]:
+                told = self._live(point, turn)
+                values = (f"{key} {value:.4g}" for key, value in told["figures"].items())
+                yield f"turn {turn + 1} {point}: {', '.join(values)}"
+
+    @cached_property
+    def link(self) -> float:
+        """Bytes per second, the same for all runs."""
+        return pace(self.specs, self._profile(0).profile.costs, LINK_RATIO)
+
+    @cached_property
+    def rates(self) -> dict[str, float]:
+        """By preset, the highest rate, by bisection in virtual time."""
+        file = self.folder / f"rates-{self.seconds:g}s.json"
+        if not file.is_file():
+            write_json(file, {preset: self._max_rate(preset) for preset in PRESETS})
+        found: dict[str, float] = json.loads(file.read_text())
+        return found
+
+    @property
+    def common(self) -> float:
+        """The rate at which presets are compared."""
+        return SHARE * min(self.rates.values())
+
+    @property
+    def points(self) -> list[Point]:
+        pairs = [Point(p, r) for p in PRESETS for r in (self.common, SHARE * self.rates[p])]
+        return list(dict.fromkeys(pairs))
+
+    def cells(self, turns: int) -> list[Cell]:
+        """Of the points that have run in every turn."""
+        cells = []
+        for point in self.points:
+            ran = [self._told(point, turn) for turn in range(turns)]
+            live = [told["figures"] for told in ran if told is not None]
+            if len(live) < turns:
+                continue
+            virtual = [figures(self._virtual(point, turn).report) for turn in range(turns)]
+            for metric in GOALS:
+                cells.append(
+                    Cell(
+                        point,
+                        metric,
+                        tuple(f[metric] for f in live),
+                        tuple(f[metric] for f in virtual),
+                    )
+                )
+        return cells
+
+    def live_runs(self, turns: int) -> dict[str, list[Told]]:
+        """What else came of the live runs, by point."""
+        runs = {str(p): [self._told(p, turn) for turn in range(turns)] for p in self.points}
+        return {point: [told for told in ran if told is not None] for point, ran in runs.items()}
+
+    def simulated(self, point: Point, turn: int) -> Told:
+        """The same of a simulation."""
+        return self._summary(self._virtual(point, turn))
+
+    def _profile(self, turn: int) -> Setting:
+        """As the turn's profile has it, measured now if it was not."""
+        file = self.folder / f"profile-{turn}.toml"
+        if not file.is_file():
+            measured = profile_of("here", calibrate(self.fleet, self.rounds))
+            file.write_text(as_toml(measured), encoding="utf-8")
+        profile = device_profile(file).of(self.specs)
+        paced = pace(self.specs, profile.costs, LINK_RATIO) if turn == 0 else self.link
+        roomy = replace(self.fleet, link=LinkSettings(bytes_per_second=paced))
+        return Setting(roomy, self.specs, profile, self.trace)
+
+    def _workload(self, rate: float) -> Workload:
+        return self.trace.window(0.0, self.seconds * rate).scale_rate(rate)
+
+    def _max_rate(self, preset: str) -> float:
+        def run(rate: float) -> float:
+            total = self._virtual(Point(preset, rate), 0).report.total
+            return total.attained / total.answered
+
+        return bisect_max_rate(run, TARGET, lo=3.0, hi=6.0, steps=3, widen=3).rate
+
+    def _virtual(self, point: Point, turn: int) -> Ran:
+        setting = self._profile(turn)
+        fleet = setting.under(point.preset, self._budget(setting))
+        return setting.virtual(fleet, self._workload(point.rate), self.levels)
+
+    def _live(self, point: Point, turn: int) -> Told:
+        told = self._told(point, turn)
+        if told is None:
+            setting = self._profile(turn)
+            fleet = setting.under(point.preset, self._budget(setting))
+            began, own, busy = time.monotonic(), time.process_time(), busy_seconds()
+            ran = setting.live(fleet, self._workload(point.rate), self.levels)
+            others = busy_seconds() - busy - (time.process_time() - own)
+            told = self._summary(ran)
+            told["others_cpu"] = others / (time.monotonic() - began)
+            write_json(self._file(point, turn), told)
+            write_story(self.folder / "stories", f"{point}-{turn}", ran)
+        return told
+
+    def _told(self, point: Point, turn: int) -> Told | None:
+        file = self._file(point, turn)
+        told: Told | None = json.loads(file.read_text()) if file.is_file() else None
+        return told
+
+    def _file(self, point: Point, turn: int) -> Path:
+        return self.folder / f"live-{point}-{self.seconds:g}s-{turn}.json"
+
+    @staticmethod
+    def _budget(setting: Setting) -> int:
+        return int(BUDGET * (setting.weight_bytes + setting.peak_kv_bytes))
+
+    @staticmethod
+    def _summary(ran: Ran) -> Told:
+        total = ran.report.total
+        return {
+            "figures": figures(ran.report),
+            "requests": total.requests,
+            "answered": total.answered,
+            "attainment_of_answered": total.attained / total.answered,
+            "latest_send": ran.report.latest_send,
+            **ran.counts,
+        }
+
+
+def same_order(cells: Sequence[Cell], rate: float) -> tuple[int, int]:
+    """Pairs of presets that differ by more than is allowed at `rate`; in how many of them the
+    simulation says the same of which is greater."""
+    compared = agreed = 0
+    for metric in GOALS:
+        row = [c for c in cells if c.metric == metric and c.point.rate == rate]
+        for a, b in itertools.combinations(row, 2):
+            live = statistics.median(a.live) / statistics.median(b.live)
+            if abs(live - 1) > max(a.allowance, b.allowance):
+                compared += 1
+                virtual = statistics.median(a.virtual) / statistics.median(b.virtual)
+                agreed += (virtual > 1) == (live > 1)
+    return compared, agreed
+
+
+def table_of(cells: Sequence[Cell]) -> Table:
+    columns = ("point", "", "live", "virtual", "error", "allowed", "drift", "")
+    table = Table(*columns, title="sim_fidelity", padding=(0, 0))
+    for c in cells:
+        verdict = "by spread" if c.needed_spread else "" if c.within else "OFF"
+        table.add_row(
+            str(c.point),
+            c.metric.replace("output_tokens_per_second", "tokens/s"),
+            f"{statistics.median(c.live):.4g}",
+            f"{statistics.median(c.virtual):.4g}",
+            f"{c.error:+.1%}",
+            f"{c.allowance:.0%}",
+            f"{spread(c.virtual):.0%}",
+            verdict,
+        )
+    return table
+
+
+def summary_of(cells: Sequence[Cell], common: float) -> Told:
+    medians = [c for c in cells if not c.metric.endswith("p99")]
+    tails = [c for c in cells if c.metric.endswith("p99")]
+    compared, agreed = same_order(cells, common)
+    return {
+        "median_error_max": max(abs(c.error) for c in medians),
+        "p99_error_max": max(abs(c.error) for c in tails),
+        "same_order": agreed == compared,
+        "pairs_compared": compared,
+        "pairs_agreed": agreed,
+        "median_cells_within": f"{sum(c.within for c in medians)} of {len(medians)}",
+        "p99_cells_within": f"{sum(c.within for c in tails)} of {len(tails)}",
+        "needed_spread": sum(c.needed_spread for c in cells),
+        "goal_met": all(c.within for c in cells) and agreed == compared,
+        "profile_drift_max": max(spread(c.virtual) for c in cells),
+    }
+
+
+def by_point(cells: Sequence[Cell]) -> Mapping[str, Mapping[str, Told]]:
+    told: dict[str, dict[str, Told]] = {}
+    for c in cells:
+        told.setdefault(str(c.point), {})[c.metric] = c.to_json()
+    return told
+
+
+def extra(parser: argparse.ArgumentParser) -> None:
+    trace_option(parser)
+    parser.add_argument("--keep", type=Path, help="folder of what was measured, to go on from")
+    parser.add_argument("--seconds", type=float, help="of a live run; default 35, quick 12")
+    parser.add_argument("--turns", type=int, default=None, help="default 3, quick 1")
+    parser.add_argument(
+        "--stop-after", type=float, default=float("inf"), help="seconds to begin steps in"
+    )
+
+
+def main() -> None:
+    args = options(__doc__, extra=extra)
+    console = Console(width=150)
+    began = time.monotonic()
+    turns = args.turns or (1 if args.quick else TURNS)
+    with tempfile.TemporaryDirectory() as scratch:
+        fidelity = Fidelity(
+            args.keep or Path(scratch),
+            args.trace,
+            args.seconds or (12.0 if args.quick else 35.0),
+            rounds=2 if args.quick else 4,
+        )
+        for step in fidelity.steps(turns):
+            console.print(f"{time.monotonic() - began:4.0f} s  {step}", highlight=False)
+            if time.monotonic() - began > args.stop_after:
+                console.print(f"stopped; go on with --keep {args.keep}")
+                return
+        cells = fidelity.cells(turns)
+        result = {
+            **summary_of(cells, fidelity.common),
+            "workload": fidelity.trace.describe(),
+            "seconds": fidelity.seconds,
+            "turns": turns,
+            "max_rate_virtual": fidelity.rates,
+            "cells": by_point(cells),
+            "live": fidelity.live_runs(turns),
+            "virtual": {str(p): fidelity.simulated(p, 0) for p in fidelity.points},
+        }
+    table = table_of(cells)
+    for key, value in summary_of(cells, fidelity.common).items():
+        console.print(key, f"{value:.3g}" if isinstance(value, float) else value, highlight=False)
+    finish(args, "sim_fidelity", result, table)
+
+
+if __name__ == "__main__":
+    main()
