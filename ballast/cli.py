@@ -415,8 +415,10 @@ def profile(
         table.add_row(row.model, f"{1e3 * step:.3g}", f"{1e3 * costs.prefill_seconds(128):.3g}")
     console = Console()
     console.print(table)
-    link = format_bytes(measured.link_bandwidth)
-    console.print(f"link {link}/s; {1e3 * measured.overhead_seconds:.2g} ms more at every job")
+    rates = measured.link.rates
+    link = " to the device, ".join(f"{format_bytes(r)}/s" for r in (rates.to_device, rates.to_host))
+    link += f" to the host, {format_bytes(rates.mixed)}/s both together"
+    console.print(f"link {link}; {1e3 * measured.overhead_seconds:.2g} ms more at every job")
     console.print(f"next: ballast bench {fleet_file} --virtual --profile {to}", soft_wrap=True)
 
 

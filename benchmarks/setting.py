@@ -68,8 +68,8 @@ class Setting:
         return chosen
 
     def virtual(self, fleet: FleetSettings, workload: Workload, slos: Mapping[str, Slo]) -> Ran:
-        assert fleet.link.bytes_per_second is not None
-        profile = replace(self.profile, link_bytes_per_second=fleet.link.bytes_per_second)
+        assert fleet.link.pace is not None
+        profile = replace(self.profile, link=fleet.link.pace)
         return run_virtual(fleet, self.specs, workload, slos, profile)
 
     def live(self, fleet: FleetSettings, workload: Workload, slos: Mapping[str, Slo]) -> Ran:

@@ -8,7 +8,7 @@ Coefficients only: the tables of points stay where they are. The same tables giv
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from ballast.core.cost import StepCosts
 from ballast.sim.catalogue import CatalogueKeys, ModelFacts
 from ballast.sim.derating import GroupDerate, Measured, fit_derate, fit_group, median_derate
 from ballast.sim.fitting import errors, fit_decode, fit_prefill
-from ballast.sim.profile import CATALOGUE, Costs, DeviceProfile, Row, Source
+from ballast.sim.profile import CATALOGUE, Costs, DeviceProfile, Link, Row, Source
 from ballast.sim.roofline import AllReduce, Derate, Hardware, Sizes
 from ballast.sim.toml_file import as_toml
 from scripts.measured import Pair, Tables, read_tables, rows
@@ -42,10 +42,31 @@ SOURCES = {
         engine="NCCL all-reduce inside a node",
     ),
 }
-LINKS = {"A100-80G": 25.1e9, "GH200-96G": 427e9}
-"""What copies from host to device reach, where measured (NVIDIA/nvbandwidth issue 42; MIRAGE)."""
-REACHED = {"PCIe": 25.1 / 31.5, "NVLink-C2C": 427 / 450}
-"""The same as a share of the link's figure, for other devices on such a link."""
+LINKS = {
+    "A100-80G": Link(
+        to_device=25.1e9,
+        to_host=25e9,
+        to_device_mixed=11e9,
+        to_host_mixed=24e9,
+        source="NVIDIA/nvbandwidth issue 42 (to_device, A100-SXM4-40GB) and issue 53 (the rest, "
+        "A100-SXM4-80GB, about)",
+    ),
+    "GH200-96G": Link(
+        to_device=427e9,
+        to_host=427e9 * 297 / 375,
+        to_device_mixed=366e9 / 2,
+        to_host_mixed=366e9 / 2,
+        source="MIRAGE 3.2: 427 GB/s when the host's memory is only read, 366 in all at a "
+        "read-to-write ratio of 1:1; to_host in proportion to arXiv:2407.07850 (375 and 297)",
+        assumed=["to_host"],
+    ),
+}
+"""What copies between host and device reach, where measured."""
+LIKE = {"PCIe": "A100-80G", "NVLink-C2C": "GH200-96G"}
+"""Others reach the same share of their link's figure as this device on such a link ..."""
+PCIE5_MIXED = 101.3 / (56.2 + 57.1)
+"""... but PCIe 5 carries more in both directions at once: of a device that is not named, both
+together over each alone (NVIDIA/cuda-samples issue 357)."""
 
 
 SCALED = {"H200", "H800", "H20-96G", "GB200"}
@@ -136,6 +157,29 @@ def stated_rows(tables: Tables, folder: Path, device: str) -> list[Row]:
     return found
 
 
+def link_of(device: str, all_hardware: Mapping[str, Hardware]) -> Link:
+    """As measured, or as its kind of link lets expect."""
+    if device in LINKS:
+        return LINKS[device]
+    hardware = all_hardware[device]
+    like = next(d for link, d in LIKE.items() if hardware.host_link.startswith(link))
+    share = hardware.host_bandwidth / all_hardware[like].host_bandwidth
+    to_device, to_host = LINKS[like].to_device * share, LINKS[like].to_host * share
+    mixed = (LINKS[like].to_device_mixed * share, LINKS[like].to_host_mixed * share)
+    source = f"in proportion to {like}"
+    if hardware.host_link.startswith("PCIe5"):
+        mixed = (to_device * PCIE5_MIXED, to_host * PCIE5_MIXED)
+        source += "; mixed to alone as of a PCIe 5 device in NVIDIA/cuda-samples issue 357"
+    return Link(
+        to_device=to_device,
+        to_host=to_host,
+        to_device_mixed=mixed[0],
+        to_host_mixed=mixed[1],
+        source=source,
+        assumed=["to_device", "to_host", "to_device_mixed", "to_host_mixed"],
+    )
+
+
 def all_reduces(folder: Path, device: str, hardware: Hardware) -> list[AllReduce]:
     """Inside a node with NVLink between all its devices. Where nobody measured them, those of an
     H100, at the own link's bandwidth."""
@@ -198,14 +242,13 @@ def profiles(folder: Path) -> dict[str, DeviceProfile]:
     own = {device: derate_of(tables, device, models, group) for device, models in on.items()}
     found = {}
     for device, hardware in tables.hardware.items():
-        reached = [share for link, share in REACHED.items() if hardware.host_link.startswith(link)]
         measured = [fitted_row(tables, p) for p in tables.decode if p[0] == device]
         measured += stated_rows(tables, folder, device)
         reduces = all_reduces(folder, device, hardware)
         used = {row.source for row in measured} | ({"vidur"} if reduces else set())
         found[device] = DeviceProfile(
             device=device,
-            link_bandwidth=LINKS.get(device, hardware.host_bandwidth * reached[0]),
+            link=link_of(device, tables.hardware),
             hardware=hardware,
             derate=own.get(device, median_derate(own.values())),
             sources={name: source for name, source in SOURCES.items() if name in used},

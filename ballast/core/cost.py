@@ -97,7 +97,7 @@ UNMEASURED = StepCosts(2e-3, 2e-4, 2e-4, 1e-8, 1e-9)
 
 
 def copy_seconds(n_bytes: int, bytes_per_second: float) -> float:
-    """Time of a copy alone on its link."""
+    """Time of a copy alone on its link; `core/link.py` says what it has beside others."""
     return n_bytes / bytes_per_second
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ballast.core.link import LinkRates
 from ballast.core.units import KiB, MiB
 
 
@@ -89,6 +90,15 @@ class LinkSettings:
 
     device: str = "cpu:0"
     bytes_per_second: float | None = None
+    """In either direction while the other is idle."""
+    mixed_bytes_per_second: float | None = None
+    """Both directions together, while both carry; None: as one of them alone."""
+
+    @property
+    def pace(self) -> LinkRates | None:
+        if self.bytes_per_second is None:
+            return None
+        return LinkRates.even(self.bytes_per_second, self.mixed_bytes_per_second)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

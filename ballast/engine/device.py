@@ -25,8 +25,9 @@ from ballast.engine.runner import CpuRunner, Record
 from ballast.engine.storyfile import StoryFile
 from ballast.kernels.workspace import Workspace
 from ballast.memory.arena import AllocatorCap, confine_allocator
+from ballast.memory.copies import copy_now
 from ballast.memory.reserve import PopulatedReserve
-from ballast.memory.transfer import HostLink, copy_now
+from ballast.memory.transfer import HostLink
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.models.fused import FusedModel
 from ballast.models.served import Served
@@ -70,7 +71,7 @@ class LiveDevice:
         self.inbox = QueueInbox(self.clock)
         device = fleet.device
         self.vm = MemfdVm(device.page_bytes, device.budget_bytes // device.page_bytes)
-        self._link = HostLink(self.clock, self.post, fleet.link.bytes_per_second)
+        self._link = HostLink(self.clock, self.post, fleet.link.pace)
         self.state = build_state(
             device,
             [Hosted(h.spec, h.addresses) for h in self.hosts.values()],

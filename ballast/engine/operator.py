@@ -16,7 +16,7 @@ from ballast.core.errors import BallastError, DeviceError
 from ballast.core.event import Operate
 from ballast.core.settings import ModelSettings
 from ballast.engine.build import Hosted, build_newcomer
-from ballast.memory.transfer import copy_now
+from ballast.memory.copies import copy_now
 from ballast.weights.checkpoint import load_host_model
 from ballast.weights.host import HostModel
 

@@ -101,6 +101,7 @@ def resolved(
         link=LinkSettings(
             device=device.name,
             bytes_per_second=keys.links[0].bandwidth if keys.links else None,
+            mixed_bytes_per_second=keys.links[0].mixed if keys.links else None,
         ),
         preset=keys.preset,
         options=dict(keys.options),

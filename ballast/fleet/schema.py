@@ -187,6 +187,8 @@ class LinkKeys(Keys):
     """None: the only device."""
     bandwidth: Bandwidth | None = None
     """Bytes per second; None: unpaced."""
+    mixed: Bandwidth | None = None
+    """Of both directions together; None: as one alone."""
 
 
 class ApiKeyKeys(Keys):

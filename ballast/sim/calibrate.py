@@ -23,6 +23,7 @@ from ballast.core.settings import FleetSettings
 from ballast.engine.device import LiveDevice
 from ballast.engine.model import ModelState
 from ballast.sim.device import Profile
+from ballast.sim.measure_link import LinkMeter
 
 PAUSE = 0.05
 """Seconds of idleness before a prefill is timed."""
@@ -48,14 +49,14 @@ def calibrate(fleet: FleetSettings, rounds: int = 4, seed: int = 0) -> Profile:
     device = LiveDevice(replace(fleet, preset="balloon", options={}), lambda outputs: None)
     try:
         device.populate()
-        moved, seconds = 0, 0.0
+        link = LinkMeter()
         taken: dict[str, dict[Shape, tuple[Job, list[float]]]] = {
             name: {} for name in device.state.models
         }
         for _ in range(rounds):
             for m in device.state.models.values():
-                done = _activate(device, m)
-                moved, seconds = moved + done.n_bytes, seconds + done.seconds
+                link.activated(_activate(device, m))
+                link.measure(device, m)
                 _measure(device, m, random.Random(seed), taken[m.spec.name])
                 m.weights.evict()
         costs = {
@@ -71,7 +72,7 @@ def calibrate(fleet: FleetSettings, rounds: int = 4, seed: int = 0) -> Profile:
         device.close()
     costs = in_service(costs, entries)
     overhead = overhead_of(entries)
-    return Profile(costs=costs, link_bytes_per_second=moved / seconds, overhead=overhead)
+    return Profile(costs=costs, link=link.rates(), overhead=overhead)
 
 
 def fit(points: Sequence[tuple[Job, float]]) -> StepCosts:

@@ -11,6 +11,7 @@ from ballast.core.actions import Join, Leave, Operation
 from ballast.core.clock import VirtualClock
 from ballast.core.cost import StepCosts
 from ballast.core.event import Arrival, Drain, Operate, Output
+from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Request, Submission
 from ballast.core.settings import DeviceSettings
@@ -23,7 +24,8 @@ from ballast.memory.vm_null import NullVm
 from ballast.policy.presets import Preset
 from ballast.sim.heap import EventHeap
 from ballast.sim.leap import Said, leap
-from ballast.sim.runner import SimLink, SimRunner
+from ballast.sim.link import SimLink
+from ballast.sim.runner import SimRunner
 
 Observe = Callable[[float, DeviceState], None]
 """Sees the time and the state after a turn, and the leap that follows it."""
@@ -39,7 +41,7 @@ class Profile:
 
     costs: Mapping[str, StepCosts]
     """By model name."""
-    link_bytes_per_second: float
+    link: LinkRates
     overhead: float
     """The engine's own seconds per job."""
 
@@ -61,7 +63,7 @@ class SimDevice:
         """As `simulate`. Raises ConfigError where the budget holds no job's activations."""
         self.clock = VirtualClock()
         self._heap = EventHeap(self.clock)
-        link = SimLink(self._heap, self.clock, profile.link_bytes_per_second)
+        link = SimLink(self._heap, self.clock, profile.link)
         vm = NullVm(settings.page_bytes, settings.budget_bytes // settings.page_bytes)
         self.state = build_state(
             settings,

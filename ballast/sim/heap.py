@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 
 from ballast.core.clock import VirtualClock
 from ballast.core.errors import BrokenPromise
@@ -39,12 +40,31 @@ class EventHeap:
         self._clock = clock
         self._heap: list[tuple[float, int, int, Event]] = []
         self._sequence = 0
+        self._then: dict[int, Callable[[], None]] = {}
+        self._forgotten: set[int] = set()
+        """Sequence numbers of events that will not happen; never that of the next one."""
 
-    def schedule(self, at: float, event: Event) -> None:
-        """`event` will happen at `at` (not before now)."""
+    def schedule(self, at: float, event: Event, then: Callable[[], None] | None = None) -> int:
+        """`event` will happen at `at` (not before now); `then` is called when it is taken.
+
+        Returns a number by which to `forget` it until then.
+        """
         self._sequence += 1
         at = max(at, self._clock.now())
         heapq.heappush(self._heap, (at, RANK[type(event)], self._sequence, event))
+        if then is not None:
+            self._then[self._sequence] = then
+        return self._sequence
+
+    def forget(self, number: int) -> None:
+        """The event that was scheduled under `number`, and has not been taken, will not happen."""
+        self._then.pop(number, None)
+        self._forgotten.add(number)
+        if 2 * len(self._forgotten) > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[2] not in self._forgotten]
+            heapq.heapify(self._heap)
+            self._forgotten.clear()
+        self._skip()
 
     @property
     def next(self) -> float | None:
@@ -59,6 +79,7 @@ class EventHeap:
         if not isinstance(event, JobDone) or event.job is not job:
             return None
         heapq.heappop(self._heap)
+        self._skip()
         return at, event
 
     def take(self, until: float | None) -> list[Event]:
@@ -73,5 +94,14 @@ class EventHeap:
         self._clock.advance_to(at)
         events = []
         while self._heap and self._heap[0][0] == at:
-            events.append(heapq.heappop(self._heap)[3])
+            _, _, number, event = heapq.heappop(self._heap)
+            events.append(event)
+            self._skip()
+            if number in self._then:
+                self._then.pop(number)()
         return events
+
+    def _skip(self) -> None:
+        """Let what happens next be something that happens."""
+        while self._forgotten and self._heap and self._heap[0][2] in self._forgotten:
+            self._forgotten.remove(heapq.heappop(self._heap)[2])

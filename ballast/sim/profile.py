@@ -18,6 +18,7 @@ from pydantic import Field
 from ballast import __version__
 from ballast.core.cost import StepCosts
 from ballast.core.errors import ConfigError
+from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.fleet.faults import unknown
 from ballast.fleet.schema import Keys, Name, Positive
@@ -70,14 +71,31 @@ class Source(Keys):
     """What served the models; its host's work is part of the costs."""
 
 
+class Link(Keys):
+    """What the link to the host carries, in bytes per second, as copies reach it."""
+
+    to_device: Positive
+    """While nothing goes the other way."""
+    to_host: Positive
+    to_device_mixed: Positive
+    """While both directions carry."""
+    to_host_mixed: Positive
+    source: str
+    assumed: list[str] = Field(default_factory=list)
+    """Keys that nobody measured on such a link, as far as we know."""
+
+    @property
+    def rates(self) -> LinkRates:
+        return LinkRates(self.to_device, self.to_host, self.to_device_mixed, self.to_host_mixed)
+
+
 class DeviceProfile(Keys):
     """A profile's file."""
 
     device: Name
-    link_bandwidth: Positive
-    """Bytes per second, host to device, as copies reach it."""
     overhead_seconds: NotNegative = 0.0
     """The engine's own, per job, beyond what the costs hold."""
+    link: Link
     hardware: Hardware | None = None
     derate: Derate | None = None
     sources: dict[str, Source] = Field(default_factory=dict)
@@ -110,7 +128,7 @@ class DeviceProfile(Keys):
         """For `sim.simulate.simulate`: one device of this kind that serves `specs`."""
         return Profile(
             costs={spec.name: self.costs(spec) for spec in specs},
-            link_bytes_per_second=self.link_bandwidth,
+            link=self.link.rates,
             overhead=self.overhead_seconds,
         )
 
@@ -160,7 +178,7 @@ def profile_of(device: str, measured: Profile) -> DeviceProfile:
     )
     return DeviceProfile(
         device=device,
-        link_bandwidth=measured.link_bytes_per_second,
+        link=Link(**asdict(measured.link), source="calibrate"),
         overhead_seconds=measured.overhead,
         sources={"calibrate": source},
         measured=[

@@ -28,7 +28,7 @@ class Hardware(Keys):
     multiprocessors: Size
     host_link: str
     host_bandwidth: Positive
-    """The link's own figure; what it carries is the profile's `link_bandwidth`."""
+    """The link's own figure; what it carries is the profile's `link`."""
     peer_link: str
     peer_bandwidth: Positive | None = None
     source: str

@@ -1,16 +1,15 @@
-"""What replaces lanes and links in virtual time: durations from `core/cost.py`."""
+"""What replaces lanes in virtual time: durations from `core/cost.py`."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from ballast.core.clock import Clock
-from ballast.core.cost import StepCosts, copy_seconds
-from ballast.core.event import Embedded, JobDone, PromptScores, Result, TransferDone
+from ballast.core.cost import StepCosts
+from ballast.core.event import Embedded, JobDone, PromptScores, Result
 from ballast.core.job import Job, Load, Sampled
 from ballast.core.model import ModelSpec
-from ballast.memory.transfer import Copy
 from ballast.sim.heap import EventHeap
 
 
@@ -66,27 +65,3 @@ class SimRunner:
         while token in spec.eos_token_ids:
             token = (token + 1) % spec.vocab
         return token
-
-
-class SimLink:
-    """A link in virtual time: first in, first out, each transfer alone at full bandwidth."""
-
-    def __init__(self, heap: EventHeap, clock: Clock, bytes_per_second: float) -> None:
-        self._heap = heap
-        self._clock = clock
-        self._bytes_per_second = bytes_per_second
-        self._busy_until = 0.0
-
-    @property
-    def bytes_per_second(self) -> float:
-        return self._bytes_per_second
-
-    def start(self, transfer_id: int, copies: Sequence[Copy]) -> None:
-        n_bytes = sum(c.n_bytes for c in copies)
-        begun = max(self._clock.now(), self._busy_until)
-        seconds = copy_seconds(n_bytes, self._bytes_per_second)
-        self._busy_until = begun + seconds
-        self._heap.schedule(self._busy_until, TransferDone(transfer_id, n_bytes, seconds))
-
-    def close(self) -> None:
-        """Nothing to end."""

@@ -20,9 +20,10 @@ from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise
 from ballast.core.model import ModelSpec
 from ballast.core.units import ceil_div
+from ballast.memory.copies import Copy
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
-from ballast.memory.transfer import Copy, Link
+from ballast.memory.transfer import Link
 from ballast.memory.vm import Vm
 from ballast.weights.shared import SharedSegment
 
@@ -140,8 +141,9 @@ class WeightsOnDevice:
     def fill(self, transfer_id: int) -> None:
         """Start a transfer of all bytes that are neither there nor on their way.
 
-        The link serves transfers in order: when this one has ended, so have those before it that
-        bring shared segments. It tells its end as `TransferDone`; then comes `landed`.
+        All of them are of one stream of the link, which serves it in order: when this one has
+        ended, so have those before it that bring shared segments. It tells its end as
+        `TransferDone`; then comes `landed`.
         """
         copies: list[Copy] = []
         brought: list[SharedSegment] = []

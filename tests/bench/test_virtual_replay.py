@@ -7,6 +7,7 @@ import json
 from ballast.bench.record import MemorySample, Recorder, bytes_by_owner, prompts_of, submission_for
 from ballast.bench.report import Report
 from ballast.core.cost import StepCosts, activation_bytes
+from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, Slo
 from ballast.core.units import KiB
@@ -45,7 +46,7 @@ def serve(workload: Workload, preset: str) -> Report:
         preset=preset,
     )
     costs = dict.fromkeys(NAMES, StepCosts(2e-3, 5e-5, 2e-4, 1e-7, 1e-9))
-    profile = Profile(costs=costs, link_bytes_per_second=1e8, overhead=1e-4)
+    profile = Profile(costs=costs, link=LinkRates.even(1e8), overhead=1e-4)
     recorder = Recorder()
     prompts = prompts_of(dict.fromkeys(NAMES, 512))
     submissions = [submission_for(r, prompts(r)) for r in workload.requests]

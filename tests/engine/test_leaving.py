@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ballast.core.event import Cancel, Cancelled, Finished, Output
+from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.view import Residency
 from ballast.policy.presets import resolve
@@ -26,7 +27,7 @@ def test_a_client_that_vanishes_while_its_model_loads(preset: str, another: bool
     told: list[tuple[float, Output]] = []
     # 20 pages of 64 KiB take 1.3 s.
     profile = Profile(
-        costs=dict.fromkeys(("m", "n"), COSTS), link_bytes_per_second=1e6, overhead=0.0
+        costs=dict.fromkeys(("m", "n"), COSTS), link=LinkRates.even(1e6), overhead=0.0
     )
     device = SimDevice(
         settings.device, models, resolve(preset), profile, lambda at, o: told.append((at, o))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ballast.core.event import Failed, Finished, Output
+from ballast.core.link import LinkRates
 from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.request import Request, State, Submission
 from ballast.engine.patience import Patience
@@ -24,7 +25,7 @@ def served(model: ModelSpec, arrivals: list[Submission]) -> dict[str, tuple[floa
             assert output.request_id not in ended
             ended[output.request_id] = now, output
 
-    profile = Profile(costs={model.name: COSTS}, link_bytes_per_second=1e8, overhead=0.0)
+    profile = Profile(costs={model.name: COSTS}, link=LinkRates.even(1e8), overhead=0.0)
     simulate(fleet("balloon", [model], 400), [model], arrivals, profile, said)
     return ended
 

@@ -14,6 +14,7 @@ from ballast.core.clock import VirtualClock
 from ballast.core.cost import activation_bytes
 from ballast.core.event import Output, TokenOut, TransferDone
 from ballast.core.job import Job
+from ballast.core.link import LinkRates
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB
@@ -24,7 +25,7 @@ from ballast.engine.report import report
 from ballast.engine.state import DeviceState
 from ballast.memory.vm_null import NullVm
 from ballast.sim.heap import EventHeap
-from ballast.sim.runner import SimLink
+from ballast.sim.link import SimLink
 from tests.engine.checkpoints import VOCAB, make_base_and_tuned
 from tests.policy import worlds
 
@@ -54,7 +55,7 @@ def make_state(pages: int) -> tuple[DeviceState, EventHeap]:
         settings,
         [Hosted(s, [0] * len(s.segment_bytes)) for s in specs],
         NullVm(settings.page_bytes, settings.budget_bytes // settings.page_bytes),
-        SimLink(heap, clock, 1e7),
+        SimLink(heap, clock, LinkRates.even(1e7)),
         clock,
         lambda dst, src, n: None,
         {},

@@ -89,14 +89,16 @@ def test_the_interpreter_ends_with_a_reserve_and_a_link_at_work() -> None:
     code = """
 from ballast.memory.pool import Pool
 from ballast.memory.reserve import PopulatedReserve
-from ballast.memory.transfer import Copy, HostLink
+from ballast.memory.copies import Copy
+from ballast.memory.transfer import HostLink
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.core.clock import VirtualClock
+from ballast.core.link import LinkRates
 vm = MemfdVm(65536, 4096)
 r = vm.reserve(64 * 65536)
 vm.map(r, 0, range(64))
 PopulatedReserve(Pool(vm, 4096)).start()
-link = HostLink(VirtualClock(), print, 1.0, threads=2)
+link = HostLink(VirtualClock(), print, LinkRates.even(1.0), threads=2)
 link.start(1, [Copy(r.base, r.base + 32 * 65536, 32 * 65536)])
 """
     done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -11,8 +12,10 @@ import pytest
 
 from ballast.core.errors import DeviceError
 from ballast.core.event import TransferDone
+from ballast.core.link import Direction, LinkRates
 from ballast.core.units import KiB, MiB
-from ballast.memory.transfer import PRIOR_BYTES_PER_SECOND, Copy, HostLink, copy_now
+from ballast.memory.copies import Copy, copy_now
+from ballast.memory.transfer import PRIOR_BYTES_PER_SECOND, HostLink
 from ballast.memory.vm_memfd import MemfdVm
 
 PAGE = 64 * KiB
@@ -105,7 +108,7 @@ def test_a_target_that_is_gone_is_an_error_not_a_signal(
 def test_the_pace_is_kept_over_chunks_and_transfers(told: Told) -> None:
     """Against a clock that runs by being looked at: the link looks until the time is up."""
     clock = Stepping(1e-4)
-    link = HostLink(clock, told, bytes_per_second=1e6, chunk_bytes=1000)
+    link = HostLink(clock, told, pace=LinkRates.even(1e6), chunk_bytes=1000)
     source, target = _pair(20_000)
     assert link.bytes_per_second == 1e6
     for i in range(3):
@@ -115,6 +118,81 @@ def test_the_pace_is_kept_over_chunks_and_transfers(told: Told) -> None:
     # 20,000 bytes at 1e6 a second, and a few looks at 1e-4 s each around them.
     assert sum(seconds) == pytest.approx(0.06, rel=0.1)
     assert clock.now() >= 0.06
+
+
+class Held:
+    """A clock that lets nothing begin until told: what is started meanwhile is in flight at once.
+
+    Then each look at it is `step` seconds later.
+    """
+
+    def __init__(self, step: float) -> None:
+        self.step, self.looks, self.go = step, 0, threading.Event()
+
+    def now(self) -> float:
+        if threading.current_thread() is threading.main_thread():
+            return 0.0
+        self.go.wait(60)
+        self.looks += 1
+        return self.step * self.looks
+
+
+def _shared(
+    told: Told, pace: LinkRates, wanted: list[tuple[int, str, Direction]]
+) -> tuple[list[TransferDone], float]:
+    """All of `wanted` (bytes, stream, direction) at once; their ends, and how long it took."""
+    clock = Held(5e-8)
+    link = HostLink(clock, told, pace=pace, chunk_bytes=1000)
+    source, target = _pair(max(n for n, _, _ in wanted))
+    for i, (n, stream, direction) in enumerate(wanted):
+        link.start(i, [Copy(target.ctypes.data, source.ctypes.data, n)], stream, direction)
+    clock.go.set()
+    ends = [told.next() for _ in wanted]
+    link.close()
+    return ends, clock.step * clock.looks
+
+
+def test_streams_share_by_bytes(told: Told) -> None:
+    """A short transfer ends after twice its bytes, whatever pieces the long one comes in."""
+    ends, took = _shared(
+        told,
+        LinkRates.even(1e9),
+        [(40_000, "long", Direction.TO_DEVICE), (4_300, "short", Direction.TO_DEVICE)],
+    )
+    assert [e.transfer_id for e in ends] == [1, 0]
+    assert ends[0].seconds == pytest.approx(2 * 4_300e-9, abs=2.1e-6)
+    assert took == pytest.approx(44_300e-9, rel=0.02)
+
+
+def test_both_directions_keep_the_pace_together(told: Told) -> None:
+    both = [(20_000, "s", direction) for direction in Direction]
+    ends, took = _shared(told, LinkRates.even(1e9), both)
+    assert took == pytest.approx(40e-6, rel=0.02)
+    assert [e.seconds for e in ends] == pytest.approx([40e-6, 40e-6], rel=0.06)
+
+
+def test_mixed_traffic_has_a_pace_of_its_own(told: Told) -> None:
+    """To the host three quarters of it: that one ends first, then the other has its full rate."""
+    both = [(30_000, "s", direction) for direction in Direction]
+    ends, took = _shared(told, LinkRates(2e9, 2e9, 0.5e9, 1.5e9), both)
+    assert [e.transfer_id for e in ends] == [1, 0]
+    assert ends[0].seconds == pytest.approx(20e-6, rel=0.1)
+    assert took == pytest.approx(20e-6 + 20_000 / 2e9, rel=0.05)
+
+
+def test_a_failure_in_one_stream_leaves_the_others_alone(told: Told) -> None:
+    clock = Held(1e-6)
+    link = HostLink(clock, told, chunk_bytes=1000)
+    source, target = _pair(5_000)
+    link.start(1, [Copy(target.ctypes.data, source.ctypes.data, 5_000)], "good")
+    link.start(2, [Copy(0, source.ctypes.data, 5_000)], "bad")
+    link.start(3, [Copy(target.ctypes.data, source.ctypes.data, 2_000)], "bad")
+    clock.go.set()
+    ends = {e.transfer_id: e for e in (told.next() for _ in range(3))}
+    link.close()
+    assert ends[2].error is not None
+    assert [(ends[i].n_bytes, ends[i].error) for i in (1, 3)] == [(5_000, None), (2_000, None)]
+    assert (source == target).all()
 
 
 def test_an_unpaced_link_measures_itself(told: Told) -> None:
@@ -132,7 +210,7 @@ def test_an_unpaced_link_measures_itself(told: Told) -> None:
 
 def test_closing_tells_what_was_not_finished(told: Told) -> None:
     source, target = _pair(10_000)
-    link = HostLink(Stepping(1e-9), told, bytes_per_second=1.0, chunk_bytes=1000)
+    link = HostLink(Stepping(1e-9), told, pace=LinkRates.even(1.0), chunk_bytes=1000)
     link.start(1, [Copy(target.ctypes.data, source.ctypes.data, 10_000)])
     link.start(2, [Copy(target.ctypes.data, source.ctypes.data, 10_000)])
     link.close()
@@ -146,7 +224,7 @@ def test_closing_tells_what_was_not_finished(told: Told) -> None:
 
 
 def test_senseless_settings_and_copies(told: Told) -> None:
-    for bad in ({"threads": 0}, {"chunk_bytes": 0}, {"bytes_per_second": 0.0}):
+    for bad in ({"threads": 0}, {"chunk_bytes": 0}, {"pace": LinkRates.even(0.0)}):
         with pytest.raises(DeviceError):
             HostLink(Stepping(1.0), told, **bad)  # type: ignore[arg-type]
     with pytest.raises(DeviceError):

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from ballast.core.event import Failed, Finished, Output
+from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.policy.presets import resolve
@@ -19,7 +20,7 @@ from tests.sim.test_simulate import COSTS, fleet, spec, submissions
 
 NAMES = ["a", "b", "c"]
 SPECS = [spec(name) for name in NAMES]
-PROFILE = Profile(costs=dict.fromkeys(NAMES, COSTS), link_bytes_per_second=1e8, overhead=1e-4)
+PROFILE = Profile(costs=dict.fromkeys(NAMES, COSTS), link=LinkRates.even(1e8), overhead=1e-4)
 
 
 def device(settings: FleetSettings, names: list[str], said: Said) -> SimDevice:

@@ -8,6 +8,7 @@ import pytest
 
 from ballast.core.cost import UNMEASURED, activation_bytes
 from ballast.core.event import Failed, Finished, Output
+from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec, weight_pages
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
@@ -73,7 +74,7 @@ def test_accepted_requests_are_answered(preset: str, first: int) -> None:
     for seed in range(first, first + 50):
         fleet, specs, requests = world(seed, preset)
         costs = {s.name: UNMEASURED for s in specs}
-        profile = Profile(costs=costs, link_bytes_per_second=1e9, overhead=1e-3)
+        profile = Profile(costs=costs, link=LinkRates.even(1e9), overhead=1e-3)
         said: list[Output] = []
         done = simulate(fleet, specs, requests, profile, lambda _, o, said=said: said.append(o))
         done.state.pool.validate()

@@ -42,6 +42,41 @@ def test_the_past_cannot_be_scheduled() -> None:
     assert clock.now() == 5.0
 
 
+def test_what_is_forgotten_does_not_happen() -> None:
+    clock = VirtualClock()
+    heap = EventHeap(clock)
+    numbers = {at: heap.schedule(at, Cancel(str(at))) for at in range(1, 9)}
+    heap.forget(numbers[1])
+    assert heap.next == 2.0
+    heap.forget(numbers[3])
+    assert heap.take(None) == [Cancel("2")]
+    assert heap.next == 4.0
+    for at in (6, 5, 7, 8):
+        heap.forget(numbers[at])
+    job = Job(1, 0, "m", ())
+    heap.forget(heap.schedule(3.0, Timer()))
+    heap.schedule(3.5, JobDone(job, (), 1.0))
+    assert heap.withdraw(job) is not None
+    assert heap.take(None) == [Cancel("4")]
+    assert heap.next is None
+    assert heap.take(20.0) == []
+
+
+def test_what_follows_an_event_may_happen_at_the_same_moment() -> None:
+    heap = EventHeap(VirtualClock())
+    moved = [TransferDone(i, 1, 1.0) for i in range(3)]
+
+    def third() -> None:
+        heap.schedule(1.0, moved[2])
+
+    heap.schedule(1.0, moved[0], lambda: heap.forget(timer))
+    heap.schedule(1.0, moved[1], third)
+    heap.schedule(1.0, Cancel("after"))
+    timer = heap.schedule(1.0, Timer())
+    assert heap.take(None) == [*moved, Cancel("after")]
+    assert heap.next is None
+
+
 def test_waiting_for_nothing_is_a_broken_promise() -> None:
     with pytest.raises(BrokenPromise):
         EventHeap(VirtualClock()).take(None)

@@ -10,6 +10,7 @@ import pytest
 
 from ballast.core.cost import StepCosts
 from ballast.core.event import Output
+from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
@@ -25,9 +26,7 @@ def run(
     fleet: FleetSettings, specs: list[ModelSpec], requests: list[Submission], *, leaps: bool
 ) -> tuple[Told, Simulated]:
     told: Told = []
-    profile = Profile(
-        costs={s.name: COSTS for s in specs}, link_bytes_per_second=1e8, overhead=3e-4
-    )
+    profile = Profile(costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=3e-4)
     done = simulate(
         fleet, specs, requests, profile, lambda at, o: told.append((at, o)), leaps=leaps
     )

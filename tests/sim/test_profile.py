@@ -19,8 +19,14 @@ from ballast.sim.simulate import simulate
 DEVICES = ["A10", "A100-80G", "GB200", "GH200-96G", "H100-80G", "H20-96G", "H200", "H800", "L4"]
 OWN = """
 device = "here"
-link_bandwidth = 4e9
 overhead_seconds = 0.001
+
+[link]
+to_device = 4e9
+to_host = 3e9
+to_device_mixed = 2e9
+to_host_mixed = 1.5e9
+source = "calibrated"
 
 [sources.calibrated]
 artifact = "this machine"
@@ -132,7 +138,7 @@ def test_a_file_of_the_users_own(tmp_path: Path) -> None:
         ("base = 2e-3", "base = -1.0", r"own.toml: measured\[0\].costs.base: -1.0"),
         ("base = 2e-3", 'base = "2 ms"', r"own.toml: measured\[0\].costs.base: '2 ms'"),
         ("per_token", "per_tokn", r"per_tokn: .*did you mean 'per_token'\?"),
-        ("link_bandwidth", "link", r"own.toml: link_bandwidth: None.*required"),
+        ("to_device = 4e9", "", r"own.toml: link.to_device: None.*required"),
         ('device = "here"', "device = ", r"own.toml: .*must be TOML"),
         ("2e-3", "nan", r"measured\[0\].costs.base: nan.*finite"),
     ],
@@ -159,6 +165,6 @@ def test_a_profile_drives_a_simulation() -> None:
     profile = device_profile("A100-80G").of(specs)
     simulate(fleet, specs, [asked], profile, lambda now, output: told.append((now, output)))
     costs = profile.costs["Llama-2-7b"]
-    load = specs[0].weight_bytes / profile.link_bytes_per_second
+    load = specs[0].weight_bytes / profile.link.to_device
     steps = costs.prefill_seconds(256) + 19 * costs.of(Load(0, 0, 0, 1, 266))
     assert told[-1][0] == pytest.approx(load + steps, rel=0.01)

@@ -9,6 +9,7 @@ import pytest
 
 from ballast.core.cost import StepCosts, activation_bytes
 from ballast.core.event import Failed, Finished, Output, TokenOut
+from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings
@@ -89,9 +90,7 @@ def run(
     specs = [spec(f"m{i}", weight_pages=10 + 5 * i) for i in range(n_models)]
     arrivals = submissions([s.name for s in specs], n, seed)
     heard = Heard()
-    profile = Profile(
-        costs={s.name: COSTS for s in specs}, link_bytes_per_second=1e8, overhead=1e-4
-    )
+    profile = Profile(costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=1e-4)
     result = simulate(fleet(preset, specs, pages), specs, arrivals, profile, heard, observe=watch)
     return result, heard, arrivals
 
@@ -137,9 +136,7 @@ def test_models_that_share_segments_are_served_from_any_pool(preset: str, pages:
     specs = family(parts)
     arrivals = submissions([s.name for s in specs], 60, seed=5)
     heard = Heard()
-    profile = Profile(
-        costs={s.name: COSTS for s in specs}, link_bytes_per_second=1e8, overhead=1e-4
-    )
+    profile = Profile(costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=1e-4)
     result = simulate(fleet(preset, specs, pages), specs, arrivals, profile, heard, observe=watch)
     assert set(heard.ended) == {s.id for s in arrivals}
     if preset != "static":
@@ -156,7 +153,7 @@ def test_several_names_of_a_model_fit_where_copies_would_not() -> None:
     """Six names of a model of 20 pages, in a pool of 45: nothing is ever evicted."""
     specs = family({f"m{i}": "w4" for i in range(6)})
     arrivals = submissions([s.name for s in specs], 60, seed=2, rate=2.0)
-    profile = Profile(costs={s.name: COSTS for s in specs}, link_bytes_per_second=1e8, overhead=0)
+    profile = Profile(costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=0)
     heard, entries = Heard(), list[dict[str, object]]()
     result = simulate(
         fleet("balloon", specs, 45), specs, arrivals, profile, heard, entries.append, watch
@@ -176,7 +173,7 @@ def test_a_tight_pool_evicts_and_preempts_under_balloon() -> None:
 
 def test_swap_keeps_one_model_on_the_device() -> None:
     specs = [spec(f"m{i}") for i in range(3)]
-    profile = Profile(costs={}, link_bytes_per_second=1e9, overhead=0.0)
+    profile = Profile(costs={}, link=LinkRates.even(1e9), overhead=0.0)
     profile = replace(profile, costs={s.name: COSTS for s in specs})
 
     def one(now: float, state: DeviceState) -> None:
@@ -196,7 +193,7 @@ def test_the_same_run_is_the_same_to_the_last_entry(preset: str) -> None:
         entries: list[dict[str, object]] = []
         specs = [spec(f"m{i}") for i in range(3)]
         profile = Profile(
-            costs={s.name: COSTS for s in specs}, link_bytes_per_second=1e8, overhead=1e-4
+            costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=1e-4
         )
         simulate(
             fleet(preset, specs, 80),
@@ -214,7 +211,7 @@ def test_the_same_run_is_the_same_to_the_last_entry(preset: str) -> None:
 def test_a_request_that_can_never_fit_fails_at_once_and_says_why() -> None:
     specs = [spec("m", weight_pages=20)]
     heard = Heard()
-    profile = Profile(costs={"m": COSTS}, link_bytes_per_second=1e8, overhead=0.0)
+    profile = Profile(costs={"m": COSTS}, link=LinkRates.even(1e8), overhead=0.0)
     long = Submission(id="long", model="m", prompt=(1,) * 400, max_tokens=100)
     short = Submission(id="short", model="m", prompt=(1,) * 30, max_tokens=4)
     simulate(fleet("balloon", specs, 24), specs, [long, short], profile, heard)
@@ -226,7 +223,7 @@ def test_a_request_that_can_never_fit_fails_at_once_and_says_why() -> None:
 
 def test_prefixes_are_reused_between_requests() -> None:
     specs = [spec("m")]
-    profile = Profile(costs={"m": COSTS}, link_bytes_per_second=1e8, overhead=0.0)
+    profile = Profile(costs={"m": COSTS}, link=LinkRates.even(1e8), overhead=0.0)
     prompt = tuple(range(1, 101))
     asked = [
         Submission(id=f"q{i}", model="m", prompt=prompt, max_tokens=4, arrival=float(i))
@@ -241,7 +238,7 @@ def test_prefixes_are_reused_between_requests() -> None:
 def test_an_open_ended_request_gets_what_memory_can_hold() -> None:
     specs = [spec("m", weight_pages=20)]
     heard = Heard()
-    profile = Profile(costs={"m": COSTS}, link_bytes_per_second=1e8, overhead=0.0)
+    profile = Profile(costs={"m": COSTS}, link=LinkRates.even(1e8), overhead=0.0)
     chat = Submission(id="chat", model="m", prompt=(1,) * 30, max_tokens=482, open_ended=True)
     result = simulate(fleet("balloon", specs, 24), specs, [chat], profile, heard)
     end = heard.ended["chat"]

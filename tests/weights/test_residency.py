@@ -16,9 +16,10 @@ from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.event import TransferDone
 from ballast.core.model import ModelSpec
 from ballast.core.units import KiB
+from ballast.memory.copies import Copy
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
-from ballast.memory.transfer import Copy, HostLink
+from ballast.memory.transfer import HostLink
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.memory.vm_null import NullVm
 from ballast.weights.residency import WeightsOnDevice

@@ -16,8 +16,8 @@ from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.model import ModelSpec, weight_pages
 from ballast.core.units import KiB
+from ballast.memory.copies import Copy
 from ballast.memory.pool import Pool
-from ballast.memory.transfer import Copy
 from ballast.memory.vm import Vm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.memory.vm_null import NullVm
