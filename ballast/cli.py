@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ballast import cli_story
 from ballast.core.errors import BallastError, ConfigError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 fleet_app = typer.Typer(help="Make fleets.", no_args_is_help=True)
 app.add_typer(fleet_app, name="fleet")
+app.add_typer(cli_story.app, name="story")
 
 FleetFile = Annotated[Path, typer.Argument(metavar="FLEET.yaml", help="The fleet file.")]
 

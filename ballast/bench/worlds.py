@@ -55,7 +55,7 @@ def run_live(
     clock = MonotonicClock()
     target = EngineTarget(clock)
     entries: list[dict[str, Any]] = []
-    device = LiveDevice(fleet, target.outbox, costs=costs, clock=clock, sink=entries.append)
+    device = LiveDevice(fleet, target.outbox, costs=costs, clock=clock, sink=entries.extend)
     target.connect(device.post, device.snapshot)
     loop = threading.Thread(target=device.run, name="loop", daemon=True)
     loop.start()
@@ -100,7 +100,7 @@ def run_virtual(
         if not samples or now >= samples[-1].at + memory_every:
             samples.append(MemorySample(now, bytes_by_owner(report(state, fleet.device.name))))
 
-    ended = simulate(fleet, specs, arrivals, profile, said, entries.append, observe)
+    ended = simulate(fleet, specs, arrivals, profile, said, entries.extend, observe)
     done = Replayed(recorder.records(), ended.seconds, tuple(samples))
     return _ran(fleet.preset, workload, slos, done, entries, ended.state)
 

@@ -1,25 +1,76 @@
 """The story of a device: every event and every decision, in order, with its time.
 
-A ring for display, and, where a `sink` is given, every entry as it happens. The sink gets plain
-dictionaries; writing them somewhere is its own affair.
+A ring for display, and, where a `sink` is given, all that a replay needs, a turn at a time: how it
+began, each event and what it brought to an end, each decision, each job. Entries are plain
+dictionaries without token ids; what they mean is in docs/story.md.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from base64 import b64encode
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from ballast.core.actions import Action, Operation
-from ballast.core.event import Arrival, Event, JobDone, JobFailed, Operate
+from ballast.core.chains import Chain, digest
+from ballast.core.cost import StepCosts
+from ballast.core.event import (
+    Arrival,
+    Cancelled,
+    Event,
+    Failed,
+    Finished,
+    JobDone,
+    JobFailed,
+    Operate,
+    Output,
+    TokenOut,
+)
 from ballast.core.job import Job
+from ballast.core.model import ModelSpec
+from ballast.core.request import Request, Submission
+from ballast.core.settings import DeviceSettings
 
-Sink = Callable[[dict[str, Any]], None]
+FORMAT = 1
+"""Of stories that can be replayed; a reader refuses others."""
+
+_End = Finished | Failed | Cancelled
+Entry = dict[str, Any]
+Sink = Callable[[Sequence[Entry]], None]
+"""Takes the entries of a turn."""
 
 
-def describe(event: Event) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTold:
+    """A model of a snapshot."""
+
+    spec: ModelSpec
+    costs: StepCosts
+    """What policies are told of its speed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What a device is before its first turn: nothing is resident, nobody has asked."""
+
+    format: int = FORMAT
+    version: str
+    """Of Ballast."""
+    device: DeviceSettings
+    preset: str
+    options: dict[str, float]
+    link_bytes_per_second: float
+    models: tuple[ModelTold, ...]
+    began: float
+    """Unix time when its clock showed 0, in seconds; 0 in virtual time."""
+    overhead: float | None
+    """The engine's own seconds per job, in virtual time; None: it was live."""
+
+
+def describe(event: Event) -> Entry:
     """An event as plain data, without token ids: their number is what the story needs."""
     kind = type(event).__name__
     if isinstance(event, Arrival):
@@ -49,29 +100,141 @@ def describe(event: Event) -> dict[str, Any]:
             "event": kind,
             "id": event.id,
             "operation": type(wanted).__name__,
-            "model": wanted.model,
+            **dataclasses.asdict(wanted),
         }
     return {"event": kind, **dataclasses.asdict(event)}
 
 
 class Story:
-    """Keeps the last `keep` entries; hands each to `sink` as well."""
+    """Keeps the last `keep` entries for display; hands `sink` each turn's, with all a replay needs.
 
-    def __init__(self, keep: int = 2000, sink: Sink | None = None) -> None:
-        self.entries: deque[dict[str, Any]] = deque(maxlen=keep)
-        self._untold: deque[dict[str, Any]] = deque(maxlen=keep)
+    Used by the loop's thread; only `take` by another.
+    """
+
+    def __init__(
+        self,
+        keep: int = 2000,
+        sink: Sink | None = None,
+        *,
+        key: bytes = b"",
+        began: float = 0.0,
+        overhead: float | None = None,
+    ) -> None:
+        """`key`: of the digests that stand for tokens; `began` and `overhead` as in `Snapshot`."""
+        self.entries: deque[Entry] = deque(maxlen=keep)
+        self._untold: deque[Entry] = deque(maxlen=keep)
         """Decisions, which would soon be lost among the events, until somebody takes them."""
         self._sink = sink
+        self._key = key
+        self.began, self.overhead = began, overhead
+        self._turn: list[Entry] = []
+        """Told to nobody yet."""
+        self._turns = 0
+        self._last: Entry = {}
+        self._link = 0.0
+        self._arrivals = 0
+        self._open: dict[str, tuple[int, Chain | None]] = {}
+        """By id, of open requests: number, and the blocks filled where prefixes are cached."""
+        self._named: dict[str, tuple[str, int]] = {}
+        """By what requests may ask for: whose prefixes it shares, and the tokens in a block; empty
+        where no prefixes are cached."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether somebody gets all that a replay needs."""
+        return self._sink is not None
+
+    def begins(self, at: float, snapshot: Snapshot) -> None:
+        """A device begins its life."""
+        self._link = snapshot.link_bytes_per_second
+        for m in snapshot.models if snapshot.device.prefix_cache else ():
+            self._names(m.spec)
+        self._tell({"at": at, "snapshot": snapshot})
 
     def event(self, at: float, event: Event) -> None:
         """Something happened."""
-        self._tell({"at": at, **describe(event)})
+        told = {"at": at, **describe(event)}
+        if self._sink is not None:
+            told["turn"] = self._turns
+            if isinstance(event, Arrival):
+                self._arrives(told, event.submission)
+        self._last = told
+        self._tell(told)
 
-    def leap(self, at: float, job: Job, steps: int) -> None:
+    def joins(self, spec: ModelSpec, costs: StepCosts) -> None:
+        """The event told last lets a model in."""
+        if self._sink is not None:
+            self._last["joining"] = ModelTold(spec=spec, costs=costs)
+            if self._named:
+                self._names(spec)
+
+    def said(self, outputs: Sequence[Output]) -> None:
+        """The event told last has brought these."""
+        if self._sink is None:
+            return
+        refused = self._last.pop("open_already", False)
+        blocks: dict[str, bytes] = {}
+        for output in outputs:
+            if type(output) is TokenOut:
+                number, chain = self._open[output.request_id]
+                if chain is not None and (full := chain.push((output.token,))):
+                    blocks[str(number)] = full
+        if blocks:
+            self._last["blocks"] = _in_base64(blocks)
+        ended = self._ended(outputs, refused)
+        if ended:
+            self._last["ended"] = ended
+
+    def ended(self, at: float, outputs: Sequence[Output]) -> None:
+        """These came of decisions, or of the device's end."""
+        if self._sink is None:
+            return
+        ended = self._ended(outputs)
+        if ended:
+            self._tell({"at": at, "ended": ended})
+
+    def job(self, at: float, job: Job) -> None:
+        """A job was started."""
+        if self._sink is None:
+            return
+        prefill, decode = [], []
+        for w in job.work:
+            number = self._open[w.request_id][0]
+            if len(w.tokens) == 1 and w.sample is not None:
+                decode.append(number)
+            else:
+                prefill.append((number, w.start, len(w.tokens), w.sample is not None))
+        told: Entry = {"at": at, "job": job.id, "model": job.model}
+        if prefill:
+            told["prefill"] = prefill
+        if decode:
+            told["decode"] = decode
+        self._tell(told)
+
+    def leap(
+        self, at: float, job: Job, steps: int, ends: Sequence[float], moved: Iterable[Request]
+    ) -> None:
         """Steps that only decode have ended without turns of their own: `job`, and after it others
-        like it, the last of them at `at`."""
+        like it, the last of each model at `ends`. They were of the requests `moved`."""
         told = {"event": "Leap", "job": job.id, "model": job.model, "steps": steps}
-        self._tell({"at": at, **told, "decode_sequences": job.load.decode_sequences})
+        told["decode_sequences"] = job.load.decode_sequences
+        if self._sink is not None:
+            told |= {"turn": self._turns, "ends": ends}
+            blocks: dict[str, bytes] = {}
+            for r in moved:
+                number, chain = self._open[r.id]
+                if chain is not None and (full := chain.push(r.tokens[chain.tokens :])):
+                    blocks[str(number)] = full
+            if blocks:
+                told["blocks"] = _in_base64(blocks)
+        self._tell({"at": at, **told})
+
+    def link(self, at: float, bytes_per_second: float) -> None:
+        """What policies are told of the link from now on."""
+        if self._sink is not None and bytes_per_second != self._link:
+            self._link = bytes_per_second
+            told = {"at": at, "turn": self._turns, "link_bytes_per_second": bytes_per_second}
+            self._tell(told)
 
     def decision(
         self, at: float, action: Action | Operation, refused: str | None, by: str | None = None
@@ -86,7 +249,30 @@ class Story:
         self._untold.append(told)
         self._tell(told)
 
-    def take(self) -> tuple[dict[str, Any], ...]:
+    def stray(self, at: float, why: str) -> None:
+        """Something happened that no replay can repeat."""
+        self._tell({"at": at, "stray": why})
+
+    def turned(self) -> None:
+        """A turn is over."""
+        self._turns += 1
+        if self._turn and self._sink is not None:
+            self._sink(self._turn)
+            self._turn = []
+
+    def ends(self, at: float, why: str, outputs: Sequence[Output]) -> None:
+        """The device's life is over, as it should be; this is what it says last."""
+        told: Entry = {"at": at, "end": why}
+        if self._sink is not None:
+            told["turn"] = self._turns
+            if outputs:
+                told["ended"] = [
+                    self._ends(output, False) for output in outputs if isinstance(output, _End)
+                ]
+        self._tell(told)
+        self.turned()
+
+    def take(self) -> tuple[Entry, ...]:
         """The decisions since the last call, of which the oldest may be missing. By one thread,
         which may be another than the teller's."""
         taken = []
@@ -95,7 +281,62 @@ class Story:
                 taken.append(self._untold.popleft())
         return tuple(taken)
 
-    def _tell(self, entry: dict[str, Any]) -> None:
+    def _tell(self, entry: Entry) -> None:
         self.entries.append(entry)
         if self._sink is not None:
-            self._sink(entry)
+            self._turn.append(entry)
+
+    # -- what only a replay needs -----------------------------------------------------------------
+
+    def _names(self, spec: ModelSpec) -> None:
+        for served in spec.served:
+            self._named[served.name] = served.fingerprint, spec.block_tokens
+
+    def _arrives(self, told: Entry, s: Submission) -> None:
+        """All else that the engine goes by."""
+        told["n"] = number = self._arrivals
+        self._arrivals += 1
+        told["arrival"] = s.arrival
+        for name in ("open_ended", "priority", "prompt_logprobs", "embed"):
+            value = getattr(s, name)
+            if value or (value is not None and name == "prompt_logprobs"):
+                told[name] = value
+        if s.salt:
+            told["salt"] = digest(self._key, s.salt.encode()).hex()
+        if s.resumed is not None:
+            told["resumed"] = len(s.resumed)
+        if s.id in self._open:
+            told["open_already"] = True
+            return
+        chain = None
+        if s.model in self._named:
+            fingerprint, size = self._named[s.model]
+            chain = Chain(self._key, f"{fingerprint}:{s.salt}", size)
+            full = chain.push(s.prompt) + chain.push(s.resumed or ())
+            if full:
+                told["blocks"] = b64encode(full).decode()
+        self._open[s.id] = number, chain
+
+    def _ended(self, outputs: Sequence[Output], refused: bool = False) -> list[Entry]:
+        return [self._ends(output, refused) for output in outputs if isinstance(output, _End)]
+
+    def _ends(self, output: _End, refused: bool) -> Entry:
+        """`refused`: it was the second of its name, and the first stays open."""
+        told: Entry = {"request": output.request_id}
+        if not refused:
+            told["n"] = self._open.pop(output.request_id)[0]
+        if isinstance(output, Finished):
+            told |= {
+                "finished": output.reason,
+                "output_tokens": output.output_tokens,
+                "cached_tokens": output.cached_tokens,
+                "preemptions": output.preemptions,
+            }
+        else:
+            # Not its reason, which may speak of tokens.
+            told["failed"] = output.code if isinstance(output, Failed) else "cancelled"
+        return told
+
+
+def _in_base64(blocks: dict[str, bytes]) -> dict[str, str]:
+    return {number: b64encode(full).decode() for number, full in blocks.items()}

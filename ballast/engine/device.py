@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ballast.core.clock import Clock
@@ -14,7 +16,7 @@ from ballast.core.event import Event, Output
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.settings import FleetSettings
-from ballast.core.story import Sink, Story
+from ballast.core.story import Entry, Sink, Story
 from ballast.engine.build import Hosted, build_state
 from ballast.engine.inbox import MonotonicClock, QueueInbox
 from ballast.engine.loop import Loop
@@ -45,8 +47,8 @@ class LiveDevice:
     `outbox` gets outputs on the loop's thread and must not block. Checkpoints are loaded by the
     constructor; a model that fails to load is listed in `failed`, with the reason, and does not
     stop the rest. `costs` are what policies may know of each model's speed; `sink` gets the story
-    where no file does; `record` is told which requests are in flight; `progress` is called for each
-    part of the weights that was loaded.
+    beside the file, if any; `record` is told which requests are in flight; `progress` is called for
+    each part of the weights that was loaded.
     """
 
     def __init__(
@@ -95,8 +97,12 @@ class LiveDevice:
         self.runner = CpuRunner(
             self.executors, self.post, self.clock, device.threads, self.cap.check, record
         )
-        self._story_file = StoryFile(fleet.story_path) if fleet.story_path else None
-        self.story = Story(sink=self._story_file.write if self._story_file else sink)
+        self._story_file = StoryFile(fleet.story_path, device.name) if fleet.story_path else None
+        self.story = Story(
+            sink=_both(sink, self._story_file.write if self._story_file else None),
+            key=os.urandom(32),
+            began=time.time() - self.clock.now(),
+        )
         self._operator = Operator(self)
         self.loop = Loop(
             self.state,
@@ -178,3 +184,14 @@ class LiveDevice:
             return ServedModel(host, *where)
         rows, sampled = self.fleet.device.step_tokens, self.fleet.device.step_logits
         return FusedModel(host, *where, self.workspace, rows, sampled)
+
+
+def _both(a: Sink | None, b: Sink | None) -> Sink | None:
+    if a is None or b is None:
+        return a or b
+
+    def tell(entries: Sequence[Entry]) -> None:
+        a(entries)
+        b(entries)
+
+    return tell

@@ -14,6 +14,7 @@ from ballast.engine.apply import apply
 from ballast.engine.model import ModelState
 from ballast.engine.operate import Answered, Operations
 from ballast.engine.plan import plan
+from ballast.engine.snapshot import snapshot
 from ballast.engine.state import DeviceState
 from ballast.policy.presets import Preset
 
@@ -66,18 +67,28 @@ class Loop:
         self._memo: object = None
         self._wake_at: float | None = None
         self._jobs = 0
+        self._unfilled = 0
+        """Leases that the machine had no memory for, of which the story has been told."""
 
     def run(self) -> None:
         """Turn until drained or stopped; every request accepted has been answered then."""
         self.begin()
-        while not self.state.over:
-            self.turn()
-        self.end()
+        try:
+            while not self.state.over:
+                self.turn()
+            self.end()
+        finally:
+            self.story.turned()
 
     def begin(self) -> None:
         """Before the first turn."""
-        self.state.now = self.clock.now()
-        self._proceed([])
+        self.state.now = now = self.clock.now()
+        self.state.link_bytes_per_second = self.state.link.bytes_per_second
+        if self.story.whole:
+            self.story.begins(now, snapshot(self.state, self.preset, self.story))
+        outputs: list[Output] = []
+        self._proceed(outputs)
+        self._tell(outputs)
 
     def end(self) -> None:
         """After the last turn: what is open is told that it will not be answered."""
@@ -85,9 +96,11 @@ class Loop:
         for m in self.state.models.values():
             reason = self.state.stopped or "the device has drained"
             outputs += self.state.fail_all(m, "unavailable", reason)
-        self.operations.give_up(self.state.stopped or "the device has drained")
+        why = self.state.stopped or "the device has drained"
+        self.operations.give_up(why)
         if outputs:
             self.outbox(outputs)
+        self.story.ends(self.state.now, why, outputs)
 
     @property
     def until(self) -> float | None:
@@ -97,15 +110,18 @@ class Loop:
     def leapt(self, job: Job, following: ModelState, steps: int) -> None:
         """In virtual time: `job` and those after it, `steps` in all, have ended. They only decoded;
         what came of them has been told and is in the books. The next is `following`'s."""
-        state = self.state
+        state, before = self.state, self.state.now
         state.now = now = self.clock.now()
         state.models[job.model].job = None
         for part in job.work:
             state.requests[part.request_id].in_flight = False
         state.jobs += steps
         self._jobs += steps - 1
-        self.story.leap(now, job, steps)
+        stepped = [m for m in state.models.values() if m.last_run > before]
+        ends = sorted(m.last_run for m in stepped)
+        self.story.leap(now, job, steps, ends, (r for m in stepped for r in m.running))
         self._begin(following, plan(following, state.settings, now, state.freed))
+        self._tell([])
 
     def turn(self) -> None:
         """One turn: events in, decisions, jobs out, answers out."""
@@ -116,16 +132,30 @@ class Loop:
         self.state.link_bytes_per_second = self.state.link.bytes_per_second
         if not events or (until is not None and now >= until):
             events = [*events, Timer()]
+        self.story.link(now, self.state.link_bytes_per_second)
         for event in events:
             self.story.event(now, event)
             if isinstance(event, Operate):
                 self.operations.begin(event, outputs)
             else:
-                outputs += self.state.handle(event)
+                said = self.state.handle(event)
+                self.story.said(said)
+                outputs += said
+        heard = len(outputs)
         if self.operations.pending:
             self.operations.settle(outputs)
         self._proceed(outputs)
+        self._tell(outputs[heard:])
         self.turn_since = None
+
+    def _tell(self, outputs: list[Output]) -> None:
+        """To the story: what decisions brought, and that the turn is over."""
+        story, state = self.story, self.state
+        story.ended(state.now, outputs)
+        if state.pool.unfilled != self._unfilled:
+            self._unfilled = state.pool.unfilled
+            story.stray(state.now, "the machine had no memory for pages that were free")
+        story.turned()
 
     def _proceed(self, outputs: list[Output]) -> None:
         """Decide, start the next job, and only then say what the last one brought."""
@@ -189,6 +219,7 @@ class Loop:
             self.state.requests[part.request_id].in_flight = True
         m.job = self.state.lane_job = job
         self.state.touch(m)
+        self.story.job(self.state.now, job)
         self.runner.start(job)
 
     @property

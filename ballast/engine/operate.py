@@ -88,6 +88,7 @@ class Operations:
         """All it takes is there, or nothing changes."""
         state, settings = self._state, self._state.settings
         m, shared = self.ready.pop(name)
+        self._story.joins(m.spec, m.costs)
         for known in (name, *(a.name for a in m.spec.adapters)):
             if known in state.named or known in state.models:
                 return f"there is a model {known!r} already"

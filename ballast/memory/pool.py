@@ -46,6 +46,8 @@ class Pool:
         self._step = threading.Lock()
         self._books = threading.Lock()
         self._on_taken: Callable[[], None] | None = None
+        self.unfilled = 0
+        """Leases that were `Short` for want of the machine's memory, not of pages."""
 
     @property
     def total(self) -> int:
@@ -131,6 +133,7 @@ class Pool:
             raise
         if short is not None:
             self._undo(owner, picked, promised)
+            self.unfilled += 1
             return short
         if self._on_taken is not None:
             self._on_taken()

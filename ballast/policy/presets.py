@@ -23,6 +23,8 @@ class Preset:
     name: str
     device: DevicePolicy
     order: OrderPolicy
+    options: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Those given."""
 
 
 _DEVICE: dict[str, Callable[..., Any]] = {
@@ -48,4 +50,4 @@ def resolve(name: str, options: Mapping[str, float] | None = None) -> Preset:
         if key not in known:
             allowed = ", ".join(known) or "none"
             raise ConfigError(f"options.{key}", value, f"preset {name!r} has options: {allowed}")
-    return Preset(name, kind(**(options or {})), least_recently_run)
+    return Preset(name, kind(**(options or {})), least_recently_run, dict(options or {}))

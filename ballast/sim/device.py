@@ -77,7 +77,7 @@ class SimDevice:
         self._specs = {s.name: s for s in specs}
         self._costs = dict(profile.costs)
         self._runner = SimRunner(self._heap, self.clock, self._specs, self._costs, profile.overhead)
-        self.story = Story(sink=sink)
+        self.story = Story(sink=sink, overhead=profile.overhead)
         self._said = said
         self._leaps = leaps
         self._observe = observe

@@ -156,7 +156,7 @@ def test_several_names_of_a_model_fit_where_copies_would_not() -> None:
     profile = Profile(costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=0)
     heard, entries = Heard(), list[dict[str, object]]()
     result = simulate(
-        fleet("balloon", specs, 45), specs, arrivals, profile, heard, entries.append, watch
+        fleet("balloon", specs, 45), specs, arrivals, profile, heard, entries.extend, watch
     )
     assert all(isinstance(e, Finished) for e in heard.ended.values())
     assert sum(m.evictions for m in result.state.models.values()) == 0
@@ -201,7 +201,7 @@ def test_the_same_run_is_the_same_to_the_last_entry(preset: str) -> None:
             submissions([s.name for s in specs], 40, 1),
             profile,
             Heard(),
-            sink=entries.append,
+            sink=entries.extend,
         )
         stories.append(entries)
     assert stories[0] == stories[1]

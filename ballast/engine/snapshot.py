@@ -1,0 +1,23 @@
+"""What the story of a device begins with: all that its turns depend on beside their events."""
+
+from __future__ import annotations
+
+from ballast import __version__
+from ballast.core.story import ModelTold, Snapshot, Story
+from ballast.engine.state import DeviceState
+from ballast.policy.presets import Preset
+
+
+def snapshot(state: DeviceState, preset: Preset, story: Story) -> Snapshot:
+    """Of a device that has not had a turn."""
+    models = state.models.values()
+    return Snapshot(
+        version=__version__,
+        device=state.settings,
+        preset=preset.name,
+        options=dict(preset.options),
+        link_bytes_per_second=state.link_bytes_per_second,
+        models=tuple(ModelTold(spec=m.spec, costs=m.costs) for m in models),
+        began=story.began,
+        overhead=story.overhead,
+    )

@@ -1,0 +1,371 @@
+"""Does a story replay? Its events are fed to the loop and policies that it is of, and what these do
+is compared with what they did.
+
+Memory is `vm_null`; a job, a transfer and a turn end when the story says. What is told anew must be
+what was told, entry by entry.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+import msgspec
+
+from ballast.core import actions, event
+from ballast.core.clock import VirtualClock
+from ballast.core.event import Embedded, Event, Failed, JobDone, PromptScores, Result
+from ballast.core.job import Job, Sampled
+from ballast.core.link import Direction
+from ballast.core.request import Submission
+from ballast.core.story import Entry, ModelTold, Story
+from ballast.engine.build import Hosted, build_newcomer, build_state
+from ballast.engine.loop import Loop
+from ballast.memory.copies import Copy
+from ballast.memory.transfer import ACTIVATIONS
+from ballast.memory.vm_null import NullVm
+from ballast.policy.presets import resolve
+from ballast.sim.lives import Life
+from ballast.sim.standins import StandIns
+
+CONTEXT = 6
+"""Entries shown before a difference."""
+T = TypeVar("T")
+_PRIVATE = ("blocks", "salt", "turn")
+"""What may differ: by tokens, and by the turns that a leap passed over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a replay first did something else."""
+
+    index: int
+    """Of the entry, within the life; its number where the story ends."""
+    recorded: Entry | None
+    """None: nothing more was told of this turn."""
+    replayed: Entry | None
+    before: list[Entry]
+    """Of the story, up to there."""
+    why: str = ""
+    """Where there is more to say than the two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What came of a replay."""
+
+    events: int
+    decisions: int
+    jobs: int
+    difference: Difference | None
+    stray: str | None
+    """Why the story could not be followed to its end, if so."""
+
+
+class _Impossible(Exception):
+    """The story tells of an event that cannot happen in the replay."""
+
+
+class _Unknown(Exception):
+    """The story tells of something that this version does not know."""
+
+
+class _Lane:
+    """A runner that ends a job when it is told to."""
+
+    def __init__(self) -> None:
+        self.job: Job | None = None
+
+    def start(self, job: Job) -> None:
+        self.job = job
+
+
+class _Link:
+    """Implements `Link`; transfers end when the story says."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self.bytes_per_second = bytes_per_second
+
+    def start(
+        self,
+        transfer_id: int,
+        copies: Sequence[Copy],
+        stream: str = ACTIVATIONS,
+        direction: Direction = Direction.TO_DEVICE,
+    ) -> None:
+        """Nothing to copy."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class _Script:
+    """An inbox: the events of the next turn, which is all there is to take."""
+
+    def __init__(self) -> None:
+        self.next: list[Event] = []
+
+    def take(self, until: float | None) -> list[Event]:
+        taken, self.next = self.next, []
+        return taken
+
+
+def replay(life: Life) -> Replayed:
+    """Follow a life as far as it can be followed."""
+    return _Replay(life).run()
+
+
+class _Replay:
+    def __init__(self, life: Life) -> None:
+        self._entries = life.entries
+        self._over = life.over
+        told = life.snapshot
+        self._clock = VirtualClock(life.at)
+        self._lane, self._script = _Lane(), _Script()
+        self._link = _Link(told.link_bytes_per_second)
+        self._standins = StandIns(life.entries)
+        self._numbers: dict[str, int] = {}
+        """Of open requests, by id."""
+        self._told: list[Entry] = []
+        """By the turn that was replayed last."""
+        vm = NullVm(told.device.page_bytes, told.device.budget_bytes // told.device.page_bytes)
+        hosted = [_hosted(m) for m in told.models]
+        costs = {m.spec.name: m.costs for m in told.models}
+        state = build_state(told.device, hosted, vm, self._link, self._clock, _copy, costs)
+        self._state = state
+        self._loop = Loop(
+            state,
+            resolve(told.preset, told.options),
+            self._script,
+            self._lane,
+            self._clock,
+            lambda outputs: None,
+            Story(0, self._told.extend, began=told.began, overhead=told.overhead),
+        )
+        self._at = 0
+        """The next entry."""
+        self._events = self._decisions = self._jobs = 0
+
+    def run(self) -> Replayed:
+        turns = list(_turns(self._entries))
+        self._loop.begin()
+        del self._told[0]  # the snapshot
+        difference = self._compare(turns[0])
+        stray = None
+        for turn in turns[1:]:
+            self._at = turn[0]
+            strays = [e["stray"] for e in self._of(turn) if "stray" in e]
+            if difference is not None or strays:
+                stray = strays[0] if difference is None else None
+                break
+            try:
+                difference = self._turn(turn)
+            except _Impossible as error:
+                difference = self._difference(self._at, self._entries[self._at], None, str(error))
+            except _Unknown as error:
+                stray = str(error)
+                break
+        return Replayed(self._events, self._decisions, self._jobs, difference, stray)
+
+    def _of(self, turn: range) -> list[Entry]:
+        return self._entries[turn.start : turn.stop]
+
+    def _turn(self, turn: range) -> Difference | None:
+        """Replay one, and compare."""
+        first = self._entries[turn.start]
+        if "end" in first:
+            self._loop.end()
+            return self._compare(turn)
+        if first.get("event") == "Leap":
+            return self._leap(first, turn)
+        self._clock.advance_to(first["at"])
+        for self._at in turn:
+            entry = self._entries[self._at]
+            if "link_bytes_per_second" in entry:
+                self._link.bytes_per_second = entry["link_bytes_per_second"]
+            elif "event" in entry:
+                self._events += 1
+                if entry["event"] != "Timer":  # the loop finds out for itself
+                    self._script.next.append(self._event(entry))
+        self._loop.turn()
+        return self._compare(turn)
+
+    def _leap(self, told: Entry, turn: range) -> Difference | None:
+        """Take its steps one by one. When most of them ended was not told, and nothing depends on
+        it: they are spread evenly."""
+        job = self._ended_job(told)
+        steps, ends = told["steps"], told["ends"]
+        begun, free = self._clock.now(), steps - len(ends)
+        pitch = (ends[0] - begun) / (free + 1)
+        times = [*(begun + pitch * (i + 1) for i in range(free)), *ends]
+        for at in times:
+            self._clock.advance_to(at)
+            self._script.next.append(self._job_done(job, 0.0, {}))
+            self._told.clear()
+            self._loop.turn()
+            decided = [e for e in self._told if "event" not in e and "job" not in e]
+            if decided or self._lane.job is None:
+                said = decided[0] if decided else None
+                return self._difference(turn.start, told, said, "a leap only decodes")
+            job = self._lane.job
+        self._events += steps
+        self._jobs += steps - 1
+        self._told[:-1] = [told]
+        return self._compare(turn)
+
+    def _compare(self, turn: range) -> Difference | None:
+        """What the turn told anew, with what was told of it."""
+        again = [_plain(entry) for entry in self._told]
+        self._told.clear()
+        self._count(again)
+        recorded = [{k: v for k, v in e.items() if k not in _PRIVATE} for e in self._of(turn)]
+        for i, (a, b) in enumerate(itertools.zip_longest(recorded, again)):
+            cut_off = a is None and turn.stop == len(self._entries) and not self._over
+            if a != b and not cut_off:
+                return self._difference(turn.start + i, a, b)
+        return None
+
+    def _count(self, again: Sequence[Entry]) -> None:
+        self._decisions += sum("action" in entry for entry in again)
+        self._jobs += sum("event" not in entry and "job" in entry for entry in again)
+
+    def _difference(
+        self, at: int, recorded: Entry | None, replayed: Entry | None, why: str = ""
+    ) -> Difference:
+        before = self._entries[max(0, at - CONTEXT) : at]
+        return Difference(at, recorded, replayed, before, why)
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def _event(self, told: Entry) -> Event:
+        """What happened. Raises _Impossible and _Unknown."""
+        kind = told["event"]
+        if kind == "Arrival":
+            return event.Arrival(self._submission(told))
+        if kind == "JobDone":
+            return self._job_done(self._ended_job(told), told["seconds"], _ends(told))
+        if kind == "JobFailed":
+            return event.JobFailed(self._ended_job(told), told["reason"])
+        if kind == "Operate":
+            return self._operate(told)
+        if kind == "TransferDone":
+            number = told["transfer_id"]
+            if all(m.transfer_id != number for m in self._state.models.values()):
+                raise _Impossible("no such transfer is on its way")
+        made = _EVENTS.get(kind)
+        if made is None:
+            raise _Unknown(f"this version knows no event {kind!r}")
+        return _made(made, told)
+
+    def _submission(self, told: Entry) -> Submission:
+        n, name, prompt = told["n"], told["model"], told["prompt_tokens"]
+        self._numbers[told["request"]] = n
+        m, _ = self._state.named.get(name, (None, None))
+        resumed = told.get("resumed")
+        end = prompt + (resumed or 0)
+        tokens = (0,) * end if m is None else self._standins.tokens(m.spec, n, 0, end)
+        how = _ends(told).get(told["request"], {})
+        if m is not None and how.get("failed") == "invalid_request" and prompt:
+            tokens = (m.spec.vocab, *tokens[1:])  # one that the model did not have
+        return Submission(
+            id=told["request"],
+            model=name,
+            prompt=tokens[:prompt],
+            max_tokens=told["max_tokens"],
+            open_ended=told.get("open_ended", False),
+            arrival=told["arrival"],
+            priority=told.get("priority", 0),
+            stop_token_ids=tokens[-1:] if how.get("finished") == "stop" else (),
+            ignore_eos=True,
+            salt=told.get("salt", ""),
+            prompt_logprobs=told.get("prompt_logprobs"),
+            embed=told.get("embed", False),
+            resumed=None if resumed is None else tokens[prompt:],
+        )
+
+    def _ended_job(self, told: Entry) -> Job:
+        job = self._lane.job
+        if job is None or (job.id, job.model) != (told["job"], told["model"]):
+            what = "no job" if job is None else f"job {job.id} of {job.model}"
+            raise _Impossible(f"{what} is on the lane")
+        return job
+
+    def _job_done(self, job: Job, seconds: float, ends: Mapping[str, Entry]) -> JobDone:
+        """In the order in which live models tell results."""
+        spec = self._state.models[job.model].spec
+        results: list[Result] = [Embedded(w.request_id, b"") for w in job.work if w.embed]
+        for w in job.work:
+            if w.scoring is not None:
+                scores = (0.0,) * len(w.scoring.targets)
+                results.append(PromptScores(w.request_id, w.scoring.start, scores))
+        for w in job.work:
+            how = ends.get(w.request_id, {})
+            failed = how.get("failed", "cancelled")
+            if w.sample is not None and failed != "cancelled":
+                results.append(Failed(w.request_id, failed, ""))
+            elif w.sample is not None:
+                n = self._numbers[w.request_id]
+                (token,) = self._standins.tokens(spec, n, w.end, w.end + 1)
+                stop = how.get("finished") == "stop"
+                results.append(Sampled(w.request_id, token, ends=stop))
+        self._lane.job = None
+        return JobDone(job, tuple(results), seconds)
+
+    def _operate(self, told: Entry) -> Event:
+        made = _OPERATIONS.get(told["operation"])
+        if made is None:
+            raise _Unknown(f"this version knows no operation {told['operation']!r}")
+        operation = _made(made, told)
+        if "joining" in told:
+            joining = msgspec.convert(told["joining"], ModelTold)
+            ready = build_newcomer(self._state, _hosted(joining), _copy, joining.costs)
+            self._loop.operations.ready[joining.spec.name] = ready
+        return event.Operate(told["id"], operation)
+
+
+def _turns(entries: Sequence[Entry]) -> Iterator[range]:
+    """Indices of each turn's entries, those of the beginning first."""
+    start, turn = 0, None
+    for i, entry in enumerate(entries):
+        now = entry.get("turn", turn)
+        if now != turn:
+            yield range(start, i)
+            start, turn = i, now
+    yield range(start, len(entries))
+
+
+def _made(kind: type[T], told: Entry) -> T:
+    """An event or an operation, from its fields."""
+    names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    return msgspec.convert({k: v for k, v in told.items() if k in names}, kind)
+
+
+def _ends(told: Entry) -> dict[str, Entry]:
+    """What an event brought to an end, by request."""
+    return {entry["request"]: entry for entry in told.get("ended", ())}
+
+
+def _plain(entry: Entry) -> Entry:
+    """As read from a file, less what may differ."""
+    public = {k: v for k, v in entry.items() if k not in _PRIVATE}
+    plain: Entry = msgspec.json.decode(msgspec.json.encode(public))
+    return plain
+
+
+def _hosted(m: ModelTold) -> Hosted:
+    return Hosted(m.spec, [0] * len(m.spec.segment_bytes))
+
+
+def _copy(dst: int, src: int, n_bytes: int) -> None:
+    """There are no bytes."""
+
+
+_EVENTS: dict[str, type[Event]] = {
+    kind.__name__: kind for kind in (event.Cancel, event.TransferDone, event.Drain, event.Stop)
+}
+_OPERATIONS: dict[str, type[actions.Operation]] = {
+    kind.__name__: kind
+    for kind in (actions.Activate, actions.Evict, actions.Change, actions.Join, actions.Leave)
+}
