@@ -263,6 +263,14 @@ Rate = Annotated[
 Seconds = Annotated[float, typer.Option(help="Length of the workload, in virtual time.")]
 MostTokens = Annotated[int, typer.Option(help="Longest prompt and output together.")]
 Seed = Annotated[int, typer.Option(help="Of the workload.")]
+Placed = Annotated[
+    str,
+    typer.Option(
+        "--placement",
+        help="weights, work, follow or both: by weights, or by expected work as well; for good, or "
+        "as the load goes.",
+    ),
+]
 
 
 @app.command()
@@ -271,6 +279,7 @@ def simulate(
     devices: Devices,
     workload: Workload = "bursty",
     preset: Presets = None,
+    placement: Placed = "both",
     rate: Rate = None,
     seconds: Seconds = 600.0,
     most_tokens: MostTokens = 4096,
@@ -284,9 +293,10 @@ def simulate(
     from ballast.bench.asked import Asked
     from ballast.bench.show import runs_table, sizes_text
     from ballast.bench.simulating import simulate_presets, simulation_json
+    from ballast.policy.fleets import placement_of
     from ballast.sim.cluster import kinds_of
 
-    kinds = kinds_of(devices)
+    kinds, placed = kinds_of(devices), placement_of(placement)
     work = (workload, rate, seconds, most_tokens, seed)
     asked = Asked.of(load(fleet_file, simulated=True), preset, *work)
     console = Console()
@@ -294,14 +304,14 @@ def simulate(
     with arrivals_bar(len(asked.workload.requests)) as progress:
         runs = list(
             simulate_presets(
-                asked.fleet, asked.specs, kinds, asked.workload, asked.presets, progress
+                asked.fleet, asked.specs, kinds, asked.workload, asked.presets, placed, progress
             )
         )
     console.print(runs_table(runs))
     sizes = sizes_text(asked.specs, runs[0])
     console.print(sizes, soft_wrap=True)
     if json is not None:
-        write_json(json, simulation_json(kinds, asked.specs, asked.workload, runs))
+        write_json(json, simulation_json(kinds, asked.specs, asked.workload, placed, runs))
     if html is not None:
         from ballast.bench.page import page
 
@@ -321,11 +331,13 @@ def plan(
         bool, typer.Option("--each", help="Of every model's requests, not of all together.")
     ] = False,
     preset: Presets = None,
+    placement: Placed = "both",
     rate: Rate = None,
     seconds: Seconds = 600.0,
     most_tokens: MostTokens = 4096,
     most_devices: Annotated[
-        int, typer.Option(help="Where the search ends; at the number of models at the latest.")
+        int,
+        typer.Option(help="Where the search ends; with --placement weights, at most one each."),
     ] = 1024,
     seed: Seed = 0,
     json: Annotated[Path | None, typer.Option(help="Write what was tried here.")] = None,
@@ -336,9 +348,10 @@ def plan(
     from ballast.bench.asked import Asked
     from ballast.bench.planning import plan_preset
     from ballast.bench.show import plans_table
+    from ballast.policy.fleets import placement_of
     from ballast.sim.cluster import kinds_of
 
-    kinds = kinds_of(devices)
+    kinds, placed = kinds_of(devices), placement_of(placement)
     if len(kinds) > 1 or kinds[0].number > 1:
         raise ConfigError("--devices", devices, "one kind without a number, which is sought")
     work = (workload, rate, seconds, most_tokens, seed)
@@ -354,6 +367,7 @@ def plan(
                 asked.workload,
                 name,
                 target,
+                placed,
                 each=each,
                 most=most_devices,
                 progress=progress,
@@ -366,6 +380,7 @@ def plan(
             "device": kinds[0].profile.device,
             "target": target,
             "each": each,
+            "placement": placed.name,
             "workload": asked.workload.describe(),
             "presets": [plan.to_json() for plan in plans],
         }

@@ -27,6 +27,7 @@ from ballast.core.settings import (
     Slo,
 )
 from ballast.fleet.file import CATALOGUE
+from ballast.policy.fleets import placement_of
 from ballast.sim.cluster import kinds_of
 from benchmarks.common import finish, options
 
@@ -35,6 +36,7 @@ MODELS = 12
 DEVICES = "1xH100-80G,1xA100-80G,2xL4"
 PRESETS = "static,swap,balloon"
 RATE, SECONDS, MOST_TOKENS = 3.0, 60.0, 1024
+PLACED = placement_of("both")
 HASH_SEEDS = ("0", "1", "4242", "random")
 
 
@@ -49,8 +51,8 @@ def written(seed: int, seconds: float) -> str:
     )
     kinds = kinds_of(DEVICES)
     asked = Asked.of(fleet, PRESETS, "bursty", RATE, seconds, MOST_TOKENS, seed)
-    runs = list(simulate_presets(fleet, asked.specs, kinds, asked.workload, asked.presets))
-    told = dumps(simulation_json(kinds, asked.specs, asked.workload, runs))
+    runs = list(simulate_presets(fleet, asked.specs, kinds, asked.workload, asked.presets, PLACED))
+    told = dumps(simulation_json(kinds, asked.specs, asked.workload, PLACED, runs))
     return hashlib.sha256((told + page("a page", [asked.described()], runs)).encode()).hexdigest()
 
 

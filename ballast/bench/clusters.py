@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from ballast.bench.gauge import Gauge
 from ballast.bench.record import Recorder, prompts_of, submission_for, vocabularies_of
 from ballast.bench.report import Report
+from ballast.core.cost import Traffic
 from ballast.core.event import Failed, Output
 from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, Slo
+from ballast.policy.fleets import Placement
 from ballast.policy.presets import Preset
 from ballast.sim.cluster import SERVED, Cluster, Kind
 from ballast.sim.device import COUNTED
@@ -27,6 +31,10 @@ class ClusterRun:
     devices: dict[str, dict[str, Any]]
     """By device: its memory, its models and their weights, and what it did."""
     jobs: int
+    placed: int
+    """Times a model was given one more device, after the start."""
+    withdrawn: int
+    """Times one was taken from it."""
 
     def total(self, what: str) -> int:
         """Of a number that every device has, over all of them."""
@@ -34,7 +42,8 @@ class ClusterRun:
 
     def to_json(self) -> dict[str, Any]:
         """The report's form, and the devices."""
-        return {**self.report.to_json(), "devices": self.devices}
+        moved = {"placed": self.placed, "withdrawn": self.withdrawn}
+        return {**self.report.to_json(), **moved, "devices": self.devices}
 
 
 def run_cluster(
@@ -44,10 +53,12 @@ def run_cluster(
     workload: Workload,
     slos: Mapping[str, Slo],
     served: DeviceSettings = SERVED,
+    placement: Placement | None = None,
     progress: Callable[[int], None] = lambda sent: None,
     missed: Callable[[str], None] | None = None,
 ) -> ClusterRun:
-    """`progress` hears how many requests have arrived, and `missed` the model of each that got
+    """`placement`: see `Cluster`; the traffic it expects is the workload's own, on average.
+    `progress` hears how many requests have arrived, and `missed` the model of each that got
     its first token too late, or an error instead, when it does. Raises ConfigError (see
     `sim.cluster`), and what these two raise.
     """
@@ -63,7 +74,9 @@ def run_cluster(
             missed(request.model)
 
     gauge = Gauge(workload.seconds)
-    cluster = Cluster(kinds, specs, preset, heard, served, watch=gauge.watch)
+    cluster = Cluster(
+        kinds, specs, preset, heard, served, placement, traffic_of(workload), watch=gauge.watch
+    )
     prompts = prompts_of(vocabularies_of(specs))
 
     def arrivals() -> Iterator[Submission]:
@@ -84,7 +97,24 @@ def run_cluster(
         name=preset.name,
         workload=workload.describe(),
     )
-    return ClusterRun(report, _did(cluster), cluster.jobs)
+    book = cluster.controller.book
+    return ClusterRun(report, _did(cluster), cluster.jobs, book.placed, book.withdrawn)
+
+
+def traffic_of(workload: Workload) -> dict[str, Traffic]:
+    """By model, its mean over the whole workload."""
+    asked: dict[str, list[WorkloadRequest]] = defaultdict(list)
+    for request in workload.requests:
+        asked[request.model].append(request)
+    seconds = max(workload.seconds, 1.0)
+    return {
+        model: Traffic(
+            len(own) / seconds,
+            fmean(r.prompt_tokens for r in own),
+            fmean(r.output_tokens for r in own),
+        )
+        for model, own in asked.items()
+    }
 
 
 def _did(cluster: Cluster) -> dict[str, dict[str, Any]]:

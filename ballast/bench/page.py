@@ -67,6 +67,8 @@ def _sides(runs: Sequence[ClusterRun]) -> str:
             row(f"{name} {part}", lambda r, of=of, part=part: _part(of(r.report.total), part))  # type: ignore[misc]
     for what in ("activations", "evictions", "preemptions"):
         row(what, lambda r, what=what: str(r.total(what)))  # type: ignore[misc]
+    row("models placed", lambda r: str(r.placed))
+    row("models withdrawn", lambda r: str(r.withdrawn))
     return _table(["", *(r.report.name for r in runs)], rows)
 
 

@@ -17,6 +17,7 @@ from ballast.bench.simulating import Progress, simulate_presets
 from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings
+from ballast.policy.fleets import Placement
 from ballast.sim.cluster import Kind
 from ballast.workload.workload import Workload
 
@@ -62,6 +63,7 @@ def plan_preset(
     workload: Workload,
     preset: str,
     target: float,
+    placement: Placement,
     *,
     each: bool = False,
     most: int = MOST_DEVICES,
@@ -69,8 +71,8 @@ def plan_preset(
 ) -> Planned:
     """The fewest devices of a kind with which a share `target` of requests is in its service level.
 
-    `each`: of every model's requests, not just of all together. A model has one device, so no more
-    devices than models are tried. Raises ConfigError.
+    `each`: of every model's requests, not just of all together. Where a model has one device, no
+    more devices than models are tried. Raises ConfigError.
     """
     if not 0 < target <= 1:
         raise ConfigError("target", target, "a share above 0 and at most 1, as in 0.99")
@@ -94,13 +96,16 @@ def plan_preset(
         kinds = [replace(kind, number=number)]
         hook = None if whole else missed
         try:
-            (ran,) = simulate_presets(fleet, specs, kinds, workload, [preset], arrived, hook)
+            (ran,) = simulate_presets(
+                fleet, specs, kinds, workload, [preset], placement, arrived, hook
+            )
         except _Hopeless as error:
             return error.at_most
         rows[number] = _row(ran)
         return ran.report.worst_attainment if each else ran.report.total.attainment
 
-    found = fewest(run, target, min(most, len(specs)))
+    one_each = not placement.expects and placement.policy is None
+    found = fewest(run, target, min(most, len(specs)) if one_each else most)
     plan = Planned(preset, found, rows)
     for number in (plan.shown, plan.shown - 1):
         if number not in rows and number > 0:

@@ -72,6 +72,8 @@ def runs_table(runs: Sequence[ClusterRun]) -> Table:
     table.add_section()
     for what in ("activations", "evictions"):
         table.add_row(what, *(str(run.total(what)) for run in runs))
+    for moved in ("placed", "withdrawn"):
+        table.add_row(f"models {moved}", *(str(getattr(run, moved)) for run in runs))
     for use in ("weights", "kv"):
         peaks = (max((s.owners[use] for s in run.report.memory), default=0) for run in runs)
         table.add_row(f"{use} in memory, most", *(format_bytes(n) for n in peaks))

@@ -10,6 +10,7 @@ from ballast.bench.clusters import ClusterRun, run_cluster
 from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.settings import FleetSettings
+from ballast.policy.fleets import Placement
 from ballast.policy.presets import resolve
 from ballast.sim.cluster import Kind
 from ballast.workload.workload import Workload
@@ -24,6 +25,7 @@ def simulate_presets(
     kinds: Sequence[Kind],
     workload: Workload,
     presets: Sequence[str],
+    placement: Placement,
     progress: Progress = lambda what, sent: None,
     missed: Callable[[str], None] | None = None,
 ) -> Iterator[ClusterRun]:
@@ -40,13 +42,23 @@ def simulate_presets(
             progress(name, sent)
 
         slos = slos_of(fleet)
-        yield run_cluster(preset, kinds, specs, workload, slos, progress=arrived, missed=missed)
+        yield run_cluster(
+            preset,
+            kinds,
+            specs,
+            workload,
+            slos,
+            placement=placement,
+            progress=arrived,
+            missed=missed,
+        )
 
 
 def simulation_json(
     kinds: Sequence[Kind],
     specs: Sequence[ModelSpec],
     workload: Workload,
+    placement: Placement,
     runs: Sequence[ClusterRun],
 ) -> dict[str, Any]:
     """Plain data; equal simulations give equal documents, for no time of this machine is in it."""
@@ -54,6 +66,7 @@ def simulation_json(
         "devices": [{"device": k.profile.device, "number": k.number} for k in kinds],
         "workload": workload.describe(),
         "requests": len(workload.requests),
+        "placement": placement.name,
         "weights_bytes": weight_bytes(specs),
         "presets": [run.to_json() for run in runs],
     }

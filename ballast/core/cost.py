@@ -7,6 +7,7 @@ mix prefill chunks and decodes.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import astuple, dataclass
 
 from ballast.core.job import Job, Load, chunk_pairs
@@ -16,10 +17,6 @@ from ballast.core.units import MiB, ceil_div
 TILE = 64
 """Rows of a tile of a GPU's matrix products: that many decoding sequences cost little more than
 one, and the next tile's worth costs a step."""
-
-
-AT_ONCE = 8
-"""Requests of a model that are taken to decode together, where work is estimated from traffic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +78,20 @@ class StepCosts:
         """To compute `tokens` more positions of one sequence that has `start` of them."""
         return self.of(Load(tokens, 1, chunk_pairs(tokens, start), 0, 0))
 
-    def work(self, traffic: Traffic) -> float:
-        """Seconds of compute per second, roughly: `AT_ONCE` requests decode together."""
-        prompt, output = traffic.prompt_tokens, traffic.output_tokens
-        step = self.of(Load(0, 0, 0, AT_ONCE, round(AT_ONCE * (prompt + output / 2)))) / AT_ONCE
-        return traffic.rate * (self.prefill_seconds(round(prompt)) + output * step)
+    def work(self, traffic: Traffic, tpot: float, most: int) -> float:
+        """Share of a device that `traffic` takes, roughly, if nothing else is served there.
+
+        Of its time, in seconds per second, when as many requests decode together as `most` and a
+        step of 0.8 `tpot` seconds allow: prefills have the rest.
+        """
+        context = round(traffic.prompt_tokens + traffic.output_tokens / 2)
+
+        def step(batch: int) -> float:
+            return self.of(Load(0, 0, 0, batch, batch * context))
+
+        batch = max(1, bisect_right(range(1, most + 1), 0.8 * tpot, key=step))
+        prefill = self.prefill_seconds(round(traffic.prompt_tokens))
+        return traffic.rate * (prefill + traffic.output_tokens * step(batch) / batch)
 
     def scaled(self, factor: float) -> StepCosts:
         """Everything takes `factor` times as long."""

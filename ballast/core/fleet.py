@@ -39,8 +39,8 @@ class Hosting:
     """Seconds of the device's compute that its jobs took, per second."""
     open_requests: int
     late: int
-    """Of these, waiting ones that have used up half of the time in which their first token is due.
-    """
+    """Of these, waiting ones that have used up half of the time in which their first token is due,
+    and running ones whose tokens come more slowly than they should."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,10 @@ class DeviceLoad:
     def work(self) -> float:
         """Of all its models."""
         return sum(h.work for h in self.hosting)
+
+    @property
+    def open_requests(self) -> int:
+        return sum(h.open_requests for h in self.hosting)
 
     @property
     def late(self) -> int:

@@ -19,8 +19,8 @@ class ModelReport:
     waiting: int
     running: int
     late: int
-    """Of those waiting, they that have used up half of the time in which their first token is due.
-    """
+    """Of those waiting, they that have used up half of the time in which their first token is due;
+    of those running, they whose tokens come more slowly than they should."""
     lane_seconds: float
     """That its jobs have taken, since start; likewise what follows."""
     activations: int

@@ -196,6 +196,12 @@ class Request:
         return len(self.tokens) - self.prompt_tokens
 
     @property
+    def seconds_per_token(self) -> float:
+        """Between the tokens of its output so far, on average; 0 before the second."""
+        first, last, n = self.first_token_at, self.last_token_at, self.generated
+        return 0.0 if first is None or last is None or n < 2 else (last - first) / (n - 1)
+
+    @property
     def most_tokens(self) -> int:
         """Tokens whose KV it may ever need: the last generated token's is never computed."""
         return self.prompt_tokens + max(0, self.submission.max_tokens - 1)

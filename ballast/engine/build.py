@@ -88,6 +88,7 @@ def build_newcomer(
     known = {
         digest: segment.shared
         for m in present
+        if m.spec.segment_digests
         for digest, segment in zip(m.spec.segment_digests, m.weights.segments, strict=True)
         if segment.shared is not None
     }

@@ -56,9 +56,11 @@ class ModelState:
         return self.spec.queue_seconds if own is None else own
 
     def late(self, now: float) -> int:
-        """Waiting requests that have used up half of the time in which their first token is due."""
-        due = now - self.spec.slo.ttft / 2
-        return sum(r.submission.arrival < due for r in tuple(self.waiting))
+        """Waiting requests that have used up half of the time in which their first token is due,
+        and running ones whose tokens come more slowly than they should."""
+        slo = self.spec.slo
+        waiting = sum(r.submission.arrival < now - slo.ttft / 2 for r in tuple(self.waiting))
+        return waiting + sum(r.seconds_per_token > slo.tpot for r in tuple(self.running))
 
     def queue(self, request: Request) -> None:
         """Into `waiting`, by order. Preempted requests go before later arrivals."""

@@ -11,7 +11,6 @@ from ballast.core.fleet import (
     FleetAction,
     FleetDecision,
     FleetView,
-    Hosting,
     Need,
     Place,
     Withdraw,
@@ -30,15 +29,14 @@ class Spare:
 class Follow:
     """Looks every `every` seconds.
 
-    A device is behind if its work exceeds `high`, or requests are late on it. One of its models
-    (that with the most late requests, else the most work) is then served by one more device: the
-    least busy of those that are not behind and would not be. A model with several devices that has
-    needed less than `low` of each of the others for `patience` seconds leaves the busiest. So a
-    model moves: first it has two devices, then one.
+    A device is behind if requests are late on it. One of its models (that with the most late ones)
+    is then served by one more device: of those that are not behind and have at most half as many
+    open requests, that with the fewest. A model with several devices that has needed less than
+    `low` of each of the others for `patience` seconds leaves the busiest. So a model moves: first
+    it has two devices, then one.
     """
 
     every: float = 5.0
-    high: float = 0.8
     low: float = 0.4
     patience: float = 30.0
 
@@ -46,8 +44,8 @@ class Follow:
         actions: list[FleetAction] = []
         taken: set[str] = set()
         needs = {need.model: need for need in view.needs}
-        behind = [d for d in view.devices if self._behind(d)]
-        for device in sorted(behind, key=lambda d: (-d.late, -d.work, d.name)):
+        behind = [d for d in view.devices if d.late]
+        for device in sorted(behind, key=lambda d: (-d.late, d.name)):
             found = self._relief(device, view, needs, taken)
             if found is not None:
                 actions.append(found)
@@ -63,27 +61,26 @@ class Follow:
         since = {model: at for model, at in spare.items() if model not in gone}
         return FleetDecision(tuple(actions), Spare(since), view.now + self.every)
 
-    def _behind(self, device: DeviceLoad) -> bool:
-        return device.work > self.high or device.late > 0
-
     def _relief(
         self, device: DeviceLoad, view: FleetView, needs: Mapping[str, Need], taken: set[str]
     ) -> Place | None:
         """One more device for one of this device's models."""
-        for h in sorted(device.hosting, key=lambda h: (-h.late, -h.work, h.model)):
-            if h.model in taken or h.model not in needs or not (h.late or h.work):
+        for h in sorted(device.hosting, key=lambda h: (-h.late, -h.open_requests, h.model)):
+            if not h.late or h.model in taken:
                 continue
-            rooms = [d for d in view.devices if self._takes(d, h, needs[h.model], taken)]
-            if rooms:
-                chosen = min(rooms, key=lambda d: (d.work, len(d.hosting)))
-                why = f"{device.name} is busy {device.work:.0%}, {device.late} requests are late"
-                return Place(h.model, chosen.name, why)
+            helpers = [
+                d
+                for d in view.devices
+                if not d.late
+                and not d.serves(h.model)
+                and d.name not in taken
+                and d.room.bytes >= needs[h.model].least
+                and 2 * d.open_requests <= device.open_requests
+            ]
+            if helpers:
+                chosen = min(helpers, key=lambda d: (d.open_requests, d.work, len(d.hosting)))
+                return Place(h.model, chosen.name, f"{h.late} requests are late on {device.name}")
         return None
-
-    def _takes(self, device: DeviceLoad, h: Hosting, need: Need, taken: set[str]) -> bool:
-        if device.name in taken or device.serves(h.model) or self._behind(device):
-            return False
-        return device.room.bytes >= need.least and device.work + h.work / 2 <= self.high
 
     def _spare(self, view: FleetView, before: Spare) -> dict[str, float]:
         spare: dict[str, float] = {}

@@ -16,31 +16,45 @@ def spread(needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]
     """By model, its devices: the busiest and largest first, each to where it leaves the least
     crowded device.
 
-    A model whose expected work would fill a device for more than `BUSY` gets as many as that takes,
-    and shares its work among them. How crowded a device is: the greater of its work and of its
-    models' weights over its memory (which may exceed 1: weights come and go). Devices that are
-    equally crowded are taken in their order. Raises ConfigError, with the bytes that are missing,
-    for a model that no device can serve.
+    How crowded a device is: the greater of its work and of its models' weights over its memory
+    (which may exceed 1: weights come and go). Devices that are equally crowded are taken in their
+    order. When all have one, a model whose expected work would fill a device for more than `BUSY`
+    gets more, as many as that takes, where all weights still fit, those first that have most work
+    for each of theirs.
+    Raises ConfigError, with the bytes that are missing, for a model that no device can serve.
     """
     homes: dict[str, list[str]] = {}
     weights = dict.fromkeys((r.device for r in rooms), 0)
     work = dict.fromkeys((r.device for r in rooms), 0.0)
-    for need in sorted(
-        needs, key=lambda n: (-max(n.work.values(), default=0), -n.weights, n.model)
-    ):
-        fitting = _fitting(need, rooms)
-        copies = _copies(need, fitting)
+    order = sorted(needs, key=lambda n: (-max(n.work.values(), default=0), -n.weights, n.model))
+    copies = {n.model: _copies(n, _fitting(n, rooms)) for n in order}
 
-        def crowd(room: Room, need: Need = need, copies: int = copies) -> float:
-            bytes_then = weights[room.device] + need.weights
-            work_then = work[room.device] + need.work.get(room.kind, 0.0) / copies
-            return max(bytes_then / room.bytes, work_then)
+    def part(need: Need, room: Room) -> float:
+        return need.work.get(room.kind, 0.0) / copies[need.model]
 
-        chosen = sorted(fitting, key=crowd)[:copies]
-        homes[need.model] = [r.device for r in chosen]
-        for room in chosen:
-            weights[room.device] += need.weights
-            work[room.device] += need.work.get(room.kind, 0.0) / copies
+    def crowd(need: Need, room: Room) -> float:
+        bytes_then = weights[room.device] + need.weights
+        return max(bytes_then / room.bytes, work[room.device] + part(need, room))
+
+    def give(need: Need, room: Room) -> None:
+        homes.setdefault(need.model, []).append(room.device)
+        weights[room.device] += need.weights
+        work[room.device] += part(need, room)
+
+    for need in order:
+        give(need, min(_fitting(need, rooms), key=lambda r: crowd(need, r)))
+    wanting = [n for n in order if copies[n.model] > 1]
+    while wanting:
+        need = max(wanting, key=lambda n: max(n.work.values()) / len(homes[n.model]))
+        free = [
+            r
+            for r in _fitting(need, rooms)
+            if r.device not in homes[need.model] and weights[r.device] + need.least <= r.bytes
+        ]
+        if free:
+            give(need, min(free, key=lambda r: crowd(need, r)))
+        if not free or len(homes[need.model]) == copies[need.model]:
+            wanting.remove(need)
     return homes
 
 

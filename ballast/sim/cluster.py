@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ballast.cluster.fleet import FleetBook
 from ballast.core.cost import Traffic, activation_bytes
 from ballast.core.errors import ConfigError
 from ballast.core.event import Output
@@ -102,17 +103,11 @@ class Cluster:
             )
         self.controller = Controller(
             self.devices,
-            {served.name: homes[spec.name] for spec in specs for served in spec.served},
+            FleetBook(homes, needs, rooms, placement.policy),
+            specs,
+            lambda device, spec: profiles[device].costs(spec),
+            told,
         )
-        if placement.policy is not None:
-            self.controller.follow(
-                placement.policy,
-                needs,
-                rooms,
-                specs,
-                lambda device, spec: profiles[device].costs(spec),
-                told,
-            )
 
     @property
     def jobs(self) -> int:
@@ -134,10 +129,12 @@ def _work(
     spec: ModelSpec, kinds: Mapping[str, DeviceProfile], traffic: Mapping[str, Traffic]
 ) -> dict[str, float]:
     """By kind of device; adapters' requests are their base's work."""
-    expected = [traffic[s.name] for s in spec.served if s.name in traffic]
+    expected = [(traffic[s.name], s.slo.tpot) for s in spec.served if s.name in traffic]
     if not expected:
         return {}
-    return {name: sum(p.costs(spec).work(t) for t in expected) for name, p in kinds.items()}
+    costs = {name: p.costs(spec) for name, p in kinds.items()}
+    most = spec.max_running
+    return {name: sum(c.work(t, tpot, most) for t, tpot in expected) for name, c in costs.items()}
 
 
 def _need(spec: ModelSpec, served: DeviceSettings, work: Mapping[str, float]) -> Need:

@@ -70,10 +70,8 @@ def simulate_devices(
     last = done = 0.0
     for submission in arrivals:
         last = max(last, submission.arrival)
-        while controller.wake_at is not None and controller.wake_at <= last:
-            done = controller.wake_at
-            for device in devices:
-                device.advance(done)
+        while (wake_at := controller.book.wake_at) is not None and wake_at <= last:
+            done = wake_at
             controller.decide(done)
         if last > done + AHEAD:
             done = last

@@ -22,9 +22,11 @@ from ballast.core.settings import (
     ModelSettings,
     Slo,
 )
+from ballast.policy.fleets import placement_of
 from ballast.sim.cluster import kinds_of
 
 SLO = Slo(ttft=2.0, tpot=0.1)
+PLACED = placement_of("weights")
 
 
 def fleet(n: int, path: str = "catalogue:Llama-2-13b") -> FleetSettings:
@@ -40,7 +42,7 @@ def asked(n: int = 4, rate: float = 1.0, presets: str = "static,balloon") -> Ask
 
 def simulated(it: Asked, devices: str) -> list[ClusterRun]:
     kinds = kinds_of(devices)
-    return list(simulate_presets(it.fleet, it.specs, kinds, it.workload, it.presets))
+    return list(simulate_presets(it.fleet, it.specs, kinds, it.workload, it.presets, PLACED))
 
 
 def text(what: object) -> str:
@@ -54,7 +56,9 @@ def test_presets_side_by_side() -> None:
     it, heard = asked(), {}
     kinds = kinds_of("1xH100-80G,1xL4,1xA100-80G")
     runs = list(
-        simulate_presets(it.fleet, it.specs, kinds, it.workload, it.presets, heard.__setitem__)
+        simulate_presets(
+            it.fleet, it.specs, kinds, it.workload, it.presets, PLACED, heard.__setitem__
+        )
     )
     n = len(it.workload.requests)
     assert heard == {"static": n, "balloon": n}
@@ -64,11 +68,13 @@ def test_presets_side_by_side() -> None:
     for row in ("in SLO, m0", "TTFT p90", "evictions", "weights in memory, most", "preemptions"):
         assert row in shown
 
-    told = json.loads(json.dumps(simulation_json(kinds, it.specs, it.workload, runs)))
+    told = json.loads(json.dumps(simulation_json(kinds, it.specs, it.workload, PLACED, runs)))
     assert told["requests"] == n
     assert told["devices"][1] == {"device": "L4", "number": 1}
-    again = list(simulate_presets(it.fleet, it.specs, kinds, it.workload, it.presets))
-    assert told == json.loads(json.dumps(simulation_json(kinds, it.specs, it.workload, again)))
+    again = list(simulate_presets(it.fleet, it.specs, kinds, it.workload, it.presets, PLACED))
+    assert told == json.loads(
+        json.dumps(simulation_json(kinds, it.specs, it.workload, PLACED, again))
+    )
 
 
 def test_memory_is_sampled_and_adds_up() -> None:
@@ -112,7 +118,7 @@ def test_a_page_is_whole_and_says_the_same_again() -> None:
 def test_the_fewest_devices(each: bool, target: float) -> None:
     it = asked(6, 2.0, "static")
     (kind,) = kinds_of("H100-80G")
-    plan = plan_preset(it.fleet, it.specs, kind, it.workload, "static", target, each=each)
+    plan = plan_preset(it.fleet, it.specs, kind, it.workload, "static", target, PLACED, each=each)
     number = plan.found.number
     assert number == 3  # two models of 26 GB have a place on a device, and time enough
     told = plan.to_json()
@@ -127,10 +133,28 @@ def test_no_number_of_devices_suffices() -> None:
     """A model has one device: more of them do not help one that gets too many requests."""
     (kind,) = kinds_of("L4")
     it = Asked.of(fleet(2, "catalogue:Llama-2-7b"), "static", "poisson", 40.0, 4.0, 2048, 1)
-    plan = plan_preset(it.fleet, it.specs, kind, it.workload, "static", 0.99)
+    plan = plan_preset(it.fleet, it.specs, kind, it.workload, "static", 0.99, PLACED)
     assert plan.found.number is None
     assert set(plan.found.tried) == set(plan.rows) == {1, 2}
     assert "no number up to 2 suffices" in text(plans_table([plan], 0.99, False))
+
+
+@pytest.mark.parametrize("placement", ["work", "follow", "both"])
+def test_a_busy_model_is_served_by_several_devices(placement: str) -> None:
+    """What two devices cannot serve, six can, if models may have copies."""
+    kinds = kinds_of("6xL4")
+    it = Asked.of(fleet(2, "catalogue:Llama-2-7b"), "balloon", "poisson", 60.0, 12.0, 512, 1)
+
+    def run(name: str) -> ClusterRun:
+        where = placement_of(name)
+        (ran,) = simulate_presets(it.fleet, it.specs, kinds, it.workload, ["balloon"], where)
+        return ran
+
+    alone, several = run("weights"), run(placement)
+    assert several.report.total.attainment > alone.report.total.attainment + 0.2
+    assert sum(bool(d["jobs"]) for d in several.devices.values()) > len(alone.devices) == 2
+    assert (several.placed > 0) == (placement == "follow")
+    assert several.report.total.answered == len(it.workload.requests)
 
 
 @pytest.mark.parametrize(("target", "most"), [(0.0, 8), (1.5, 8), (0.99, 0)])
@@ -138,4 +162,4 @@ def test_a_plan_for_nothing_is_refused(target: float, most: int) -> None:
     it = asked()
     (kind,) = kinds_of("H100-80G")
     with pytest.raises(ConfigError, match=r"^(target|most devices): "):
-        plan_preset(it.fleet, it.specs, kind, it.workload, "static", target, most=most)
+        plan_preset(it.fleet, it.specs, kind, it.workload, "static", target, PLACED, most=most)

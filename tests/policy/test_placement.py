@@ -62,6 +62,11 @@ def test_a_model_too_busy_for_a_device_gets_several() -> None:
     assert homes["cold"][0] not in homes["hot"]
 
 
+def test_copies_go_where_all_weights_still_fit() -> None:
+    homes = spread([need("hot", 30, 3.0), need("cold", 60), need("colder", 55)], ROOMS[:3])
+    assert homes == {"hot": ["d0"], "cold": ["d1"], "colder": ["d2"]}
+
+
 def test_no_more_devices_than_there_are() -> None:
     assert len(spread([need("hot", 10, 50.0)], ROOMS)["hot"]) == len(ROOMS)
 

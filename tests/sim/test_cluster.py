@@ -70,7 +70,7 @@ def test_everything_is_answered_by_the_models_device(preset: str) -> None:
     asked = arrivals(names, 140)
     assert cluster.run(asked) > asked[-1].arrival
     assert ends == Counter(Finished=140)
-    assert all(where[s.id] == set(cluster.controller.homes[s.model]) for s in asked)
+    assert all(where[s.id] == set(cluster.controller.book.homes[s.model]) for s in asked)
     assert all(tokens[s.id] == s.max_tokens for s in asked)
     for device in cluster.devices.values():
         device.state.pool.validate()

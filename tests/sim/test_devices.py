@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from ballast.cluster.fleet import FleetBook
 from ballast.core.event import Failed, Finished, Output
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
@@ -28,6 +29,10 @@ def device(settings: FleetSettings, names: list[str], said: Said) -> SimDevice:
     return SimDevice(settings.device, specs, resolve(settings.preset), PROFILE, said)
 
 
+def controller(devices: dict[str, SimDevice], book: FleetBook) -> Controller:
+    return Controller(devices, book, SPECS, lambda device, spec: COSTS)
+
+
 @pytest.mark.parametrize("preset", ["static", "swap", "balloon"])
 def test_devices_without_common_models_run_as_if_alone(preset: str) -> None:
     settings = fleet(preset, SPECS, 100)
@@ -38,7 +43,7 @@ def test_devices_without_common_models_run_as_if_alone(preset: str) -> None:
         "two": device(settings, ["c"], lambda at, o: told["two"].append((at, o))),
     }
     homes = {"a": ["one"], "b": ["one"], "c": ["two"]}
-    last = simulate_devices(Controller(devices, homes), arrivals)
+    last = simulate_devices(controller(devices, FleetBook(homes)), arrivals)
     own = [s for s in arrivals if s.model != "c"]
     alone = simulate(settings, SPECS[:2], own, PROFILE, lambda at, o: told["alone"].append((at, o)))
     assert told["one"] == told["alone"]
@@ -64,7 +69,9 @@ def test_replicas_share_the_requests_by_what_is_open() -> None:
         counts = [d.open_requests for d in devices.values()]
         open_then.append((devices[chosen].open_requests, min(counts)))
 
-    simulate_devices(Controller(devices, {"a": list(devices)}, least_open), arrivals, sent=note)
+    simulate_devices(
+        controller(devices, FleetBook({"a": list(devices)}, route=least_open)), arrivals, sent=note
+    )
     assert len(ends) == 120
     assert all(isinstance(end, Finished) for end in ends)
     assert all(mine == least for mine, least in open_then)
@@ -78,8 +85,8 @@ def run(told: list[tuple[float, str, Output]]) -> None:
         return lambda at, output: told.append((at, name, output))
 
     devices = {name: device(settings, NAMES, said_by(name)) for name in ("x", "y")}
-    controller = Controller(devices, {m: ["x", "y"] for m in NAMES})
-    simulate_devices(controller, submissions(NAMES, 80, seed=9))
+    book = FleetBook({m: ["x", "y"] for m in NAMES})
+    simulate_devices(controller(devices, book), submissions(NAMES, 80, seed=9))
 
 
 def test_the_same_again_is_the_same() -> None:

@@ -1,0 +1,108 @@
+"""Which devices serve which models, and where requests go: the same live and in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ballast.core.fleet import (
+    DeviceLoad,
+    FleetAction,
+    FleetView,
+    Hosting,
+    Need,
+    Place,
+    Room,
+)
+from ballast.core.report import DeviceReport
+from ballast.policy.base import FleetPolicy
+from ballast.policy.route import Replica, Route, held_prefix
+
+LookAt = Callable[[str], Replica]
+"""A device by its name, as it is for the request at hand."""
+
+
+class FleetBook:
+    """Homes of models, and the questions put to the fleet's policies.
+
+    `epoch` counts what has changed; whoever carries an action out says how it ended by `settle`.
+    """
+
+    def __init__(
+        self,
+        homes: Mapping[str, Sequence[str]],
+        needs: Sequence[Need] = (),
+        rooms: Sequence[Room] = (),
+        policy: FleetPolicy | None = None,
+        route: Route = held_prefix,
+    ) -> None:
+        """`homes`: by model, the devices that serve it; without a `policy` they stay."""
+        self.homes = {model: tuple(on) for model, on in homes.items()}
+        self.epoch = 0
+        self.placed = self.withdrawn = 0
+        """Models that were given one more device since the start, and taken from one."""
+        self.wake_at = None if policy is None else 0.0
+        """When the policy wishes to be asked."""
+        self._policy, self._needs, self._rooms = policy, tuple(needs), tuple(rooms)
+        self._route = route
+        self._memo: object = None
+        self._seen: dict[tuple[str, str], float] = {}
+        """By device and model, seconds of the lane, as of the view before."""
+        self._seen_at = 0.0
+
+    def choose(self, model: str, look_at: LookAt) -> str:
+        """The device for a request; `look_at` is asked only where there are several."""
+        homes = self.homes[model]
+        return homes[0] if len(homes) == 1 else self._route([look_at(name) for name in homes])
+
+    def decide(self, now: float, reports: Mapping[str, DeviceReport]) -> tuple[FleetAction, ...]:
+        """What the policy wants done now. `reports`: by device, all as of `now`."""
+        if self._policy is None:
+            return ()
+        decision = self._policy(self._view(now, reports), self._memo)
+        self._memo, self.wake_at = decision.memo, decision.wake_at
+        return decision.actions
+
+    def objection(self, action: FleetAction) -> str | None:
+        """Why an action cannot be done, as things are by now."""
+        homes = self.homes.get(action.model)
+        if homes is None:
+            return f"there is no model {action.model!r}"
+        there = action.device in homes
+        if isinstance(action, Place):
+            return f"{action.device} serves {action.model} already" if there else None
+        others = [name for name in homes if name != action.device]
+        return None if there and others else f"{action.model} is served by {', '.join(homes)}"
+
+    def settle(self, action: FleetAction) -> None:
+        """An action has been carried out."""
+        homes = self.homes[action.model]
+        self.epoch += 1
+        if isinstance(action, Place):
+            self.homes[action.model] = (*homes, action.device)
+            self.placed += 1
+        else:
+            self.homes[action.model] = tuple(name for name in homes if name != action.device)
+            self._seen.pop((action.device, action.model), None)
+            self.withdrawn += 1
+
+    def _view(self, now: float, reports: Mapping[str, DeviceReport]) -> FleetView:
+        """Work is that since the view before."""
+        seconds = max(now - self._seen_at, 1e-9)
+        loads = tuple(
+            DeviceLoad(room, tuple(self._hosting(reports[room.device], room.device, seconds)))
+            for room in self._rooms
+            if room.device in reports
+        )
+        self._seen_at = now
+        return FleetView(now, loads, self._needs)
+
+    def _hosting(self, report: DeviceReport, device: str, seconds: float) -> list[Hosting]:
+        found = []
+        for m in report.models:
+            if device not in self.homes.get(m.name, ()):
+                continue
+            before = self._seen.get((device, m.name), 0.0)
+            self._seen[device, m.name] = m.lane_seconds
+            work = max(m.lane_seconds - before, 0.0) / seconds
+            found.append(Hosting(m.name, work, m.waiting + m.running, m.late))
+        return found
