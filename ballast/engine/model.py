@@ -9,6 +9,7 @@ from ballast.core.job import Job
 from ballast.core.model import ModelSpec
 from ballast.core.request import Request
 from ballast.core.view import ModelView, Residency, Shortage
+from ballast.engine.waiting import Waiting
 from ballast.kv.blocks import KvCache
 from ballast.weights.residency import WeightsOnDevice
 
@@ -17,7 +18,7 @@ from ballast.weights.residency import WeightsOnDevice
 class ModelState:
     """One model on this device, and its requests.
 
-    `waiting` and `running` are sorted by `Request.order`.
+    `running`, as `waiting`, is sorted by `Request.order`.
     """
 
     spec: ModelSpec
@@ -25,7 +26,7 @@ class ModelState:
     kv: KvCache
     costs: StepCosts
     residency: Residency = Residency.ABSENT
-    waiting: list[Request] = field(default_factory=list)
+    waiting: Waiting = field(default_factory=Waiting)
     running: list[Request] = field(default_factory=list)
     held: bool = False
     job: Job | None = None
@@ -62,12 +63,13 @@ class ModelState:
         waiting = sum(r.submission.arrival < now - slo.ttft / 2 for r in tuple(self.waiting))
         return waiting + sum(r.seconds_per_token > slo.tpot for r in tuple(self.running))
 
-    def queue(self, request: Request) -> None:
-        """Into `waiting`, by order. Preempted requests go before later arrivals."""
-        at = len(self.waiting)
-        while at > 0 and self.waiting[at - 1].order > request.order:
-            at -= 1
-        self.waiting.insert(at, request)
+    def phases(self) -> tuple[list[Request], list[Request]]:
+        """Of `running`, those that decode, and those with prefill left."""
+        decoding: list[Request] = []
+        prefilling: list[Request] = []
+        for r in self.running:
+            (decoding if r.computed == len(r.tokens) - 1 > 0 else prefilling).append(r)
+        return decoding, prefilling
 
     def admit(self, request: Request) -> None:
         """Into `running`, by order."""

@@ -32,10 +32,10 @@ class _Plan:
             end = min(end, r.unscored - 1 + self.logits)
         if end > len(r.blocks) * m.spec.block_tokens:
             short = m.kv.grow(r.blocks, end)
-            m.view = None
             if short is not None:
                 self.lacks(r, short)
                 return
+            m.view = None
         s = r.submission
         last = end == len(r.tokens)
         samples = last and s.max_tokens > 0
@@ -80,12 +80,13 @@ def plan(m: ModelState, settings: DeviceSettings, now: float, freed: int) -> lis
     """
     p = _Plan(m, settings)
     known, m.shortages = m.shortages, []
-    for r in [r for r in m.running if r.decoding] + [r for r in m.running if not r.decoding]:
+    decoding, prefilling = m.phases()
+    for r in decoding + prefilling:
         if p.full:
             break
         p.add(r)
     while m.waiting and not m.held and not p.full and len(m.running) < m.spec.max_running:
-        r = m.waiting[0]
+        r = m.waiting.first
         if m.blocked == (r.id, freed):
             m.shortages += [s for s in known if s.request_id == r.id]
             break
@@ -104,11 +105,11 @@ def _admit(m: ModelState, r: Request, now: float) -> Short | None:
     blocks = m.kv.match(r.tokens if r.scored else r.tokens[: r.unscored], r.salt)
     cached = len(blocks) * m.spec.block_tokens
     short = m.kv.grow(blocks, len(r.tokens))
-    m.view = None
     if short is not None:
         m.kv.free(blocks)
         return short
-    m.waiting.pop(0)
+    m.view = None
+    m.waiting.remove(r)
     r.blocks = blocks
     r.computed = cached
     if r.admitted_at is None:

@@ -154,7 +154,7 @@ class DeviceState:
         self._sequence += 1
         request = Request.of(s, self._sequence, m.spec, adapter)
         self.requests[s.id] = request
-        m.queue(request)
+        m.waiting.add(request)
         seconds = m.queue_seconds(adapter)
         if seconds is not None and not s.resumed:
             self.patience.begin(request, seconds)
@@ -356,7 +356,7 @@ class DeviceState:
         request.to(State.WAITING)
         request.preemptions += 1
         m.preemptions += 1
-        m.queue(request)
+        m.waiting.add(request)
         self.touch(m)
         self.asking = True
 
@@ -416,20 +416,20 @@ class DeviceState:
             admissible = bool(m.waiting) and not m.held and self._worth_trying(m)
             if not m.running and not admissible:
                 continue
-            prefilling = next((r for r in m.running if not r.decoding), None)
-            first = m.waiting[0] if admissible else prefilling
+            decoding, prefilling = m.phases()
+            first = m.waiting.first if admissible else next(iter(prefilling), None)
             found.append(
                 Candidate(
                     m.spec.name,
                     m.last_run,
                     None if first is None else first.order,
-                    sum(1 for r in m.running if r.decoding),
+                    len(decoding),
                 )
             )
         return found
 
     def _worth_trying(self, m: ModelState) -> bool:
-        return m.blocked != (m.waiting[0].id, self.freed)
+        return m.blocked != (m.waiting.first.id, self.freed)
 
     def view(self) -> DeviceView:
         """A frozen snapshot; only models that changed are rebuilt."""
@@ -438,7 +438,7 @@ class DeviceState:
             if m.residency is Residency.EVICTING:
                 deferred += m.weights.own_pages + m.kv.pages
             elif m.leaving:
-                deferred += sum(m.kv.pages_if_freed(r.blocks) for r in m.leaving)
+                deferred += sum(m.kv.if_freed(r.blocks)[0] for r in m.leaving)
         return DeviceView(
             now=self.now,
             page_bytes=self.settings.page_bytes,
@@ -456,7 +456,7 @@ class DeviceState:
         if m.view is None:
             first = 0
             if m.waiting:
-                tokens = len(m.waiting[0].tokens)
+                tokens = len(m.waiting.first.tokens)
                 first = m.kv.pages_for(ceil_div(tokens, m.spec.block_tokens))
             m.view = ModelView(
                 spec=m.spec,
@@ -468,7 +468,7 @@ class DeviceState:
                 limit=m.kv.limit,
                 held=m.held,
                 busy=m.job is not None,
-                waiting=tuple(self._request_view(m, r) for r in m.waiting),
+                waiting=m.waiting.snapshot(),
                 running=tuple(self._request_view(m, r) for r in m.running),
                 slab_pages=m.kv.layout.slab_pages,
                 slab_blocks=m.kv.layout.blocks_per_slab,
@@ -488,13 +488,5 @@ class DeviceState:
 
     @staticmethod
     def _request_view(m: ModelState, r: Request) -> RequestView:
-        held = [] if r in m.leaving else r.blocks
-        return RequestView(
-            r.id,
-            r.order,
-            len(r.tokens),
-            r.computed,
-            m.kv.pages_if_freed(held) if held else 0,
-            r.in_flight,
-            m.kv.blocks_if_freed(held) if held else 0,
-        )
+        pages, blocks = (0, 0) if r in m.leaving else m.kv.if_freed(r.blocks)
+        return RequestView(r.id, r.order, len(r.tokens), r.computed, pages, r.in_flight, blocks)

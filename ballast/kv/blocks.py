@@ -62,6 +62,8 @@ class KvCache:
         self._slabs = Slabs(self._size)
         self._refs: dict[int, int] = {}
         """References of each used block, at least 1."""
+        self._shared = 0
+        """Used blocks with more than one."""
         self._prefix = PrefixIndex(spec.fingerprint, spec.block_tokens) if prefix else None
 
     # -- sizes ------------------------------------------------------------------------------------
@@ -127,26 +129,24 @@ class KvCache:
         """
         return self.layout.pages(max(0, n_blocks - self._slabs.at_hand))
 
-    def pages_if_freed(self, blocks: Iterable[int]) -> int:
-        """Pages that `free(blocks, surrender=True)` would give back now.
+    def if_freed(self, blocks: Sequence[int]) -> tuple[int, int]:
+        """What `free(blocks, surrender=True)` would free now: pages, and blocks in slabs that stay.
 
-        They are apart from `cached_pages`: doing both frees the sum.
+        The pages are apart from `cached_pages`: doing both frees the sum. The blocks are this
+        cache's own, beside the pages.
         """
-        refs, size = self._refs, self._size
-        last = Counter(b // size for b in blocks if refs.get(b) == 1)
-        of = self._slabs.of
-        emptied = sum(1 for index, n in last.items() if of[index].used == n)
-        return emptied * self.layout.slab_pages
-
-    def blocks_if_freed(self, blocks: Iterable[int]) -> int:
-        """Blocks that `free(blocks, surrender=True)` would leave to this cache in slabs that stay.
-
-        They come beside `pages_if_freed`.
-        """
-        refs, size = self._refs, self._size
-        last = Counter(b // size for b in blocks if refs.get(b) == 1)
-        of = self._slabs.of
-        return sum(n for index, n in last.items() if of[index].used != n)
+        if self._shared:
+            refs = self._refs
+            blocks = [b for b in blocks if refs[b] == 1]
+        if self._size == 1:
+            return len(blocks) * self.layout.slab_pages, 0
+        of, emptied, stay = self._slabs.of, 0, 0
+        for index, n in Counter(map(self._size.__rfloordiv__, blocks)).items():
+            if of[index].used == n:
+                emptied += 1
+            else:
+                stay += n
+        return emptied * self.layout.slab_pages, stay
 
     def limited(self, short: Short) -> bool:
         """Whether a growth just refused with `short` would exceed the limit, whatever is free."""
@@ -173,7 +173,9 @@ class KvCache:
         for block in found:
             n = refs.get(block, 0)
             refs[block] = n + 1
-            if n == 0:
+            if n == 1:
+                self._shared += 1
+            elif n == 0:
                 slab = slabs.home(block)
                 del slab.cached[block]
                 slab.used += 1
@@ -218,6 +220,7 @@ class KvCache:
             n = refs.get(block, 0)
             if n > 1:
                 refs[block] = n - 1
+                self._shared -= n == 2
             elif n == 1:
                 del refs[block]
                 group = lost.pop(block // size, None) or []
@@ -313,6 +316,8 @@ class KvCache:
         """
         if Counter(block for table in tables for block in table) != self._refs:
             raise BrokenPromise(f"{self.owner}: references are not those of the tables")
+        if self._shared != sum(n > 1 for n in self._refs.values()):
+            raise BrokenPromise(f"{self.owner}: {self._shared} blocks shared is a miscount")
         slabs = self._slabs
         slabs.validate()
         used = Counter(block // self._size for block in self._refs)

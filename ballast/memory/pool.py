@@ -217,7 +217,7 @@ class Pool:
                 with self._books:
                     for page in taken:
                         self._has_memory[page] = had
-                        (self._populated if had else self._bare).add(page)
+                    (self._populated if had else self._bare).add(taken)
             return len(taken) if short is None else short
 
     def on_taken(self, call: Callable[[], None] | None) -> None:
@@ -302,5 +302,6 @@ class Pool:
 
     def _free(self, owner: str, pages: Sequence[int]) -> None:
         self._ledger.freed(owner, pages)
-        for page in pages:
-            (self._populated if self._has_memory[page] else self._bare).add(page)
+        has_memory = self._has_memory
+        self._populated.add(page for page in pages if has_memory[page])
+        self._bare.add(page for page in pages if not has_memory[page])

@@ -10,7 +10,7 @@ from ballast.core.errors import BrokenPromise
 
 
 class Runs:
-    """Adding a page and taking a run cost O(1), whatever the number of pages.
+    """Adding neighbours at once and taking a run cost O(1), whatever the number of pages.
 
     A run is known by its first and by its last page. `_classes[k]` holds the first pages of runs of
     length 2**k .. 2**(k+1) - 1, in the order they came: what comes out depends on the calls alone.
@@ -21,20 +21,33 @@ class Runs:
         self._first: dict[int, int] = {}
         self._classes: list[dict[int, None]] = []
         self._n = 0
-        for page in pages:
-            self.add(page)
+        self.add(pages)
 
     def __len__(self) -> int:
         return self._n
 
-    def add(self, page: int) -> None:
-        """`page` is not in the set; the caller has checked (the ledger knows)."""
-        first, length = page, 1
-        before = self._first.get(page - 1)
+    def add(self, pages: Iterable[int]) -> None:
+        """`pages` are not in the set; the caller has checked (the ledger knows)."""
+        first = length = 0
+        for page in pages:
+            if length and page == first + length:
+                length += 1
+                continue
+            if length:
+                self._add(first, length)
+            first, length = page, 1
+        if length:
+            self._add(first, length)
+
+    def _add(self, first: int, length: int) -> None:
+        """Pages that follow each other."""
+        after = first + length
+        before = self._first.get(first - 1)
         if before is not None:
-            first, length = before, self._drop(before) + 1
-        if page + 1 in self._length:
-            length += self._drop(page + 1)
+            length += self._drop(before)
+            first = before
+        if after in self._length:
+            length += self._drop(after)
         self._put(first, length)
 
     def take(self, n: int, near: int | None = None) -> list[int]:

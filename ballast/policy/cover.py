@@ -29,6 +29,8 @@ class Ground:
     def needs(self, claim: Claim) -> int:
         """Pages of the claim, given who has come and gone since the view was taken."""
         m = self._models[claim.model]
+        if claim.activate and not m.shared:
+            return claim.pages
         if claim.activate:
             there = (not self.holders[s.owner] for s in m.shared)
             before = (not s.holders for s in m.shared)
@@ -40,9 +42,9 @@ class Ground:
         left = max(0, claim.blocks - self.blocks.get(claim.model, 0))
         return ceil_div(left, m.slab_blocks) * m.slab_pages
 
-    def covers(self, claim: Claim) -> bool:
-        """Whether what is coming suffices."""
-        return self.coming >= self.needs(claim)
+    def lacks(self, claim: Claim) -> int:
+        """Pages that the claim needs beyond what is coming; none where this is not positive."""
+        return self.needs(claim) - self.coming
 
     def take(self, offer: Offer) -> int:
         """Use an offer up; how many pages that adds to those taken before."""
@@ -139,26 +141,28 @@ def _cover_one(
     ground = before.copy()
     chosen: list[Action] = []
     trials: list[str] = []
+    lacked = ground.lacks(claim)
     for source in sources:
-        if ground.covers(claim):
+        if lacked <= 0:
             break
         for offer in source(view, claim):
-            if ground.covers(claim):
-                break
             evicts = isinstance(offer.action, Evict)
             if evicts and offer.action.model in spared | ground.evicted:
                 continue
-            lacked = ground.needs(claim) - ground.coming
             pages = ground.take(offer)
             ground.coming += pages
             ground.free += pages
-            gained = ground.needs(claim) - ground.coming < lacked
+            lacks = ground.lacks(claim)
+            gained = lacks < lacked
+            lacked = lacks
             for_itself = offer.blocks > 0 and offer.action.model == claim.model
             if gained or evicts or for_itself:
                 chosen.append(offer.action)
             if evicts and not gained:
                 trials.append(offer.action.model)
-    if not ground.covers(claim):
+            if lacked <= 0:
+                break
+    if lacked > 0:
         return None
     vain = frozenset(model for model in trials if ground.in_vain(claim, model))
     if vain:
@@ -191,18 +195,24 @@ def shortage_claims(view: DeviceView, patience: float) -> tuple[list[Claim], flo
     A running request may undo younger work at once (it holds pages and cannot go on); a waiting
     one once it is overdue.
     """
-    claims, wake = [], None
-    for s in view.shortages:
-        if s.limited:
-            continue
-        m = view.model(s.model)
-        for r in (*m.running, *m.waiting[:1]):
-            if r.id == s.request_id:
-                overdue_at = r.order.arrival + patience * m.spec.slo.ttft
-                urgent = r in m.running or view.now >= overdue_at
-                if not urgent:
-                    wake = overdue_at if wake is None else min(wake, overdue_at)
-                claims.append(Claim(m.name, r.order, s.pages, urgent, s.blocks))
+    claims: list[Claim] = []
+    wake = None
+    short = [s for s in view.shortages if not s.limited]
+    if not short:
+        return claims, wake
+    models = {m.name: m for m in view.models}
+    running = {r.id: r for m in view.models for r in m.running}
+    for s in short:
+        m, r = models[s.model], running.get(s.request_id)
+        urgent = r is not None
+        if r is None and m.waiting and m.waiting[0].id == s.request_id:
+            r = m.waiting[0]
+            overdue_at = r.order.arrival + patience * m.spec.slo.ttft
+            urgent = view.now >= overdue_at
+            if not urgent:
+                wake = overdue_at if wake is None else min(wake, overdue_at)
+        if r is not None:
+            claims.append(Claim(m.name, r.order, s.pages, urgent, s.blocks))
     return claims, wake
 
 

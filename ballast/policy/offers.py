@@ -1,13 +1,13 @@
 """Sources of pages: each says what it could free, at what price, by which action.
 
 The price of an offer is the harm expected from it, in seconds of delay to requests. Every source
-has the form `offers(view, claim) -> list[Offer]`, best first by the source's own rule; sources may
+has the form `offers(view, claim) -> offers`, best first by the source's own rule; sources may
 be concatenated (a fixed order of remedies) or merged by price.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ballast.core.actions import Compact, DropCache, Evict, Offer, Preempt
@@ -34,7 +34,7 @@ class Claim:
     """The model's weights are among the pages: it is to be activated once they are there."""
 
 
-Source = Callable[[DeviceView, Claim], list[Offer]]
+Source = Callable[[DeviceView, Claim], Iterable[Offer]]
 
 
 def reload_seconds(view: DeviceView, m: ModelView) -> float:
@@ -91,30 +91,34 @@ def idle_models(view: DeviceView, claim: Claim) -> list[Offer]:
     return sorted(found, key=lambda offer: (offer.price, offer.action.model))
 
 
-def younger_requests(view: DeviceView, claim: Claim) -> list[Offer]:
+def younger_requests(view: DeviceView, claim: Claim) -> Iterator[Offer]:
     """Running requests that came after the claim's, youngest first.
 
     One whose blocks share all their pages with others' frees no page, but blocks for its model.
     """
+    return _younger(view.models, claim)
+
+
+def own_younger_requests(view: DeviceView, claim: Claim) -> Iterator[Offer]:
+    """As `younger_requests`, of the claim's own model only: for memory that is not shared."""
+    return _younger([view.model(claim.model)], claim)
+
+
+def _younger(models: Sequence[ModelView], claim: Claim) -> Iterator[Offer]:
     if not claim.may_preempt:
-        return []
-    younger = [
-        (r, m)
-        for m in view.models
-        for r in m.running
-        if r.order > claim.order and m.residency is Residency.RESIDENT
-        if r.pages > 0 or (r.blocks > 0 and m.name == claim.model)
-    ]
+        return
+    younger: list[tuple[RequestView, ModelView]] = []
+    for m in models:
+        if m.residency is Residency.RESIDENT:
+            for r in reversed(m.running):
+                if r.order <= claim.order:
+                    break
+                if r.pages > 0 or (r.blocks > 0 and m.name == claim.model):
+                    younger.append((r, m))
     younger.sort(key=lambda pair: pair[0].order, reverse=True)
-    return [
-        Offer(
-            r.pages,
-            recompute_seconds(m, r),
-            Preempt(m.name, r.id, why=f"{claim.model} comes first"),
-            r.blocks,
-        )
-        for r, m in younger
-    ]
+    for r, m in younger:
+        price = recompute_seconds(m, r)
+        yield Offer(r.pages, price, Preempt(m.name, r.id, f"{claim.model} comes first"), r.blocks)
 
 
 def younger_models(view: DeviceView, claim: Claim) -> list[Offer]:
@@ -134,15 +138,6 @@ def younger_models(view: DeviceView, claim: Claim) -> list[Offer]:
             Evict(m.name, why=f"{claim.model} comes first"),
         )
         for _, m in younger
-    ]
-
-
-def own_younger_requests(view: DeviceView, claim: Claim) -> list[Offer]:
-    """As `younger_requests`, of the claim's own model only: for memory that is not shared."""
-    return [
-        offer
-        for offer in younger_requests(view, claim)
-        if isinstance(offer.action, Preempt) and offer.action.model == claim.model
     ]
 
 

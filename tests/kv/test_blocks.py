@@ -282,7 +282,7 @@ def test_surrender_gives_pages_back_and_keeps_what_frees_none() -> None:
     mine, other = grown(kv, 6), grown(kv, 1)
     assert other[0] // 4 == 1
     kv.remember(TOKENS, mine, 12)
-    assert kv.pages_if_freed(mine) == 1
+    assert kv.if_freed(mine)[0] == 1
     kv.free(mine, surrender=True)
     assert (kv.pages, pool.free, kv.cached_blocks) == (1, 7, 2)
     kv.validate([other])
@@ -293,9 +293,9 @@ def test_shared_blocks_free_nothing_while_the_other_holds_them() -> None:
     a = grown(kv, 4)
     kv.remember(TOKENS, a, 8)
     b = kv.match(TOKENS)
-    assert kv.pages_if_freed(a) == kv.pages_if_freed(b) == 0
+    assert kv.if_freed(a)[0] == kv.if_freed(b)[0] == 0
     kv.free(a, surrender=True)
-    assert kv.pages_if_freed(b) == 1
+    assert kv.if_freed(b)[0] == 1
 
 
 def test_compaction_frees_slabs_and_edits_every_table() -> None:

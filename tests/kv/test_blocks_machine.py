@@ -227,7 +227,7 @@ class Machine(RuleBasedStateMachine):
     @rule(i=picks, surrender=st.booleans())
     def end(self, i: int, surrender: bool) -> None:
         s = self.pick(i)
-        would_free, cached = self.kv.pages_if_freed(s.blocks), self.kv.cached_pages
+        would_free, cached = self.kv.if_freed(s.blocks)[0], self.kv.cached_pages
         pages = self.kv.pages
         self.kv.free(s.blocks, surrender=surrender)
         self.open.remove(s)

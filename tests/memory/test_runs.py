@@ -43,7 +43,7 @@ def test_take_gives_what_there_is() -> None:
 
 def test_mask_finds_an_overlap() -> None:
     runs = Runs([0, 1, 2])
-    runs.add(1)
+    runs.add([1])
     with pytest.raises(BrokenPromise):
         runs.mask(8)
 
@@ -54,7 +54,7 @@ def test_like_a_plain_set(steps: list[tuple[bool, int, int]]) -> None:
     for add, n, near in steps:
         if add:
             if n not in plain:
-                runs.add(n)
+                runs.add([n])
                 plain.add(n)
         else:
             got = runs.take(n, near if near >= 0 else None)

@@ -1,0 +1,62 @@
+"""The requests of one model that wait, and the snapshot of them that policies see."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+
+from ballast.core.errors import BrokenPromise
+from ballast.core.request import Order, Request
+from ballast.core.view import RequestView
+
+
+class Waiting:
+    """Sorted by `Request.order`; what does not change while a request waits is kept with it.
+
+    Python's own work for one that comes or goes does not grow with their number.
+    """
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+        self._views: list[RequestView] = []
+        self._snapshot: tuple[RequestView, ...] | None = ()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    @property
+    def first(self) -> Request:
+        """Who comes first; there must be one."""
+        return self._requests[0]
+
+    def add(self, request: Request) -> None:
+        """Preempted requests go before later arrivals."""
+        at = self._place(request.order)
+        view = RequestView(request.id, request.order, len(request.tokens), 0, 0, in_flight=False)
+        self._requests.insert(at, request)
+        self._views.insert(at, view)
+        self._snapshot = None
+
+    def remove(self, request: Request) -> None:
+        """Raises BrokenPromise if it does not wait here."""
+        at = self._place(request.order)
+        if self._requests[at : at + 1] != [request]:
+            raise BrokenPromise(f"{request.id} is not waiting")
+        del self._requests[at], self._views[at]
+        self._snapshot = None
+
+    def snapshot(self) -> tuple[RequestView, ...]:
+        """First come first; the same one until somebody comes or goes."""
+        if self._snapshot is None:
+            self._snapshot = tuple(self._views)
+        return self._snapshot
+
+    def _place(self, order: Order) -> int:
+        return bisect_left(self._requests, order, key=_order)
+
+
+def _order(request: Request) -> Order:
+    return request.order
