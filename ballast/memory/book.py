@@ -9,18 +9,45 @@ from ballast.core.errors import BrokenPromise
 from ballast.memory.vm import Range
 
 UNBACKED = -1
+_UNKNOWN = -1
 
 
 class MapBook:
     """Checks first, writes after: a call that raises has changed nothing.
 
     `_slots[base][at]` is the page at index `at` of the range at `base`, or UNBACKED;
-    `_uses[page]` is the number of range indices that the page backs.
+    `_uses[page]` is the number of range indices that the page backs. Pages of attached devices
+    come after one's own, with a number between any two devices that is no page (_UNKNOWN), so that
+    no two pages that are neighbours in number lie on different devices.
     """
 
     def __init__(self, n_pages: int) -> None:
         self._slots: dict[int, tuple[Range, array[int]]] = {}
         self._uses = array("i", [0]) * n_pages
+        self._own = n_pages
+        self._attached: dict[int, int] = {}
+
+    def attach(self, n_pages: int) -> int:
+        """The number of the first of `n_pages` more pages; numbers of detached ones come again."""
+        first = self._own + 1
+        for start, n in sorted(self._attached.items()):
+            if first + n_pages < start:
+                break
+            first = start + n + 1
+        more = first + n_pages - len(self._uses)
+        self._uses.extend(array("i", [_UNKNOWN]) * max(0, more))
+        self._uses[first : first + n_pages] = array("i", [0]) * n_pages
+        self._attached[first] = n_pages
+        return first
+
+    def detach(self, first: int) -> None:
+        n = self._attached.get(first)
+        if n is None:
+            raise BrokenPromise(f"no device is attached at {first}")
+        if any(self._uses[first : first + n]):
+            raise BrokenPromise(f"detached a device of {n} pages with some mapped")
+        self._uses[first : first + n] = array("i", [_UNKNOWN]) * n
+        del self._attached[first]
 
     def open(self, range: Range) -> None:
         self._slots[range.base] = (range, array("i", [UNBACKED]) * range.n_pages)
@@ -39,7 +66,7 @@ class MapBook:
         slots = self._within(range, at, len(pages))
         if slots.count(UNBACKED) != len(slots):
             raise BrokenPromise(f"mapped over backed pages at {at} .. {at + len(pages)}")
-        self.check_pages(pages)
+        self.check_pages(pages, attached=True)
         if alias:
             return
         if len(pages) > 1 and len(set(pages)) != len(pages):
@@ -65,10 +92,15 @@ class MapBook:
             self._uses[page] -= 1
         slots[at : at + n] = array("i", [UNBACKED]) * n
 
-    def check_pages(self, pages: Sequence[int]) -> None:
-        """All lie on the device."""
-        if pages and (min(pages) < 0 or max(pages) >= len(self._uses)):
-            raise BrokenPromise(f"pages outside 0 .. {len(self._uses)}: {min(pages)}, {max(pages)}")
+    def check_pages(self, pages: Sequence[int], *, attached: bool = False) -> None:
+        """All lie on the device, or on one that is attached."""
+        if not pages:
+            return
+        low, high = min(pages), max(pages)
+        if low < 0 or high >= (len(self._uses) if attached else self._own):
+            raise BrokenPromise(f"pages outside 0 .. {self._own}: {low}, {high}")
+        if high >= self._own and any(self._uses[page] == _UNKNOWN for page in pages):
+            raise BrokenPromise(f"pages of no device among {low} .. {high}")
 
     def check_unused(self, pages: Sequence[int]) -> None:
         """None is mapped."""
@@ -77,9 +109,9 @@ class MapBook:
             if self._uses[page]:
                 raise BrokenPromise(f"page {page} is mapped")
 
-    def mapped(self, range: Range) -> int:
-        slots = self._of(range)
-        return len(slots) - slots.count(UNBACKED)
+    def pages(self, range: Range) -> dict[int, int]:
+        """Index -> page, of those backed."""
+        return {at: page for at, page in enumerate(self._of(range)) if page != UNBACKED}
 
     def ranges(self) -> list[Range]:
         return [range for range, _ in self._slots.values()]

@@ -6,7 +6,9 @@ Pure counting; no memory is touched here. Invariants, checked by `validate`:
 - `free + reclaiming + sum(owned)` is the number of pages;
 - `promised <= free + reclaiming`;
 - only an owned page can be lent, to any number of holders; owner and holder differ, and the owner,
-  who answers for it, keeps it until the last of them has let go.
+  who answers for it, keeps it until the last of them has let go;
+- pages *borrowed* from another device have numbers of their own, above those of this device's, and
+  count in none of the above: the other device owns them, owners of this one hold them.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise
 
 _FREE = -1
+_AWAY = -2
+"""A page of another device that is not borrowed, or no page."""
 # A page of owner k holds the code 2k; once reclaiming, 2k + 1.
 
 
@@ -39,6 +43,7 @@ class Ledger:
         self._promises: dict[str, int] = {}
         self._holders: dict[int, list[str]] = {}
         self._held: dict[str, int] = {}
+        self._borrowed: dict[str, int] = {}
 
     def owned(self, owner: str) -> int:
         """Pages of `owner`, lent ones included, reclaiming ones not."""
@@ -58,8 +63,8 @@ class Ledger:
         return {name: n for name, n in zip(self._names, self._owned, strict=True) if n}
 
     def owner_of(self, page: int) -> str | None:
-        """None: free or reclaiming."""
-        code = self._codes[page]
+        """None: free, reclaiming, or another device's. Of a borrowed one its device."""
+        code = self._codes[page] if page < len(self._codes) else _AWAY
         return None if code < 0 or code & 1 else self._names[code >> 1]
 
     def holders_of(self, page: int) -> tuple[str, ...]:
@@ -67,7 +72,7 @@ class Ledger:
         return tuple(self._holders.get(page, ()))
 
     def held(self, holder: str) -> int:
-        """Pages of others that `holder` uses; one that it borrowed twice counts twice."""
+        """Pages of others, or of other devices, that `holder` uses; lent twice, it counts twice."""
         return self._held.get(holder, 0)
 
     def lent(self, owner: str) -> dict[str, int]:
@@ -144,7 +149,7 @@ class Ledger:
     def lend(self, owner: str, pages: Sequence[int], holder: str) -> None:
         """`holder` uses pages that stay the owner's and cannot be given back until recalled."""
         key = self._ids.get(owner, -1)
-        self._check(pages, 2 * key, f"is not owned by {owner}")
+        self._check(pages, 2 * key, f"is not owned by {owner}", attached=True)
         if holder == owner:
             raise BrokenPromise(f"{owner} lends pages to itself")
         for page in pages:
@@ -154,7 +159,7 @@ class Ledger:
     def recall(self, owner: str, pages: Sequence[int], holder: str) -> None:
         """Ends one `lend` of each page; the caller knows the holder has let go."""
         key = self._ids.get(owner, -1)
-        self._check(pages, 2 * key, f"is not owned by {owner}")
+        self._check(pages, 2 * key, f"is not owned by {owner}", attached=True)
         for page in pages:
             if holder not in self._holders.get(page, ()):
                 raise BrokenPromise(f"page {page} of {owner} is not lent to {holder}")
@@ -162,21 +167,50 @@ class Ledger:
             self._holders[page].remove(holder)
             if not self._holders[page]:
                 del self._holders[page]
-        self._held[holder] -= len(pages)
+        if pages:
+            self._held[holder] -= len(pages)
+
+    def borrow(self, peer: str, pages: Sequence[int]) -> None:
+        """Pages of another device, `peer`, can be used here: lent by `peer` to owners of ours."""
+        if pages and min(pages) < self.total:
+            raise BrokenPromise(f"borrowed from {peer} a page of our own")
+        if pages and (more := max(pages) + 1 - len(self._codes)) > 0:
+            self._codes.extend(array("i", [_AWAY]) * more)
+        self._check(pages, _AWAY, "is borrowed already", attached=True)
+        self._write(pages, 2 * self._key(peer))
+        self._borrowed[peer] = self._borrowed.get(peer, 0) + len(pages)
+
+    def restore(self, peer: str, pages: Sequence[int]) -> None:
+        """Borrowed pages that nobody here holds are the peer's alone again."""
+        if pages and min(pages) < self.total:
+            raise BrokenPromise(f"restored to {peer} a page of our own")
+        self._check_owned(peer, pages, attached=True)
+        self._write(pages, _AWAY)
+        if pages:
+            self._borrowed[peer] -= len(pages)
+
+    def borrowed(self, peer: str | None = None) -> int:
+        """Pages borrowed from `peer`, or from all."""
+        return sum(self._borrowed.values()) if peer is None else self._borrowed.get(peer, 0)
 
     def free_mask(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """(total,) bool: which pages are free."""
-        return np.equal(np.frombuffer(self._codes, dtype=np.int32), _FREE)
+        return np.equal(np.frombuffer(self._codes, dtype=np.int32)[: self.total], _FREE)
 
     def validate(self) -> None:
         """Raises BrokenPromise unless the counts follow from the pages. One vectorised pass."""
-        codes = np.frombuffer(self._codes, dtype=np.int32)
+        codes, others = np.split(np.frombuffer(self._codes, dtype=np.int32), [self.total])
         counts = np.bincount(codes + 1, minlength=2 * len(self._names) + 1)
         found = (int(counts[0]), counts[1::2].tolist(), counts[2::2].tolist())
         if found != (self.free, self._owned, self._reclaimed):
             raise BrokenPromise(
                 f"pages say {found}, the book says {(self.free, self._owned, self._reclaimed)}"
             )
+        borrowed = np.bincount(others[others >= 0] >> 1, minlength=len(self._names)).tolist()
+        if borrowed != [self._borrowed.get(name, 0) for name in self._names] or (
+            (others[others >= 0] & 1).any() or (others == _FREE).any()
+        ):
+            raise BrokenPromise(f"borrowed pages say {borrowed}, the book says {self._borrowed}")
         if self.reclaiming != sum(self._reclaimed):
             raise BrokenPromise(f"reclaiming {self.reclaiming}, not {sum(self._reclaimed)}")
         if self.free + self.reclaiming + sum(self._owned) != self.total:
@@ -206,21 +240,24 @@ class Ledger:
             self._reclaimed.append(0)
         return key
 
-    def _check(self, pages: Sequence[int], code: int, fault: str) -> None:
+    def _check(
+        self, pages: Sequence[int], code: int, fault: str, *, attached: bool = False
+    ) -> None:
         if len(pages) > 1 and len(set(pages)) != len(pages):
             raise BrokenPromise("a page occurs twice in one call")
-        codes, total = self._codes, self.total
+        codes = self._codes
+        total = len(codes) if attached else self.total
         for page in pages:
             if not 0 <= page < total or codes[page] != code:
                 raise BrokenPromise(f"page {page} {fault}")
 
-    def _check_owned(self, owner: str, pages: Sequence[int]) -> int:
+    def _check_owned(self, owner: str, pages: Sequence[int], *, attached: bool = False) -> int:
         key = self._ids.get(owner)
         if key is None:
             if pages:
                 raise BrokenPromise(f"{owner} owns no pages")
             return self._key(owner)
-        self._check(pages, 2 * key, f"is not owned by {owner}")
+        self._check(pages, 2 * key, f"is not owned by {owner}", attached=attached)
         if self._holders:
             for page in pages:
                 if page in self._holders:

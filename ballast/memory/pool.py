@@ -185,8 +185,8 @@ class Pool:
     def hand_over(self, source: str, target: str, pages: Sequence[int]) -> None:
         """Populated pages change owner directly. Who maps them where is the caller's business."""
         for page in pages:
-            if not self._has_memory[page]:
-                raise BrokenPromise(f"page {page} of {source} is bare: give it back instead")
+            if page >= self.total or not self._has_memory[page]:
+                raise BrokenPromise(f"page {page} of {source} is bare, or another device's")
         with self._books:
             self._ledger.hand_over(source, target, pages)
 
@@ -203,6 +203,23 @@ class Pool:
     def lent(self, owner: str) -> dict[str, int]:
         """Pages of `owner` that others use, by holder."""
         return self._ledger.lent(owner)
+
+    def borrow(self, peer: str, pages: Sequence[int]) -> None:
+        """Attached pages of the device `peer` can be lent by it to owners of this pool. They have
+        memory, and count neither as the pool's nor against its budget."""
+        if pages and min(pages) < self.vm.n_pages:
+            raise BrokenPromise(f"borrowed from {peer} a page of our own")
+        with self._books:
+            self._ledger.borrow(peer, pages)
+
+    def restore(self, peer: str, pages: Sequence[int]) -> None:
+        """Borrowed pages that no owner here holds are the peer's alone again."""
+        with self._books:
+            self._ledger.restore(peer, pages)
+
+    def borrowed(self, peer: str | None = None) -> int:
+        """Pages borrowed from `peer`, or from all peers, in use or not."""
+        return self._ledger.borrowed(peer)
 
     def populate_some(self, n: int) -> int | Short:
         """Give up to `n` free bare pages physical memory; how many got it (0: none was bare)."""

@@ -117,16 +117,18 @@ class BackedRange:
             self.leaving -= n
             raise
 
-    def alias(self, at: int, pages: Sequence[int], lender: str) -> None:
+    def alias(self, at: int, pages: Sequence[int], lender: str, *, prefault: bool = False) -> None:
         """Map populated pages of another owner, which lends them, at indices `at ..` as well.
 
+        `prefault`: up to 4 MiB are entered into the page tables, for a job that writes them soon.
         Raises BrokenPromise if part of that is backed; a failing map (DeviceError) changes nothing.
         """
         if self._check_empty(((at, len(pages)),)):
             raise BrokenPromise(f"{self.owner}: pages at {at} .. are still leaving")
         self._pool.lend(lender, pages, self.owner)
         try:
-            self._vm.map(self._range, at, pages, alias=True)
+            small = len(pages) * self.page_bytes <= _PREFAULT_BYTES
+            self._vm.map(self._range, at, pages, alias=True, prefault=prefault and small)
         except DeviceError:
             self._pool.recall(lender, pages, self.owner)
             raise

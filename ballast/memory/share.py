@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from ballast.core.errors import DeviceError
 from ballast.memory.vm import Exported
-from ballast.memory.vm_memfd import MemfdVm
 
 _LENGTH = struct.Struct("!I")
 _MOST_BYTES = 64 << 20
@@ -25,6 +24,7 @@ def send_pages(connection: socket.socket, exported: Exported) -> None:
         raise DeviceError("send_pages", "these pages come from a vm without memory")
     told = json.dumps(
         {
+            "device": exported.device,
             "page_bytes": exported.page_bytes,
             "n_pages": exported.n_pages,
             "pages": exported.pages,
@@ -39,10 +39,10 @@ def send_pages(connection: socket.socket, exported: Exported) -> None:
 
 
 def receive_pages(connection: socket.socket) -> Exported:
-    """The other end of `send_pages`. The descriptor is the caller's: give it to `Imports.vm`."""
+    """The other end of `send_pages`. The descriptor is the caller's: give it to `Vm.attach`."""
     fds: list[int] = []
     try:
-        head, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, 1)
+        head, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, 1, socket.MSG_CMSG_CLOEXEC)
         head += _read(connection, _LENGTH.size - len(head))
         (size,) = _LENGTH.unpack(head)
         if len(fds) != 1 or size > _MOST_BYTES:
@@ -56,46 +56,13 @@ def receive_pages(connection: socket.socket) -> Exported:
         raise
 
 
-class Imports:
-    """Devices of other processes, each imported once however often its pages are received."""
-
-    def __init__(self) -> None:
-        self._devices: dict[tuple[int, int], MemfdVm] = {}
-
-    def vm(self, exported: Exported) -> MemfdVm:
-        """The device that `exported.pages` lie on; map them in a range of one's own there.
-
-        Takes ownership of `exported.fd`. Raises DeviceError if it is not what was said.
-        """
-        if exported.fd is None:
-            raise DeviceError("import", "these pages come from a vm without memory")
-        stat = os.fstat(exported.fd)
-        key = (stat.st_dev, stat.st_ino)
-        found = self._devices.get(key)
-        if found is not None:
-            os.close(exported.fd)
-            return found
-        try:
-            found = MemfdVm.attach(exported)
-        except DeviceError:
-            os.close(exported.fd)
-            raise
-        self._devices[key] = found
-        return found
-
-    def close(self) -> None:
-        """Unmap everything imported; the pages stay their owners'."""
-        for vm in self._devices.values():
-            vm.close()
-        self._devices.clear()
-
-
 def _decode(told: bytes, fd: int) -> Exported:
     fields = json.loads(told)
     n_pages, pages = int(fields["n_pages"]), tuple(int(page) for page in fields["pages"])
     if pages and not 0 <= min(pages) <= max(pages) < n_pages:
         raise ValueError("pages outside the device")
-    return Exported(int(fields["page_bytes"]), n_pages, pages, fd)
+    number, inode = fields["device"]
+    return Exported((int(number), int(inode)), int(fields["page_bytes"]), n_pages, pages, fd)
 
 
 def _read(connection: socket.socket, n_bytes: int) -> bytes:

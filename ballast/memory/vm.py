@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ballast.core.actions import Short
+from ballast.core.errors import DeviceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,22 @@ class Range:
 class Exported:
     """Physical pages another process may map: hand it over with `ballast.memory.share`."""
 
+    device: tuple[int, int]
+    """The same in everything that one device exports."""
     page_bytes: int
     n_pages: int
     """Of the whole device; `pages` lie below it."""
     pages: tuple[int, ...]
     fd: int | None
     """Borrowed from the vm that exported, owned by whoever received; None: nothing to share."""
+
+
+def check_attach(exported: Exported, page_bytes: int, device: tuple[int, int]) -> None:
+    """Raises DeviceError unless `device`, of pages of `page_bytes`, can attach those exported."""
+    if exported.page_bytes != page_bytes:
+        raise DeviceError("attach", f"pages of {exported.page_bytes} bytes beside {page_bytes}")
+    if exported.device == device:
+        raise DeviceError("attach", "these pages are the device's own")
 
 
 class Fence(Protocol):
@@ -76,6 +87,9 @@ class Vm(Protocol):
     A call that breaks its promise (a double map, an unmap of the unmapped, an index out of range)
     raises BrokenPromise; a failing system call raises DeviceError. Either way the books and the
     mappings are as they were before the call.
+
+    Pages of other devices can be *attached*: numbers above `n_pages` that are mapped and unmapped
+    like one's own, and neither populated, discarded nor exported.
     """
 
     page_bytes: int
@@ -115,8 +129,23 @@ class Vm(Protocol):
     def discard(self, pages: Sequence[int]) -> None:
         """Give the physical memory of unmapped pages back to the machine; contents are lost."""
 
+    def attach(self, exported: Exported) -> int:
+        """Make all pages of another device known; its page `i` is number `attach(...) + i` here.
+
+        Takes `exported.fd` over if it returns. A device attached already keeps its numbers.
+        """
+
+    def detach(self, first: int) -> None:
+        """Forget the attached device whose page 0 is `first`. None of its pages may be mapped.
+
+        As long as it is attached, or mapped by anyone, its memory outlives its own process.
+        """
+
     def os_mapped(self, range: Range) -> int:
-        """Pages of this device mapped in the range, asked of the operating system, not a book."""
+        """Pages mapped in the range, of whatever device, as `os_pages` finds them."""
+
+    def os_pages(self, range: Range) -> dict[int, int]:
+        """Index -> page wherever one is mapped; asked of the operating system, not of a book."""
 
     def mappings(self) -> int:
         """Mappings the whole process has now (the operating system allows so many)."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap as std_mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,8 @@ from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.units import KiB, ceil_div
 from ballast.memory import syscalls as sys
 from ballast.memory.book import MapBook
-from ballast.memory.vm import Exported, Latch, Range
+from ballast.memory.memfd import DeviceFile, mapped_pages
+from ballast.memory.vm import Exported, Latch, Range, check_attach
 
 _T = TypeVar("_T")
 
@@ -26,7 +26,6 @@ holds the process's memory map for reading, and every `mmap` of the loop waits f
 _RECOUNT_AFTER = 4096
 """Map calls after which mappings are counted anew even if the bound still looks good."""
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _NO_MEMORY = {errno.ENOMEM, errno.EFAULT, errno.ENOSPC}
 
 
@@ -38,18 +37,16 @@ class MemfdVm:
     after each use, so that RssShmem of the process counts a page once, where its owner maps it.
     """
 
-    def __init__(self, page_bytes: int, n_pages: int, *, fd: int | None = None) -> None:
-        """A new device; with `fd` (from now on owned) one over an existing memfd of that size."""
+    def __init__(self, page_bytes: int, n_pages: int) -> None:
         if page_bytes <= 0 or page_bytes % std_mmap.PAGESIZE or n_pages <= 0:
             raise DeviceError(
                 "memfd", f"{n_pages} pages of {page_bytes} bytes: need multiples of the OS's page"
             )
         self.page_bytes = page_bytes
         self.n_pages = n_pages
-        self._fd = _create(page_bytes * n_pages) if fd is None else fd
-        stat = os.fstat(self._fd)
-        device = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}"
-        self._file = (device.encode(), str(stat.st_ino).encode())
+        self._file = DeviceFile.create(n_pages, page_bytes)
+        self._fd = self._file.fd
+        self._attached: list[DeviceFile] = []
         self._book = MapBook(n_pages)
         self._open = True
         self._limit = sys.max_map_count() // 2
@@ -57,22 +54,6 @@ class MemfdVm:
         self._bound = self.mappings() + 1
         self._calls = 0
         self._window = _call("mmap", self._map_window)
-
-    @classmethod
-    def attach(cls, exported: Exported) -> MemfdVm:
-        """The device of another process, over its memfd. Takes ownership of `exported.fd`.
-
-        Raises DeviceError if the file could be shrunk under our mappings or is of another size.
-        """
-        fd = exported.fd
-        if fd is None:
-            raise DeviceError("attach", "these pages come from a vm without memory")
-        size = os.fstat(fd).st_size
-        if size != exported.page_bytes * exported.n_pages:
-            raise DeviceError("attach", f"the memfd has {size} bytes, which is not what was said")
-        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise DeviceError("attach", "the memfd is not sealed against a change of size")
-        return cls(exported.page_bytes, exported.n_pages, fd=fd)
 
     def reserve(self, n_bytes: int) -> Range:
         if n_bytes <= 0:
@@ -144,19 +125,29 @@ class MemfdVm:
             except OSError as error:
                 raise DeviceError("fallocate(PUNCH_HOLE)", _reason(error)) from error
 
+    def attach(self, exported: Exported) -> int:
+        """Raises DeviceError, with `exported.fd` left open, if the file is not what was said."""
+        check_attach(exported, self.page_bytes, self._file.device)
+        file = DeviceFile.received(exported)
+        for known in self._attached:
+            if known.device == file.device:
+                os.close(file.fd)
+                return known.first
+        first = self._book.attach(file.n_pages)
+        self._attached.append(file.known_from(first))
+        return first
+
+    def detach(self, first: int) -> None:
+        self._book.detach(first)
+        for file in [file for file in self._attached if file.first == first]:
+            os.close(file.fd)
+            self._attached.remove(file)
+
     def os_mapped(self, range: Range) -> int:
-        """Reads /proc/self/maps: O(mappings of the process), about a microsecond each."""
-        n_bytes = 0
-        for line in sys.maps().splitlines():
-            # low-high permissions offset device inode [path]
-            fields = line.split(None, 5)
-            if (fields[3], fields[4]) == self._file:
-                low, high = (int(end, 16) for end in fields[0].split(b"-"))
-                n_bytes += max(0, min(high, range.end) - max(low, range.base))
-        pages, rest = divmod(n_bytes, self.page_bytes)
-        if rest:
-            raise BrokenPromise(f"part of a page is mapped in {range}")
-        return pages
+        return len(self.os_pages(range))
+
+    def os_pages(self, range: Range) -> dict[int, int]:
+        return mapped_pages(range, (self._file, *self._attached))
 
     def mappings(self) -> int:
         return sys.maps().count(b"\n")
@@ -167,7 +158,7 @@ class MemfdVm:
 
     def export(self, pages: Sequence[int]) -> Exported:
         self._book.check_pages(pages)
-        return Exported(self.page_bytes, self.n_pages, tuple(pages), self._fd)
+        return Exported(self._file.device, self.page_bytes, self.n_pages, tuple(pages), self._fd)
 
     def fence(self) -> Latch:
         """Done at once: `mmap` has taken effect when it returns."""
@@ -180,7 +171,9 @@ class MemfdVm:
         for range in self._book.ranges():
             sys.munmap(range.base, range.n_bytes)
         sys.munmap(self._window, self.n_pages * self.page_bytes)
-        os.close(self._fd)
+        for file in (self._file, *self._attached):
+            os.close(file.fd)
+        self._attached.clear()
 
     def _map_window(self) -> int:
         size = self.n_pages * self.page_bytes
@@ -193,7 +186,10 @@ class MemfdVm:
         size = self.page_bytes
         flags = sys.MAP_SHARED | sys.MAP_FIXED | (sys.MAP_POPULATE if prefault else 0)
         prot = sys.PROT_READ | sys.PROT_WRITE
-        sys.mmap(address, n * size, prot, flags, self._fd, first * size)
+        file = self._file
+        if first >= self.n_pages:
+            file = next(file for file in self._attached if file.has(first))
+        sys.mmap(address, n * size, prot, flags, file.fd, (first - file.first) * size)
 
     def _populate_run(self, offset: int, n_bytes: int) -> None:
         for start in range(offset, offset + n_bytes, _POPULATE_STEP):
@@ -218,21 +214,6 @@ class MemfdVm:
                 f"{self._bound} mappings would pass half of vm.max_map_count; raise it "
                 f"(sysctl -w vm.max_map_count={8 * self._limit}) or use larger pages",
             )
-
-
-def _create(n_bytes: int) -> int:
-    try:
-        fd = os.memfd_create("ballast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except OSError as error:
-        raise DeviceError("memfd_create", _reason(error)) from error
-    try:
-        os.ftruncate(fd, n_bytes)
-        # Nobody who gets hold of the file can shrink it under our mappings (a fatal signal).
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError as error:
-        os.close(fd)
-        raise DeviceError("ftruncate", _reason(error)) from error
-    return fd
 
 
 def _reserve_aligned(n_bytes: int, alignment: int) -> int:

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Sequence
 
 from ballast.core.actions import Short
-from ballast.core.errors import BrokenPromise
+from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.units import ceil_div
 from ballast.memory.book import MapBook
-from ballast.memory.vm import Exported, Latch, Range
+from ballast.memory.vm import Exported, Latch, Range, check_attach
 
 _ORIGIN = 1 << 60
 """Above every address a process can have: touching one by mistake faults at once."""
@@ -24,7 +24,10 @@ class NullVm:
         self.page_bytes = page_bytes
         self.n_pages = n_pages
         self._book = MapBook(n_pages)
-        self._next = _ORIGIN + next(_devices) * _SPAN
+        number = next(_devices)
+        self._device = (-1, number)
+        self._next = _ORIGIN + number * _SPAN
+        self._attached: dict[tuple[int, int], int] = {}
 
     def reserve(self, n_bytes: int) -> Range:
         if n_bytes <= 0:
@@ -61,18 +64,34 @@ class NullVm:
     def discard(self, pages: Sequence[int]) -> None:
         self._book.check_unused(pages)
 
+    def attach(self, exported: Exported) -> int:
+        check_attach(exported, self.page_bytes, self._device)
+        if exported.fd is not None:
+            raise DeviceError("attach", "a vm without memory cannot map pages that have some")
+        if exported.device not in self._attached:
+            self._attached[exported.device] = self._book.attach(exported.n_pages)
+        return self._attached[exported.device]
+
+    def detach(self, first: int) -> None:
+        self._book.detach(first)
+        self._attached = {key: n for key, n in self._attached.items() if n != first}
+
     def os_mapped(self, range: Range) -> int:
-        return self._book.mapped(range)
+        return len(self._book.pages(range))
+
+    def os_pages(self, range: Range) -> dict[int, int]:
+        return self._book.pages(range)
 
     def mappings(self) -> int:
         return self._book.runs()
 
     def export(self, pages: Sequence[int]) -> Exported:
         self._book.check_pages(pages)
-        return Exported(self.page_bytes, self.n_pages, tuple(pages), None)
+        return Exported(self._device, self.page_bytes, self.n_pages, tuple(pages), None)
 
     def fence(self) -> Latch:
         return Latch(done=True)
 
     def close(self) -> None:
+        self._attached.clear()
         self._book = MapBook(self.n_pages)

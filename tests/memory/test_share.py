@@ -11,7 +11,7 @@ import pytest
 
 from ballast.core.errors import DeviceError
 from ballast.core.units import KiB
-from ballast.memory.share import Imports, receive_pages, send_pages
+from ballast.memory.share import receive_pages, send_pages
 from ballast.memory.tensor import array_at
 from ballast.memory.vm import Exported
 from ballast.memory.vm_memfd import MemfdVm
@@ -21,24 +21,26 @@ PAGE = 64 * KiB
 
 _CHILD = """
 import socket, sys
-from ballast.memory.share import Imports, receive_pages
+from ballast.memory.share import receive_pages
 from ballast.memory.tensor import array_at
+from ballast.memory.vm_memfd import MemfdVm
 
-connection, imports = socket.socket(fileno=int(sys.argv[1])), Imports()
+connection = socket.socket(fileno=int(sys.argv[1]))
 first = receive_pages(connection)
-vm = imports.vm(first)
+vm = MemfdVm(first.page_bytes, 1)
+start = vm.attach(first)
 r = vm.reserve(8 * vm.page_bytes)
-vm.map(r, 2, first.pages)
+vm.map(r, 1, [0, *(start + page for page in first.pages)])
 seen = array_at(r.address(2), (len(first.pages), vm.page_bytes), "uint8")
 connection.sendall(bytes(seen[:, 0]))
 seen[:, 1] = [41, 42, 43]
 connection.recv(1)
 connection.sendall(bytes(seen[:, 2]))
 second = receive_pages(connection)
-assert imports.vm(second) is vm
-vm.map(r, 0, second.pages)
+assert vm.attach(second) == start
+vm.map(r, 0, [start + page for page in second.pages])
 array_at(r.base, (vm.page_bytes,), "uint8")[:] = 77
-imports.close()
+vm.close()
 connection.sendall(b"k")
 """
 
@@ -69,17 +71,18 @@ def test_two_processes_see_each_others_writes(memfd: MemfdVm) -> None:
 
 def test_a_device_is_imported_once(memfd: MemfdVm) -> None:
     a, b = socket.socketpair()
-    imports = Imports()
+    vm = MemfdVm(PAGE, 3)
     open_before = len(os.listdir("/proc/self/fd"))
     for pages in ([1, 2], [3]):
         send_pages(a, memfd.export(pages))
     first, second = receive_pages(b), receive_pages(b)
     assert (first.pages, second.pages) == ((1, 2), (3,))
-    vm = imports.vm(first)
-    assert imports.vm(second) is vm
+    start = vm.attach(first)
+    assert vm.attach(second) == start
     assert len(os.listdir("/proc/self/fd")) == open_before + 1
-    imports.close()
+    vm.detach(start)
     assert len(os.listdir("/proc/self/fd")) == open_before
+    vm.close()
     a.close()
     b.close()
 
@@ -90,7 +93,7 @@ def test_what_cannot_be_shared() -> None:
     with pytest.raises(DeviceError, match="without memory"):
         send_pages(a, null)
     with pytest.raises(DeviceError):
-        Imports().vm(null)
+        MemfdVm(PAGE, 4).attach(null)
     a.sendall(b"\0\0\0\2{}")
     with pytest.raises(DeviceError, match="not a description"):
         receive_pages(b)
@@ -112,8 +115,14 @@ def test_half_a_message(memfd: MemfdVm) -> None:
 def test_a_file_that_could_shrink_is_refused() -> None:
     fd = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 4 * PAGE)
+    stat = os.fstat(fd)
+    device = (stat.st_dev, stat.st_ino)
+    vm = MemfdVm(PAGE, 1)
     with pytest.raises(DeviceError, match="not sealed"):
-        MemfdVm.attach(Exported(PAGE, 4, (0,), fd))
+        vm.attach(Exported(device, PAGE, 4, (0,), fd))
     with pytest.raises(DeviceError, match="not what was said"):
-        MemfdVm.attach(Exported(PAGE, 5, (0,), fd))
+        vm.attach(Exported(device, PAGE, 5, (0,), fd))
+    with pytest.raises(DeviceError, match="not what was said"):
+        vm.attach(Exported((0, 0), PAGE, 4, (0,), fd))
+    vm.close()
     os.close(fd)

@@ -1,0 +1,251 @@
+"""The borrower's side of lending: pages of other devices, mapped into ranges of this one.
+
+`lend` shows the exchange. To a range, a borrowed page is an alias: its index has an address like
+any other, the ledger has the lending device as its owner and the range's as its holder, and it
+counts neither in the pool nor against the budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from ballast.core.actions import Short
+from ballast.core.errors import BrokenPromise, DeviceError
+from ballast.core.lease import Lease
+from ballast.memory.pool import Pool
+from ballast.memory.range import BackedRange
+from ballast.memory.runs import Runs
+from ballast.memory.vm import Exported, Fence, Vm
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a borrowed page is in use: the page at index `at`."""
+
+    range: BackedRange
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Neighbouring indices, backed by pages of one lender."""
+
+    range: BackedRange
+    at: int
+    pages: tuple[int, ...]
+    lender: str
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A lender. Pages by our numbers."""
+
+    name: str
+    epoch: int
+    first: int
+    """The number of its page 0 here."""
+    n_pages: int
+    lease_of: dict[int, int] = field(default_factory=dict)
+    unused: Runs = field(default_factory=Runs)
+    due: dict[int, None] = field(default_factory=dict)
+    """Asked back, or offered back."""
+    gone: bool = False
+
+
+class Borrower:
+    """All calls from one thread, that of the pool."""
+
+    def __init__(self, pool: Pool, vm: Vm, device: str) -> None:
+        self._pool, self._vm, self._device = pool, vm, device
+        self._peers: list[_Peer] = []
+        self._places: dict[int, Place] = {}
+        self._leaving: list[tuple[_Stretch, Fence]] = []
+        """Released, but used by work in flight."""
+
+    @property
+    def unused(self) -> int:
+        """Pages that `back` could get now."""
+        return sum(len(peer.unused) for peer in self._peers)
+
+    @property
+    def in_use(self) -> int:
+        """Pages mapped here."""
+        return len(self._places) + sum(len(stretch.pages) for stretch, _ in self._leaving)
+
+    def meet(self, lender: str, epoch: int, exported: Exported) -> None:
+        """A process that may lend. Its device is imported once, here; takes `exported.fd` over.
+
+        Raises DeviceError, with the descriptor left open, if that cannot be mapped.
+        """
+        if self._peer(lender) is not None:
+            raise BrokenPromise(f"{self._device} meets {lender} twice")
+        first = self._vm.attach(exported)
+        self._peers.append(_Peer(lender, epoch, first, exported.n_pages))
+
+    def accept(self, lease: Lease) -> str | None:
+        """Pages to use from now on, until they are asked back. Why that is refused, wholly."""
+        peer = self._peer(lease.lender, lease.epoch)
+        if peer is None or lease.borrower != self._device:
+            return f"epoch {lease.epoch} of {lease.lender} is not one with {self._device}"
+        if not lease.pages or not 0 <= min(lease.pages) <= max(lease.pages) < peer.n_pages:
+            return f"lease {lease.id} names pages that {lease.lender} has not"
+        pages = [peer.first + page for page in lease.pages]
+        if len(set(pages)) < len(pages) or not peer.lease_of.keys().isdisjoint(pages):
+            return f"lease {lease.id} names pages that are lent already"
+        self._pool.borrow(peer.name, pages)
+        for page in pages:
+            peer.lease_of[page] = lease.id
+            peer.unused.add(page)
+        return None
+
+    def back(self, where: BackedRange, at: int, n: int) -> Short | None:
+        """Map `n` borrowed pages at indices `at ..`, of one lender if one has as many; or none."""
+        if n < 0:
+            raise BrokenPromise(f"{where.owner} borrows {n} pages")
+        if self.unused < n:
+            return Short(n - self.unused)
+        taken = self._take(n)
+        done: list[_Stretch] = []
+        try:
+            for peer, pages in taken:
+                stretch = _Stretch(where, at, tuple(pages), peer.name)
+                where.alias(at, pages, peer.name, prefault=True)
+                done.append(stretch)
+                at += len(pages)
+        except (BrokenPromise, DeviceError):
+            for stretch in done:
+                where.unalias(stretch.at, len(stretch.pages), stretch.lender)
+            for peer, pages in taken:
+                for page in pages:
+                    peer.unused.add(page)
+            raise
+        for stretch in done:
+            for i, page in enumerate(stretch.pages):
+                self._places[page] = Place(where, stretch.at + i)
+        return None
+
+    def release(self, where: BackedRange, at: int, n: int, fence: Fence | None = None) -> None:
+        """Unmap `n` borrowed pages, once `fence` is done (`settle`). They can be used elsewhere
+        then, unless they were asked back."""
+        pages = where.pages(at, n)
+        for i, page in enumerate(pages):
+            if self._places.get(page) != Place(where, at + i):
+                raise BrokenPromise(f"{where.owner}: page {page} at {at + i} is not borrowed")
+        for name, run in groupby(pages, key=self._pool.owner_of):
+            stretch = _Stretch(where, at, tuple(run), name or "")
+            if fence is None or fence.done():
+                self._unmap(stretch)
+            else:
+                self._leaving.append((stretch, fence))
+            for page in stretch.pages:
+                del self._places[page]
+            at += len(stretch.pages)
+
+    def recall(self, part: Lease) -> tuple[Place, ...]:
+        """The lender wants pages back. Where they are in use: copy out or drop what is there,
+        `release`, and `settle` says what to answer. Pages on their way back are no matter."""
+        peer = self._peer(part.lender, part.epoch)
+        if peer is None:
+            return ()
+        pages = (peer.first + page for page in part.pages)
+        return self._ask_back(peer, [p for p in pages if peer.lease_of.get(p) == part.id])
+
+    def offer_back(self, lender: str, n: int) -> int:
+        """Return up to `n` unused pages unasked, by the next `settle`; how many it will be."""
+        peer = self._peer(lender)
+        if peer is None:
+            return 0
+        pages = peer.unused.take(n)
+        peer.due.update(dict.fromkeys(pages))
+        return len(pages)
+
+    def gone(self, lender: str, epoch: int) -> tuple[Place, ...]:
+        """The lender's process has ended. Its pages, contents and all, last until they are
+        released, and its memory with them: where they are in use."""
+        peer = self._peer(lender, epoch)
+        if peer is None:
+            return ()
+        peer.gone = True
+        return self._ask_back(peer, list(peer.lease_of))
+
+    def settle(self) -> list[Lease]:
+        """Let go of all that can be: what to tell lenders (`Lender.returned`), each once.
+
+        A lender that is gone is forgotten, and its memory is the machine's again, when the last
+        of its pages is released.
+        """
+        for entry in [entry for entry in self._leaving if entry[1].done()]:
+            self._unmap(entry[0])
+            self._leaving.remove(entry)
+        told: list[Lease] = []
+        for peer in list(self._peers):
+            pages = [page for page in peer.due if not self._pool.holders_of(page)]
+            self._pool.restore(peer.name, pages)
+            by_lease: dict[int, list[int]] = {}
+            for page in pages:
+                del peer.due[page]
+                by_lease.setdefault(peer.lease_of.pop(page), []).append(page - peer.first)
+            if not peer.gone:
+                told += [
+                    Lease(id, peer.epoch, peer.name, self._device, tuple(sorted(part)))
+                    for id, part in by_lease.items()
+                ]
+            elif not peer.lease_of:
+                self._vm.detach(peer.first)
+                self._peers.remove(peer)
+        return told
+
+    def validate(self) -> None:
+        """Raises BrokenPromise unless ledger, ranges and leases agree on every borrowed page."""
+        told: dict[str, int] = {}
+        for peer in self._peers:
+            told[peer.name] = told.get(peer.name, 0) + len(peer.lease_of)
+            free = {page for first, n in peer.unused.runs() for page in range(first, first + n)}
+            for page in peer.lease_of:
+                place, holders = self._places.get(page), self._pool.holders_of(page)
+                if self._pool.owner_of(page) != peer.name:
+                    raise BrokenPromise(f"page {page} is not {peer.name}'s in the ledger")
+                if place is not None and place.range.pages(place.at, 1) != (page,):
+                    raise BrokenPromise(f"page {page} is not mapped where it is used")
+                if place is not None and holders != (place.range.owner,):
+                    raise BrokenPromise(f"page {page} is held by {holders}")
+                if (page in free) != (not holders and page not in peer.due):
+                    raise BrokenPromise(f"page {page} is unused, or due, and held by {holders}")
+        for name, n in told.items():
+            if self._pool.borrowed(name) != n:
+                raise BrokenPromise(f"leases of {name} have {n} pages, the ledger other")
+        if sum(told.values()) != self._pool.borrowed():
+            raise BrokenPromise("the ledger has borrowed pages that no lease has")
+
+    def _peer(self, name: str, epoch: int | None = None) -> _Peer | None:
+        for peer in self._peers:
+            if peer.name == name and not peer.gone and epoch in (None, peer.epoch):
+                return peer
+        return None
+
+    def _ask_back(self, peer: _Peer, pages: list[int]) -> tuple[Place, ...]:
+        peer.due.update(dict.fromkeys(pages))
+        kept = [page for page in peer.unused.take(len(peer.unused)) if page not in peer.due]
+        for page in kept:
+            peer.unused.add(page)
+        return tuple(self._places[page] for page in pages if page in self._places)
+
+    def _take(self, n: int) -> list[tuple[_Peer, list[int]]]:
+        """`n` unused pages; there are as many."""
+        for peer in self._peers:
+            if len(peer.unused) >= n:
+                return [(peer, peer.unused.take(n))]
+        taken: list[tuple[_Peer, list[int]]] = []
+        for peer in self._peers:
+            pages = peer.unused.take(n)
+            taken.append((peer, pages))
+            n -= len(pages)
+        return taken
+
+    def _unmap(self, stretch: _Stretch) -> None:
+        stretch.range.unalias(stretch.at, len(stretch.pages), stretch.lender)
+        for page in stretch.pages:
+            peer = next(peer for peer in self._peers if page in peer.lease_of)
+            if page not in peer.due:
+                peer.unused.add(page)
