@@ -94,9 +94,8 @@ class Borrower:
         if len(set(pages)) < len(pages) or not peer.lease_of.keys().isdisjoint(pages):
             return f"lease {lease.id} names pages that are lent already"
         self._pool.borrow(peer.name, pages)
-        for page in pages:
-            peer.lease_of[page] = lease.id
-            peer.unused.add(page)
+        peer.lease_of.update(dict.fromkeys(pages, lease.id))
+        peer.unused.add(pages)
         return None
 
     def back(self, where: BackedRange, at: int, n: int) -> Short | None:
@@ -117,8 +116,7 @@ class Borrower:
             for stretch in done:
                 where.unalias(stretch.at, len(stretch.pages), stretch.lender)
             for peer, pages in taken:
-                for page in pages:
-                    peer.unused.add(page)
+                peer.unused.add(pages)
             raise
         for stretch in done:
             for i, page in enumerate(stretch.pages):
@@ -226,9 +224,8 @@ class Borrower:
 
     def _ask_back(self, peer: _Peer, pages: list[int]) -> tuple[Place, ...]:
         peer.due.update(dict.fromkeys(pages))
-        kept = [page for page in peer.unused.take(len(peer.unused)) if page not in peer.due]
-        for page in kept:
-            peer.unused.add(page)
+        unused = peer.unused.take(len(peer.unused))
+        peer.unused.add([page for page in unused if page not in peer.due])
         return tuple(self._places[page] for page in pages if page in self._places)
 
     def _take(self, n: int) -> list[tuple[_Peer, list[int]]]:
@@ -248,4 +245,4 @@ class Borrower:
         for page in stretch.pages:
             peer = next(peer for peer in self._peers if page in peer.lease_of)
             if page not in peer.due:
-                peer.unused.add(page)
+                peer.unused.add((page,))
