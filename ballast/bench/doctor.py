@@ -9,11 +9,10 @@ from rich.table import Table
 from ballast.bench import doctor_machine, doctor_memory
 from ballast.bench.finding import Finding, Verdict
 from ballast.core.clock import Clock
-from ballast.core.settings import FleetSettings
+from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import KiB, MiB
 
-DEFAULT_BUDGET = 512 * MiB
-DEFAULT_PAGE = 256 * KiB
+DEFAULT = DeviceSettings(budget_bytes=512 * MiB, page_bytes=256 * KiB)
 _COLOURS = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
 
 
@@ -23,8 +22,8 @@ def examine(fleet: FleetSettings | None, clock: Clock) -> Iterator[Finding]:
     Times what it measures by `clock`. Loads every model of the fleet, one after the other; only
     then is the machinery for models imported.
     """
-    budget = fleet.device.budget_bytes if fleet else DEFAULT_BUDGET
-    page = fleet.device.page_bytes if fleet else DEFAULT_PAGE
+    device = fleet.of_one_device("the doctor") if fleet else DEFAULT
+    budget, page = device.budget_bytes, device.page_bytes
     yield from doctor_machine.software()
     yield from doctor_machine.processor()
     yield from doctor_machine.limits()

@@ -10,7 +10,8 @@ from dataclasses import replace
 from ballast.core.actions import Change
 from ballast.core.command import Add, Order, Outcome, Remove
 from ballast.core.errors import Unavailable
-from ballast.core.settings import FleetSettings, ModelSettings
+from ballast.core.settings import AdapterSettings, FleetSettings, ModelSettings
+from ballast.fleet.levels import change_to
 from ballast.transport.messages import Command, Done
 
 
@@ -64,6 +65,20 @@ def refusal(fleet: FleetSettings, served: Collection[str], order: Order) -> str 
                 if taken:
                     return f"there is a model {min(taken)!r} already"
     return None
+
+
+def undoing(order: Order, fleet: FleetSettings) -> Order | None:
+    """What makes a fleet that an order was carried out on `fleet` again; None where nothing can."""
+    match order:
+        case Add(settings):
+            return Remove(settings.name, 0.0)
+        case Change(model=name):
+            named: dict[str, ModelSettings | AdapterSettings] = {}
+            for model in fleet.models:
+                named |= {model.name: model} | {a.name: a for a in model.adapters}
+            return change_to(named[name]) if name in named else None
+        case _:
+            return None
 
 
 def changed(fleet: FleetSettings, order: Order) -> FleetSettings:

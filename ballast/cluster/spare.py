@@ -34,20 +34,22 @@ class Spare(Generic[W]):
         self._make_worker = make_worker
         self._worker: W | None = None
         self._preparing: asyncio.Task[None] | None = None
+        self._changing = asyncio.Lock()
 
     async def hire(self) -> None:
         """Start one in the background, unless one waits or is about to."""
-        if self._preparing is not None and not self._preparing.done():
-            return
-        if self.waits:
-            return
-        await self.close()
-        try:
-            self._worker = self._make_worker()
-        except (BallastError, OSError) as error:
-            log.warning("no spare worker: %s", error)
-            return
-        self._preparing = asyncio.create_task(self._prepare(self._worker))
+        async with self._changing:
+            if self._preparing is not None and not self._preparing.done():
+                return
+            if self.waits:
+                return
+            await self._close()
+            try:
+                self._worker = self._make_worker()
+            except (BallastError, OSError) as error:
+                log.warning("no spare worker: %s", error)
+                return
+            self._preparing = asyncio.create_task(self._prepare(self._worker))
 
     @property
     def waits(self) -> bool:
@@ -62,15 +64,20 @@ class Spare(Generic[W]):
 
     async def take(self) -> W | None:
         """The one that waits, to be closed by the caller; otherwise none is left."""
-        worker = self._worker
-        if worker is not None and worker.waits:
-            self._worker = self._preparing = None
-            return worker
-        await self.close()
-        return None
+        async with self._changing:
+            worker = self._worker
+            if worker is not None and worker.waits:
+                self._worker = self._preparing = None
+                return worker
+            await self._close()
+            return None
 
     async def close(self) -> None:
         """End it."""
+        async with self._changing:
+            await self._close()
+
+    async def _close(self) -> None:
         if self._preparing is not None:
             self._preparing.cancel()
             with contextlib.suppress(asyncio.CancelledError):

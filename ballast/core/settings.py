@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ballast.core.errors import ConfigError
 from ballast.core.link import LinkRates
 from ballast.core.units import KiB, MiB
 
@@ -65,6 +66,8 @@ class ModelSettings:
     adapters: tuple[AdapterSettings, ...] = ()
     tool_parser: str = "auto"
     """How it writes tool calls (a name of `ballast.server.tools`); `auto`: by its template."""
+    devices: tuple[str, ...] = ()
+    """Devices that serve it, each of them all of it; none: one that is chosen by its size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +79,7 @@ class DeviceSettings:
     """All memory the device may use: weights, KV cache and activations together."""
     page_bytes: int = 256 * KiB
     threads: int | None = None
-    """Intra-op threads; None: all cores."""
+    """Intra-op threads; None: all cores, or an equal share of those that no other device has."""
     step_tokens: int = 512
     """Most tokens computed in one job (prefill chunks and decodes together)."""
     step_logits: int = 64
@@ -154,7 +157,12 @@ class FleetSettings:
 
     models: tuple[ModelSettings, ...]
     device: DeviceSettings
+    """The first one; all of them where there are no `others`."""
     link: LinkSettings = field(default_factory=LinkSettings)
+    others: tuple[DeviceSettings, ...] = ()
+    """Further devices of this host."""
+    other_links: tuple[LinkSettings, ...] = ()
+    """Of `others`, in their order."""
     preset: str = "balloon"
     options: dict[str, float] = field(default_factory=dict)
     """Tunables of the preset; an unknown name is a ConfigError."""
@@ -164,3 +172,15 @@ class FleetSettings:
     """Where to write every event and decision as JSON lines; None: a ring in memory only."""
     server: ServerSettings = field(default_factory=ServerSettings)
     """Not sent to workers: it holds secrets, and is none of their business."""
+
+    @property
+    def devices(self) -> dict[str, tuple[DeviceSettings, LinkSettings]]:
+        """All of them, by name."""
+        links = (self.link, *self.other_links)
+        return {d.name: (d, at) for d, at in zip((self.device, *self.others), links, strict=True)}
+
+    def of_one_device(self, what: str) -> DeviceSettings:
+        """Its device. Raises ConfigError where there are several, which `what` cannot use."""
+        if self.others:
+            raise ConfigError("devices", list(self.devices), f"{what} takes one device so far")
+        return self.device

@@ -130,6 +130,8 @@ def _columns(now: ServerNow, rates: Rates, pages: bool) -> list[Column]:
         Column("preemptions", 9, _count(lambda m: m.report.preemptions)),
         Column("share of the pool", 7, lambda row: _share(row, now.total), right=False),
     ]
+    if len(now.devices) > 1:
+        found.insert(2, Column("device", 2, _devices, right=False))
     if any(m.pinned for m in now.models):
         found.insert(2, Column("pin", 4, _pin, right=False))
     return found
@@ -147,6 +149,11 @@ def _state(row: Row) -> Text:
         return Text()
     mark, style = _STATES[row.status]
     return Text(f"{mark} {row.status}", style)
+
+
+def _devices(row: Row) -> Text:
+    here = [] if row.model is None or row.adapter else row.model.devices
+    return Text(", ".join(here), _FAINT)
 
 
 def _pin(row: Row) -> Text:

@@ -1,4 +1,4 @@
-"""A device's pages by owner, as a bar and in numbers."""
+"""Devices' pages by owner, as a bar and in numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rich.text import Text
 from ballast.core.report import ModelReport
 from ballast.core.units import format_bytes
 from ballast.dashboard.words import bar
-from ballast.server.state import ServerNow
+from ballast.server.state import DeviceNow, ServerNow
 
 # Marks differ also where there are no colours.
 WEIGHTS, SHARED, KV, CACHED, ACTIVATIONS, RECLAIMING, FREE = "█", "▇", "▓", "▒", "#", "~", "·"
@@ -26,13 +26,14 @@ _SELDOM = ("shared weights", "cached prefixes", "reclaiming")
 """Not told of where there are none."""
 
 
-def pool(now: ServerNow) -> list[tuple[str, int, str]]:
-    """What the pool's pages are for: (name, pages, mark); they add up to the total."""
+def pool(now: ServerNow | DeviceNow) -> list[tuple[str, int, str]]:
+    """What the pages of all devices, or of one, are for: (name, pages, mark); they add up."""
     held = dict.fromkeys(("weights", "shared", "kv", "arena"), 0)
     for owner, pages in now.owners.items():
         kind = owner.partition(":")[0]
         held[kind] = held.get(kind, 0) + pages
-    cached = min(held["kv"], sum(m.report.cached_pages for m in now.models))
+    reports = [m if isinstance(m, ModelReport) else m.report for m in now.models]
+    cached = min(held["kv"], sum(m.cached_pages for m in reports))
     return [
         ("weights", held["weights"], WEIGHTS),
         ("shared weights", held["shared"], SHARED),
@@ -44,7 +45,7 @@ def pool(now: ServerNow) -> list[tuple[str, int, str]]:
     ]
 
 
-def pool_bar(now: ServerNow, width: int) -> Text:
+def pool_bar(now: ServerNow | DeviceNow, width: int) -> Text:
     """The whole pool."""
     return _drawn(bar([(pages, mark) for _, pages, mark in pool(now)], now.total, width))
 

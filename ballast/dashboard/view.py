@@ -14,7 +14,7 @@ from ballast.dashboard.columns import rows, table
 from ballast.dashboard.memory import legend, pool_bar
 from ballast.dashboard.reader import Rates
 from ballast.dashboard.words import counted, decided, rate_of, span_of, sparkline
-from ballast.server.state import ServerNow
+from ballast.server.state import DeviceNow, ServerNow
 
 _STATUS = {
     "ok": ("● serving", "green"),
@@ -94,15 +94,15 @@ def _head(frame: Frame) -> list[Text]:
         return [first, _line((f"✗ {frame.trouble}{old}", "bold red"))]
     if now is not None and now.reason is not None:
         return [first, _line((f"{now.reason}; {counted(now.open, 'open request')}", "yellow"))]
-    return [first]
+    missing = [] if now is None else [d for d in now.devices if d.reason is not None]
+    return [first, *(_line((f"{d.device}: {d.reason}", "yellow")) for d in missing)]
 
 
 def _numbers(now: ServerNow, rates: Rates, width: int) -> list[Text]:
-    """The pool and the requests."""
-    size = f" {format_bytes(now.total * now.page_bytes)}, {now.total} pages"
-    cells = max(10, width - _INDENT - len(size))
-    bar = _line(("pool", _FAINT)).append(" " * (_INDENT - len("pool")))
-    bar.append_text(pool_bar(now, cells)).append(size, _FAINT)
+    """The pools and the requests."""
+    pools = [_pool("pool", now, width)]
+    if len(now.devices) > 1:
+        pools = [_pool(device.device, device, width) for device in now.devices]
     running = sum(m.report.running for m in now.models)
     waiting = sum(m.report.waiting for m in now.models)
     requests = _line(("requests", _FAINT), ("  ", ""), (f"{running} running, ", ""))
@@ -113,7 +113,14 @@ def _numbers(now: ServerNow, rates: Rates, width: int) -> list[Text]:
         if len(rates.totals) > 1:
             room = max(0, min(_SPARK, width - requests.cell_len - 2))
             requests.append("  ").append(sparkline(rates.totals, room), "green")
-    return [bar, *_side_by_side(legend(now), width), requests]
+    return [*pools, *_side_by_side(legend(now), width), requests]
+
+
+def _pool(name: str, of: ServerNow | DeviceNow, width: int) -> Text:
+    size = f" {format_bytes(of.total * of.page_bytes)}, {of.total} pages"
+    cells = max(10, width - _INDENT - len(size))
+    told = _line((f"{name[: _INDENT - 1]:{_INDENT}}", _FAINT))
+    return told.append_text(pool_bar(of, cells)).append(size, _FAINT)
 
 
 def _side_by_side(texts: Sequence[Text], width: int) -> list[Text]:

@@ -52,7 +52,7 @@ def build_state(
     arena = Arena(pool, vm, "arena:lane0", activations, settings.budget_bytes)
     if arena.short is not None:
         raise ConfigError(
-            "devices[0].budget",
+            f"the budget of {settings.name}",
             format_bytes(settings.budget_bytes),
             f"the activations of one job alone need {format_bytes(activations)}",
         )

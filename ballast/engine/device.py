@@ -71,7 +71,7 @@ class LiveDevice:
         """By name, in the fleet's order; replaced, never changed."""
         self.clock = clock or MonotonicClock()
         self.inbox = QueueInbox(self.clock)
-        device = fleet.device
+        device = fleet.of_one_device("this command")
         self.vm = MemfdVm(device.page_bytes, device.budget_bytes // device.page_bytes)
         self._link = HostLink(self.clock, self.post, fleet.link.pace)
         self.state = build_state(

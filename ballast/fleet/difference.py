@@ -24,7 +24,13 @@ class Difference:
 
 
 _MODEL = {"max_model_len": "limits.context"}
-_FLEET = {"story_path": "story", "device": "devices", "link": "links"}
+_FLEET = {
+    "story_path": "story",
+    "device": "devices",
+    "link": "links",
+    "others": "devices",
+    "other_links": "links",
+}
 _APART = ("models", "server", "home")
 
 
@@ -53,9 +59,11 @@ def difference(old: FleetSettings, new: FleetSettings) -> Difference:
         levels=tuple(levels),
         again=again,
         restart=tuple(
-            _FLEET.get(f.name, f.name)
-            for f in fields(FleetSettings)
-            if f.name not in _APART and getattr(old, f.name) != getattr(new, f.name)
+            dict.fromkeys(
+                _FLEET.get(f.name, f.name)
+                for f in fields(FleetSettings)
+                if f.name not in _APART and getattr(old, f.name) != getattr(new, f.name)
+            )
         ),
     )
 

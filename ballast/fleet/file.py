@@ -94,20 +94,33 @@ def resolved(
 ) -> FleetSettings:
     """Settings with these models; relative paths start at `home`. Raises ConfigError."""
     home = home.absolute()
-    device = keys.devices[0].settings() if keys.devices else DeviceSettings(budget_bytes=0)
+    devices = _devices(keys) or [DeviceSettings(budget_bytes=0)]
+    links = [_link(keys, device.name) for device in devices]
     return FleetSettings(
         models=_models(entries, home, fetch_hub, simulated),
-        device=device,
-        link=LinkSettings(
-            device=device.name,
-            bytes_per_second=keys.links[0].bandwidth if keys.links else None,
-            mixed_bytes_per_second=keys.links[0].mixed if keys.links else None,
-        ),
+        device=devices[0],
+        link=links[0],
+        others=tuple(devices[1:]),
+        other_links=tuple(links[1:]),
         preset=keys.preset,
         options=dict(keys.options),
         home=str(home),
         story_path=None if keys.story is None else str(home / keys.story),
         server=keys.server.settings(),
+    )
+
+
+def _devices(keys: FleetKeys) -> list[DeviceSettings]:
+    return [device.settings(i) for i, device in enumerate(keys.devices)]
+
+
+def _link(keys: FleetKeys, device: str) -> LinkSettings:
+    named = {link.device: link for link in keys.links}
+    link = named.get(device, named.get(None))
+    return LinkSettings(
+        device=device,
+        bytes_per_second=None if link is None else link.bandwidth,
+        mixed_bytes_per_second=None if link is None else link.mixed,
     )
 
 
@@ -217,19 +230,30 @@ def _check_names(keys: FleetKeys, presets: Collection[str]) -> None:
 
 
 def _check_devices(keys: FleetKeys) -> None:
-    if len(keys.devices) > 1:
-        names = [device.name for device in keys.devices]
-        raise ConfigError("devices", names, "one device per server is supported so far")
-    device = keys.devices[0]
-    if device.page > device.budget:
-        raise ConfigError("devices[0].budget", device.budget, "it must hold one page at least")
-    if len(keys.links) > 1:
-        raise ConfigError(
-            "links", f"{len(keys.links)} links", "one link, to the one device, is supported so far"
-        )
+    names: dict[str, int] = {}
+    for i, device in enumerate(_devices(keys)):
+        if device.name in names:
+            allowed = f"devices[{names[device.name]}] has that name already"
+            raise ConfigError(f"devices[{i}].name", device.name, allowed)
+        names[device.name] = i
+        if device.page_bytes > device.budget_bytes:
+            allowed = "it must hold one page at least"
+            raise ConfigError(f"devices[{i}].budget", device.budget_bytes, allowed)
+    linked: dict[str | None, int] = {}
     for i, link in enumerate(keys.links):
-        if link.device not in (None, device.name):
-            raise ConfigError(f"links[{i}].device", link.device, f"the device is {device.name!r}")
+        at = f"links[{i}].device"
+        if link.device in linked:
+            raise ConfigError(at, link.device, f"links[{linked[link.device]}] is its link already")
+        if link.device is not None and link.device not in names:
+            raise ConfigError(at, link.device, unknown(link.device, names))
+        linked[link.device] = i
+    for i, model in enumerate(keys.models):
+        for name in model.devices:
+            if name not in names:
+                raise ConfigError(f"models[{i}].devices", name, unknown(name, names))
+        if len(set(model.devices)) < len(model.devices):
+            allowed = "each device is named once"
+            raise ConfigError(f"models[{i}].devices", list(model.devices), allowed)
 
 
 def _check_api_keys(server: ServerKeys) -> None:

@@ -57,6 +57,7 @@ PageSize = Annotated[int, BeforeValidator(_page)]
 Bandwidth = Annotated[float, BeforeValidator(_bandwidth), Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$", max_length=128)]
+DeviceName = Annotated[str, Field(min_length=1, max_length=128)]
 Secret = Annotated[str, BeforeValidator(_secret)]
 
 
@@ -108,6 +109,8 @@ class ModelKeys(LiveKeys):
     model_impl: Literal["auto", "generic", "fused"] = "auto"
     linear: Literal["auto", "packed", "plain"] = "auto"
     tool_parser: Annotated[str, Field(min_length=1)] = "auto"
+    devices: Annotated[tuple[DeviceName, ...], Field(strict=False)] = ()
+    """Those that serve it; none: one, chosen by its size."""
 
 
 ADAPTER_KEYS = ("name", "adapter", "base", "slo", "priority", "limits")
@@ -154,13 +157,15 @@ class NamedModelKeys(ModelKeys):
             linear=self.linear,
             adapters=adapters,
             tool_parser=self.tool_parser,
+            devices=self.devices,
         )
 
 
 class DeviceKeys(Keys):
     """One entry of `devices`."""
 
-    name: Annotated[str, Field(min_length=1)] = "cpu:0"
+    name: DeviceName | None = None
+    """None: `cpu:` and its place among the devices."""
     budget: Size
     page: PageSize = 256 * 1024
     threads: Count | None = None
@@ -168,9 +173,10 @@ class DeviceKeys(Keys):
     step_logits: Count = 64
     prefix_cache: bool = True
 
-    def settings(self) -> DeviceSettings:
+    def settings(self, position: int) -> DeviceSettings:
+        """Of the device that stands there in the list, counted from 0."""
         return DeviceSettings(
-            name=self.name,
+            name=self.name or f"cpu:{position}",
             budget_bytes=self.budget,
             page_bytes=self.page,
             threads=self.threads,
@@ -184,7 +190,7 @@ class LinkKeys(Keys):
     """One entry of `links`: host tier to one device."""
 
     device: str | None = None
-    """None: the only device."""
+    """None: every device that no other link names."""
     bandwidth: Bandwidth | None = None
     """Bytes per second; None: unpaced."""
     mixed: Bandwidth | None = None

@@ -1,9 +1,10 @@
-"""What `/metrics` tells of the device: its pages, its models, and the pod as gateways see it."""
+"""What `/metrics` tells of devices: their pages, their models, and the pod as gateways see it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Protocol
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,8 +18,30 @@ from ballast.core.view import Residency
 log = logging.getLogger(__name__)
 
 
+class OneDevice(Protocol):
+    """What is known of one device; `ballast.cluster.device.RemoteDevice` is one."""
+
+    @property
+    def report(self) -> DeviceReport | None: ...
+
+    @property
+    def down(self) -> str | None: ...
+
+    @property
+    def restarts(self) -> int: ...
+
+    @property
+    def requests(self) -> Sized: ...
+
+
 class Facts(Protocol):
-    """What is known of the device; `ballast.cluster.controller.Controller` knows it."""
+    """What is known of all devices together, and of each.
+
+    `ballast.cluster.controller.Controller` knows it.
+    """
+
+    @property
+    def devices(self) -> Mapping[str, OneDevice]: ...
 
     @property
     def report(self) -> DeviceReport | None: ...
@@ -34,7 +57,7 @@ class Facts(Protocol):
 
 
 class DeviceCollector(Collector):
-    """The device's last report, at the moment of asking. `wall` dates what must be dated."""
+    """The devices' last reports, at the moment of asking. `wall` dates what must be dated."""
 
     def __init__(self, facts: Facts, wall: Clock) -> None:
         self._facts = facts
@@ -47,7 +70,7 @@ class DeviceCollector(Collector):
         """What cannot be told is left out and logged: a scrape never fails."""
         report, specs = self._facts.report, dict(self._facts.specs)
         yield GaugeMetricFamily(
-            "ballast:worker_up", "1: the device's process answers", self._facts.down is None
+            "ballast:worker_up", "1: a device's process answers", self._facts.down is None
         )
         yield CounterMetricFamily(
             "ballast:worker_restarts",
@@ -57,7 +80,9 @@ class DeviceCollector(Collector):
         if report is None:
             return
         now = self._wall.now()
+        devices = dict(self._facts.devices)
         parts: tuple[Callable[[], Iterable[Metric]], ...] = (
+            lambda: _devices(devices),
             lambda: _pool(report),
             lambda: _models(report),
             lambda: _caches(report, specs),
@@ -69,6 +94,41 @@ class DeviceCollector(Collector):
                 yield from list(part())
             except Exception:  # whatever it is: the other metrics are needed all the more
                 log.exception("metrics of the device cannot be told")
+
+
+def _devices(devices: Mapping[str, OneDevice]) -> Iterator[Metric]:
+    """Each apart; what follows is of all together."""
+    label = ("device",)
+    up = GaugeMetricFamily("ballast:device_up", "1: its process answers", labels=label)
+    restarts = CounterMetricFamily(
+        "ballast:device_restarts", "Its workers started in place of one that died", labels=label
+    )
+    requests = GaugeMetricFamily(
+        "ballast:device_open_requests", "Requests given to it that have not ended", labels=label
+    )
+    pages = GaugeMetricFamily(
+        "ballast:device_bytes", "Its memory, by what has it", labels=("device", "owner")
+    )
+    models = GaugeMetricFamily(
+        "ballast:device_residency",
+        "1: where a model's weights are, on each device that serves it",
+        labels=("device", "model_name", "residency"),
+    )
+    for name, device in devices.items():
+        up.add_metric((name,), device.down is None)
+        restarts.add_metric((name,), device.restarts)
+        requests.add_metric((name,), len(device.requests))
+        report = device.report
+        if report is None:
+            continue
+        held = Counter({"free": report.free, "reclaiming": report.reclaiming})
+        for (kind, _), n in owned(report).items():
+            held[kind] += n
+        for kind, n in held.items():
+            pages.add_metric((name, kind), n * report.page_bytes)
+        for m in report.models:
+            models.add_metric((name, m.name, m.residency), 1)
+    yield from (up, restarts, requests, pages, models)
 
 
 def _pool(report: DeviceReport) -> Iterator[Metric]:

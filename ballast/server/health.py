@@ -29,6 +29,8 @@ def add_health(app: FastAPI, service: Service, gate: Gate) -> None:
         told: dict[str, Any] = {"status": status(service.controller, gate)}
         if service.controller.down is not None:
             told["reason"] = service.controller.down
+        elif service.controller.missing:
+            told["missing"] = service.controller.missing
         if visit.current().caller.known:
             told["failed"] = service.failed
         return _told(200 if told["status"] == "ok" else 503, **told)

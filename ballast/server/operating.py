@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Container, Iterable
-from dataclasses import replace
 from pathlib import Path
 
 from ballast.cluster.orders import names_of, refusal
@@ -135,7 +134,7 @@ class Operating:
     async def reload(self) -> None:
         """Read the fleet file, and do what it says by now; the log tells what cannot be done."""
         for _ in range(1 + AGAIN):
-            while self._controller.down is not None and self._controller.lost is None:
+            while self._controller.replacing:
                 await asyncio.sleep(POLL_SECONDS)  # a worker is being replaced
             self._died = False
             await self._follow()
@@ -211,7 +210,7 @@ class Operating:
     def configure(self, fleet: FleetSettings) -> None:
         """Keys, quotas and limits of the server; the next worker is watched by the new ones."""
         self._service.configure(fleet.server)
-        self._controller.fleet = replace(self._controller.fleet, server=fleet.server)
+        self._controller.configure(fleet.server)
         warn_of_keys(fleet.server, names_of(fleet))
 
     # -- records ----------------------------------------------------------------------------------

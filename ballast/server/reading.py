@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from starlette.responses import PlainTextResponse, Response
 
 from ballast import __version__
+from ballast.cluster.device import RemoteDevice
 from ballast.core.report import ModelReport
 from ballast.core.settings import Slo
 from ballast.server.catalogue import status_of
@@ -18,7 +19,7 @@ from ballast.server.health import status
 from ballast.server.metrics import CONTENT_TYPE, Metrics
 from ballast.server.responses import answered
 from ballast.server.service import Service
-from ballast.server.state import ModelNow, NameNow, ServerNow
+from ballast.server.state import DeviceNow, ModelNow, NameNow, ServerNow
 
 LAST_DECISIONS = 50
 """Told by `/admin/state`; `/admin/story` knows more."""
@@ -80,6 +81,30 @@ def _server(service: Service, gate: Gate, models: list[ModelNow]) -> ServerNow:
         models=models,
         failed=dict(controller.failed),
         decisions=decisions(service, LAST_DECISIONS),
+        devices=[_device(d) for d in controller.devices.values()],
+    )
+
+
+def _device(device: RemoteDevice) -> DeviceNow:
+    report = device.report
+    assert report is not None  # there is one before any route
+    status: Literal["ok", "restarting", "lost"] = "ok"
+    if device.down is not None:
+        status = "restarting" if device.lost is None else "lost"
+    return DeviceNow(
+        device=device.name,
+        status=status,
+        reason=device.down,
+        restarts=device.restarts,
+        open=len(device.requests),
+        page_bytes=report.page_bytes,
+        total=report.total,
+        free=report.free,
+        reclaiming=report.reclaiming,
+        owners=report.owners,
+        jobs=report.jobs,
+        models=list(report.models),
+        failed=dict(device.failed),
     )
 
 
@@ -89,7 +114,8 @@ def _model(service: Service, report: ModelReport) -> ModelNow:
     if spec is None:  # it has just been removed
         return ModelNow(status, report, [_name(service.metrics, report.name, None)], False)
     names = [_name(service.metrics, s.name, s.slo) for s in spec.served]
-    return ModelNow(status, report, names, spec.pinned)
+    homes = [d.name for d in service.controller.devices.values() if d.serves(report.name)]
+    return ModelNow(status, report, names, spec.pinned, homes)
 
 
 def _name(metrics: Metrics, name: str, slo: Slo | None) -> NameNow:

@@ -33,10 +33,35 @@ class ModelNow(msgspec.Struct, frozen=True):
     names: list[NameNow]
     """The model's own, then its adapters'."""
     pinned: bool
+    devices: list[str] = []
+    """Those that serve it."""
+
+
+class DeviceNow(msgspec.Struct, frozen=True):
+    """One device, as its worker last reported it."""
+
+    device: str
+    status: Literal["ok", "restarting", "lost"]
+    reason: str | None
+    """Why no worker serves it, if none does."""
+    restarts: int
+    open: int
+    """Requests that were given to it and have not ended."""
+    page_bytes: int
+    total: int
+    """Pages; likewise below."""
+    free: int
+    reclaiming: int
+    owners: dict[str, int]
+    jobs: int
+    models: list[ModelReport]
+    failed: dict[str, str]
+    """Models that it should serve and does not, with the reason."""
 
 
 class ServerNow(msgspec.Struct, frozen=True):
-    """A server at one moment. Pages and models are as the worker last reported them."""
+    """A server at one moment. Pages and models are as the workers last reported them: of all
+    devices together, in the smallest pages that one of them has; `devices` tells them apart."""
 
     version: str
     time: float
@@ -53,6 +78,7 @@ class ServerNow(msgspec.Struct, frozen=True):
     open: int
     """Requests of models that have not ended, those included that wait for a worker."""
     device: str
+    """Their names."""
     page_bytes: int
     total: int
     """Pages; likewise below."""
@@ -66,4 +92,5 @@ class ServerNow(msgspec.Struct, frozen=True):
     """Models of the fleet that are not served, with the reason."""
     decisions: list[dict[str, Any]]
     """The last, oldest first: `time` (since 1970), `action`, `model`, and mostly `why`; `refused`,
-    if it was not done; `by` whom, where it was not the preset."""
+    if it was not done; `by` whom, where it was not the preset; `device`, of several."""
+    devices: list[DeviceNow]

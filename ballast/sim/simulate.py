@@ -46,7 +46,9 @@ def simulate(
     `leaps` (`sim/leap.py`) the answers, their times and the books are the same.
     """
     preset = resolve(fleet.preset, fleet.options)
-    device = SimDevice(fleet.device, specs, preset, profile, said, sink, observe, leaps)
+    device = SimDevice(
+        fleet.of_one_device("this simulation"), specs, preset, profile, said, sink, observe, leaps
+    )
     last = 0.0
     for submission in arrivals:
         device.submit(submission)

@@ -85,6 +85,19 @@ def find_tensors(directory: Path) -> dict[str, Stored]:
     return found
 
 
+def served_bytes(directory: Path, dtype: str) -> int:
+    """About what a checkpoint's weights take where they are served in `dtype` (`auto`: its own).
+
+    Raises CheckpointError, as `find_tensors`.
+    """
+    tensors = find_tensors(directory).values()
+    if dtype == "auto":
+        halves = sum(t.n_bytes for t in tensors if t.dtype == "BF16")
+        dtype = "bfloat16" if 2 * halves > sum(t.n_bytes for t in tensors) else "float32"
+    item = 2 if dtype == "bfloat16" else 4
+    return sum(item * math.prod(t.shape) for t in tensors)
+
+
 def read_header(path: Path) -> dict[str, Stored]:
     """The tensors of one file. Raises CheckpointError."""
     size = path.stat().st_size

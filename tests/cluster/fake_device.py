@@ -216,7 +216,7 @@ class EchoDevice:
         for m in models:
             owners |= {f"weights:{m.name}": m.weight_pages, f"kv:{m.name}": m.kv_pages}
         return DeviceReport(
-            device="fake",
+            device=self._fleet.device.name,
             now=0.0,
             page_bytes=4096,
             total=100,

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from ballast.cluster import controller as controlling
-from ballast.cluster.controller import POISON, WORKER_LOST, Controller
+from ballast.cluster import device as keeping
+from ballast.cluster.controller import Controller
+from ballast.cluster.device import WORKER_LOST
+from ballast.cluster.requests import POISON
 from ballast.core.errors import Unavailable
 from ballast.core.event import Failed, Finished, Output, TokenOut
 from ballast.core.settings import ModelSettings, ServerSettings
 from tests.cluster.fake_device import DIE, HOLD, PAUSE, STUCK
-from tests.cluster.test_worker import FLEET, all_of, present, running, submission, tokens
+from tests.cluster.test_worker import FLEET, all_of, device, present, running, submission, tokens
 
 ECHO = [10, 11, 12, 10, 11, 12]
 
@@ -135,7 +137,7 @@ def test_no_more_than_a_model_allows_wait_for_a_worker() -> None:
     async def scenario() -> None:
         async with running() as (controller, _):
             served = controller.specs["a"]
-            controller.specs = {"a": replace(served, max_waiting=2)}
+            device(controller).specs = {"a": replace(served, max_waiting=2)}
             kill(controller)
             await until_down(controller)
             outlets = [controller.submit([submission(str(i))]) for i in range(3)]
@@ -152,7 +154,7 @@ def test_a_worker_that_cannot_be_replaced_is_lost_until_it_can(
 ) -> None:
     broken = tmp_path / "broken"
     monkeypatch.setenv("FAKE_DEVICE_FAILS", str(broken))
-    monkeypatch.setattr(controlling, "BACKOFF_SECONDS", 0.01)
+    monkeypatch.setattr(keeping, "BACKOFF_SECONDS", 0.01)
 
     async def scenario() -> None:
         async with running() as (controller, _):
@@ -178,7 +180,7 @@ def test_a_server_can_stop_while_it_waits_for_a_worker() -> None:
         async with running() as (controller, first):
             held = controller.submit([submission("1", HOLD)])
             await held.take()
-            controller.fleet = replace(FLEET, options={"mute": 1.0})
+            device(controller).fleet = replace(FLEET, options={"mute": 1.0})
             kill(controller)
             while present(controller) is first or not present(controller).started:
                 await asyncio.sleep(0.01)
@@ -194,7 +196,7 @@ def test_a_new_worker_serves_the_fleet_of_that_moment() -> None:
     async def scenario() -> None:
         async with running() as (controller, _):
             more = ModelSettings(name="c", path="c")
-            controller.fleet = replace(FLEET, models=(*FLEET.models, more))
+            device(controller).fleet = replace(FLEET, models=(*FLEET.models, more))
             kill(controller)
             while controller.restarts == 0:
                 await asyncio.sleep(0.01)

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from tests.cluster.fake_device import HOLD, SILENT
-from tests.cluster.test_worker import running, submission
+from tests.cluster.test_worker import device, running, submission
 
 
 def test_what_surely_is_too_much_is_known_at_once() -> None:
@@ -35,11 +35,11 @@ def test_what_the_device_reports_counts_while_as_many_wait_here() -> None:
             assert report is not None
             (told,) = report.models
             waiting = [controller.submit([submission(f"{i}", SILENT)]) for i in range(2)]
-            controller.report = replace(report, models=(replace(told, waiting=2),))
+            device(controller).report = replace(report, models=(replace(told, waiting=2),))
             assert controller.full(model)
-            controller.report = replace(report, models=(replace(told, waiting=1),))
+            device(controller).report = replace(report, models=(replace(told, waiting=1),))
             assert not controller.full(model)
-            controller.report = replace(report, models=(replace(told, waiting=2),))
+            device(controller).report = replace(report, models=(replace(told, waiting=2),))
             waiting[0].close()  # the report is older than that
             assert not controller.full(model)
             waiting[1].close()

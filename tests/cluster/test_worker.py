@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ballast.cluster.controller import Controller
+from ballast.cluster.device import RemoteDevice
 from ballast.cluster.local import LocalWorker
 from ballast.cluster.outlet import Outlet
 from ballast.core.errors import Unavailable
@@ -47,18 +48,23 @@ def submission(request_id: str, seed: int = 0, max_tokens: int = 4) -> Submissio
 @contextlib.asynccontextmanager
 async def running(fleet: FleetSettings = FLEET) -> AsyncIterator[tuple[Controller, LocalWorker]]:
     controller = Controller(lambda: LocalWorker(FAKE))
-    worker = present(controller)
     async with asyncio.timeout(DEADLINE):
         try:
             await controller.start(fleet)
-            yield controller, worker
+            yield controller, present(controller)
         finally:
             await controller.close(10.0)
 
 
+def device(controller: Controller) -> RemoteDevice:
+    """The first one, of many tests the only one."""
+    return next(iter(controller.devices.values()))
+
+
 def present(controller: Controller) -> LocalWorker:
-    assert isinstance(controller.worker, LocalWorker)
-    return controller.worker
+    worker = device(controller).worker
+    assert isinstance(worker, LocalWorker)
+    return worker
 
 
 async def all_of(outlet: Outlet) -> list[Output]:
@@ -151,10 +157,10 @@ def test_a_start_can_be_given_up() -> None:
     async def scenario() -> None:
         fleet = FleetSettings(models=(), device=FLEET.device, options={"mute": 1})
         controller = Controller(lambda: LocalWorker(FAKE))
-        worker = present(controller)
         starting = asyncio.ensure_future(controller.start(fleet))
-        while not worker.started:
+        while not controller.devices or not present(controller).started:
             await asyncio.sleep(0.01)
+        worker = present(controller)
         starting.cancel()
         await asyncio.wait({starting})
         await controller.close(10.0)
@@ -166,6 +172,7 @@ def test_a_start_can_be_given_up() -> None:
 
 ORPHANING = """
 import asyncio, sys
+from ballast.cluster.device import RemoteDevice
 from ballast.cluster.local import LocalWorker
 from ballast.cluster.outlet import Outlet
 from tests.cluster.test_worker import FAKE, FLEET

@@ -55,5 +55,6 @@ def reading(*models: ModelNow, **more: Any) -> ServerNow:
         "models": list(models),
         "failed": {},
         "decisions": [],
+        "devices": [],
     }
     return ServerNow(**(told | more))

@@ -98,6 +98,35 @@ def test_every_key(home: Path) -> None:
     assert fleet.story_path == str(home / "out/story.jsonl")
 
 
+def test_several_devices_each_have_their_own(with_adapter: Path) -> None:
+    fleet = load(
+        with_adapter,
+        """
+        defaults: {devices: ["cpu:0", big]}
+        models:
+          - {name: a, path: m}
+          - {name: b, path: m, devices: ["cpu:2"]}
+          - {name: l, adapter: lora, base: a}
+        devices:
+          - {budget: 64MiB}
+          - {budget: 1GB, name: big, threads: 3}
+          - {budget: 32MiB, page: 64KiB}
+        links:
+          - {bandwidth: 1GB/s}
+          - {bandwidth: 4GB/s, device: big}
+        """,
+    )
+    devices = fleet.devices
+    assert list(devices) == ["cpu:0", "big", "cpu:2"]
+    assert [link.bytes_per_second for _, link in devices.values()] == [1e9, 4e9, 1e9]
+    assert [device.threads for device, _ in devices.values()] == [None, 3, None]
+    assert devices["cpu:2"][0].page_bytes == 64 * KiB
+    assert [m.devices for m in fleet.models] == [("cpu:0", "big"), ("cpu:2",)]
+    assert fleet.device.name == "cpu:0"
+    with pytest.raises(ConfigError, match=r"devices.*this takes one device"):
+        fleet.of_one_device("this")
+
+
 FROM_ENVIRONMENT = """
 models:
   - name: ${N:-a}
@@ -157,14 +186,21 @@ def test_a_value_from_the_environment_is_a_value_and_never_structure(home: Path)
         ("budget: 64MiB", "budget: 1KiB", "devices[0].budget", "one page"),
         ("budget: 64MiB", "budget: 64MiB, page: 3000", "devices[0].page", "power of two"),
         ("budget: 64MiB", "budget: 64MiB, bugdet: 1", "devices[0].bugdet", "'budget'"),
-        ("  - {budget: 64MiB}", "  - {budget: 1GB}\n  - {budget: 1GB}", "devices", "one device"),
+        (
+            "  - {budget: 64MiB}",
+            "  - {budget: 1GB, name: cpu:1}\n  - {budget: 1GB}",
+            "devices[1].name",
+            "devices[0] has that name",
+        ),
+        ("name: a", "name: a, devices: [gpu]", "models[0].devices", "known here: cpu:0"),
+        ("name: a", "name: a, devices: ['cpu:0', 'cpu:0']", "models[0].devices", "named once"),
         ("  - {budget: 64MiB}", "  []", "devices", "at least 1 item"),
         ("models:", "preset: balon\nmodels:", "preset", "did you mean 'balloon'"),
         ("models:", "model: 1\nmodels:", "model", "did you mean 'models'"),
         ("models:", "options: {x: fast}\nmodels:", "options.x", "valid number"),
-        ("models:", "links: [{device: gpu}]\nmodels:", "links[0].device", "'cpu:0'"),
+        ("models:", "links: [{device: gpu}]\nmodels:", "links[0].device", "known here: cpu:0"),
         ("models:", "links: [{bandwidth: fast}]\nmodels:", "links[0].bandwidth", "size"),
-        ("models:", "links: [{}, {}]\nmodels:", "links", "one link"),
+        ("models:", "links: [{}, {}]\nmodels:", "links[1].device", "links[0] is its link"),
         ("models:", "defaults: {name: x}\nmodels:", "defaults.name", "known here: slo"),
         ("models:", "defaults: {slo: {ttft: -1}}\nmodels:", "defaults.slo.ttft", "greater than 0"),
         ("models:", "defaults: 3\nmodels:", "defaults", "mapping"),

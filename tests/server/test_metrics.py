@@ -43,6 +43,8 @@ class Facts:
         self.specs = {s.name: s for s in specs}
         self.down: str | None = None
         self.restarts = 0
+        self.requests: list[str] = []
+        self.devices = {"cpu:0": self}
 
 
 class Told:

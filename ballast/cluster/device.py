@@ -1,0 +1,302 @@
+"""One device as its controller knows it: a worker that is replaced when it dies, and its orders.
+
+The requests that a dead worker had go on in the next one after the tokens that their clients have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
+
+from ballast.cluster.orders import PendingOrders, changed, names_of
+from ballast.cluster.requests import OpenRequests
+from ballast.cluster.spare import Spare
+from ballast.cluster.suspicion import Suspicions
+from ballast.core.command import Order, Outcome, Remove
+from ballast.core.errors import BallastError, Unavailable
+from ballast.core.model import ModelSpec
+from ballast.core.report import DeviceReport
+from ballast.core.settings import FleetSettings
+from ballast.transport.messages import (
+    Done,
+    DrainDevice,
+    Drained,
+    Outputs,
+    Ready,
+    Status,
+    StopDevice,
+    ToServer,
+    ToWorker,
+)
+
+log = logging.getLogger(__name__)
+
+WORKER_LOST = "worker_lost"
+"""Code of `Failed` for requests whose worker died and could not be replaced."""
+LOST_AFTER = 3
+"""Starts that fail one after another before requests fail instead of waiting."""
+BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.5, 60.0
+STEADY_SECONDS = 60.0
+"""A worker that lived so long died of something new: the next is started at once."""
+
+
+class WorkerLink(Protocol):
+    """A worker as its controller sees it; `ballast.cluster.local.LocalWorker` is one."""
+
+    @property
+    def waits(self) -> bool: ...
+
+    async def prepare(self) -> None: ...
+
+    async def start(self, fleet: FleetSettings) -> Ready: ...
+
+    def send(self, message: ToWorker) -> None: ...
+
+    async def receive(self) -> ToServer | None: ...
+
+    def epitaph(self) -> str: ...
+
+    def in_flight(self) -> frozenset[str]: ...
+
+    async def close(self, patience: float = 0.0) -> None: ...
+
+
+class Neighbours(Protocol):
+    """Whoever knows the other devices."""
+
+    def take_over(self, device: RemoteDevice, in_flight: Collection[str]) -> None:
+        """Its worker has died: others may have its requests, but those that were `in_flight`."""
+
+    def carried_out(self, device: RemoteDevice, order: Order) -> None:
+        """It has done what was ordered."""
+
+    def decided(self, device: RemoteDevice, moment: float, what: dict[str, Any]) -> None:
+        """What, and when on the event loop's clock."""
+
+
+class RemoteDevice:
+    """Its open requests, its last report, and what its next worker is started with."""
+
+    fleet: FleetSettings
+    """What workers are started with; from `start` on."""
+
+    def __init__(
+        self,
+        name: str,
+        make_worker: Callable[[], WorkerLink],
+        spare: Spare[WorkerLink],
+        suspicions: Suspicions,
+        neighbours: Neighbours,
+    ) -> None:
+        self.name = name
+        self._make_worker = make_worker
+        self.worker = make_worker()
+        self._spare = spare
+        self.requests = OpenRequests(suspicions, self._limit)
+        self._neighbours = neighbours
+        self._orders = PendingOrders(lambda command: self.worker.send(command))
+        self._supervisor: asyncio.Task[None] | None = None
+        self._ending = False
+        self._drained = asyncio.Event()
+        self.specs: Mapping[str, ModelSpec] = {}
+        self.failed: Mapping[str, str] = {}
+        """Models of its fleet that it does not serve, with the reason."""
+        self.report: DeviceReport | None = None
+        self.restarts = 0
+        """Workers that were started in place of one that died."""
+        self.down: str | None = "the worker starts"
+        """Why no worker serves, if none does."""
+        self.lost: str | None = None
+        """Why requests fail instead of waiting for a worker, if they do."""
+
+    async def start(self, fleet: FleetSettings) -> None:
+        """Returns when the device serves. Raises Unavailable if it cannot."""
+        self.fleet = fleet
+        self._serve(await self.worker.start(fleet))
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    def serves(self, name: str) -> bool:
+        """Whether it has a model, or an adapter of one."""
+        return any(s.name == name for base in self.specs.values() for s in base.served)
+
+    def full(self, base: ModelSpec) -> bool:
+        """Whether it would refuse another request of a model, as far as is known here.
+
+        Refusing where one is read keeps what is too much away from the device. What the device
+        reports is a tenth of a second old: the queue may have moved meanwhile.
+        """
+        silent = self.requests.silent(base)
+        if self.down is not None or not 0 < base.max_waiting <= silent:
+            return False
+        if silent >= base.max_waiting + base.max_running:
+            return True
+        models = () if self.report is None else self.report.models
+        return any(m.name == base.name and m.waiting >= base.max_waiting for m in models)
+
+    async def command(self, order: Order) -> Outcome:
+        """Have it carry out an operator's order; the next worker serves what came of it.
+
+        Raises Unavailable where no worker serves, or it dies before it has answered: the next one
+        then serves the fleet as it was.
+        """
+        if self.down is not None:
+            raise Unavailable(self.down)
+        if self._ending:
+            raise Unavailable("the server is stopping")
+        known = {m.name for m in self.fleet.models}
+        if isinstance(order, Remove) and order.model in known.difference(self.specs):
+            outcome = Outcome(specs=dict(self.specs))  # it could not be loaded
+            self._carried_out(order, outcome)
+            return outcome
+        return await self._orders.send(order)
+
+    def _carried_out(self, order: Order, outcome: Outcome) -> None:
+        if outcome.code is not None:
+            return
+        self.specs = outcome.specs
+        left = names_of(self.fleet)
+        self.fleet = changed(self.fleet, order)
+        left -= names_of(self.fleet)
+        served = {s.name for base in self.specs.values() for s in base.served}
+        failed = {**self.failed, **outcome.failed}
+        self.failed = {n: why for n, why in failed.items() if n not in left | served}
+        self._neighbours.carried_out(self, order)
+
+    async def close(self, patience: float) -> None:
+        """End the worker: what is open is finished within `patience` seconds, or fails."""
+        self._ending = True
+        self.requests.pause()
+        if self._supervisor is None:
+            await self.worker.close()
+            return
+        if self.down is None:
+            self.worker.send(DrainDevice())
+            await self._wait_until_drained(patience)
+        if self.down is None and not self._drained.is_set():
+            self.worker.send(StopDevice("the server is stopping"))
+            await self._wait_until_drained(patience)
+        self.requests.fail_all("unavailable", "the server is stopping")
+        self._orders.fail("the server is stopping")
+        self._supervisor.cancel()
+        await asyncio.wait({self._supervisor})
+        await self.worker.close(patience if self._drained.is_set() else 0.0)
+
+    async def _wait_until_drained(self, seconds: float) -> None:
+        drained = asyncio.ensure_future(self._drained.wait())
+        assert self._supervisor is not None
+        await asyncio.wait(
+            {drained, self._supervisor}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+        )
+        drained.cancel()
+
+    def _limit(self, model: str) -> int | None:
+        served = (s for base in self.specs.values() for s in base.served)
+        return next((s.max_waiting for s in served if s.name == model), None)
+
+    # -- workers --------------------------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        """Listens to the worker; replaces it when it dies."""
+        clock = asyncio.get_running_loop().time
+        failures = 0
+        try:
+            while True:
+                began = clock()
+                why = await self._listen()
+                had_work = bool(self.requests.sent)
+                self._mourn(why)
+                if self._ending:
+                    return
+                # Requests can kill only so many workers each; whatever else does may go on.
+                fresh = had_work or clock() - began > STEADY_SECONDS
+                failures = 0 if fresh else failures + 1
+                await self._replace(failures)
+        except Exception as error:  # whatever it is: no request may wait for ever
+            log.exception("workers cannot be supervised")
+            self._give_up(f"{type(error).__name__}: {error}")
+            self._orders.fail(f"{self.lost}")
+
+    async def _listen(self) -> str:
+        """Handle what the worker says until it has ended; how it did."""
+        try:
+            while (message := await self.worker.receive()) is not None:
+                self._handle(message)
+        except BallastError as error:
+            log.error("the worker cannot be understood: %s", error)
+            return str(error)
+        return self.worker.epitaph()
+
+    def _handle(self, message: ToServer) -> None:
+        match message:
+            case Outputs():
+                for output in message.unwrap():
+                    self.requests.deliver(output)
+                self.requests.dispatch()
+            case Status():
+                self.report = message.report
+                self._remember(message)
+            case Done():
+                order = self._orders.done(message)
+                if order is not None:
+                    self._carried_out(order, message.outcome)
+            case Drained():
+                self._drained.set()
+            case _:
+                log.warning("unexpected message %s", type(message).__name__)
+
+    def _remember(self, status: Status) -> None:
+        """Decisions outlive the worker, and with it the clock that they were dated by."""
+        since = asyncio.get_running_loop().time() - status.report.now
+        for decision in status.decisions:
+            what = {key: value for key, value in decision.items() if key != "at"}
+            self._neighbours.decided(self, since + decision["at"], what)
+
+    def _serve(self, ready: Ready) -> None:
+        self.specs, self.failed, self.report = ready.specs, ready.failed, ready.report
+        self.down = self.lost = None
+        self._drained.clear()
+        self.requests.serve(lambda message: self.worker.send(message))
+
+    def _mourn(self, why: str) -> None:
+        """The worker has died: its requests wait for the next, or go elsewhere."""
+        self.down = f"the worker is gone ({why})"
+        self._orders.fail(self.down)
+        if not self._ending:
+            waiting = len(self.requests.sent)
+            log.error("%s: %s; %d requests wait for the next", self.name, self.down, waiting)
+        in_flight = self.requests.mourn(self.worker.in_flight())
+        if not self._ending:
+            self._neighbours.take_over(self, in_flight)
+
+    async def _replace(self, failures: int) -> None:
+        """Start a worker, again and again until one serves."""
+        attempts = 0
+        while True:
+            if failures + attempts > 0:
+                seconds = BACKOFF_SECONDS * 2 ** min(failures + attempts - 1, 10)
+                await asyncio.sleep(min(LONGEST_BACKOFF_SECONDS, seconds))
+            try:
+                await self.worker.close()
+                self.worker = await self._spare.take() or self._make_worker()
+                ready = await self.worker.start(self.fleet)
+            except (BallastError, OSError) as error:
+                attempts += 1
+                self.down = str(error)
+                log.error("%s: a worker could not be started: %s", self.name, error)
+                if attempts >= LOST_AFTER:
+                    self._give_up(self.down)
+                continue
+            self.restarts += 1
+            log.warning("%s: a new worker serves; %d requests go on", self.name, len(self.requests))
+            self._serve(ready)
+            if self.fleet.server.spare_worker:
+                await self._spare.hire()
+            return
+
+    def _give_up(self, why: str) -> None:
+        """No worker is to be expected: what no other device can do fails."""
+        self.down = self.lost = why
+        self._neighbours.take_over(self, ())
+        self.requests.fail_all(WORKER_LOST, why)

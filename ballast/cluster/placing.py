@@ -1,0 +1,96 @@
+"""Which devices of a host serve which models, and what each device's worker is started with."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ballast.core.errors import CheckpointError, ConfigError
+from ballast.core.fleet import Need, Room
+from ballast.core.settings import FleetSettings, ModelSettings
+from ballast.core.units import format_bytes
+from ballast.policy.placement import spread
+from ballast.weights.stored import served_bytes
+
+Homes = Mapping[str, Sequence[str]]
+"""By model, its devices."""
+
+
+def homes_of(fleet: FleetSettings) -> dict[str, list[str]]:
+    """Where each model of a fleet is served that is about to start.
+
+    Raises ConfigError for a model that no device has room for.
+    """
+    homes: dict[str, list[str]] = {m.name: list(m.devices) for m in fleet.models if m.devices}
+    return homes | placed([m for m in fleet.models if not m.devices], fleet, homes)
+
+
+def placed(
+    models: Sequence[ModelSettings], fleet: FleetSettings, homes: Homes
+) -> dict[str, list[str]]:
+    """Devices for `models`, one for each, beside what is at home already.
+
+    Judged by the weights in the checkpoints' headers: whether KV and activations fit as well, a
+    device says once it has loaded them. Raises ConfigError.
+    """
+    devices = fleet.devices
+    if len(devices) == 1:
+        return {m.name: list(devices) for m in models}
+    sizes = {m.name: _bytes(m) for m in (*fleet.models, *models)}
+    taken = dict.fromkeys(devices, 0)
+    for name, at in homes.items():
+        for device in at:
+            taken[device] += sizes[name]
+    largest = max(device.budget_bytes for device, _ in devices.values())
+    for model in models:
+        if sizes[model.name] > largest:
+            allowed = (
+                f"{model.name} has {format_bytes(sizes[model.name])} of weights, the largest "
+                f"device {format_bytes(largest)}"
+            )
+            raise ConfigError("devices", list(devices), allowed)
+    needs = [Need(m.name, 0, sizes[m.name]) for m in models]
+    rooms = [
+        Room(name, max(device.page_bytes, device.budget_bytes - taken[name]))
+        for name, (device, _) in devices.items()
+    ]
+    return spread(needs, rooms)
+
+
+def part_of(fleet: FleetSettings, name: str, models: Collection[str], cores: int) -> FleetSettings:
+    """What the worker of one device is started with: `models` are its own, of `cores` its share."""
+    device, link = fleet.devices[name]
+    if not fleet.others:
+        return fleet
+    return replace(
+        fleet,
+        models=tuple(m for m in fleet.models if m.name in models),
+        device=replace(device, threads=device.threads or _share(fleet, cores)),
+        link=link,
+        others=(),
+        other_links=(),
+        story_path=None if fleet.story_path is None else _beside(fleet.story_path, name),
+    )
+
+
+def _share(fleet: FleetSettings, cores: int) -> int:
+    """Threads for each of the devices that name no number."""
+    devices = [device for device, _ in fleet.devices.values()]
+    named = [d.threads for d in devices if d.threads is not None]
+    return max(1, (cores - sum(named)) // (len(devices) - len(named)))
+
+
+def _beside(story: str, device: str) -> str:
+    """A file of its own for each device: `fleet.cpu-1.jsonl`."""
+    path = Path(story)
+    safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in device)
+    return str(path.with_name(f"{path.stem}.{safe}{path.suffix}"))
+
+
+def _bytes(model: ModelSettings) -> int:
+    """Of its weights, about; 1 for what cannot be read: whoever loads it says why."""
+    try:
+        return max(1, served_bytes(Path(model.path), model.dtype))
+    except (CheckpointError, OSError):
+        return 1

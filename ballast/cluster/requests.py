@@ -1,0 +1,192 @@
+"""The open requests of one device: sent to its worker or waiting for one, and told on.
+
+Those that may have killed workers twice are sent alone (`suspicion`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from ballast.cluster.outlet import OpenRequest
+from ballast.cluster.suspicion import Suspicions
+from ballast.core.errors import BrokenPromise
+from ballast.core.event import Cancelled, Failed, Finished, Output, TokenOut
+from ballast.core.model import ModelSpec
+from ballast.transport.messages import Submit, ToWorker, Withdraw
+
+log = logging.getLogger(__name__)
+
+POISON = "poison"
+"""Code of `Failed` for a request that killed workers, the last of them alone."""
+
+
+class OpenRequests:
+    """In order of arrival; as a collection, their ids."""
+
+    def __init__(self, suspicions: Suspicions, limit: Callable[[str], int | None]) -> None:
+        """`limit`: how many requests of a model may wait; None: it is not known."""
+        self._suspicions = suspicions
+        self._limit = limit
+        self._open: dict[str, OpenRequest] = {}
+        self._silent: Counter[str] = Counter()
+        """Of them, by model, those without a token yet."""
+        self._alone: str | None = None
+        """The suspect that has the worker to itself."""
+        self._send: Callable[[ToWorker], None] | None = None
+        """To the worker, while there is one."""
+        self._paused = False
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._open)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    @property
+    def holding(self) -> bool:
+        """Whether a new request has to wait here."""
+        return self._send is None or self._alone is not None
+
+    @property
+    def sent(self) -> list[str]:
+        """Ids of those that the worker has."""
+        return [r.submission.id for r in self._open.values() if r.sent]
+
+    def silent(self, base: ModelSpec) -> int:
+        """Requests of a model and its adapters without a token yet."""
+        return sum(self._silent[s.name] for s in base.served)
+
+    def take(self, requests: Iterable[OpenRequest]) -> None:
+        """More of them: new ones, or those of a device whose worker died."""
+        for request in requests:
+            request.sent = False
+            self._open[request.submission.id] = request
+            self._silent[request.submission.model] += not request.told
+            if self.holding and not request.accepted:
+                self._hold(request)
+        self.dispatch()
+
+    def let_go(self, request_ids: Iterable[str]) -> list[OpenRequest]:
+        """These are another device's from now on. No worker may have them."""
+        gone = [self._open.pop(i) for i in request_ids]
+        for request in gone:
+            self._silent[request.submission.model] -= not request.told
+        return gone
+
+    def movable(self, in_flight: Iterable[str]) -> list[OpenRequest]:
+        """Those that another device may have: none that may be what kills workers."""
+        kept = set(in_flight)
+        return [
+            r
+            for i, r in self._open.items()
+            if i not in kept and not r.sent and not self._suspicions.suspect(i)
+        ]
+
+    def withdraw(self, request_ids: Iterable[str]) -> None:
+        """Nobody waits for these any more; what is still said of them is dropped."""
+        ended = [self._close(i) for i in request_ids if i in self._open]
+        sent = tuple(r.submission.id for r in ended if r.sent)
+        if sent and self._send is not None:
+            self._send(Withdraw(sent))
+        self.dispatch()
+
+    def fail_all(self, code: str, reason: str) -> None:
+        """End all of them with an error, and tell the device so."""
+        ended = list(self._open.values())
+        self.withdraw(list(self._open))
+        for request in ended:
+            request.outlet.put(Failed(request.submission.id, code, reason))
+
+    def serve(self, send: Callable[[ToWorker], None]) -> None:
+        """There is a worker from now on."""
+        self._send = send
+        self.dispatch()
+
+    def mourn(self, recorded: Iterable[str]) -> list[str]:
+        """The worker has died; `recorded` ids were in its job, if any are known.
+
+        Those in flight are returned and remembered; one that was alone has done it, and fails.
+        """
+        self._send = None
+        in_flight = [i for i in (list(recorded) or self.sent) if i in self._open]
+        for request in self._open.values():
+            request.sent = False
+        self._judge(in_flight)
+        return in_flight
+
+    def pause(self) -> None:
+        """No worker gets any more of them; those that it has go on."""
+        self._paused = True
+
+    def dispatch(self) -> None:
+        """Send what may be sent: one suspect alone, or else everything."""
+        if self._send is None or self._paused:
+            return
+        if self._alone is not None and self._alone in self._open:
+            return
+        waiting = [r for r in self._open.values() if not r.sent]
+        suspects = [r for r in waiting if self._suspicions.suspect(r.submission.id)]
+        self._alone = None
+        if suspects:  # the likeliest culprit came last
+            waiting = suspects[-1:]
+            self._alone = waiting[0].submission.id
+            log.warning("%s runs alone: it was in flight at two crashes", self._alone)
+        if waiting:
+            self._send(Submit(tuple(r.to_send() for r in waiting)))
+
+    def deliver(self, output: Output) -> None:
+        """Tell the client what the worker said."""
+        request = self._open.get(output.request_id)
+        if request is None:
+            return  # withdrawn meanwhile
+        try:
+            news = request.news(output)
+        except BrokenPromise as error:
+            log.error("%s", error)
+            self.withdraw([output.request_id])
+            request.outlet.put(Failed(output.request_id, "internal_error", str(error)))
+            return
+        if news is None:
+            return
+        if len(request.told) == 1 and isinstance(news, TokenOut):
+            self._silent[request.submission.model] -= 1
+        if isinstance(output, Finished | Failed | Cancelled):
+            self._close(output.request_id)
+        request.outlet.put(news)
+
+    def _hold(self, request: OpenRequest) -> None:
+        """Accept a request that cannot be sent now, within its model's limit of waiting ones."""
+        model = request.submission.model
+        most = self._limit(model)
+        held = sum(r.fresh and r.submission.model == model for r in self._open.values())
+        if most is not None and held > most:
+            self._fail(request, "queue_full", f"{most} requests of {model!r} wait already")
+        request.accepted = True
+
+    def _judge(self, in_flight: Sequence[str]) -> None:
+        alone, self._alone = self._alone, None
+        self._suspicions.crashed(in_flight)
+        if alone is None or alone not in in_flight:
+            return
+        log.error("%s kills workers; it fails", alone)
+        self._suspicions.convict(alone)
+        reason = "the worker died whenever this request ran, the last time with nothing beside it"
+        self._fail(self._open[alone], POISON, reason)
+
+    def _fail(self, request: OpenRequest, code: str, reason: str) -> None:
+        """A request that no worker has ends with an error."""
+        self._close(request.submission.id)
+        request.outlet.put(Failed(request.submission.id, code, reason))
+
+    def _close(self, request_id: str) -> OpenRequest:
+        request = self._open.pop(request_id)
+        if not request.told:
+            self._silent[request.submission.model] -= 1
+        request.outlet.open.discard(request_id)
+        self._suspicions.forget(request_id)
+        return request

@@ -1,0 +1,232 @@
+"""Several devices behind one controller: who gets what, and what a death leaves undisturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ballast.cluster import device as keeping
+from ballast.cluster.controller import Controller
+from ballast.cluster.device import WORKER_LOST
+from ballast.cluster.local import LocalWorker
+from ballast.core.actions import Change
+from ballast.core.command import Add, Remove
+from ballast.core.errors import Unavailable
+from ballast.core.event import Failed, Finished
+from ballast.core.request import Submission
+from ballast.core.settings import (
+    DeviceSettings,
+    FleetSettings,
+    LinkSettings,
+    ModelSettings,
+    ServerSettings,
+    Slo,
+)
+from tests.cluster.fake_device import DIE, HOLD, PAUSE
+from tests.cluster.test_crash import whole
+from tests.cluster.test_worker import all_of, running, submission, tokens
+
+BOTH = ("cpu:0", "cpu:1")
+FLEET = FleetSettings(
+    models=(
+        ModelSettings(name="a", path="a", devices=("cpu:0",)),
+        ModelSettings(name="b", path="b", devices=("cpu:1",)),
+        ModelSettings(name="ab", path="ab", devices=BOTH),
+    ),
+    device=DeviceSettings(name="cpu:0", budget_bytes=2**20),
+    others=(DeviceSettings(name="cpu:1", budget_bytes=2**20),),
+    other_links=(LinkSettings(device="cpu:1"),),
+    server=ServerSettings(spare_worker=False),
+)
+
+
+def asked(request_id: str, model: str, seed: int = 0, max_tokens: int = 6) -> Submission:
+    return replace(submission(request_id, seed, max_tokens), model=model)
+
+
+def kill(controller: Controller, device: str) -> None:
+    worker = controller.devices[device].worker
+    assert isinstance(worker, LocalWorker)
+    os.kill(worker.pid, signal.SIGKILL)
+
+
+def where(controller: Controller) -> dict[str, str]:
+    """By open request, its device."""
+    return {i: d.name for d in controller.devices.values() for i in d.requests}
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.005)
+
+
+def test_each_device_serves_its_models_and_requests_go_to_the_least_busy() -> None:
+    async def scenario() -> None:
+        async with running(FLEET) as (controller, _):
+            assert list(controller.specs) == ["a", "b", "ab"]
+            assert {n: list(d.specs) for n, d in controller.devices.items()} == {
+                "cpu:0": ["a", "ab"],
+                "cpu:1": ["b", "ab"],
+            }
+            held = [controller.submit([asked(m, m, HOLD)]) for m in ("a", "b")]
+            held.append(controller.submit([asked("x", "ab", HOLD), asked("y", "ab", HOLD)]))
+            assert where(controller) == {"a": "cpu:0", "b": "cpu:1", "x": "cpu:0", "y": "cpu:0"}
+            held.append(controller.submit([asked("z", "ab", HOLD)]))
+            assert where(controller)["z"] == "cpu:1"
+            assert controller.open_requests == 5
+            for outlet in held:
+                assert tokens(await outlet.take())[:2] == [10, 11]
+                outlet.close()
+            assert controller.open_requests == 0
+            report = controller.report
+            assert report is not None
+            assert (report.device, report.total) == ("cpu:0, cpu:1", 200)
+            assert [m.name for m in report.models] == ["a", "ab", "b"]
+
+    asyncio.run(scenario())
+
+
+def test_a_death_concerns_its_own_device_alone() -> None:
+    async def scenario() -> None:
+        async with running(FLEET) as (controller, _):
+            mine = controller.submit([asked("1", "a", PAUSE)])
+            other = controller.submit([asked("2", "b", HOLD)])
+            found = await mine.take()
+            assert tokens(await other.take()) == [10, 11]
+            kill(controller, "cpu:0")
+            await until(lambda: bool(controller.missing))
+            assert list(controller.missing) == ["cpu:0"]
+            assert (controller.down, controller.replacing) == (None, True)
+            there = await all_of(controller.submit([asked("3", "b")]))
+            assert whole(there)
+            found += await mine.take()
+            kill(controller, "cpu:0")
+            assert whole(found + await all_of(mine))
+            assert [d.restarts for d in controller.devices.values()] == [2, 0]
+            assert where(controller) == {"2": "cpu:1"}
+            other.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_waited_goes_on_at_a_replica_and_what_may_have_killed_does_not() -> None:
+    async def scenario() -> None:
+        async with running(FLEET) as (controller, _):
+            first = controller.devices["cpu:0"]
+            old = controller.submit([asked("old", "ab", PAUSE)])
+            found = await old.take()
+            assert where(controller) == {"old": "cpu:0"}
+            first.worker.in_flight = lambda: frozenset({"suspect"})  # type: ignore[method-assign]
+            suspect = controller.submit([asked("suspect", "a", HOLD)])
+            await suspect.take()
+            kill(controller, "cpu:0")
+            await until(lambda: where(controller).get("old") == "cpu:1")
+            assert where(controller)["suspect"] == "cpu:0"
+            new = controller.submit([asked("new", "ab")])
+            assert whole(await all_of(new))
+            found += await old.take()
+            assert tokens(found) == [10, 11, 12, 10]
+            old.close()
+            suspect.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_poisonous_request_does_not_cross_over() -> None:
+    async def scenario() -> None:
+        async with running(FLEET) as (controller, _):
+            poison = await all_of(controller.submit([asked("1", "ab", DIE)]))
+            assert [o.code for o in poison if isinstance(o, Failed)] == ["poison"]
+            assert [d.restarts for d in controller.devices.values()] == [2, 0]
+
+    asyncio.run(scenario())
+
+
+def test_a_device_that_is_lost_loses_what_no_other_can_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken"
+    monkeypatch.setenv("FAKE_DEVICE_FAILS", str(broken))
+    monkeypatch.setattr(keeping, "BACKOFF_SECONDS", 0.01)
+
+    async def scenario() -> None:
+        async with running(FLEET) as (controller, _):
+            mine = controller.submit([asked("1", "a", HOLD)])
+            shared = controller.submit([asked("2", "ab", HOLD)])
+            assert where(controller) == {"1": "cpu:0", "2": "cpu:1"}
+            broken.touch()
+            kill(controller, "cpu:0")
+            end = (await all_of(mine))[-1]
+            assert isinstance(end, Failed)
+            assert end.code == WORKER_LOST
+            with pytest.raises(Unavailable, match="no room for the pool now"):
+                controller.submit([asked("3", "a")])
+            assert isinstance((await all_of(controller.submit([asked("4", "ab")])))[-1], Finished)
+            assert (controller.lost, shared.open) == (None, {"2"})
+            broken.unlink()
+            await until(lambda: not controller.missing)
+            assert whole(await all_of(controller.submit([asked("5", "a")])))
+            shared.close()
+
+    asyncio.run(scenario())
+
+
+def test_orders_reach_the_devices_that_they_concern() -> None:
+    def change(model: str, **more: object) -> Change:
+        known = {"slo": Slo(ttft=9.0), "priority": 3, "max_waiting": 5, "queue_seconds": 7.0}
+        return Change(model=model, **{**known, **more})  # type: ignore[arg-type]
+
+    async def scenario() -> None:
+        async with running(FLEET) as (controller, _):
+            assert (await controller.command(change("ab", pinned=True))).code is None
+            assert all(d.specs["ab"].pinned for d in controller.devices.values())
+            new = ModelSettings(name="c", path="c", devices=("cpu:1",))
+            assert (await controller.command(Add(new))).code is None
+            assert [d.serves("c") for d in controller.devices.values()] == [False, True]
+            assert (await controller.command(Remove("ab", 1.0))).code is None
+            assert list(controller.specs) == ["a", "b", "c"]
+            assert [m.name for m in controller.fleet.models] == ["a", "b", "c"]
+            # The only one of its device, but not of the fleet.
+            assert (await controller.command(Remove("a", 1.0))).code is None
+            placed = await controller.command(Add(ModelSettings(name="d", path="d")))
+            assert placed.code is None
+            assert controller.devices["cpu:0"].serves("d")
+            twice = await controller.command(Add(replace(new, devices=("cpu:0",))))
+            assert (twice.code, "'c' already" in twice.reason) == ("refused", True)
+            nowhere = ModelSettings(name="e", path="e", devices=("cpu:2",))
+            outcome = await controller.command(Add(nowhere))
+            assert (outcome.code, "cpu:0, cpu:1" in outcome.reason) == ("invalid", True)
+
+    asyncio.run(scenario())
+
+
+def test_an_order_is_done_by_all_or_none() -> None:
+    async def scenario() -> None:
+        async with running(FLEET) as (controller, _):
+            second = controller.devices["cpu:1"]
+            refusing = ModelSettings(name="c", path="c", devices=BOTH)
+            real = second.command
+
+            async def command(order: object) -> object:
+                if isinstance(order, Add):
+                    return await real(Add(replace(refusing, path="broken")))
+                return await real(order)  # type: ignore[arg-type]
+
+            second.command = command  # type: ignore[method-assign, assignment]
+            outcome = await controller.command(Add(refusing))
+            assert (outcome.code, outcome.reason) == ("invalid", "it is broken")
+            assert list(controller.specs) == ["a", "b", "ab"]
+            assert controller.fleet == FLEET
+            kill(controller, "cpu:1")
+            await until(lambda: second.down is not None)
+            with pytest.raises(Unavailable, match="the worker is gone"):
+                await controller.command(Remove("ab", 1.0))
+            assert controller.devices["cpu:0"].serves("ab")
+
+    asyncio.run(scenario())

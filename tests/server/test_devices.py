@@ -1,0 +1,70 @@
+"""A server over two devices with real models: clients cannot tell, operators can."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.server.process import ServerProcess, server
+from tests.server.test_crash import KINDS, MODELS, TOKENS, Stream
+from tests.server.test_lifetime import until
+
+
+@pytest.fixture(scope="module")
+def two(fleet_file: Path) -> Iterator[ServerProcess]:
+    """atlas-chat is on both devices, wren-mini on the second."""
+    fleet = yaml.safe_load(fleet_file.read_text())
+    homes = {"atlas-chat": ["cpu:0", "cpu:1"], "wren-mini": ["cpu:1"]}
+    for model in fleet["models"]:
+        model["devices"] = homes[model["name"]]
+    (device,) = fleet["devices"]
+    fleet["devices"] = [device | {"budget": "32MiB", "name": name} for name in ("cpu:0", "cpu:1")]
+    file = fleet_file.with_name("two.yaml")
+    file.write_text(yaml.safe_dump(fleet))
+    with server(file) as running:
+        yield running
+
+
+async def tokens_of(running: ServerProcess, kill: bool) -> list[list[str]]:
+    streams = [Stream(model, *kind) for model in MODELS for kind in (*KINDS, *KINDS)]
+    async with running.async_client() as client, asyncio.TaskGroup() as group:
+        for stream in streams:
+            group.create_task(stream.run(client))
+        if kill:
+            for stream in streams:
+                await stream.begun.wait()
+            assert all(len(stream.tokens) < TOKENS for stream in streams)
+            running.kill_worker()
+    return [stream.tokens for stream in streams]
+
+
+def test_the_tokens_are_those_of_one_device_also_when_a_worker_is_killed(
+    real: ServerProcess, two: ServerProcess
+) -> None:
+    expected = asyncio.run(tokens_of(real, kill=False))
+    assert asyncio.run(tokens_of(two, kill=False)) == expected
+    assert asyncio.run(tokens_of(two, kill=True)) == expected
+    state = two.http.get("/admin/state").json()
+    assert sorted(d["restarts"] for d in state["devices"]) == [0, 1]
+
+
+def test_operators_are_told_of_each_device(two: ServerProcess) -> None:
+    until(lambda: two.http.get("/health").json() == {"status": "ok", "failed": {}})
+    state = two.http.get("/admin/state").json()
+    assert state["device"] == "cpu:0, cpu:1"
+    first, second = state["devices"]
+    assert (first["device"], first["status"], second["device"]) == ("cpu:0", "ok", "cpu:1")
+    assert [m["name"] for m in first["models"]] == ["atlas-chat"]
+    assert [m["name"] for m in second["models"]] == ["atlas-chat", "wren-mini"]
+    assert state["total"] == first["total"] + second["total"]
+    for told in (state, first, second):
+        assert sum(told["owners"].values()) + told["free"] + told["reclaiming"] == told["total"]
+    homes = {m["report"]["name"]: m["devices"] for m in state["models"]}
+    assert homes == {"atlas-chat": ["cpu:0", "cpu:1"], "wren-mini": ["cpu:1"]}
+    metrics = two.http.get("/metrics").text
+    assert 'ballast:device_up{device="cpu:0"} 1.0' in metrics
+    assert 'ballast:device_up{device="cpu:1"} 1.0' in metrics
