@@ -23,7 +23,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings, ModelSettings, ServerSettings
-from ballast.policy.route import Replica, least_open
+from ballast.policy.route import Replica, held_prefix
 
 log = logging.getLogger(__name__)
 
@@ -186,13 +186,19 @@ class Controller:
 
     def _route(self, submission: Submission) -> RemoteDevice:
         homes = self._serving(submission.model)
+        if len(homes) == 1 and homes[0].lost is None:
+            return homes[0]
         alive = [d for d in homes if d.lost is None]
         if not alive:
             raise Unavailable(f"{homes[0].lost}")
-        return self._least_open([d for d in alive if not d.requests.holding] or alive)
+        return self._chosen(submission, [d for d in alive if not d.requests.holding] or alive)
 
-    def _least_open(self, devices: Sequence[RemoteDevice]) -> RemoteDevice:
-        return self.devices[least_open([Replica(d.name, len(d.requests)) for d in devices])]
+    def _chosen(self, submission: Submission, devices: Sequence[RemoteDevice]) -> RemoteDevice:
+        """Of devices that can take a request, the one that gets it: the model has several."""
+        replicas = [Replica(d.name, len(d.requests), d.held_tokens(submission)) for d in devices]
+        chosen = self.devices[held_prefix(replicas)]
+        chosen.remember(submission)
+        return chosen
 
     # -- orders -----------------------------------------------------------------------------------
 
@@ -280,11 +286,12 @@ class Controller:
         models; not those that may have been the reason."""
         moved = 0
         for request in device.requests.movable(in_flight):
-            model = request.submission.model
-            others = [d for d in self._serving(model) if d is not device and d.down is None]
-            if others and all(d.serves(model) for d in others):
-                request_id = request.submission.id
-                self._least_open(others).requests.take(device.requests.let_go([request_id]))
+            wanted = request.submission
+            able = (d for d in self.devices.values() if d is not device and d.down is None)
+            others = [d for d in able if d.serves(wanted.model)]
+            if others:
+                chosen = self._chosen(wanted, others)
+                chosen.requests.take(device.requests.let_go([wanted.id]))
                 moved += 1
         if moved:
             log.warning("%d requests of %s go on elsewhere", moved, device.name)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from ballast.cluster.orders import PendingOrders, changed, names_of
+from ballast.cluster.prefixes import GivenPrefixes
 from ballast.cluster.requests import OpenRequests
 from ballast.cluster.spare import Spare
 from ballast.cluster.suspicion import Suspicions
@@ -18,6 +19,7 @@ from ballast.core.command import Order, Outcome, Remove
 from ballast.core.errors import BallastError, Unavailable
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
+from ballast.core.request import Request, Submission
 from ballast.core.settings import FleetSettings
 from ballast.transport.messages import (
     Done,
@@ -104,6 +106,8 @@ class RemoteDevice:
         self.failed: Mapping[str, str] = {}
         """Models of its fleet that it does not serve, with the reason."""
         self.report: DeviceReport | None = None
+        self._prefixes: dict[str, GivenPrefixes] = {}
+        """By model, what the present worker was given where there was a choice of devices."""
         self.restarts = 0
         """Workers that were started in place of one that died."""
         self.down: str | None = "the worker starts"
@@ -119,7 +123,37 @@ class RemoteDevice:
 
     def serves(self, name: str) -> bool:
         """Whether it has a model, or an adapter of one."""
-        return any(s.name == name for base in self.specs.values() for s in base.served)
+        return any(name in _names(base) for base in self.specs.values())
+
+    def held_tokens(self, submission: Submission) -> int:
+        """Tokens of a prompt whose KV it may hold: it was given them, and holds any KV."""
+        found = self._given(submission)
+        if found is None or self.report is None:
+            return 0
+        base, prefixes, salt = found
+        holds = any(m.name == base.name and m.kv_pages for m in self.report.models)
+        return prefixes.tokens(submission.prompt, salt) if holds else 0
+
+    def remember(self, submission: Submission) -> None:
+        """It is given this prompt, which another device might have been given."""
+        found = self._given(submission)
+        if found is not None:
+            _, prefixes, salt = found
+            prefixes.add(submission.prompt, salt)
+
+    def _given(self, submission: Submission) -> tuple[ModelSpec, GivenPrefixes, str] | None:
+        """Of its model: the base, what was given, and the salt that the device will use."""
+        base = next((b for b in self.specs.values() if submission.model in _names(b)), None)
+        if base is None:
+            return None
+        prefixes = self._prefixes.get(base.name)
+        if prefixes is None:
+            room = self.fleet.device.budget_bytes // base.block_bytes
+            prefixes = GivenPrefixes(base.fingerprint, base.block_tokens, room)
+            self._prefixes[base.name] = prefixes
+        at = _names(base).index(submission.model)
+        salt = Request.salt_of(submission, base, at - 1 if at else None)
+        return base, prefixes, salt
 
     def full(self, base: ModelSpec) -> bool:
         """Whether it would refuse another request of a model, as far as is known here.
@@ -159,6 +193,7 @@ class RemoteDevice:
         left = names_of(self.fleet)
         self.fleet = changed(self.fleet, order)
         left -= names_of(self.fleet)
+        self._prefixes = {n: p for n, p in self._prefixes.items() if n not in left}
         served = {s.name for base in self.specs.values() for s in base.served}
         failed = {**self.failed, **outcome.failed}
         self.failed = {n: why for n, why in failed.items() if n not in left | served}
@@ -266,6 +301,7 @@ class RemoteDevice:
         if not self._ending:
             waiting = len(self.requests.sent)
             log.error("%s: %s; %d requests wait for the next", self.name, self.down, waiting)
+        self._prefixes.clear()
         in_flight = self.requests.mourn(self.worker.in_flight())
         if not self._ending:
             self._neighbours.take_over(self, in_flight)
@@ -300,3 +336,8 @@ class RemoteDevice:
         self.down = self.lost = why
         self._neighbours.take_over(self, ())
         self.requests.fail_all(WORKER_LOST, why)
+
+
+def _names(base: ModelSpec) -> list[str]:
+    """Of a model and its adapters."""
+    return [base.name, *(a.name for a in base.adapters)]

@@ -13,7 +13,7 @@ import pytest
 
 from ballast.cluster import device as keeping
 from ballast.cluster.controller import Controller
-from ballast.cluster.device import WORKER_LOST
+from ballast.cluster.device import WORKER_LOST, RemoteDevice
 from ballast.cluster.local import LocalWorker
 from ballast.core.actions import Change
 from ballast.core.command import Add, Remove
@@ -88,6 +88,34 @@ def test_each_device_serves_its_models_and_requests_go_to_the_least_busy() -> No
             assert report is not None
             assert (report.device, report.total) == ("cpu:0, cpu:1", 200)
             assert [m.name for m in report.models] == ["a", "ab", "b"]
+
+    asyncio.run(scenario())
+
+
+def test_a_conversation_goes_on_where_its_beginning_is() -> None:
+    def turn(request_id: str, first: int, length: int) -> Submission:
+        return replace(asked(request_id, "ab", HOLD), prompt=tuple(range(first, first + length)))
+
+    def holds(device: RemoteDevice) -> bool:
+        assert device.report is not None
+        return any(m.kv_pages for m in device.report.models)
+
+    async def scenario() -> None:
+        async with running(FLEET) as (controller, _):
+            for i in range(2):
+                controller.submit([turn(f"{i}", 100 * i, 40)])
+            assert where(controller) == {"0": "cpu:0", "1": "cpu:1"}
+            await until(lambda: all(map(holds, controller.devices.values())))
+            for i in range(2, 5):
+                controller.submit([turn(f"{i}", 100, 40 + i)])
+            assert [where(controller)[f"{i}"] for i in range(2, 5)] == ["cpu:1"] * 3
+            salted = replace(turn("other", 100, 40), salt="tenant")
+            controller.submit([salted])
+            assert where(controller)["other"] == "cpu:0"
+            kill(controller, "cpu:1")
+            await until(lambda: bool(controller.missing))
+            assert not controller.devices["cpu:1"].held_tokens(turn("again", 100, 40))
+            controller.fail_all("unavailable", "the test is over")
 
     asyncio.run(scenario())
 
