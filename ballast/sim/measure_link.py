@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -17,39 +16,60 @@ from ballast.memory.transfer import Link
 
 
 class LinkMeter:
-    """Collects transfers, and says what they show. The loop of the device must not run."""
+    """Collects transfers, and says what they show. The loop of the device must not run.
+
+    A model comes onto pages that have just been mapped, which costs page faults; what mixing costs
+    is seen where there are none, and taken for the same share.
+    """
 
     def __init__(self) -> None:
-        self._alone: dict[Direction, list[TransferDone]] = {d: [] for d in Direction}
-        self._mixed: list[float] = []
-        """Bytes per second of both directions together."""
+        self._activations: list[TransferDone] = []
+        self.alone: dict[Direction, list[TransferDone]] = {d: [] for d in Direction}
+        """On pages that are there."""
+        self._mixed: list[tuple[int, float]] = []
 
     def activated(self, done: TransferDone) -> None:
-        """A model was brought in, alone, onto pages that had just been mapped."""
-        self._alone[Direction.TO_DEVICE].append(done)
+        """A model was brought in, alone."""
+        self._activations.append(done)
 
     def measure(self, device: LiveDevice, m: ModelState) -> None:
-        """Copy the weights of `m`, which are on the device, to the host; then both ways at once."""
+        """Copy the weights of `m`, which are there, once more each way; then both ways at once."""
         there = [s.copy for s in m.weights.segments]
-        landing = np.zeros(sum(copy.n_bytes for copy in there), dtype=np.uint8)
+        landing = np.ones(sum(copy.n_bytes for copy in there), dtype=np.uint8)
         back, at = [], landing.ctypes.data
         for copy in there:
             back.append(Copy(at, copy.dst, copy.n_bytes))
             at += copy.n_bytes
-        self._alone[Direction.TO_HOST] += _carry(device, [(back, Direction.TO_HOST)])
-        both = [(there, Direction.TO_DEVICE), (back, Direction.TO_HOST)]
-        ends = _carry(device, both)
-        self._mixed.append(sum(e.n_bytes for e in ends) / max(e.seconds for e in ends))
+        ways = [(there, Direction.TO_DEVICE), (back, Direction.TO_HOST)]
+        for way in ways:
+            self.alone[way[1]] += _carry(device, [way])
+        began = device.clock.now()
+        _carry(device, ways)
+        self._mixed.append((at - landing.ctypes.data, device.clock.now() - began))
 
     def rates(self) -> LinkRates:
-        """Half of what both directions carry together is each one's."""
-        alone = {
-            d: sum(e.n_bytes for e in ends) / sum(e.seconds for e in ends)
-            for d, ends in self._alone.items()
-        }
-        to_device, to_host = alone[Direction.TO_DEVICE], alone[Direction.TO_HOST]
-        half = statistics.median(self._mixed) / 2
-        return LinkRates(to_device, to_host, min(to_device, half), min(to_host, half))
+        return rates_of(self._activations, self.alone, self._mixed)
+
+
+def rates_of(
+    activations: Sequence[TransferDone],
+    alone: Mapping[Direction, Sequence[TransferDone]],
+    mixed: Sequence[tuple[int, float]],
+) -> LinkRates:
+    """What these show; `mixed`: bytes each way, and seconds until both ways were done."""
+    beside = sum(n for n, _ in mixed) / sum(seconds for _, seconds in mixed)
+    kept = {direction: min(1.0, beside / _rate(ends)) for direction, ends in alone.items()}
+    to_device, to_host = _rate(activations), _rate(alone[Direction.TO_HOST])
+    return LinkRates(
+        to_device,
+        to_host,
+        to_device * kept[Direction.TO_DEVICE],
+        to_host * kept[Direction.TO_HOST],
+    )
+
+
+def _rate(ends: Sequence[TransferDone]) -> float:
+    return sum(e.n_bytes for e in ends) / sum(e.seconds for e in ends)
 
 
 def _carry(
