@@ -420,7 +420,8 @@ def profile(
     from ballast.sim.profile import profile_of
     from ballast.sim.toml_file import as_toml
 
-    measured = profile_of(device, calibrate(load(fleet_file), rounds))
+    fleet = load(fleet_file)
+    measured = profile_of(device, calibrate(fleet, rounds), fleet.device)
     to.parent.mkdir(parents=True, exist_ok=True)
     to.write_text(as_toml(measured, "Written by ballast profile."), encoding="utf-8")
     table = Table()

@@ -9,7 +9,6 @@ error of the simulation in throughput and in P50 of TTFT, TPOT and end-to-end ti
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from rich.table import Table
 
 from ballast.bench.report import Report
 from ballast.bench.worlds import Ran
+from ballast.engine.storyfile import StoryFile
 from ballast.policy.presets import PRESETS
 from benchmarks.common import finish, options
 from benchmarks.setting import (
@@ -56,8 +56,11 @@ def medians(report: Report) -> dict[str, float]:
 
 def write_story(directory: Path, name: str, ran: Ran) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(entry) for entry in ran.story]
-    (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path = directory / f"{name}.jsonl"
+    path.unlink(missing_ok=True)
+    file = StoryFile(path, "cpu:0")
+    file.write(ran.story)
+    file.close()
 
 
 def main() -> None:

@@ -83,10 +83,12 @@ class Cluster:
         for kind in kinds:
             for _ in range(kind.number):
                 profiles[f"{kind.profile.device}:{len(profiles)}"] = kind.profile
-        rooms = [Room(name, _budget(p, served), p.device) for name, p in profiles.items()]
+        settings = {name: _settings(p, served, name) for name, p in profiles.items()}
+        rooms = [Room(n, settings[n].budget_bytes, p.device) for n, p in profiles.items()]
         expected = traffic if placement.expects and traffic is not None else {}
         by_kind = {p.device: p for p in profiles.values()}
-        needs = [_need(s, served, _work(s, by_kind, expected)) for s in specs]
+        kept = dict.fromkeys(replace(s, name="", budget_bytes=0) for s in settings.values())
+        needs = [_need(s, kept, _work(s, by_kind, expected)) for s in specs]
         homes = spread(needs, rooms)
         self.devices: dict[str, SimDevice] = {}
         """By name, those that serve or may come to serve any model."""
@@ -95,11 +97,10 @@ class Cluster:
             own = [s for s in specs if name in homes[s.name]]
             if not own and placement.policy is None:
                 continue
-            settings = replace(served, name=name, budget_bytes=room.bytes)
             observe = None if watch is None else functools.partial(watch, name)
             said = functools.partial(heard, name)
             self.devices[name] = SimDevice(
-                settings, own, preset, profile.of(own), said, observe=observe
+                settings[name], own, preset, profile.of(own), said, observe=observe
             )
         self.controller = Controller(
             self.devices,
@@ -119,10 +120,16 @@ class Cluster:
         return simulate_devices(self.controller, arrivals)
 
 
-def _budget(profile: DeviceProfile, served: DeviceSettings) -> int:
+def _settings(profile: DeviceProfile, served: DeviceSettings, name: str) -> DeviceSettings:
+    """Of one device: its own where its profile was measured on it, else `served`."""
+    if profile.served is not None:
+        return replace(served, name=name, **profile.served.model_dump())
     if profile.hardware is None:
-        raise ConfigError("devices", profile.device, "its profile does not say how much memory")
-    return int(USABLE * profile.hardware.memory_bytes) // served.page_bytes * served.page_bytes
+        raise ConfigError(
+            "devices", profile.device, "its profile has neither `hardware` nor `served`: no memory"
+        )
+    budget = int(USABLE * profile.hardware.memory_bytes) // served.page_bytes * served.page_bytes
+    return replace(served, name=name, budget_bytes=budget)
 
 
 def _work(
@@ -137,10 +144,13 @@ def _work(
     return {name: sum(c.work(t, tpot, most) for t, tpot in expected) for name, c in costs.items()}
 
 
-def _need(spec: ModelSpec, served: DeviceSettings, work: Mapping[str, float]) -> Need:
-    """With KV for one request that takes a whole step."""
-    page = served.page_bytes
-    weights = weight_pages([spec], page) * page
-    kv = ceil_div(served.step_tokens * spec.kv_bytes_per_token, page) * page
-    arena = activation_bytes(spec, served.step_tokens, served.step_logits)
-    return Need(spec.name, weights + kv + arena + page, weights, work)
+def _need(spec: ModelSpec, devices: Iterable[DeviceSettings], work: Mapping[str, float]) -> Need:
+    """With KV for one request that takes a whole step; as much as it takes on any of `devices`."""
+    most = weights = 0
+    for served in devices:
+        page = served.page_bytes
+        weights = max(weights, weight_pages([spec], page) * page)
+        kv = ceil_div(served.step_tokens * spec.kv_bytes_per_token, page) * page
+        arena = activation_bytes(spec, served.step_tokens, served.step_logits)
+        most = max(most, weight_pages([spec], page) * page + kv + arena + page)
+    return Need(spec.name, most, weights, work)

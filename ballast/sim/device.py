@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ballast.core.actions import Join, Leave, Operation
 from ballast.core.clock import VirtualClock
@@ -44,6 +44,19 @@ class Profile:
     link: LinkRates
     overhead: float
     """The engine's own seconds per job."""
+    wake: float = 0.0
+    """Seconds that a job takes longer after a pause, or a decode step after a prefill."""
+    page_seconds: float = 0.0
+    """What the loop takes to map and unmap a page of weights, beyond their copy."""
+
+    def moving(self, page_bytes: int) -> LinkRates:
+        """What of weights moves over the link if pages have this size: mapped, then copied."""
+        mapping = self.page_seconds / page_bytes
+        slower = (
+            1 / (1 / rate + mapping) for rate in (self.link.to_device, self.link.to_device_mixed)
+        )
+        to_device, mixed = slower
+        return replace(self.link, to_device=to_device, to_device_mixed=mixed)
 
 
 class SimDevice:
@@ -63,7 +76,7 @@ class SimDevice:
         """As `simulate`. Raises ConfigError where the budget holds no job's activations."""
         self.clock = VirtualClock()
         self._heap = EventHeap(self.clock)
-        link = SimLink(self._heap, self.clock, profile.link)
+        link = SimLink(self._heap, self.clock, profile.moving(settings.page_bytes))
         vm = NullVm(settings.page_bytes, settings.budget_bytes // settings.page_bytes)
         self.state = build_state(
             settings,
@@ -76,7 +89,9 @@ class SimDevice:
         )
         self._specs = {s.name: s for s in specs}
         self._costs = dict(profile.costs)
-        self._runner = SimRunner(self._heap, self.clock, self._specs, self._costs, profile.overhead)
+        self._runner = SimRunner(
+            self._heap, self.clock, self._specs, self._costs, profile.overhead, profile.wake
+        )
         self.story = Story(sink=sink, overhead=profile.overhead)
         self._said = said
         self._leaps = leaps

@@ -20,6 +20,7 @@ from ballast.core.cost import StepCosts
 from ballast.core.errors import ConfigError
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
+from ballast.core.settings import DeviceSettings
 from ballast.fleet.faults import unknown
 from ballast.fleet.schema import Keys, Name, Positive
 from ballast.sim.catalogue import catalogue, facts, shape_of
@@ -89,13 +90,28 @@ class Link(Keys):
         return LinkRates(self.to_device, self.to_host, self.to_device_mixed, self.to_host_mixed)
 
 
+class Served(Keys):
+    """Where the profile was measured: what its device had, and how it served."""
+
+    budget_bytes: Size
+    page_bytes: Size
+    step_tokens: Size
+    step_logits: Size
+
+
 class DeviceProfile(Keys):
     """A profile's file."""
 
     device: Name
     overhead_seconds: NotNegative = 0.0
     """The engine's own, per job, beyond what the costs hold."""
+    wake_seconds: NotNegative = 0.0
+    """What a job takes longer after a pause, and a decode step after a prefill."""
+    page_seconds: NotNegative = 0.0
+    """What the loop takes to map and unmap a page of weights, beyond their copy."""
     link: Link
+    served: Served | None = None
+    """Without it, and with `hardware`, a cluster's devices are as `sim.cluster` says."""
     hardware: Hardware | None = None
     derate: Derate | None = None
     sources: dict[str, Source] = Field(default_factory=dict)
@@ -130,6 +146,8 @@ class DeviceProfile(Keys):
             costs={spec.name: self.costs(spec) for spec in specs},
             link=self.link.rates,
             overhead=self.overhead_seconds,
+            wake=self.wake_seconds,
+            page_seconds=self.page_seconds,
         )
 
     def _like(self, model: str | ModelSpec) -> tuple[str, set[str]]:
@@ -169,8 +187,9 @@ class DeviceProfile(Keys):
         return roofline(sizes, self.hardware, self.derate, group)
 
 
-def profile_of(device: str, measured: Profile) -> DeviceProfile:
-    """What `sim.calibrate` measured. It has no peaks, and so no costs of other models."""
+def profile_of(device: str, measured: Profile, settings: DeviceSettings) -> DeviceProfile:
+    """What `sim.calibrate` measured on a device with `settings`. It has no peaks, and so no costs
+    of other models."""
     source = Source(
         artifact="ballast profile, on the machine itself",
         licence="the measurer's own",
@@ -180,6 +199,9 @@ def profile_of(device: str, measured: Profile) -> DeviceProfile:
         device=device,
         link=Link(**asdict(measured.link), source="calibrate"),
         overhead_seconds=measured.overhead,
+        wake_seconds=measured.wake,
+        page_seconds=measured.page_seconds,
+        served=Served(**{key: getattr(settings, key) for key in Served.model_fields}),
         sources={"calibrate": source},
         measured=[
             Row(model=name, source="calibrate", costs=Costs(**asdict(costs)))

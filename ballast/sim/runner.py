@@ -17,8 +17,9 @@ class SimRunner:
     """Runs a job by saying when it will be done.
 
     Tokens are a function of (request id, position), never an end-of-sequence token: lengths are
-    the workload's. Scores and embeddings are zeros. `overhead` is the engine's own time per job, in
-    seconds, which the lane spends idle.
+    the workload's. Scores and embeddings are zeros. In seconds: `overhead` is the engine's own time
+    per job, which the lane spends idle; `wake` is what a job takes longer after a pause, and a
+    decode step after a prefill.
     """
 
     def __init__(
@@ -28,26 +29,43 @@ class SimRunner:
         specs: Mapping[str, ModelSpec],
         costs: Mapping[str, StepCosts],
         overhead: float = 0.0,
+        wake: float = 0.0,
     ) -> None:
         self._heap = heap
         self._clock = clock
         self._specs = specs
         self._costs = costs
         self._overhead = overhead
+        self._wake = wake
+        self._began = self._free = 0.0
+        """When the last job began, and when it ends."""
+        self._after_pause = self._after_prefill = self._prefills = False
+        """Of the last job: what it followed, and whether it has a prefill."""
 
     def start(self, job: Job) -> None:
         spec = self._specs[job.model]
-        seconds = self._costs[job.model].seconds(job)
-        done = JobDone(job, tuple(self._results(spec, job)), seconds)
-        self._heap.schedule(self._clock.now() + seconds + self._overhead, done)
+        seconds, end = self._until(job.model, job.load)
+        self._heap.schedule(end, JobDone(job, tuple(self._results(spec, job)), seconds))
 
     def decodes(self, model: str, sequences: int, context: int) -> tuple[float, float]:
         """Of a job that only decodes, if it began now: its seconds, and when it would end.
 
         `context`: as of `Load`.
         """
-        seconds = self._costs[model].of(Load(0, 0, 0, sequences, context))
-        return seconds, self._clock.now() + seconds + self._overhead
+        return self._until(model, Load(0, 0, 0, sequences, context))
+
+    def _until(self, model: str, load: Load) -> tuple[float, float]:
+        """Seconds of a job that begins now, and when it ends; the same if asked again now."""
+        now = self._clock.now()
+        if now != self._began:
+            self._after_pause, self._after_prefill = now > self._free, self._prefills
+            self._began = now
+        self._prefills = load.prefill_chunks > 0
+        seconds = self._costs[model].of(load)
+        if self._after_pause or (self._after_prefill and not self._prefills):
+            seconds += self._wake
+        self._free = now + seconds + self._overhead
+        return seconds, self._free
 
     def _results(self, spec: ModelSpec, job: Job) -> Iterator[Result]:
         for w in job.work:

@@ -26,7 +26,8 @@ def run(
     fleet: FleetSettings, specs: list[ModelSpec], requests: list[Submission], *, leaps: bool
 ) -> tuple[Told, Simulated]:
     told: Told = []
-    profile = Profile(costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=3e-4)
+    costs = {s.name: COSTS for s in specs}
+    profile = Profile(costs=costs, link=LinkRates.even(1e8), overhead=3e-4, wake=7e-4)
     done = simulate(
         fleet, specs, requests, profile, lambda at, o: told.append((at, o)), leaps=leaps
     )

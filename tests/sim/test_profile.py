@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,17 @@ import pytest
 from ballast.core.errors import ConfigError
 from ballast.core.event import Output
 from ballast.core.job import Load
+from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import GiB, MiB
+from ballast.policy.presets import PRESETS
 from ballast.sim.catalogue import catalogue, facts
-from ballast.sim.profile import device_files, device_profile
+from ballast.sim.cluster import SERVED, Cluster, kinds_of
+from ballast.sim.device import Profile
+from ballast.sim.profile import device_files, device_profile, profile_of
 from ballast.sim.simulate import simulate
+from ballast.sim.toml_file import as_toml
 
 DEVICES = ["A10", "A100-80G", "GB200", "GH200-96G", "H100-80G", "H20-96G", "H200", "H800", "L4"]
 OWN = """
@@ -152,6 +158,26 @@ def test_a_faulty_file_is_named_with_its_key(tmp_path: Path, old: str, new: str,
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.toml.*cannot be read"):
         device_profile(tmp_path / "none.toml")
+
+
+def test_a_measured_machine_is_a_clusters_device(tmp_path: Path) -> None:
+    """With the memory, pages and steps that it was measured with; without them it is refused."""
+    specs = [facts("Qwen2.5-3b").spec(name="mine", max_model_len=2048)]
+    served = DeviceSettings(budget_bytes=9 * GiB, page_bytes=MiB, step_tokens=256, step_logits=64)
+    costs = device_profile("L4").of(specs).costs
+    measured = Profile(
+        costs=costs, link=LinkRates.even(1e9), overhead=1e-4, wake=2e-4, page_seconds=1e-5
+    )
+    file = written(tmp_path, as_toml(profile_of("here", measured, served)))
+    read = device_profile(file).of(specs)
+    assert replace(read, costs=costs) == measured
+    assert read.costs["mine"].base == pytest.approx(costs["mine"].base, rel=1e-5)
+    cluster = Cluster(kinds_of(f"2x{file}"), specs, PRESETS["balloon"], lambda *_: None, SERVED)
+    (device,) = cluster.devices.values()
+    assert device.state.settings == replace(served, name="here:0")
+    without = kinds_of(str(written(tmp_path, OWN)))
+    with pytest.raises(ConfigError, match=r"here.*neither `hardware` nor `served`"):
+        Cluster(without, specs, PRESETS["balloon"], lambda *_: None)
 
 
 def test_a_profile_drives_a_simulation() -> None:

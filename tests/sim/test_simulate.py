@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -248,3 +249,28 @@ def test_an_open_ended_request_gets_what_memory_can_hold() -> None:
     pages = result.state.pool.total - result.state.arena.pages - m.weights.pages
     assert end.output_tokens < 482
     assert m.kv.most_pages(-(-tokens // 16)) <= pages < m.kv.most_pages(-(-tokens // 16) + 1)
+
+
+def test_jobs_after_a_pause_or_a_prefill_take_longer_and_mapping_delays_activations() -> None:
+    specs = [spec("m", weight_pages=20)]
+    asked = [
+        Submission(id=f"q{i}", model="m", prompt=(1,) * 30, max_tokens=4, arrival=float(i))
+        for i in range(2)
+    ]
+
+    def told(**more: float) -> list[float]:
+        profile = Profile(costs={"m": COSTS}, link=LinkRates.even(1e8), overhead=1e-4, **more)
+        times: list[float] = []
+        simulate(
+            fleet("balloon", specs, 100), specs, asked, profile, lambda at, o: times.append(at)
+        )
+        return times
+
+    plain, cold, mapped = told(), told(wake=5e-4), told(page_seconds=1e-3)
+    gaps = [[b - a for a, b in pairwise(times[5:9])] for times in (plain, cold)]
+    # Of the second request, whose model is there: the prefill waits for nothing but the lane.
+    assert cold[5] - 1.0 == pytest.approx(plain[5] - 1.0 + 5e-4)
+    assert gaps[1][0] == pytest.approx(gaps[0][0] + 5e-4)
+    assert gaps[1][1:] == pytest.approx(gaps[0][1:])
+    assert mapped[0] == pytest.approx(plain[0] + 20e-3)
+    assert mapped[5:] == pytest.approx(plain[5:])
