@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.table import Table
@@ -128,11 +128,25 @@ def spread(values: Sequence[float]) -> float:
     return (max(values) - min(values)) / statistics.median(values)
 
 
-def busy_seconds() -> float:
-    """Of all cores since boot, what the hypervisor took included."""
-    times = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
-    idle = int(times[3]) + int(times[4])
-    return (sum(map(int, times)) - idle) / os.sysconf("SC_CLK_TCK")
+class Others:
+    """`cores` that other processes and the hypervisor took, on average, while it was a context."""
+
+    cores = 0.0
+
+    def __enter__(self) -> Self:
+        self._began, self._taken = time.monotonic(), self._now()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cores = (self._now() - self._taken) / (time.monotonic() - self._began)
+
+    @staticmethod
+    def _now() -> float:
+        """Seconds since boot."""
+        times = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
+        idle = int(times[3]) + int(times[4])
+        busy = (sum(map(int, times)) - idle) / os.sysconf("SC_CLK_TCK")
+        return busy - time.process_time()
 
 
 def figures(report: Report) -> dict[str, float]:
@@ -171,7 +185,7 @@ class Fidelity:
         yield f"max rates {self.rates}"
         for turn in range(turns):
             self._profile(turn)
-            yield f"profile {turn + 1}"
+            yield f"profile {turn + 1}, others took {self.disturbed(turn):.2f} cores"
             for point in self.points[:: 1 if turn % 2 == 0 else -1]:
                 told = self._live(point, turn)
                 values = (f"{key} {value:.4g}" for key, value in told["figures"].items())
@@ -230,12 +244,20 @@ class Fidelity:
         """The same of a simulation."""
         return self._summary(self._virtual(point, turn))
 
+    def disturbed(self, turn: int) -> float:
+        """Cores that others took while the machine was profiled."""
+        told = json.loads((self.folder / f"profiled-{turn}.json").read_text())
+        return float(told["others_cpu"])
+
     def _profile(self, turn: int) -> Setting:
         """As the turn's profile has it, measured now if it was not."""
         file = self.folder / f"profile-{turn}.toml"
         if not file.is_file():
-            measured = profile_of("here", calibrate(self.fleet, self.rounds), self.fleet.device)
-            file.write_text(as_toml(measured), encoding="utf-8")
+            with Others() as others:
+                measured = calibrate(self.fleet, self.rounds)
+            text = as_toml(profile_of("here", measured, self.fleet.device))
+            file.write_text(text, encoding="utf-8")
+            write_json(self.folder / f"profiled-{turn}.json", {"others_cpu": others.cores})
         profile = device_profile(file).of(self.specs)
         paced = pace(self.specs, profile.costs, LINK_RATIO) if turn == 0 else self.link
         roomy = replace(self.fleet, link=LinkSettings(bytes_per_second=paced))
@@ -261,11 +283,9 @@ class Fidelity:
         if told is None:
             setting = self._profile(turn)
             fleet = setting.under(point.preset, self._budget(setting))
-            began, own, busy = time.monotonic(), time.process_time(), busy_seconds()
-            ran = setting.live(fleet, self._workload(point.rate), self.levels)
-            others = busy_seconds() - busy - (time.process_time() - own)
-            told = self._summary(ran)
-            told["others_cpu"] = others / (time.monotonic() - began)
+            with Others() as others:
+                ran = setting.live(fleet, self._workload(point.rate), self.levels)
+            told = {**self._summary(ran), "others_cpu": others.cores}
             write_json(self._file(point, turn), told)
             write_story(self.folder / "stories", f"{point}-{turn}", ran)
         return told
@@ -389,6 +409,7 @@ def main() -> None:
             "turns": turns,
             "max_rate_virtual": fidelity.rates,
             "cells": by_point(cells),
+            "profiled_others_cpu": [fidelity.disturbed(turn) for turn in range(turns)],
             "live": fidelity.live_runs(turns),
             "virtual": {str(p): fidelity.simulated(p, 0) for p in fidelity.points},
         }
