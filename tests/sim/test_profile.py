@@ -14,7 +14,7 @@ from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import GiB, MiB
-from ballast.policy.presets import PRESETS
+from ballast.policy.presets import resolve
 from ballast.sim.catalogue import catalogue, facts
 from ballast.sim.cluster import SERVED, Cluster, kinds_of
 from ballast.sim.device import Profile
@@ -172,12 +172,12 @@ def test_a_measured_machine_is_a_clusters_device(tmp_path: Path) -> None:
     read = device_profile(file).of(specs)
     assert replace(read, costs=costs) == measured
     assert read.costs["mine"].base == pytest.approx(costs["mine"].base, rel=1e-5)
-    cluster = Cluster(kinds_of(f"2x{file}"), specs, PRESETS["balloon"], lambda *_: None, SERVED)
+    cluster = Cluster(kinds_of(f"2x{file}"), specs, resolve("balloon"), lambda *_: None, SERVED)
     (device,) = cluster.devices.values()
     assert device.state.settings == replace(served, name="here:0")
     without = kinds_of(str(written(tmp_path, OWN)))
     with pytest.raises(ConfigError, match=r"here.*neither `hardware` nor `served`"):
-        Cluster(without, specs, PRESETS["balloon"], lambda *_: None)
+        Cluster(without, specs, resolve("balloon"), lambda *_: None)
 
 
 def test_a_profile_drives_a_simulation() -> None:
