@@ -191,6 +191,16 @@ def top(
         raise typer.Exit(130) from None
 
 
+StoryTo = Annotated[
+    Path | None,
+    typer.Option(
+        "--story",
+        help="Write all that happens to this file; of several presets, to one each, with the "
+        "preset in its name.",
+    ),
+]
+
+
 @app.command()
 def bench(
     fleet_file: FleetFile,
@@ -217,6 +227,7 @@ def bench(
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the reports here.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the reports here.")] = None,
+    story: StoryTo = None,
 ) -> None:
     """Replay a workload open loop: latencies, service levels, memory by owner; presets compared."""
     from rich.console import Console
@@ -227,6 +238,8 @@ def bench(
 
     if profile is not None and not virtual:
         raise ConfigError("--profile", profile, "it goes with --virtual")
+    if story is not None and url is not None:
+        raise ConfigError("--story", str(story), "with --url it is the server's: `serve --story`")
     device = None if profile is None else device_profile(profile)
     fleet = load(fleet_file)
     names = list(slos_of(fleet))
@@ -241,9 +254,9 @@ def bench(
     if url is not None:
         show_reports([replay_http(url, fleet, work)], console, json, png)
     elif virtual:
-        show_reports(list(compare_virtual(fleet, work, presets, device)), console, json, png)
+        show_reports(list(compare_virtual(fleet, work, presets, device, story)), console, json, png)
     else:
-        show_reports(list(compare_live(fleet, work, presets)), console, json, png)
+        show_reports(list(compare_live(fleet, work, presets, story)), console, json, png)
 
 
 Devices = Annotated[
@@ -286,6 +299,7 @@ def simulate(
     seed: Seed = 0,
     json: Annotated[Path | None, typer.Option(help="Write the reports here.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with pictures here.")] = None,
+    story: StoryTo = None,
 ) -> None:
     """Serve a fleet in virtual time on devices that need not be here; presets side by side."""
     from rich.console import Console
@@ -304,7 +318,14 @@ def simulate(
     with arrivals_bar(len(asked.workload.requests)) as progress:
         runs = list(
             simulate_presets(
-                asked.fleet, asked.specs, kinds, asked.workload, asked.presets, placed, progress
+                asked.fleet,
+                asked.specs,
+                kinds,
+                asked.workload,
+                asked.presets,
+                placed,
+                progress,
+                story=story,
             )
         )
     console.print(runs_table(runs))

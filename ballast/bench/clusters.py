@@ -11,6 +11,7 @@ from typing import Any
 from ballast.bench.gauge import Gauge
 from ballast.bench.record import Recorder, prompts_of, submission_for, vocabularies_of
 from ballast.bench.report import Report
+from ballast.bench.stories import SinkOf
 from ballast.core.cost import Traffic
 from ballast.core.event import Failed, Output
 from ballast.core.model import ModelSpec, weight_bytes
@@ -56,11 +57,12 @@ def run_cluster(
     placement: Placement | None = None,
     progress: Callable[[int], None] = lambda sent: None,
     missed: Callable[[str], None] | None = None,
+    sink_of: SinkOf = lambda device: None,
 ) -> ClusterRun:
     """`placement`: see `Cluster`; the traffic it expects is the workload's own, on average.
     `progress` hears how many requests have arrived, and `missed` the model of each that got
-    its first token too late, or an error instead, when it does. Raises ConfigError (see
-    `sim.cluster`), and what these two raise.
+    its first token too late, or an error instead, when it does; `sink_of` says who gets a device's
+    story. Raises ConfigError (see `sim.cluster`), and what `progress` and `missed` raise.
     """
     recorder = Recorder()
     silent: dict[str, WorkloadRequest] = {}
@@ -75,7 +77,15 @@ def run_cluster(
 
     gauge = Gauge(workload.seconds)
     cluster = Cluster(
-        kinds, specs, preset, heard, served, placement, traffic_of(workload), watch=gauge.watch
+        kinds,
+        specs,
+        preset,
+        heard,
+        served,
+        placement,
+        traffic_of(workload),
+        watch=gauge.watch,
+        sink_of=sink_of,
     )
     prompts = prompts_of(vocabularies_of(specs))
 

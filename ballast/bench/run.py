@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from ballast.bench.choose import options_of, slos_of
 from ballast.bench.http import HttpTarget
 from ballast.bench.record import prompts_of, vocabularies_of
 from ballast.bench.replay import Replayed, replay
 from ballast.bench.report import Report
+from ballast.bench.stories import fresh, stories
 from ballast.bench.worlds import run_live, run_virtual
 from ballast.core.errors import BallastError
 from ballast.core.model import ModelSpec
@@ -33,11 +35,13 @@ def specs_of(fleet: FleetSettings) -> list[ModelSpec]:
 
 
 def compare_live(
-    fleet: FleetSettings, workload: Workload, presets: Sequence[str]
+    fleet: FleetSettings, workload: Workload, presets: Sequence[str], story: Path | None = None
 ) -> Iterator[Report]:
-    """Each preset in turn, on this machine, in this process."""
+    """Each preset in turn, on this machine, in this process; `story`: as `stories.fresh`."""
     for preset in presets:
+        file = fresh(story, preset, presets)
         chosen = replace(fleet, preset=preset, options=options_of(fleet, preset))
+        chosen = replace(chosen, story_path=None if file is None else str(file))
         yield run_live(chosen, workload, slos_of(fleet), progress=True).report
 
 
@@ -46,13 +50,20 @@ def compare_virtual(
     workload: Workload,
     presets: Sequence[str],
     device: DeviceProfile | None = None,
+    story: Path | None = None,
 ) -> Iterator[Report]:
-    """Each preset in virtual time, on `device`; None: on this machine, measured now."""
+    """Each preset in virtual time, on `device`; None: on this machine, measured now.
+
+    `story`: as `stories.fresh`.
+    """
     specs = specs_of(fleet)
     profile = calibrate(fleet) if device is None else device.of(specs)
     for preset in presets:
         chosen = replace(fleet, preset=preset, options=options_of(fleet, preset))
-        yield run_virtual(chosen, specs, workload, slos_of(fleet), profile).report
+        with stories(fresh(story, preset, presets)) as sink_of:
+            sink = sink_of(fleet.device.name)
+            ran = run_virtual(chosen, specs, workload, slos_of(fleet), profile, sink=sink)
+        yield ran.report
 
 
 def replay_http(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from ballast.bench.choose import options_of, slos_of
 from ballast.bench.clusters import ClusterRun, run_cluster
+from ballast.bench.stories import fresh, stories
 from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.settings import FleetSettings
@@ -28,8 +30,9 @@ def simulate_presets(
     placement: Placement,
     progress: Progress = lambda what, sent: None,
     missed: Callable[[str], None] | None = None,
+    story: Path | None = None,
 ) -> Iterator[ClusterRun]:
-    """Each preset in turn. `missed`: see `run_cluster`.
+    """Each preset in turn. `missed`: see `run_cluster`; `story`: as `stories.fresh`.
 
     Raises ConfigError; for an unknown preset, before any has run.
     """
@@ -42,16 +45,19 @@ def simulate_presets(
             progress(name, sent)
 
         slos = slos_of(fleet)
-        yield run_cluster(
-            preset,
-            kinds,
-            specs,
-            workload,
-            slos,
-            placement=placement,
-            progress=arrived,
-            missed=missed,
-        )
+        with stories(fresh(story, preset.name, presets)) as sink_of:
+            run = run_cluster(
+                preset,
+                kinds,
+                specs,
+                workload,
+                slos,
+                placement=placement,
+                progress=arrived,
+                missed=missed,
+                sink_of=sink_of,
+            )
+        yield run
 
 
 def simulation_json(

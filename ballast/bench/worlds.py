@@ -22,6 +22,7 @@ from ballast.core.cost import StepCosts
 from ballast.core.event import Drain, Output, Stop
 from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings, Slo
+from ballast.core.story import Sink, both
 from ballast.engine.device import LiveDevice
 from ballast.engine.inbox import MonotonicClock
 from ballast.engine.report import report
@@ -81,8 +82,9 @@ def run_virtual(
     profile: Profile,
     *,
     memory_every: float = 0.5,
+    sink: Sink | None = None,
 ) -> Ran:
-    """The same workload in virtual time."""
+    """The same workload in virtual time; `sink` gets the story as well."""
     recorder = Recorder()
     prompts = prompts_of(vocabularies_of(specs))
     arrivals = []
@@ -100,7 +102,7 @@ def run_virtual(
         if not samples or now >= samples[-1].at + memory_every:
             samples.append(MemorySample(now, bytes_by_owner(report(state, fleet.device.name))))
 
-    ended = simulate(fleet, specs, arrivals, profile, said, entries.extend, observe)
+    ended = simulate(fleet, specs, arrivals, profile, said, both(entries.extend, sink), observe)
     done = Replayed(recorder.records(), ended.seconds, tuple(samples))
     return _ran(fleet.preset, workload, slos, done, entries, ended.state)
 

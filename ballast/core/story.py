@@ -340,3 +340,15 @@ class Story:
 
 def _in_base64(blocks: dict[str, bytes]) -> dict[str, str]:
     return {number: b64encode(full).decode() for number, full in blocks.items()}
+
+
+def both(a: Sink | None, b: Sink | None) -> Sink | None:
+    """What goes to either."""
+    if a is None or b is None:
+        return a or b
+
+    def tell(entries: Sequence[Entry]) -> None:
+        a(entries)
+        b(entries)
+
+    return tell

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ballast.core.clock import Clock
@@ -16,7 +16,7 @@ from ballast.core.event import Event, Output
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.settings import FleetSettings
-from ballast.core.story import Entry, Sink, Story
+from ballast.core.story import Sink, Story, both
 from ballast.engine.build import Hosted, build_state
 from ballast.engine.inbox import MonotonicClock, QueueInbox
 from ballast.engine.loop import Loop
@@ -99,7 +99,7 @@ class LiveDevice:
         )
         self._story_file = StoryFile(fleet.story_path, device.name) if fleet.story_path else None
         self.story = Story(
-            sink=_both(sink, self._story_file.write if self._story_file else None),
+            sink=both(sink, self._story_file.write if self._story_file else None),
             key=os.urandom(32),
             began=time.time() - self.clock.now(),
         )
@@ -184,14 +184,3 @@ class LiveDevice:
             return ServedModel(host, *where)
         rows, sampled = self.fleet.device.step_tokens, self.fleet.device.step_logits
         return FusedModel(host, *where, self.workspace, rows, sampled)
-
-
-def _both(a: Sink | None, b: Sink | None) -> Sink | None:
-    if a is None or b is None:
-        return a or b
-
-    def tell(entries: Sequence[Entry]) -> None:
-        a(entries)
-        b(entries)
-
-    return tell

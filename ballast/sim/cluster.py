@@ -15,6 +15,7 @@ from ballast.core.fleet import Need, Room
 from ballast.core.model import ModelSpec, weight_pages
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings
+from ballast.core.story import Sink
 from ballast.core.units import MiB, ceil_div
 from ballast.engine.state import DeviceState
 from ballast.policy.fleets import Placement, placement_of
@@ -71,10 +72,12 @@ class Cluster:
         traffic: Mapping[str, Traffic] | None = None,
         watch: Watch | None = None,
         told: Told = lambda at, action, refused: None,
+        sink_of: Callable[[str], Sink | None] = lambda device: None,
     ) -> None:
         """`served`: what devices have in common (its budget is each one's own); `placement`: how
         models are placed, by their weights and for good unless it says otherwise; `traffic`: by
-        model, what is expected, where that counts. `told` hears how models move.
+        model, what is expected, where that counts. `told` hears how models move;
+        `sink_of` says, by device, who gets its story.
 
         Raises ConfigError for a model that no device can serve.
         """
@@ -100,7 +103,7 @@ class Cluster:
             observe = None if watch is None else functools.partial(watch, name)
             said = functools.partial(heard, name)
             self.devices[name] = SimDevice(
-                settings[name], own, preset, profile.of(own), said, observe=observe
+                settings[name], own, preset, profile.of(own), said, sink_of(name), observe
             )
         self.controller = Controller(
             self.devices,

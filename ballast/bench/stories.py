@@ -1,0 +1,44 @@
+"""Story files of runs that a command line asks for: a fresh one each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+from ballast.core.errors import ConfigError
+from ballast.core.story import Sink
+from ballast.engine.storyfile import StoryFile
+
+SinkOf = Callable[[str], Sink | None]
+"""By device, where its story goes."""
+
+
+def fresh(path: Path | None, preset: str, presets: Sequence[str]) -> Path | None:
+    """An empty file for one preset's run; its name has the preset where there are several.
+
+    Raises ConfigError if it cannot be written.
+    """
+    if path is None:
+        return None
+    if len(presets) > 1:
+        path = path.with_name(f"{path.stem}-{preset}{path.suffix}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+    except OSError as error:
+        raise ConfigError("--story", str(path), f"a file to write: {error.strerror}") from None
+    return path
+
+
+@contextmanager
+def stories(path: Path | None) -> Iterator[SinkOf]:
+    """Every device's story, in one file; nowhere if `path` is None."""
+    with ExitStack() as files:
+
+        def sink(device: str) -> Sink | None:
+            if path is None:
+                return None
+            return files.enter_context(closing(StoryFile(path, device))).write
+
+        yield sink
