@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -32,3 +33,32 @@ def replay(story: StoryPath) -> None:
         console.print(retell(life, found), markup=False, highlight=False, soft_wrap=True)
     if not same:
         raise typer.Exit(1)
+
+
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A story, as `--story` writes it.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another: live or simulated.")],
+    json: Annotated[
+        Path | None, typer.Option(help="Write the comparison here.", show_default=False)
+    ] = None,
+) -> None:
+    """Two runs side by side: latencies, service levels, jobs, and where decisions first differ."""
+    from rich.console import Console
+
+    from ballast.bench.compare import comparison_json, difference_lines, told_table
+    from ballast.bench.show import report_table
+    from ballast.bench.telling import telling
+    from ballast.sim.lives import read_lives
+
+    console = Console()
+    one = telling(read_lives(a), f"A: {a.name}")
+    other = telling(read_lives(b), f"B: {b.name}")
+    for told in (one, other):
+        console.print(report_table(told.report))
+    console.print(told_table(one, other))
+    for line in difference_lines(one, other):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if json is not None:
+        json.parent.mkdir(parents=True, exist_ok=True)
+        json.write_text(dumps(comparison_json(one, other), indent=2) + "\n", encoding="utf-8")

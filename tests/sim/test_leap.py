@@ -14,6 +14,7 @@ from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
+from ballast.core.story import Sink
 from ballast.sim.device import Profile
 from ballast.sim.simulate import Simulated, simulate
 from tests.sim.test_enough_memory import world
@@ -23,13 +24,18 @@ Told = list[tuple[float, Output]]
 
 
 def run(
-    fleet: FleetSettings, specs: list[ModelSpec], requests: list[Submission], *, leaps: bool
+    fleet: FleetSettings,
+    specs: list[ModelSpec],
+    requests: list[Submission],
+    *,
+    leaps: bool,
+    sink: Sink | None = None,
 ) -> tuple[Told, Simulated]:
     told: Told = []
     costs = {s.name: COSTS for s in specs}
     profile = Profile(costs=costs, link=LinkRates.even(1e8), overhead=3e-4, wake=7e-4)
     done = simulate(
-        fleet, specs, requests, profile, lambda at, o: told.append((at, o)), leaps=leaps
+        fleet, specs, requests, profile, lambda at, o: told.append((at, o)), sink, leaps=leaps
     )
     done.state.pool.validate()
     return told, done
