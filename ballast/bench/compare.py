@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ballast.bench.show import comparison_table, percent, seconds
 from ballast.bench.telling import Jobs, Telling
-from ballast.core.story import Entry
+from ballast.core.entries import Entry
 
 COUNTED = {"activations": "Activate", "evictions": "Evict", "requests preempted": "Preempt"}
 """Decisions that are counted, as they are called."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from ballast import __version__
-from ballast.core.story import Entry
+from ballast.core.entries import Entry
 from ballast.sim.lives import Life
 from ballast.sim.replay import Difference, Replayed
 

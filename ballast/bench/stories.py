@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+from ballast.core.entries import Sink
 from ballast.core.errors import ConfigError
-from ballast.core.story import Sink
 from ballast.engine.storyfile import StoryFile
 
 SinkOf = Callable[[str], Sink | None]

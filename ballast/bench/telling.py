@@ -10,10 +10,10 @@ import msgspec
 
 from ballast.bench.record import RequestRecord
 from ballast.bench.report import Report
+from ballast.core.entries import Entry, ModelTold
 from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
-from ballast.core.story import Entry, ModelTold
 from ballast.sim.lives import Life
 
 

@@ -19,10 +19,10 @@ from ballast.bench.record import (
 from ballast.bench.replay import EngineTarget, Replayed, replay
 from ballast.bench.report import Report
 from ballast.core.cost import StepCosts
+from ballast.core.entries import Sink, both
 from ballast.core.event import Drain, Output, Stop
 from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings, Slo
-from ballast.core.story import Sink, both
 from ballast.engine.device import LiveDevice
 from ballast.engine.inbox import MonotonicClock
 from ballast.engine.report import report

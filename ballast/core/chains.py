@@ -28,6 +28,14 @@ class Chain:
         self.tokens = 0
         """In all."""
 
+    def add(self, token: int) -> bytes:
+        """One more; the digest of the block that it fills, if any."""
+        if len(self._tail) + 1 == self._size:
+            return self.push((token,))
+        self._tail.append(token)
+        self.tokens += 1
+        return b""
+
     def push(self, tokens: Sequence[int]) -> bytes:
         """More tokens; the digests of the blocks that they fill, one after the other."""
         tail, size = self._tail, self._size

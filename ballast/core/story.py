@@ -1,8 +1,7 @@
 """The story of a device: every event and every decision, in order, with its time.
 
 A ring for display, and, where a `sink` is given, all that a replay needs, a turn at a time: how it
-began, each event and what it brought to an end, each decision, each job. Entries are plain
-dictionaries without token ids; what they mean is in docs/story.md.
+began, each event and what it brought to an end, each decision, each job.
 """
 
 from __future__ import annotations
@@ -10,99 +9,27 @@ from __future__ import annotations
 import dataclasses
 from base64 import b64encode
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any
 
 from ballast.core.actions import Action, Operation
 from ballast.core.chains import Chain, digest
 from ballast.core.cost import StepCosts
+from ballast.core.entries import Entry, ModelTold, Sink, Snapshot, describe
 from ballast.core.event import (
     Arrival,
     Cancelled,
     Event,
     Failed,
     Finished,
-    JobDone,
-    JobFailed,
-    Operate,
     Output,
     TokenOut,
 )
 from ballast.core.job import Job
 from ballast.core.model import ModelSpec
 from ballast.core.request import Request, Submission
-from ballast.core.settings import DeviceSettings
-
-FORMAT = 1
-"""Of stories that can be replayed; a reader refuses others."""
 
 _End = Finished | Failed | Cancelled
-Entry = dict[str, Any]
-Sink = Callable[[Sequence[Entry]], None]
-"""Takes the entries of a turn."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ModelTold:
-    """A model of a snapshot."""
-
-    spec: ModelSpec
-    costs: StepCosts
-    """What policies are told of its speed."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """What a device is before its first turn: nothing is resident, nobody has asked."""
-
-    format: int = FORMAT
-    version: str
-    """Of Ballast."""
-    device: DeviceSettings
-    preset: str
-    options: dict[str, float]
-    link_bytes_per_second: float
-    models: tuple[ModelTold, ...]
-    began: float
-    """Unix time when its clock showed 0, in seconds; 0 in virtual time."""
-    overhead: float | None
-    """The engine's own seconds per job, in virtual time; None: it was live."""
-
-
-def describe(event: Event) -> Entry:
-    """An event as plain data, without token ids: their number is what the story needs."""
-    kind = type(event).__name__
-    if isinstance(event, Arrival):
-        s = event.submission
-        return {
-            "event": kind,
-            "request": s.id,
-            "model": s.model,
-            "prompt_tokens": len(s.prompt),
-            "max_tokens": s.max_tokens,
-        }
-    if isinstance(event, JobDone | JobFailed):
-        job = event.job
-        told = {
-            "event": kind,
-            "job": job.id,
-            "model": job.model,
-            **job.load._asdict(),
-        }
-        told["seconds" if isinstance(event, JobDone) else "reason"] = (
-            event.seconds if isinstance(event, JobDone) else event.reason
-        )
-        return told
-    if isinstance(event, Operate):
-        wanted = event.operation
-        return {
-            "event": kind,
-            "id": event.id,
-            "operation": type(wanted).__name__,
-            **dataclasses.asdict(wanted),
-        }
-    return {"event": kind, **dataclasses.asdict(event)}
 
 
 class Story:
@@ -177,7 +104,7 @@ class Story:
         for output in outputs:
             if type(output) is TokenOut:
                 number, chain = self._open[output.request_id]
-                if chain is not None and (full := chain.push((output.token,))):
+                if chain is not None and (full := chain.add(output.token)):
                     blocks[str(number)] = full
         if blocks:
             self._last["blocks"] = _in_base64(blocks)
@@ -340,15 +267,3 @@ class Story:
 
 def _in_base64(blocks: dict[str, bytes]) -> dict[str, str]:
     return {number: b64encode(full).decode() for number, full in blocks.items()}
-
-
-def both(a: Sink | None, b: Sink | None) -> Sink | None:
-    """What goes to either."""
-    if a is None or b is None:
-        return a or b
-
-    def tell(entries: Sequence[Entry]) -> None:
-        a(entries)
-        b(entries)
-
-    return tell

@@ -11,12 +11,13 @@ from typing import Any
 from ballast.core.clock import Clock
 from ballast.core.command import Order, Outcome
 from ballast.core.cost import StepCosts
+from ballast.core.entries import Sink, both
 from ballast.core.errors import BallastError
 from ballast.core.event import Event, Output
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.settings import FleetSettings
-from ballast.core.story import Sink, Story, both
+from ballast.core.story import Story
 from ballast.engine.build import Hosted, build_state
 from ballast.engine.inbox import MonotonicClock, QueueInbox
 from ballast.engine.loop import Loop

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ballast import __version__
-from ballast.core.story import ModelTold, Snapshot, Story
+from ballast.core.entries import ModelTold, Snapshot
+from ballast.core.story import Story
 from ballast.engine.state import DeviceState
 from ballast.policy.presets import Preset
 

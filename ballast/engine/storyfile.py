@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from ballast.core.story import Entry
+from ballast.core.entries import Entry
 
 log = logging.getLogger(__name__)
 

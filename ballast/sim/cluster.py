@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 from ballast.cluster.fleet import FleetBook
 from ballast.core.cost import Traffic, activation_bytes
+from ballast.core.entries import Sink
 from ballast.core.errors import ConfigError
 from ballast.core.event import Output
 from ballast.core.fleet import Need, Room
 from ballast.core.model import ModelSpec, weight_pages
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings
-from ballast.core.story import Sink
 from ballast.core.units import MiB, ceil_div
 from ballast.engine.state import DeviceState
 from ballast.policy.fleets import Placement, placement_of

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from ballast.core.actions import Join, Leave, Operation
 from ballast.core.clock import VirtualClock
 from ballast.core.cost import StepCosts
+from ballast.core.entries import Sink
 from ballast.core.event import Arrival, Drain, Operate, Output
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Request, Submission
 from ballast.core.settings import DeviceSettings
-from ballast.core.story import Sink, Story
+from ballast.core.story import Story
 from ballast.engine.build import Hosted, build_newcomer, build_state
 from ballast.engine.loop import Loop
 from ballast.engine.model import ModelState

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from ballast.core.entries import FORMAT, Entry, Snapshot
 from ballast.core.errors import ConfigError
-from ballast.core.story import FORMAT, Entry, Snapshot
 
 _BEGIN = b'{"device":"'
 _DEVICE = re.compile(rb'{"device":"([^"]*)"')

@@ -16,11 +16,12 @@ import msgspec
 
 from ballast.core import actions, event
 from ballast.core.clock import VirtualClock
+from ballast.core.entries import Entry, ModelTold
 from ballast.core.event import Embedded, Event, Failed, JobDone, PromptScores, Result
 from ballast.core.job import Job, Sampled
 from ballast.core.link import Direction
 from ballast.core.request import Submission
-from ballast.core.story import Entry, ModelTold, Story
+from ballast.core.story import Story
 from ballast.engine.build import Hosted, build_newcomer, build_state
 from ballast.engine.loop import Loop
 from ballast.memory.copies import Copy

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from ballast.core.entries import Sink
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
-from ballast.core.story import Sink, Story
+from ballast.core.story import Story
 from ballast.engine.state import DeviceState
 from ballast.policy.presets import resolve
 from ballast.sim.controller import Controller

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from ballast.core.chains import DIGEST_BYTES
+from ballast.core.entries import Entry
 from ballast.core.model import ModelSpec
-from ballast.core.story import Entry
 
 
 class StandIns:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from ballast.core.cost import StepCosts
+from ballast.core.entries import Sink
 from ballast.core.event import Output
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
-from ballast.core.story import Sink
 from ballast.sim.device import Profile
 from ballast.sim.simulate import Simulated, simulate
 from tests.sim.test_enough_memory import world

@@ -1,0 +1,96 @@
+"""What stories consist of: plain dictionaries without token ids; docs/story.md says what they mean.
+
+A story that can be replayed begins with a snapshot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ballast.core.cost import StepCosts
+from ballast.core.event import Arrival, Event, JobDone, JobFailed, Operate
+from ballast.core.model import ModelSpec
+from ballast.core.settings import DeviceSettings
+
+FORMAT = 1
+"""Of stories that can be replayed; a reader refuses others."""
+
+Entry = dict[str, Any]
+Sink = Callable[[Sequence[Entry]], None]
+"""Takes the entries of a turn."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTold:
+    """A model of a snapshot."""
+
+    spec: ModelSpec
+    costs: StepCosts
+    """What policies are told of its speed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What a device is before its first turn: nothing is resident, nobody has asked."""
+
+    format: int = FORMAT
+    version: str
+    """Of Ballast."""
+    device: DeviceSettings
+    preset: str
+    options: dict[str, float]
+    link_bytes_per_second: float
+    models: tuple[ModelTold, ...]
+    began: float
+    """Unix time when its clock showed 0, in seconds; 0 in virtual time."""
+    overhead: float | None
+    """The engine's own seconds per job, in virtual time; None: it was live."""
+
+
+def describe(event: Event) -> Entry:
+    """An event as plain data, without token ids: their number is what the story needs."""
+    kind = type(event).__name__
+    if isinstance(event, Arrival):
+        s = event.submission
+        return {
+            "event": kind,
+            "request": s.id,
+            "model": s.model,
+            "prompt_tokens": len(s.prompt),
+            "max_tokens": s.max_tokens,
+        }
+    if isinstance(event, JobDone | JobFailed):
+        job = event.job
+        told = {
+            "event": kind,
+            "job": job.id,
+            "model": job.model,
+            **job.load._asdict(),
+        }
+        told["seconds" if isinstance(event, JobDone) else "reason"] = (
+            event.seconds if isinstance(event, JobDone) else event.reason
+        )
+        return told
+    if isinstance(event, Operate):
+        wanted = event.operation
+        return {
+            "event": kind,
+            "id": event.id,
+            "operation": type(wanted).__name__,
+            **dataclasses.asdict(wanted),
+        }
+    return {"event": kind, **dataclasses.asdict(event)}
+
+
+def both(a: Sink | None, b: Sink | None) -> Sink | None:
+    """What goes to either."""
+    if a is None or b is None:
+        return a or b
+
+    def tell(entries: Sequence[Entry]) -> None:
+        a(entries)
+        b(entries)
+
+    return tell
