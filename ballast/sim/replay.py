@@ -8,32 +8,27 @@ what was told, entry by entry.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
-from ballast.core import actions, event
 from ballast.core.clock import VirtualClock
-from ballast.core.entries import Entry, ModelTold
-from ballast.core.event import Embedded, Event, Failed, JobDone, PromptScores, Result
-from ballast.core.job import Job, Sampled
+from ballast.core.entries import Entry
+from ballast.core.event import Event
 from ballast.core.link import Direction
-from ballast.core.request import Submission
 from ballast.core.story import Story
-from ballast.engine.build import Hosted, build_newcomer, build_state
+from ballast.engine.build import build_state
 from ballast.engine.loop import Loop
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import ACTIVATIONS
 from ballast.memory.vm_null import NullVm
 from ballast.policy.presets import resolve
 from ballast.sim.lives import Life
-from ballast.sim.standins import StandIns
+from ballast.sim.restore import Events, Impossible, Lane, Unknown, copy_nothing, hosted_nowhere
 
 CONTEXT = 6
 """Entries shown before a difference."""
-T = TypeVar("T")
 _PRIVATE = ("blocks", "salt", "turn")
 """What may differ: by tokens, and by the turns that a leap passed over."""
 
@@ -63,24 +58,6 @@ class Replayed:
     difference: Difference | None
     stray: str | None
     """Why the story could not be followed to its end, if so."""
-
-
-class _Impossible(Exception):
-    """The story tells of an event that cannot happen in the replay."""
-
-
-class _Unknown(Exception):
-    """The story tells of something that this version does not know."""
-
-
-class _Lane:
-    """A runner that ends a job when it is told to."""
-
-    def __init__(self) -> None:
-        self.job: Job | None = None
-
-    def start(self, job: Job) -> None:
-        self.job = job
 
 
 class _Link:
@@ -124,18 +101,14 @@ class _Replay:
         self._over = life.over
         told = life.snapshot
         self._clock = VirtualClock(life.at)
-        self._lane, self._script = _Lane(), _Script()
+        self._lane, self._script = Lane(), _Script()
         self._link = _Link(told.link_bytes_per_second)
-        self._standins = StandIns(life.entries)
-        self._numbers: dict[str, int] = {}
-        """Of open requests, by id."""
         self._told: list[Entry] = []
         """By the turn that was replayed last."""
         vm = NullVm(told.device.page_bytes, told.device.budget_bytes // told.device.page_bytes)
-        hosted = [_hosted(m) for m in told.models]
+        hosted = [hosted_nowhere(m.spec) for m in told.models]
         costs = {m.spec.name: m.costs for m in told.models}
-        state = build_state(told.device, hosted, vm, self._link, self._clock, _copy, costs)
-        self._state = state
+        state = build_state(told.device, hosted, vm, self._link, self._clock, copy_nothing, costs)
         self._loop = Loop(
             state,
             resolve(told.preset, told.options),
@@ -145,6 +118,7 @@ class _Replay:
             lambda outputs: None,
             Story(0, self._told.extend, began=told.began, overhead=told.overhead),
         )
+        self._made = Events(life, self._lane, self._loop)
         self._at = 0
         """The next entry."""
         self._events = self._decisions = self._jobs = 0
@@ -163,9 +137,9 @@ class _Replay:
                 break
             try:
                 difference = self._turn(turn)
-            except _Impossible as error:
+            except Impossible as error:
                 difference = self._difference(self._at, self._entries[self._at], None, str(error))
-            except _Unknown as error:
+            except Unknown as error:
                 stray = str(error)
                 break
         return Replayed(self._events, self._decisions, self._jobs, difference, stray)
@@ -189,28 +163,29 @@ class _Replay:
             elif "event" in entry:
                 self._events += 1
                 if entry["event"] != "Timer":  # the loop finds out for itself
-                    self._script.next.append(self._event(entry))
+                    self._script.next.append(self._made.of(entry))
         self._loop.turn()
         return self._compare(turn)
 
     def _leap(self, told: Entry, turn: range) -> Difference | None:
         """Take its steps one by one. When most of them ended was not told, and nothing depends on
         it: they are spread evenly."""
-        job = self._ended_job(told)
+        job = self._made.ended_job(told)
         steps, ends = told["steps"], told["ends"]
         begun, free = self._clock.now(), steps - len(ends)
         pitch = (ends[0] - begun) / (free + 1)
         times = [*(begun + pitch * (i + 1) for i in range(free)), *ends]
         for at in times:
             self._clock.advance_to(at)
-            self._script.next.append(self._job_done(job, 0.0, {}))
+            self._script.next.append(self._made.job_done(job, 0.0, {}))
             self._told.clear()
             self._loop.turn()
             decided = [e for e in self._told if "event" not in e and "job" not in e]
             if decided or self._lane.job is None:
                 said = decided[0] if decided else None
                 return self._difference(turn.start, told, said, "a leap only decodes")
-            job = self._lane.job
+            job, self._lane.job = self._lane.job, None
+        self._lane.job = job
         self._events += steps
         self._jobs += steps - 1
         self._told[:-1] = [told]
@@ -238,93 +213,6 @@ class _Replay:
         before = self._entries[max(0, at - CONTEXT) : at]
         return Difference(at, recorded, replayed, before, why)
 
-    # -- events -----------------------------------------------------------------------------------
-
-    def _event(self, told: Entry) -> Event:
-        """What happened. Raises _Impossible and _Unknown."""
-        kind = told["event"]
-        if kind == "Arrival":
-            return event.Arrival(self._submission(told))
-        if kind == "JobDone":
-            return self._job_done(self._ended_job(told), told["seconds"], _ends(told))
-        if kind == "JobFailed":
-            return event.JobFailed(self._ended_job(told), told["reason"])
-        if kind == "Operate":
-            return self._operate(told)
-        if kind == "TransferDone":
-            number = told["transfer_id"]
-            if all(m.transfer_id != number for m in self._state.models.values()):
-                raise _Impossible("no such transfer is on its way")
-        made = _EVENTS.get(kind)
-        if made is None:
-            raise _Unknown(f"this version knows no event {kind!r}")
-        return _made(made, told)
-
-    def _submission(self, told: Entry) -> Submission:
-        n, name, prompt = told["n"], told["model"], told["prompt_tokens"]
-        self._numbers[told["request"]] = n
-        m, _ = self._state.named.get(name, (None, None))
-        resumed = told.get("resumed")
-        end = prompt + (resumed or 0)
-        tokens = (0,) * end if m is None else self._standins.tokens(m.spec, n, 0, end)
-        how = _ends(told).get(told["request"], {})
-        if m is not None and how.get("failed") == "invalid_request" and prompt:
-            tokens = (m.spec.vocab, *tokens[1:])  # one that the model did not have
-        return Submission(
-            id=told["request"],
-            model=name,
-            prompt=tokens[:prompt],
-            max_tokens=told["max_tokens"],
-            open_ended=told.get("open_ended", False),
-            arrival=told["arrival"],
-            priority=told.get("priority", 0),
-            stop_token_ids=tokens[-1:] if how.get("finished") == "stop" else (),
-            ignore_eos=True,
-            salt=told.get("salt", ""),
-            prompt_logprobs=told.get("prompt_logprobs"),
-            embed=told.get("embed", False),
-            resumed=None if resumed is None else tokens[prompt:],
-        )
-
-    def _ended_job(self, told: Entry) -> Job:
-        job = self._lane.job
-        if job is None or (job.id, job.model) != (told["job"], told["model"]):
-            what = "no job" if job is None else f"job {job.id} of {job.model}"
-            raise _Impossible(f"{what} is on the lane")
-        return job
-
-    def _job_done(self, job: Job, seconds: float, ends: Mapping[str, Entry]) -> JobDone:
-        """In the order in which live models tell results."""
-        spec = self._state.models[job.model].spec
-        results: list[Result] = [Embedded(w.request_id, b"") for w in job.work if w.embed]
-        for w in job.work:
-            if w.scoring is not None:
-                scores = (0.0,) * len(w.scoring.targets)
-                results.append(PromptScores(w.request_id, w.scoring.start, scores))
-        for w in job.work:
-            how = ends.get(w.request_id, {})
-            failed = how.get("failed", "cancelled")
-            if w.sample is not None and failed != "cancelled":
-                results.append(Failed(w.request_id, failed, ""))
-            elif w.sample is not None:
-                n = self._numbers[w.request_id]
-                (token,) = self._standins.tokens(spec, n, w.end, w.end + 1)
-                stop = how.get("finished") == "stop"
-                results.append(Sampled(w.request_id, token, ends=stop))
-        self._lane.job = None
-        return JobDone(job, tuple(results), seconds)
-
-    def _operate(self, told: Entry) -> Event:
-        made = _OPERATIONS.get(told["operation"])
-        if made is None:
-            raise _Unknown(f"this version knows no operation {told['operation']!r}")
-        operation = _made(made, told)
-        if "joining" in told:
-            joining = msgspec.convert(told["joining"], ModelTold)
-            ready = build_newcomer(self._state, _hosted(joining), _copy, joining.costs)
-            self._loop.operations.ready[joining.spec.name] = ready
-        return event.Operate(told["id"], operation)
-
 
 def _turns(entries: Sequence[Entry]) -> Iterator[range]:
     """Indices of each turn's entries, those of the beginning first."""
@@ -337,36 +225,8 @@ def _turns(entries: Sequence[Entry]) -> Iterator[range]:
     yield range(start, len(entries))
 
 
-def _made(kind: type[T], told: Entry) -> T:
-    """An event or an operation, from its fields."""
-    names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
-    return msgspec.convert({k: v for k, v in told.items() if k in names}, kind)
-
-
-def _ends(told: Entry) -> dict[str, Entry]:
-    """What an event brought to an end, by request."""
-    return {entry["request"]: entry for entry in told.get("ended", ())}
-
-
 def _plain(entry: Entry) -> Entry:
     """As read from a file, less what may differ."""
     public = {k: v for k, v in entry.items() if k not in _PRIVATE}
     plain: Entry = msgspec.json.decode(msgspec.json.encode(public))
     return plain
-
-
-def _hosted(m: ModelTold) -> Hosted:
-    return Hosted(m.spec, [0] * len(m.spec.segment_bytes))
-
-
-def _copy(dst: int, src: int, n_bytes: int) -> None:
-    """There are no bytes."""
-
-
-_EVENTS: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (event.Cancel, event.TransferDone, event.Drain, event.Stop)
-}
-_OPERATIONS: dict[str, type[actions.Operation]] = {
-    kind.__name__: kind
-    for kind in (actions.Activate, actions.Evict, actions.Change, actions.Join, actions.Leave)
-}

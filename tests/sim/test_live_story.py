@@ -94,7 +94,7 @@ def test_a_live_run_replays_to_the_same_actions(
     paths: dict[str, Path], preset: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "story"
-    pages = {"static": 160, "swap": 60, "balloon": 60}[preset]
+    pages = {"static": 160, "swap": 60, "balloon": 24}[preset]
     with InProcess(fleet(paths, preset, path, pages)) as server:
         follow(server, asked(paths))
         report = server.device.snapshot()

@@ -1,0 +1,177 @@
+"""The events that a story tells of, made again for the device that replays it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TypeVar
+
+import msgspec
+
+from ballast.core import actions, event
+from ballast.core.entries import Entry, ModelTold
+from ballast.core.event import Embedded, Event, Failed, JobDone, PromptScores, Result
+from ballast.core.job import Job, Sampled
+from ballast.core.model import ModelSpec
+from ballast.core.request import Submission
+from ballast.engine.build import Hosted, build_newcomer
+from ballast.engine.loop import Loop
+from ballast.sim.lives import Life
+from ballast.sim.standins import StandIns
+
+T = TypeVar("T")
+
+
+class Impossible(Exception):
+    """The story tells of an event that cannot happen in the replay."""
+
+
+class Unknown(Exception):
+    """The story tells of something that this version does not know."""
+
+
+class Lane:
+    """A runner that ends a job when it is told to."""
+
+    def __init__(self) -> None:
+        self.job: Job | None = None
+
+    def start(self, job: Job) -> None:
+        self.job = job
+
+
+class Events:
+    """Made from a life's entries, in order, for a device that has come as far as they have."""
+
+    def __init__(self, life: Life, lane: Lane, loop: Loop) -> None:
+        self._lane = lane
+        self._state = loop.state
+        self._ready = loop.operations.ready
+        self._standins = StandIns(life.entries)
+        self._numbers: dict[str, int] = {}
+        """Of requests, by id; the last that had it."""
+        self._specs: dict[str, ModelSpec] = {}
+        """By what requests may ask for, the model that runs it."""
+        for m in life.snapshot.models:
+            self._serves(m.spec)
+
+    def _serves(self, spec: ModelSpec) -> None:
+        self._specs |= dict.fromkeys((served.name for served in spec.served), spec)
+
+    def of(self, told: Entry) -> Event:
+        """What happened. Raises Impossible and Unknown."""
+        kind = told["event"]
+        if kind == "Arrival":
+            return event.Arrival(self._submission(told))
+        if kind == "JobDone":
+            return self.job_done(self.ended_job(told), told["seconds"], _ends(told))
+        if kind == "JobFailed":
+            return event.JobFailed(self.ended_job(told), told["reason"])
+        if kind == "Operate":
+            return self._operate(told)
+        if kind == "TransferDone":
+            number = told["transfer_id"]
+            if all(m.transfer_id != number for m in self._state.models.values()):
+                raise Impossible("no such transfer is on its way")
+        made = _EVENTS.get(kind)
+        if made is None:
+            raise Unknown(f"this version knows no event {kind!r}")
+        return _made(made, told)
+
+    def _submission(self, told: Entry) -> Submission:
+        n, name, prompt = told["n"], told["model"], told["prompt_tokens"]
+        how = _ends(told).get(told["request"])
+        if how is None or "n" in how:  # else it is the second of its name, and refused
+            self._numbers[told["request"]] = n
+        spec = self._specs.get(name)
+        resumed = told.get("resumed")
+        end = prompt + (resumed or 0)
+        tokens = (0,) * end if spec is None else self._standins.tokens(spec, n, 0, end)
+        how = how or {}
+        if spec is not None and how.get("failed") == "invalid_request" and prompt:
+            tokens = (spec.vocab, *tokens[1:])  # one that the model did not have
+        return Submission(
+            id=told["request"],
+            model=name,
+            prompt=tokens[:prompt],
+            max_tokens=told["max_tokens"],
+            open_ended=told.get("open_ended", False),
+            arrival=told["arrival"],
+            priority=told.get("priority", 0),
+            stop_token_ids=tokens[-1:] if how.get("finished") == "stop" else (),
+            ignore_eos=True,
+            salt=told.get("salt", ""),
+            prompt_logprobs=told.get("prompt_logprobs"),
+            embed=told.get("embed", False),
+            resumed=None if resumed is None else tokens[prompt:],
+        )
+
+    def ended_job(self, told: Entry) -> Job:
+        job = self._lane.job
+        if job is None or (job.id, job.model) != (told["job"], told["model"]):
+            what = "no job" if job is None else f"job {job.id} of {job.model}"
+            raise Impossible(f"{what} is on the lane")
+        self._lane.job = None
+        return job
+
+    def job_done(self, job: Job, seconds: float, ends: Mapping[str, Entry]) -> JobDone:
+        """In the order in which live models tell results."""
+        spec = self._specs[job.model]
+        results: list[Result] = [Embedded(w.request_id, b"") for w in job.work if w.embed]
+        for w in job.work:
+            if w.scoring is not None:
+                scores = (0.0,) * len(w.scoring.targets)
+                results.append(PromptScores(w.request_id, w.scoring.start, scores))
+        for w in job.work:
+            how = ends.get(w.request_id, {})
+            failed = how.get("failed", "cancelled")
+            if w.sample is not None and failed != "cancelled":
+                results.append(Failed(w.request_id, failed, ""))
+            elif w.sample is not None:
+                n = self._numbers[w.request_id]
+                (token,) = self._standins.tokens(spec, n, w.end, w.end + 1)
+                stop = how.get("finished") == "stop"
+                results.append(Sampled(w.request_id, token, ends=stop))
+        return JobDone(job, tuple(results), seconds)
+
+    def _operate(self, told: Entry) -> Event:
+        made = _OPERATIONS.get(told["operation"])
+        if made is None:
+            raise Unknown(f"this version knows no operation {told['operation']!r}")
+        operation = _made(made, told)
+        if "joining" in told:
+            joining = msgspec.convert(told["joining"], ModelTold)
+            spec, costs = joining.spec, joining.costs
+            newcomer = build_newcomer(self._state, hosted_nowhere(spec), copy_nothing, costs)
+            self._ready[spec.name] = newcomer
+            self._serves(spec)
+        return event.Operate(told["id"], operation)
+
+
+def _made(kind: type[T], told: Entry) -> T:
+    """An event or an operation, from its fields."""
+    names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    return msgspec.convert({k: v for k, v in told.items() if k in names}, kind)
+
+
+def _ends(told: Entry) -> dict[str, Entry]:
+    """What an event brought to an end, by request."""
+    return {entry["request"]: entry for entry in told.get("ended", ())}
+
+
+def hosted_nowhere(spec: ModelSpec) -> Hosted:
+    """There is no host tier."""
+    return Hosted(spec, [0] * len(spec.segment_bytes))
+
+
+def copy_nothing(dst: int, src: int, n_bytes: int) -> None:
+    """There are no bytes."""
+
+
+_EVENTS: dict[str, type[Event]] = {
+    kind.__name__: kind for kind in (event.Cancel, event.TransferDone, event.Drain, event.Stop)
+}
+_OPERATIONS: dict[str, type[actions.Operation]] = {
+    kind.__name__: kind
+    for kind in (actions.Activate, actions.Evict, actions.Change, actions.Join, actions.Leave)
+}
