@@ -30,10 +30,10 @@ class Follow:
     """Looks every `every` seconds.
 
     A device is behind if requests are late on it. One of its models (that with the most late ones)
-    is then served by one more device: of those that are not behind and have at most half as many
-    open requests, that with the fewest. A model with several devices that has needed less than
-    `low` of each of the others for `patience` seconds leaves the busiest. So a model moves: first
-    it has two devices, then one.
+    is then served by one more device: of those that are not behind, have at most half as many open
+    requests, and room beside the weights in use there, that with the fewest. A model with several
+    devices that has needed less than `low` of each of the others for `patience` seconds leaves the
+    busiest. So a model moves: first it has two devices, then one.
     """
 
     every: float = 5.0
@@ -74,7 +74,7 @@ class Follow:
                 if not d.late
                 and not d.serves(h.model)
                 and d.name not in taken
-                and d.room.bytes >= needs[h.model].least
+                and _in_use(d, needs) + needs[h.model].least <= d.room.bytes
                 and 2 * d.open_requests <= device.open_requests
             ]
             if helpers:
@@ -90,3 +90,8 @@ class Follow:
             if len(own) > 1 and enough and not any(h.late for h in own):
                 spare[need.model] = before.since.get(need.model, view.now)
         return spare
+
+
+def _in_use(device: DeviceLoad, needs: Mapping[str, Need]) -> int:
+    """Bytes of the weights of models that have requests there."""
+    return sum(needs[h.model].weights for h in device.hosting if h.open_requests)

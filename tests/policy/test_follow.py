@@ -58,6 +58,17 @@ def test_nobody_helps_who_is_behind_or_busy_or_has_no_room() -> None:
     assert Follow()(view(0, {"x": x, "y": y, "w": w, "tiny": {}}), None).actions == ()
 
 
+def test_no_weights_in_use_make_way() -> None:
+    """Of 20 GiB 8 are in use at y, none at z, and the model needs 13."""
+    needs = (Need("a", 13 * GiB, 8 * GiB), *NEEDS[1:])
+    devices = (
+        DeviceLoad(Room("x", 20 * GiB), (Hosting("a", 0.9, 9, 1),)),
+        DeviceLoad(Room("y", 20 * GiB), (Hosting("b", 0.1, 1, 0),)),
+        DeviceLoad(Room("z", 20 * GiB), (Hosting("b", 0.1, 0, 0), Hosting("c", 0.0, 0, 0))),
+    )
+    assert said(Follow()(FleetView(0.0, devices, needs), None).actions) == [("Place", "a", "z")]
+
+
 def test_a_device_is_given_one_model_at_a_time() -> None:
     hosting = {"x": {"a": (0.9, 9, 1)}, "y": {"b": (0.9, 9, 2)}, "z": {}}
     assert said(Follow()(view(0, hosting), None).actions) == [("Place", "b", "z")]

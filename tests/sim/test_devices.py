@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
 
 from ballast.cluster.fleet import FleetBook
 from ballast.core.event import Failed, Finished, Output
+from ballast.core.fleet import (
+    FleetAction,
+    FleetDecision,
+    FleetView,
+    Need,
+    Place,
+    Room,
+    Withdraw,
+)
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
@@ -21,6 +31,7 @@ from tests.sim.test_simulate import COSTS, fleet, spec, submissions
 
 NAMES = ["a", "b", "c"]
 SPECS = [spec(name) for name in NAMES]
+HOMES = (("x", "ab"), ("y", "c"), ("z", ""))
 PROFILE = Profile(costs=dict.fromkeys(NAMES, COSTS), link=LinkRates.even(1e8), overhead=1e-4)
 
 
@@ -94,3 +105,72 @@ def test_the_same_again_is_the_same() -> None:
     for told in runs:
         run(told)
     assert runs[0] == runs[1] != []
+
+
+class Restless:
+    """Moves models about without any reason; some of what it wants cannot be done."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def __call__(self, view: FleetView, memo: object) -> FleetDecision:
+        kinds = (Place, Withdraw)
+        wanted = tuple(
+            self._random.choice(kinds)(self._random.choice(NAMES), self._random.choice("xyz"))
+            for _ in range(self._random.randrange(4))
+        )
+        return FleetDecision(wanted, None, view.now + 0.2)
+
+
+@pytest.mark.parametrize("preset", ["static", "swap", "balloon"])
+def test_models_may_move_at_any_time(preset: str) -> None:
+    done: Counter[str] = Counter()
+    for seed in range(4):
+        done += moved_about(preset, seed)
+    assert min(done.values()) > 10, done
+    assert set(done) == {"Place", "Withdraw", "refused"}
+
+
+def moved_about(preset: str, seed: int) -> Counter[str]:
+    """What was done, and how often it could not be."""
+    settings = fleet(preset, SPECS, 100)
+    ends: list[tuple[str, Output]] = []
+    where: dict[str, str] = {}
+
+    def said_by(name: str) -> Said:
+        def said(at: float, output: Output) -> None:
+            if isinstance(output, Finished | Failed):
+                ends.append((name, output))
+
+        return said
+
+    devices = {name: device(settings, list(on), said_by(name)) for name, on in HOMES}
+    moved: list[str] = []
+
+    def told(at: float, action: FleetAction, refused: str | None) -> None:
+        moved.append("refused" if refused else type(action).__name__)
+
+    book = FleetBook(
+        {m: [name for name, on in HOMES if m in on] for m in NAMES},
+        [Need(m, 1, 1) for m in NAMES],
+        [Room(name, 1) for name in devices],
+        Restless(seed),
+    )
+    arrivals = submissions(NAMES, 100, seed=seed)
+
+    def sent(submission: Submission, name: str) -> None:
+        where[submission.id] = name
+
+    there = Controller(devices, book, SPECS, lambda device, spec: COSTS, told)
+    simulate_devices(there, arrivals, sent)
+    assert {o.request_id: name for name, o in ends} == where
+    assert len(ends) == len(arrivals) == len(where)
+    if preset == "balloon":  # the others may have no place for a model
+        assert all(isinstance(o, Finished) for _, o in ends)
+    for model, homes in book.homes.items():
+        assert homes
+        assert all(model in devices[name].state.models for name in homes)
+    for simulated in devices.values():
+        simulated.state.pool.validate()
+    assert sum(d.did("activations") for d in devices.values()) >= len(NAMES)
+    return Counter(moved)
