@@ -292,7 +292,7 @@ def simulate(
     devices: Devices,
     workload: Workload = "bursty",
     preset: Presets = None,
-    placement: Placed = "both",
+    placement: Placed = "work",
     rate: Rate = None,
     seconds: Seconds = 600.0,
     most_tokens: MostTokens = 4096,
@@ -352,7 +352,7 @@ def plan(
         bool, typer.Option("--each", help="Of every model's requests, not of all together.")
     ] = False,
     preset: Presets = None,
-    placement: Placed = "both",
+    placement: Placed = "work",
     rate: Rate = None,
     seconds: Seconds = 600.0,
     most_tokens: MostTokens = 4096,
