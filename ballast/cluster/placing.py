@@ -70,7 +70,6 @@ def part_of(fleet: FleetSettings, name: str, models: Collection[str], cores: int
         link=link,
         others=(),
         other_links=(),
-        story_path=None if fleet.story_path is None else _beside(fleet.story_path, name),
     )
 
 
@@ -79,13 +78,6 @@ def _share(fleet: FleetSettings, cores: int) -> int:
     devices = [device for device, _ in fleet.devices.values()]
     named = [d.threads for d in devices if d.threads is not None]
     return max(1, (cores - sum(named)) // (len(devices) - len(named)))
-
-
-def _beside(story: str, device: str) -> str:
-    """A file of its own for each device: `fleet.cpu-1.jsonl`."""
-    path = Path(story)
-    safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in device)
-    return str(path.with_name(f"{path.stem}.{safe}{path.suffix}"))
 
 
 def _bytes(model: ModelSettings) -> int:

@@ -134,6 +134,14 @@ def test_a_story_without_answers_is_not_compared(tmp_path: Path) -> None:
         telling(lives, "short")
 
 
+def test_equal_simulations_have_equal_stories(tmp_path: Path) -> None:
+    for name in ("once", "again"):
+        ran(tmp_path / name, "balloon")
+    once, again = ((tmp_path / name).read_bytes() for name in ("once", "again"))
+    assert once == again
+    assert len(once) > 10_000
+
+
 def test_each_of_several_presets_has_its_file(tmp_path: Path) -> None:
     path = tmp_path / "new" / "story.jsonl"
     both = ["static", "balloon"]

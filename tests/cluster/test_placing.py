@@ -78,7 +78,7 @@ def test_each_device_has_its_own_models_memory_threads_and_link() -> None:
     part = part_of(served, "cpu:1", {"b"}, cores=8)
     assert ([m.name for m in part.models], part.device) == (["b"], served.others[0])
     assert (part.link, part.others, part.other_links) == (served.other_links[0], (), ())
-    assert part.story_path == "/x/fleet.cpu-1.jsonl"
+    assert part.story_path == served.story_path
     shares = [part_of(served, name, (), 8).device.threads for name in served.devices]
     assert shares == [2, 3, 2]
     assert part_of(served, "cpu:0", (), 2).device.threads == 1
