@@ -242,7 +242,6 @@ class Borrower:
 
     def _unmap(self, stretch: _Stretch) -> None:
         stretch.range.unalias(stretch.at, len(stretch.pages), stretch.lender)
-        for page in stretch.pages:
-            peer = next(peer for peer in self._peers if page in peer.lease_of)
-            if page not in peer.due:
-                peer.unused.add((page,))
+        for peer in self._peers:
+            mine = (page for page in stretch.pages if page in peer.lease_of)
+            peer.unused.add([page for page in mine if page not in peer.due])

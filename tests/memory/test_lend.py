@@ -115,6 +115,7 @@ def test_contents_are_shared_and_survive_the_lender() -> None:
     assert (array_at(other.base, (PAGE,), "uint8") == 42).all()
     a.vm.close()
     assert b.borrower.gone("a", 1) == (Place(b.range, 3), Place(b.range, 4))
+    assert b.borrower.settle() == []
     assert (array_at(b.range.address(3), (PAGE,), "uint8") == 42).all()
     b.borrower.release(b.range, 3, 2)
     assert b.borrower.settle() == []
@@ -214,6 +215,10 @@ def test_returned_unasked(pair: tuple[Device, Device]) -> None:
     (rest,) = b.borrower.settle()
     assert a.lender.returned(rest) is None
     assert a.lender.recall(lease, 1.0) is None
+    again = lent(a, b, 8)
+    assert b.borrower.recall(asked) == ()
+    assert (b.borrower.unused, b.borrower.settle()) == (8, [])
+    assert set(again.pages) >= set(lease.pages)
 
 
 def test_two_lenders_make_up_one_stretch() -> None:
