@@ -114,7 +114,7 @@ class Lender:
         """Have borrowers killed that were to return pages before `now`; when to call this again
         (infinite: after the next recall)."""
         soonest = math.inf
-        for peer, found in self._peers.items():
+        for peer, found in list(self._peers.items()):
             dues = (due for pages in found.leases.values() for due in pages.values())
             due = math.inf if found.condemned else min(dues, default=math.inf)
             if due < now:
