@@ -99,8 +99,9 @@ def test_a_measured_profile_drives_a_simulation(tmp_path: Path) -> None:
     assert profile.costs("atlas-chat").prefill_seconds(128) > 0
 
     work = ("bench", fleet, "--seconds", 5, "--profile", file, "--json", report)
-    ballast(*work, "--virtual")
+    ballast(*work, "--virtual", "--story", tmp_path / "story")
     assert json.loads(report.read_text())[0]["total"]["failed"] == 0
+    assert ballast("story", "replay", tmp_path / "story").endswith("the same\n")
     with pytest.raises(ConfigError, match="it goes with --virtual"):
         ballast(*work)
 
@@ -121,7 +122,7 @@ def test_simulate_compares_presets_on_devices_that_are_not_here(tmp_path: Path) 
     fleet, out = tmp_path / "fleet.yaml", tmp_path / "out"
     fleet.write_text(KNOWN)
     work = ("--workload", "poisson", "--seconds", 10, "--most-tokens", 256)
-    files = ("--json", out / "a.json", "--html", out / "a.html")
+    files = ("--json", out / "a.json", "--html", out / "a.html", "--story", out / "a.story")
     devices = ("--devices", "1xL4,L4")
     shown = invoke("simulate", fleet, *devices, *work, "--preset", "swap,balloon", *files)
     assert "in SLO, code" in shown
@@ -129,6 +130,10 @@ def test_simulate_compares_presets_on_devices_that_are_not_here(tmp_path: Path) 
     assert [run["name"] for run in told["presets"]] == ["swap", "balloon"]
     assert list(told["presets"][0]["devices"]) == ["L4:0", "L4:1"]
     assert "fleet.yaml on 1xL4,L4" in (out / "a.html").read_text()
+    stories = [out / f"a-{preset}.story" for preset in ("swap", "balloon")]
+    for story in stories:
+        assert invoke("story", "replay", story).count("the same\n") == 2
+    assert "lanes busy" in invoke("story", "compare", *stories)
 
     shown = invoke("plan", fleet, "--devices", "L4", *work, "--json", out / "plan.json")
     told = json.loads((out / "plan.json").read_text())
@@ -136,6 +141,12 @@ def test_simulate_compares_presets_on_devices_that_are_not_here(tmp_path: Path) 
     assert told["presets"][0]["name"] == "static"
     assert told["presets"][0]["devices"] == 2
     assert "fewest devices" in shown
+
+
+def test_a_server_writes_its_own_story(tmp_path: Path) -> None:
+    arguments = ["bench", "fleet.yaml", "--url", "http://x", "--story", str(tmp_path / "story")]
+    with pytest.raises(ConfigError, match="serve --story"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
 def test_a_model_that_fits_nowhere_is_one_line_with_the_bytes(tmp_path: Path) -> None:
