@@ -63,8 +63,9 @@ class Story:
         self._open: dict[str, tuple[int, Chain | None]] = {}
         """By id, of open requests: number, and the blocks filled where prefixes are cached."""
         self._named: dict[str, tuple[str, int]] = {}
-        """By what requests may ask for: whose prefixes it shares, and the tokens in a block; empty
-        where no prefixes are cached."""
+        """By what requests may ask for: whose prefixes it shares, and the tokens in a block."""
+        self._prefixes = False
+        """Whether any are cached."""
 
     @property
     def whole(self) -> bool:
@@ -74,7 +75,8 @@ class Story:
     def begins(self, at: float, snapshot: Snapshot) -> None:
         """A device begins its life."""
         self._link = snapshot.link_bytes_per_second
-        for m in snapshot.models if snapshot.device.prefix_cache else ():
+        self._prefixes = snapshot.device.prefix_cache
+        for m in snapshot.models:
             self._names(m.spec)
         self._tell({"at": at, "snapshot": snapshot})
 
@@ -92,8 +94,7 @@ class Story:
         """The event told last lets a model in."""
         if self._sink is not None:
             self._last["joining"] = ModelTold(spec=spec, costs=costs)
-            if self._named:
-                self._names(spec)
+            self._names(spec)
 
     def said(self, outputs: Sequence[Output]) -> None:
         """The event told last has brought these."""
@@ -236,7 +237,7 @@ class Story:
             told["open_already"] = True
             return
         chain = None
-        if s.model in self._named:
+        if self._prefixes and s.model in self._named:
             fingerprint, size = self._named[s.model]
             chain = Chain(self._key, f"{fingerprint}:{s.salt}", size)
             full = chain.push(s.prompt) + chain.push(s.resumed or ())

@@ -20,7 +20,8 @@ from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.engine.storyfile import StoryFile
-from ballast.sim.device import Profile
+from ballast.policy.presets import resolve
+from ballast.sim.device import Profile, SimDevice
 from ballast.sim.lives import Life, read_lives
 from ballast.sim.replay import replay
 from ballast.sim.simulate import simulate
@@ -100,6 +101,33 @@ def test_simulated_runs_replay_to_the_same_actions(preset: str, tmp_path: Path) 
     wanted = {"hits", "leaps", "stop", "length", "invalid_request"}
     wanted |= set() if preset == "static" else {"preemptions", "evictions"}
     assert {name for name in wanted if not seen[name]} == set(), seen
+
+
+def test_models_that_come_and_go_replay(tmp_path: Path) -> None:
+    """On a device that begins without any; what shares a prefix finds it."""
+    for seed in range(6):
+        fleet, specs, requests = world(seed, "balloon")
+        device = fleet.device
+        room = 40 * device.page_bytes  # whose activations a model needs takes what is free
+        settings = replace(device, budget_bytes=device.budget_bytes + room)
+        file = StoryFile(tmp_path / f"{seed}", device.name)
+        profile = Profile(costs={}, link=LinkRates.even(1e8), overhead=3e-4)
+        sim = SimDevice(settings, [], resolve("balloon"), profile, lambda at, o: None, file.write)
+        for i, spec in enumerate(specs):
+            assert sim.join(float(i), spec, COSTS) is None
+            mine = [r for r in requests if r.model == spec.name]
+            for n, r in enumerate([*mine, *mine]):
+                sim.submit(replace(r, id=f"{r.id}-{n}", arrival=i + 0.01 * n))
+        sim.advance(len(specs) + 1.0)
+        sim.leave(len(specs) + 1.0, specs[0].name)
+        sim.finish(len(specs) + 2.0)
+        file.close()
+        (life,) = read_lives(tmp_path / f"{seed}")
+        assert any(e.get("operation") == "Leave" for e in life.entries)
+        found = replay(life)
+        assert (found.difference, found.stray) == (None, None)
+        ended = [e for entry in life.entries for e in entry.get("ended", ())]
+        assert sum(e.get("cached_tokens", 0) for e in ended)
 
 
 def rewritten(path: Path, change: Callable[[Line], Line | None]) -> Path:
