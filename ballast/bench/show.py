@@ -61,7 +61,7 @@ def comparison_table(reports: Sequence[Report]) -> Table:
     for model in models:
         row(
             f"in SLO, {model}",
-            lambda r, model=model: percent(r.models[model].attainment) if model in r.models else "",  # type: ignore[misc]
+            lambda r, model=model: _attained(r.models[model]) if model in r.models else "",  # type: ignore[misc]
         )
     return table
 
@@ -143,14 +143,17 @@ def seconds(value: float) -> str:
 
 def _cells(served: Served) -> list[str]:
     latencies = [_spread(of(served)) for _, of in _LATENCIES]
-    attained = percent(served.attainment) if served.requests else "-"
     return [
         str(served.answered),
         str(served.failed),
-        attained,
+        _attained(served),
         *latencies,
         str(served.output_tokens),
     ]
+
+
+def _attained(served: Served) -> str:
+    return percent(served.attainment) if served.requests else "-"
 
 
 def _spread(spread: Spread | None) -> str:
