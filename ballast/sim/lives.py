@@ -13,6 +13,16 @@ import msgspec
 from ballast.core.entries import FORMAT, Entry, Snapshot
 from ballast.core.errors import ConfigError
 
+_FIELDS = {
+    "Arrival": ("n", "request", "model", "arrival", "prompt_tokens", "max_tokens"),
+    "Cancel": ("request_id",),
+    "JobDone": ("job", "model", "seconds", "prefill_tokens"),
+    "JobFailed": ("job", "model", "reason"),
+    "Leap": ("job", "model", "steps", "ends"),
+    "TransferDone": ("transfer_id", "n_bytes", "seconds"),
+    "Operate": ("id", "operation"),
+}
+"""What events cannot do without, beside the time and the turn."""
 _BEGIN = b'{"device":"'
 _DEVICE = re.compile(rb'{"device":"([^"]*)"')
 
@@ -74,6 +84,7 @@ def read_lives(path: Path) -> list[Life]:
             raise ConfigError(where, device, "a story begins with a snapshot of its device")
         else:
             life = present[device]
+            _check(where, entry)
             if "missing" in entry:
                 entry = {"stray": f"{entry['missing']} entries before line {number} are missing"}
             elif device in cut:
@@ -93,6 +104,15 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                     yield number, line
     except OSError as error:
         raise ConfigError("story", str(path), f"a file to read: {error.strerror}") from None
+
+
+def _check(where: str, entry: Entry) -> None:
+    needed: tuple[str, ...] = () if "missing" in entry else ("at",)
+    if "event" in entry:
+        needed = ("at", "turn", *_FIELDS.get(entry["event"], ()))
+    for name in needed:
+        if name not in entry:
+            raise ConfigError(where, entry.get("event", "an entry"), f"it needs {name!r}")
 
 
 def _snapshot(where: str, told: Any) -> Snapshot:

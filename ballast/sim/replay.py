@@ -15,6 +15,7 @@ import msgspec
 
 from ballast.core.clock import VirtualClock
 from ballast.core.entries import Entry
+from ballast.core.errors import BrokenPromise
 from ballast.core.event import Event
 from ballast.core.link import Direction
 from ballast.core.story import Story
@@ -120,29 +121,31 @@ class _Replay:
         )
         self._made = Events(life, self._lane, self._loop)
         self._at = 0
-        """The next entry."""
+        """The entry that is dealt with."""
         self._events = self._decisions = self._jobs = 0
 
     def run(self) -> Replayed:
-        turns = list(_turns(self._entries))
-        self._loop.begin()
-        del self._told[0]  # the snapshot
-        difference = self._compare(turns[0])
-        stray = None
-        for turn in turns[1:]:
-            self._at = turn[0]
-            strays = [e["stray"] for e in self._of(turn) if "stray" in e]
-            if difference is not None or strays:
-                stray = strays[0] if difference is None else None
+        difference = stray = None
+        for number, turn in enumerate(_turns(self._entries)):
+            stray = next((e["stray"] for e in self._of(turn) if "stray" in e), None)
+            if stray is not None:
                 break
+            self._at = turn.start
             try:
-                difference = self._turn(turn)
-            except Impossible as error:
-                difference = self._difference(self._at, self._entries[self._at], None, str(error))
-            except Unknown as error:
-                stray = str(error)
+                difference = self._turn(turn) if number else self._begin(turn)
+            except Unknown as unknown:
+                stray = str(unknown)
+            except (Impossible, BrokenPromise) as fault:
+                recorded = self._entries[self._at]
+                difference = self._difference(self._at, recorded, None, str(fault))
+            if difference is not None or stray is not None:
                 break
         return Replayed(self._events, self._decisions, self._jobs, difference, stray)
+
+    def _begin(self, turn: range) -> Difference | None:
+        self._loop.begin()
+        del self._told[0]  # the snapshot
+        return self._compare(turn)
 
     def _of(self, turn: range) -> list[Entry]:
         return self._entries[turn.start : turn.stop]

@@ -266,6 +266,16 @@ def test_what_is_no_story_is_refused_by_line(text: str, said: str, tmp_path: Pat
         read_lives(path)
 
 
+def test_an_entry_without_what_it_needs_is_refused_by_line(tmp_path: Path) -> None:
+    def timeless(line: Line) -> Line:
+        return {k: v for k, v in line.items() if k != "seconds" or line["event"] != "JobDone"}
+
+    path = tmp_path / "story"
+    told(path, 8, "swap", world)
+    with pytest.raises(ConfigError, match=r"changed:\d+.*JobDone.*'seconds'"):
+        read_lives(rewritten(path, timeless))
+
+
 def test_a_story_holds_no_token(tmp_path: Path) -> None:
     """Two runs that differ by their tokens alone, all of them, have the same story but for the
     digests."""
