@@ -246,7 +246,11 @@ class Story:
         self._open[s.id] = number, chain
 
     def _ended(self, outputs: Sequence[Output], refused: bool = False) -> list[Entry]:
-        return [self._ends(output, refused) for output in outputs if isinstance(output, _End)]
+        return [
+            self._ends(output, refused)
+            for output in outputs
+            if type(output) is not TokenOut and isinstance(output, _End)
+        ]
 
     def _ends(self, output: _End, refused: bool) -> Entry:
         """`refused`: it was the second of its name, and the first stays open."""
