@@ -42,10 +42,10 @@ def difference_lines(a: Telling, b: Telling) -> Iterator[str]:
     """The same in words."""
     found = first_difference(a, b)
     if found is None:
-        yield f"all {len(a.decisions)} decisions are the same, in the same order"
+        yield f"the same decisions in the same order, all {len(a.decisions)}"
         return
     same, *pair = found
-    yield f"the first {same} decisions are the same, in the same order; then:"
+    yield f"the same decisions in the same order, {same} of them; then:"
     for t, entry in zip((a, b), pair, strict=True):
         yield f"  {t.report.name}: {'nothing more' if entry is None else _said(entry)}"
 

@@ -82,7 +82,8 @@ def test_two_stories_are_compared(tmp_path: Path) -> None:
     done = runner.invoke(app, asked, env={"COLUMNS": "160"})
     assert done.exit_code == 0, done.output
     assert "lanes busy" in done.output
-    assert "decisions are the same, in the same order; then:" in done.output
+    assert "the same decisions in the same order, " in done.output
+    assert " of them; then:" in done.output
     found = json.loads((tmp_path / "out.json").read_text())
     for told, it in ((found["a"], balloon), (found["b"], swap)):
         assert told["total"]["attained"] == it.report.total.attained
@@ -91,7 +92,7 @@ def test_two_stories_are_compared(tmp_path: Path) -> None:
     assert (one["action"], one["model"]) != (other["action"], other["model"])
 
     twice = runner.invoke(app, ["story", "compare", str(files[0]), str(files[0])])
-    assert f"all {sum(found['a']['decisions'].values())} decisions are the same" in twice.output
+    assert f"same order, all {sum(found['a']['decisions'].values())}\n" in twice.output
 
 
 def test_a_request_goes_on_in_the_life_of_the_next_worker(tmp_path: Path) -> None:
