@@ -1,13 +1,12 @@
 """Whether models that come in should share the link, or come one after the other.
 
 In virtual time, on the fleet and the machine's costs of `benchmarks.fleet`: what fair sharing among
-activations does to the time to first token, against one stream of them. Then what a stream of its
-own is worth to one layer that is fetched while a whole model comes in.
+activations does to the time to first token, against one stream of them, over paired seeds.
+Then what a stream of its own is worth to one layer that is fetched while a whole model comes in.
 """
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,12 +29,15 @@ from ballast.workload.workload import Workload
 from benchmarks.common import finish, options
 from benchmarks.setting import Setting, no_levels, prepare, trace_option
 
-PRESETS = ("swap", "balloon")
+SEEDS = {"swap": 3, "balloon": 24}
+"""Workloads per preset."""
+SECONDS = 100.0
+RATE, MOST_TOKENS = 2.0, 192
+"""Requests per second, and their longest prompt and output together."""
 BUDGET = 0.4
 """Of all weights and peak KV."""
-RATE, MOST_TOKENS = 2.0, 256
-"""Requests per second of the generated workloads, and their longest prompt and output together."""
-SEEDS = 4
+SLOWDOWNS = (1, 4)
+"""Of the link."""
 ROTATION = ("GH200-96G", "Llama-2-13b")
 
 
@@ -52,20 +54,39 @@ class Apart(SimLink):
         super().start(transfer_id, copies, f"{stream}:{transfer_id}", direction)
 
 
-def ttfts(setting: Setting, preset: str, workload: Workload, link: type[SimLink]) -> list[float]:
-    """Seconds, of every request that had a token."""
+def ttfts(
+    setting: Setting, preset: str, workload: Workload, slowdown: int, link: type[SimLink]
+) -> list[float]:
+    """Mean and P99, in seconds, over requests that had a token."""
     budget = int(BUDGET * (setting.weight_bytes + setting.peak_kv_bytes))
+    pace = setting.roomy.link.bytes_per_second
+    assert pace is not None
     with patch("ballast.sim.device.SimLink", link):
-        ran = setting.virtual(setting.under(preset, budget), workload, no_levels(setting))
-    return [r.ttft for r in ran.report.records if r.ttft is not None]
+        fleet = setting.under(preset, budget, pace / slowdown)
+        ran = setting.virtual(fleet, workload, no_levels(setting))
+    told = [r.ttft for r in ran.report.records if r.ttft is not None]
+    return [float(np.mean(told)), float(np.percentile(told, 99))]
 
 
-def compared(setting: Setting, preset: str, workload: Workload) -> dict[str, float]:
-    """Of time to first token: sharing over one stream."""
-    fair = np.array(ttfts(setting, preset, workload, Apart))
-    queued = np.array(ttfts(setting, preset, workload, SimLink))
-    ratios = {f"p{p}": float(np.percentile(fair, p) / np.percentile(queued, p)) for p in (50, 99)}
-    return {"mean": float(fair.mean() / queued.mean()), **ratios}
+def compared(setting: Setting, preset: str, seeds: int, slowdown: int) -> dict[str, float]:
+    """Time to first token, sharing over one stream: geometric means of seeds and their errors."""
+    ratios = []
+    names = [spec.name for spec in setting.specs]
+    for seed in range(1, seeds + 1):
+        made = workload_of(
+            "bursty", names, rate=RATE, seconds=SECONDS, most_tokens=MOST_TOKENS, seed=seed
+        )
+        apart, queued = (ttfts(setting, preset, made, slowdown, of) for of in (Apart, SimLink))
+        ratios.append(np.log(np.array(apart) / np.array(queued)))
+    mean, error = np.mean(ratios, axis=0), np.std(ratios, axis=0, ddof=1) / len(ratios) ** 0.5
+    return {
+        "mean": float(np.exp(mean[0])),
+        "mean_error": float(error[0]),
+        "p99": float(np.exp(mean[1])),
+        "p99_error": float(error[1]),
+        "mean_least": float(np.exp(np.min(ratios, axis=0)[0])),
+        "mean_most": float(np.exp(np.max(ratios, axis=0)[0])),
+    }
 
 
 def layer_seconds(stream: str) -> float:
@@ -85,26 +106,17 @@ def layer_seconds(stream: str) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = options(__doc__, argv, trace_option)
-    seconds = 60.0 if args.quick else 300.0
-    seeds = range(1, 1 + (1 if args.quick else SEEDS))
     with tempfile.TemporaryDirectory() as scratch:
-        setting = prepare(Path(scratch), args.trace, seconds)
-        names = [spec.name for spec in setting.specs]
-        workloads = {"trace": setting.workload}
-        for seed in seeds:
-            workloads[f"bursty, seed {seed}"] = workload_of(
-                "bursty", names, rate=RATE, seconds=seconds, most_tokens=MOST_TOKENS, seed=seed
-            )
+        setting = prepare(Path(scratch), args.trace, SECONDS)
         shared = {
-            preset: {name: compared(setting, preset, w) for name, w in workloads.items()}
-            for preset in PRESETS
+            f"{preset}, link {slowdown}x slower": compared(
+                setting, preset, 2 if args.quick else seeds, slowdown
+            )
+            for preset, seeds in SEEDS.items()
+            for slowdown in SLOWDOWNS
         }
     result: dict[str, Any] = {
         "ttft_shared_over_queued": shared,
-        "mean_ttft_shared_over_queued": {
-            preset: statistics.mean(of["mean"] for of in told.values())
-            for preset, told in shared.items()
-        },
         "layer": f"of {ROTATION[1]} on {ROTATION[0]}, while the model comes in",
         "layer_ms_in_its_own_stream": 1e3 * layer_seconds("rotation"),
         "layer_ms_in_the_same": 1e3 * layer_seconds(ACTIVATIONS),

@@ -246,6 +246,8 @@ def _check_devices(keys: FleetKeys) -> None:
             raise ConfigError(at, link.device, f"links[{linked[link.device]}] is its link already")
         if link.device is not None and link.device not in names:
             raise ConfigError(at, link.device, unknown(link.device, names))
+        if link.mixed is not None and link.bandwidth is None:
+            raise ConfigError(f"links[{i}].mixed", link.mixed, "bandwidth must be given, too")
         linked[link.device] = i
     for i, model in enumerate(keys.models):
         for name in model.devices:

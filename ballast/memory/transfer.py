@@ -22,8 +22,8 @@ PRIOR_BYTES_PER_SECOND = 4e9
 
 
 ACTIVATIONS = "activations"
-"""The stream of whole models' weights: one after the other each is there sooner, on average, than
-if they shared the link; and what several models share arrives before the second needs it."""
+"""The stream of whole models' weights. Sharing the link would bring none of them sooner, and in
+this order what several models have in common arrives before the second needs it."""
 
 
 class Link(Protocol):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ballast.core.errors import ConfigError
+from ballast.core.link import LinkRates
 from ballast.core.settings import AdapterSettings, FleetSettings, KeySettings, ServerSettings, Slo
 from ballast.core.units import KiB, MiB
 from ballast.fleet.file import load_fleet
@@ -79,7 +80,7 @@ def test_every_key(home: Path) -> None:
           - {name: "cpu:1", budget: 1GB, page: 2MiB, threads: 2, step_tokens: 128,
              step_logits: 16, prefix_cache: false}
         links:
-          - {bandwidth: 4GB/s}
+          - {bandwidth: 4GB/s, mixed: 6GB/s}
         """,
     )
     a, b = fleet.models
@@ -93,7 +94,7 @@ def test_every_key(home: Path) -> None:
     assert (device.name, device.budget_bytes, device.page_bytes) == ("cpu:1", 10**9, 2 * MiB)
     assert (device.threads, device.step_tokens, device.step_logits) == (2, 128, 16)
     assert device.prefix_cache is False
-    assert (fleet.link.device, fleet.link.bytes_per_second) == ("cpu:1", 4e9)
+    assert (fleet.link.device, fleet.link.pace) == ("cpu:1", LinkRates.even(4e9, 6e9))
     assert (fleet.preset, fleet.options) == ("swap", {"idle_seconds": 5.0, "share": 0.5})
     assert fleet.story_path == str(home / "out/story.jsonl")
 
@@ -200,6 +201,7 @@ def test_a_value_from_the_environment_is_a_value_and_never_structure(home: Path)
         ("models:", "options: {x: fast}\nmodels:", "options.x", "valid number"),
         ("models:", "links: [{device: gpu}]\nmodels:", "links[0].device", "known here: cpu:0"),
         ("models:", "links: [{bandwidth: fast}]\nmodels:", "links[0].bandwidth", "size"),
+        ("models:", "links: [{mixed: 1GB/s}]\nmodels:", "links[0].mixed", "bandwidth"),
         ("models:", "links: [{}, {}]\nmodels:", "links[1].device", "links[0] is its link"),
         ("models:", "defaults: {name: x}\nmodels:", "defaults.name", "known here: slo"),
         ("models:", "defaults: {slo: {ttft: -1}}\nmodels:", "defaults.slo.ttft", "greater than 0"),
