@@ -40,6 +40,7 @@ NAMES = ("cpu:0", "cpu:1")
 PAGE, N_PAGES = 16 * KiB, 48
 TIMED_PAGE, TIMED_PAGES = 256 * KiB, 128
 BATCHES = (1, 16, 64)
+ROUNDS = 200
 KILL_SHARE = 0.01
 
 
@@ -309,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     cycles = args.cycles or (500 if args.quick else 10_000)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.lending_worker"])
-    us = costs(context, 20 if args.quick else 200)
+    us = costs(context, ROUNDS)
     pair = Pair(context, PAGE, N_PAGES)
     run = Cycles(pair, args.seed)
     start = time.perf_counter()

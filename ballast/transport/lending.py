@@ -47,7 +47,7 @@ _decoder: msgspec.msgpack.Decoder[LendingMessage] = msgspec.msgpack.Decoder(Lend
 
 SOCKET = "pages.sock"
 PATIENCE_SECONDS = 2.0
-"""For the other end of a connection, which has nothing else to do."""
+"""For the other end of a connection."""
 
 
 def encode(message: LendingMessage) -> bytes:
@@ -105,7 +105,8 @@ class PagesSocket:
 def fetch_pages(directory: Path) -> Exported:
     """The device of the process that serves `directory`: for `Borrower.meet`. Raises DeviceError.
 
-    Waits until it is served; the server must not be the calling thread.
+    Waits until it is served, PATIENCE_SECONDS at most: on a thread of its own where the caller has
+    jobs to run meanwhile. A lender that is amid a long job may have to be asked again.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(PATIENCE_SECONDS)
