@@ -436,13 +436,15 @@ def profile(
     from rich.console import Console
     from rich.table import Table
 
+    from ballast.bench.others import DISTURBED, Others
     from ballast.core.units import format_bytes
     from ballast.sim.calibrate import calibrate
     from ballast.sim.profile import profile_of
     from ballast.sim.toml_file import as_toml
 
     fleet = load(fleet_file)
-    measured = profile_of(device, calibrate(fleet, rounds), fleet.device)
+    with Others() as others:
+        measured = profile_of(device, calibrate(fleet, rounds), fleet.device)
     to.parent.mkdir(parents=True, exist_ok=True)
     to.write_text(as_toml(measured, "Written by ballast profile."), encoding="utf-8")
     table = Table()
@@ -458,6 +460,10 @@ def profile(
     link = " to the device, ".join(f"{format_bytes(r)}/s" for r in (rates.to_device, rates.to_host))
     link += f" to the host, {format_bytes(rates.mixed)}/s both together"
     console.print(f"link {link}; {1e3 * measured.overhead_seconds:.2g} ms more at every job")
+    if others.cores > DISTURBED:
+        console.print(
+            f"other processes took {others.cores:.1f} cores meanwhile: measure again when idle"
+        )
     console.print(f"next: ballast bench {fleet_file} --virtual --profile {to}", soft_wrap=True)
 
 

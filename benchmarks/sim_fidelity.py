@@ -6,9 +6,9 @@ answers have their first token within 0.5 s and 50 ms for each further one, by b
 time; live runs say whether that held. (The levels of `fleet`, taken at low load, are missed long
 before the device is busy.)
 
-Turns: in each, the machine is profiled as `ballast profile` does it, on other work, and every
-preset runs live. Simulations use the profiles as read back from their files, one for each turn.
-Compared are medians over turns. A cell may be off by 10 % (throughput, P50) or 20 % (P99), or by
+Presets run in turns. Right before each live run the machine is profiled as `ballast profile` does
+it, on other work, and the run is simulated with that profile as read back from its file. Compared
+are medians over turns. A cell may be off by 10 % (throughput, P50) or 20 % (P99), or by
 1.5 times the spread of its live runs, (greatest - least) / median, where that is larger;
 `needed_spread` counts the cells that are within by the spread alone. `drift`: the same spread of
 the simulations, which differ in nothing but when the machine was profiled: nobody can trust a
@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -32,11 +31,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from ballast.bench.others import DISTURBED, Others
 from ballast.bench.report import Report, Spread
 from ballast.bench.run import specs_of
 from ballast.bench.search import bisect_max_rate
@@ -44,6 +44,7 @@ from ballast.bench.worlds import Ran
 from ballast.core.settings import LinkSettings, Slo
 from ballast.policy.presets import PRESETS
 from ballast.sim.calibrate import calibrate
+from ballast.sim.device import Profile
 from ballast.sim.profile import device_profile, profile_of
 from ballast.sim.toml_file import as_toml
 from ballast.workload.workload import Workload
@@ -58,6 +59,7 @@ TARGET = 0.99
 SHARE = 0.8
 """Of a preset's highest rate."""
 TURNS = 3
+TRIES = 2
 SPREADS = 1.5
 GOALS = {
     "output_tokens_per_second": 0.1,
@@ -67,6 +69,8 @@ GOALS = {
     "tpot_p99": 0.2,
 }
 TRACE_SECONDS = 300.0
+FIRST = "first"
+"""The profile that rates and the link's pace are taken from."""
 
 Told = dict[str, Any]
 
@@ -91,7 +95,7 @@ class Cell:
     live: tuple[float, ...]
     """Run by run."""
     virtual: tuple[float, ...]
-    """By each turn's profile."""
+    """By the profile taken before each run."""
 
     @property
     def error(self) -> float:
@@ -128,27 +132,6 @@ def spread(values: Sequence[float]) -> float:
     return (max(values) - min(values)) / statistics.median(values)
 
 
-class Others:
-    """`cores` that other processes and the hypervisor took, on average, while it was a context."""
-
-    cores = 0.0
-
-    def __enter__(self) -> Self:
-        self._began, self._taken = time.monotonic(), self._now()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.cores = (self._now() - self._taken) / (time.monotonic() - self._began)
-
-    @staticmethod
-    def _now() -> float:
-        """Seconds since boot."""
-        times = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
-        idle = int(times[3]) + int(times[4])
-        busy = (sum(map(int, times)) - idle) / os.sysconf("SC_CLK_TCK")
-        return busy - time.process_time()
-
-
 def figures(report: Report) -> dict[str, float]:
     """What is compared, in seconds and tokens per second; over answered requests."""
     answered = [r for r in report.records if r.answered]
@@ -181,12 +164,11 @@ class Fidelity:
 
     def steps(self, turns: int) -> Iterator[str]:
         """Measures; says what it has measured, step by step."""
-        self._profile(0)
+        self._measured(FIRST)
         yield f"max rates {self.rates}"
         for turn in range(turns):
-            self._profile(turn)
-            yield f"profile {turn + 1}, others took {self.disturbed(turn):.2f} cores"
             for point in self.points[:: 1 if turn % 2 == 0 else -1]:
+                self._measured(f"{point}-{turn}")
                 told = self._live(point, turn)
                 values = (f"{key} {value:.4g}" for key, value in told["figures"].items())
                 yield f"turn {turn + 1} {point}: {', '.join(values)}"
@@ -194,7 +176,7 @@ class Fidelity:
     @cached_property
     def link(self) -> float:
         """Bytes per second, the same for all runs."""
-        return pace(self.specs, self._profile(0).profile.costs, LINK_RATIO)
+        return pace(self.specs, self._measured(FIRST).costs, LINK_RATIO)
 
     @cached_property
     def rates(self) -> dict[str, float]:
@@ -223,7 +205,8 @@ class Fidelity:
             live = [told["figures"] for told in ran if told is not None]
             if len(live) < turns:
                 continue
-            virtual = [figures(self._virtual(point, turn).report) for turn in range(turns)]
+            profiles = [f"{point}-{turn}" for turn in range(turns)]
+            virtual = [figures(self._virtual(point, p).report) for p in profiles]
             for metric in GOALS:
                 cells.append(
                     Cell(
@@ -240,48 +223,52 @@ class Fidelity:
         runs = {str(p): [self._told(p, turn) for turn in range(turns)] for p in self.points}
         return {point: [told for told in ran if told is not None] for point, ran in runs.items()}
 
-    def simulated(self, point: Point, turn: int) -> Told:
-        """The same of a simulation."""
-        return self._summary(self._virtual(point, turn))
+    def simulated(self, point: Point) -> Told:
+        """The same of the first simulation."""
+        return self._summary(self._virtual(point, f"{point}-0"))
 
-    def disturbed(self, turn: int) -> float:
+    def disturbed(self) -> dict[str, float]:
         """Cores that others took while the machine was profiled."""
-        told = json.loads((self.folder / f"profiled-{turn}.json").read_text())
-        return float(told["others_cpu"])
+        files = self.folder.glob("disturbed-*.json")
+        return {f.stem: json.loads(f.read_text())["others_cpu"] for f in sorted(files)}
 
-    def _profile(self, turn: int) -> Setting:
-        """As the turn's profile has it, measured now if it was not."""
-        file = self.folder / f"profile-{turn}.toml"
+    def _measured(self, name: str) -> Profile:
+        """The profile of that name, measured now if it was not; again where others disturbed."""
+        file = self.folder / f"profile-{name}.toml"
         if not file.is_file():
-            with Others() as others:
-                measured = calibrate(self.fleet, self.rounds)
+            for _ in range(TRIES):
+                with Others() as others:
+                    measured = calibrate(self.fleet, self.rounds)
+                if others.cores < DISTURBED:
+                    break
             text = as_toml(profile_of("here", measured, self.fleet.device))
             file.write_text(text, encoding="utf-8")
-            write_json(self.folder / f"profiled-{turn}.json", {"others_cpu": others.cores})
-        profile = device_profile(file).of(self.specs)
-        paced = pace(self.specs, profile.costs, LINK_RATIO) if turn == 0 else self.link
-        roomy = replace(self.fleet, link=LinkSettings(bytes_per_second=paced))
-        return Setting(roomy, self.specs, profile, self.trace)
+            write_json(self.folder / f"disturbed-{name}.json", {"others_cpu": others.cores})
+        return device_profile(file).of(self.specs)
+
+    def _setting(self, profile: str) -> Setting:
+        roomy = replace(self.fleet, link=LinkSettings(bytes_per_second=self.link))
+        return Setting(roomy, self.specs, self._measured(profile), self.trace)
 
     def _workload(self, rate: float) -> Workload:
         return self.trace.window(0.0, self.seconds * rate).scale_rate(rate)
 
     def _max_rate(self, preset: str) -> float:
         def run(rate: float) -> float:
-            total = self._virtual(Point(preset, rate), 0).report.total
+            total = self._virtual(Point(preset, rate), FIRST).report.total
             return total.attained / total.answered
 
         return bisect_max_rate(run, TARGET, lo=3.0, hi=6.0, steps=3, widen=3).rate
 
-    def _virtual(self, point: Point, turn: int) -> Ran:
-        setting = self._profile(turn)
+    def _virtual(self, point: Point, profile: str) -> Ran:
+        setting = self._setting(profile)
         fleet = setting.under(point.preset, self._budget(setting))
         return setting.virtual(fleet, self._workload(point.rate), self.levels)
 
     def _live(self, point: Point, turn: int) -> Told:
         told = self._told(point, turn)
         if told is None:
-            setting = self._profile(turn)
+            setting = self._setting(f"{point}-{turn}")
             fleet = setting.under(point.preset, self._budget(setting))
             with Others() as others:
                 ran = setting.live(fleet, self._workload(point.rate), self.levels)
@@ -377,7 +364,7 @@ def by_point(cells: Sequence[Cell]) -> Mapping[str, Mapping[str, Told]]:
 def extra(parser: argparse.ArgumentParser) -> None:
     trace_option(parser)
     parser.add_argument("--keep", type=Path, help="folder of what was measured, to go on from")
-    parser.add_argument("--seconds", type=float, help="of a live run; default 35, quick 12")
+    parser.add_argument("--seconds", type=float, help="of a live run; default 28, quick 12")
     parser.add_argument("--turns", type=int, default=None, help="default 3, quick 1")
     parser.add_argument(
         "--stop-after", type=float, default=float("inf"), help="seconds to begin steps in"
@@ -393,8 +380,8 @@ def main() -> None:
         fidelity = Fidelity(
             args.keep or Path(scratch),
             args.trace,
-            args.seconds or (12.0 if args.quick else 35.0),
-            rounds=2 if args.quick else 4,
+            args.seconds or (12.0 if args.quick else 28.0),
+            rounds=1 if args.quick else 2,
         )
         for step in fidelity.steps(turns):
             console.print(f"{time.monotonic() - began:4.0f} s  {step}", highlight=False)
@@ -409,9 +396,9 @@ def main() -> None:
             "turns": turns,
             "max_rate_virtual": fidelity.rates,
             "cells": by_point(cells),
-            "profiled_others_cpu": [fidelity.disturbed(turn) for turn in range(turns)],
+            "profiled_others_cpu": fidelity.disturbed(),
             "live": fidelity.live_runs(turns),
-            "virtual": {str(p): fidelity.simulated(p, 0) for p in fidelity.points},
+            "virtual": {str(p): fidelity.simulated(p) for p in fidelity.points},
         }
     table = table_of(cells)
     for key, value in summary_of(cells, fidelity.common).items():
