@@ -1,4 +1,5 @@
-"""Whether a simulation gives the same bytes every time: JSON and page, in processes of their own.
+"""Whether a simulation gives the same bytes every time: JSON, page and stories, in processes of
+their own.
 
 Twelve models of the catalogue in bursty groups on devices of three kinds, under three presets. One
 seed runs in this process, twice, and in others with several `PYTHONHASHSEED`; `identical` says
@@ -14,6 +15,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from json import dumps
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ballast.bench.asked import Asked
@@ -51,9 +54,14 @@ def written(seed: int, seconds: float) -> str:
     )
     kinds = kinds_of(DEVICES)
     asked = Asked.of(fleet, PRESETS, "bursty", RATE, seconds, MOST_TOKENS, seed)
-    runs = list(simulate_presets(fleet, asked.specs, kinds, asked.workload, asked.presets, PLACED))
+    with TemporaryDirectory() as scratch:
+        story = Path(scratch) / "story"
+        asking = (asked.specs, kinds, asked.workload, asked.presets, PLACED)
+        runs = list(simulate_presets(fleet, *asking, story=story))
+        stories = b"".join(file.read_bytes() for file in sorted(story.parent.iterdir()))
     told = dumps(simulation_json(kinds, asked.specs, asked.workload, PLACED, runs))
-    return hashlib.sha256((told + page("a page", [asked.described()], runs)).encode()).hexdigest()
+    told += page("a page", [asked.described()], runs)
+    return hashlib.sha256(told.encode() + stories).hexdigest()
 
 
 def apart(seed: int, seconds: float, hash_seed: str) -> str:
