@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -52,7 +53,8 @@ def calibrate(fleet: FleetSettings, rounds: int = 4, seed: int = 0) -> Profile:
                 link.activated(mapping.activate(device, m))
                 link.measure(device, m)
                 mapping.evict(device, m)
-        asking = threading.Thread(target=client.ask, args=(device,), daemon=True)
+        client.device = device
+        asking = threading.Thread(target=client.ask, daemon=True)
         asking.start()
         device.run()
         asking.join()
@@ -62,6 +64,7 @@ def calibrate(fleet: FleetSettings, rounds: int = 4, seed: int = 0) -> Profile:
     if unserved:
         raise DeviceError("calibrate", f"no request of {', '.join(unserved)} was answered")
     jobs = jobs_of(entries)
+    taken = [e["at"] - e["arrival"] for e in entries if e.get("event") == "Arrival"]
     wake, costs = costs_of(jobs)
     overhead, costs = with_loop(jobs, costs)
     return Profile(
@@ -69,6 +72,7 @@ def calibrate(fleet: FleetSettings, rounds: int = 4, seed: int = 0) -> Profile:
         link=link.rates(),
         overhead=overhead,
         wake=wake,
+        answer=statistics.median(taken) + statistics.median(client.told),
         page_seconds=mapping.page_seconds,
     )
 
@@ -105,8 +109,12 @@ class _Client:
     """Sends bursts of requests, each when the one before has been answered."""
 
     def __init__(self, rng: random.Random, rounds: int) -> None:
+        self.device: LiveDevice | None = None
+        """Before the loop runs."""
         self.served: set[str] = set()
         """Models of which a request was answered."""
+        self.told: list[float] = []
+        """Seconds from the beginning of a turn until its tokens were here."""
         self._rng = rng
         self._rounds = rounds
         self._asked = 0
@@ -116,6 +124,9 @@ class _Client:
 
     def hear(self, outputs: list[Output]) -> None:
         """On the loop's thread."""
+        assert self.device is not None
+        if self.device.loop.turn_since is not None:
+            self.told.append(self.device.clock.now() - self.device.loop.turn_since)
         ends = [o for o in outputs if not isinstance(o, TokenOut)]
         if not ends:
             return
@@ -126,8 +137,10 @@ class _Client:
                     self.served.add(model)
             self._changed.notify_all()
 
-    def ask(self, device: LiveDevice) -> None:
+    def ask(self) -> None:
         """All rounds; then the device drains."""
+        device = self.device
+        assert device is not None
         specs = [m.spec for m in device.state.models.values()]
         for _ in range(self._rounds):
             for burst in self._bursts(specs):

@@ -47,6 +47,8 @@ class Profile:
     """The engine's own seconds per job."""
     wake: float = 0.0
     """Seconds that a job takes longer after a pause, or a decode step after a prefill."""
+    answer: float = 0.0
+    """Seconds from a request's receipt to the loop's turn, and from a turn to the client."""
     page_seconds: float = 0.0
     """What the loop takes to map and unmap a page of weights, beyond their copy."""
 
@@ -94,7 +96,8 @@ class SimDevice:
             self._heap, self.clock, self._specs, self._costs, profile.overhead, profile.wake
         )
         self.story = Story(sink=sink, overhead=profile.overhead)
-        self._said = said
+        self._client = said
+        self._answer = profile.answer
         self._leaps = leaps
         self._observe = observe
         self._answers: dict[str, str | None] = {}
@@ -195,6 +198,9 @@ class SimDevice:
     def _tell(self, outputs: list[Output]) -> None:
         for output in outputs:
             self._said(self.clock.now(), output)
+
+    def _said(self, now: float, output: Output) -> None:
+        self._client(now + self._answer, output)
 
 
 def _hosted(spec: ModelSpec) -> Hosted:

@@ -107,6 +107,8 @@ class DeviceProfile(Keys):
     """The engine's own, per job, beyond what the costs hold."""
     wake_seconds: NotNegative = 0.0
     """What a job takes longer after a pause, and a decode step after a prefill."""
+    answer_seconds: NotNegative = 0.0
+    """From a request's receipt to the loop's turn, and from a turn's begin to the client."""
     page_seconds: NotNegative = 0.0
     """What the loop takes to map and unmap a page of weights, beyond their copy."""
     link: Link
@@ -147,6 +149,7 @@ class DeviceProfile(Keys):
             link=self.link.rates,
             overhead=self.overhead_seconds,
             wake=self.wake_seconds,
+            answer=self.answer_seconds,
             page_seconds=self.page_seconds,
         )
 
@@ -200,6 +203,7 @@ def profile_of(device: str, measured: Profile, settings: DeviceSettings) -> Devi
         link=Link(**asdict(measured.link), source="calibrate"),
         overhead_seconds=measured.overhead,
         wake_seconds=measured.wake,
+        answer_seconds=measured.answer,
         page_seconds=measured.page_seconds,
         served=Served(**{key: getattr(settings, key) for key in Served.model_fields}),
         sources={"calibrate": source},

@@ -33,7 +33,7 @@ def run(
 ) -> tuple[Told, Simulated]:
     told: Told = []
     costs = {s.name: COSTS for s in specs}
-    profile = Profile(costs=costs, link=LinkRates.even(1e8), overhead=3e-4, wake=7e-4)
+    profile = Profile(costs=costs, link=LinkRates.even(1e8), overhead=3e-4, wake=7e-4, answer=1e-4)
     done = simulate(
         fleet, specs, requests, profile, lambda at, o: told.append((at, o)), sink, leaps=leaps
     )

@@ -274,3 +274,4 @@ def test_jobs_after_a_pause_or_a_prefill_take_longer_and_mapping_delays_activati
     assert gaps[1][1:] == pytest.approx(gaps[0][1:])
     assert mapped[0] == pytest.approx(plain[0] + 20e-3)
     assert mapped[5:] == pytest.approx(plain[5:])
+    assert told(answer=3e-4) == pytest.approx([at + 3e-4 for at in plain])
