@@ -185,6 +185,17 @@ def test_a_story_that_was_tampered_with_is_caught(
     assert "recorded:" in changed.output
 
 
+def test_a_policy_that_decides_otherwise_is_caught(tmp_path: Path) -> None:
+    differs = 0
+    for seed in range(6):
+        life = told(tmp_path / f"{seed}", seed, "balloon", world)
+        assert replay(life).difference is None
+        life.snapshot = replace(life.snapshot, preset="swap")
+        found = replay(life).difference
+        differs += found is not None and "action" in (found.recorded or found.replayed or {})
+    assert differs >= 5
+
+
 def test_other_prefixes_make_another_run(tmp_path: Path) -> None:
     """That the digests are used at all: without them a cached prefix is not found."""
     path = tmp_path / "story"
