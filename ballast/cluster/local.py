@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ballast.cluster.flight import FlightRecorder, flight_memory
+from ballast.cluster.segments import SegmentBroker
 from ballast.core.errors import Unavailable
 from ballast.core.settings import FleetSettings, ServerSettings
 from ballast.transport.messages import (
@@ -42,8 +44,13 @@ class LocalWorker:
     heard saying counts as silence, and a silent worker is killed.
     """
 
-    def __init__(self, command: Sequence[str] = COMMAND) -> None:
+    def __init__(
+        self, command: Sequence[str] = COMMAND, broker: SegmentBroker | None = None
+    ) -> None:
+        """`broker`: of the segments that workers of this host share."""
         self._command = tuple(command)
+        self._broker = broker
+        self._segments: socket.socket | None = None
         with contextlib.ExitStack() as undo:
             self._directory = PrivateDirectory()
             undo.callback(self._directory.close)
@@ -116,16 +123,25 @@ class LocalWorker:
                 raise Unavailable(f"the worker cannot start: {message.reason}")
 
     async def _spawn(self, *options: str) -> None:
-        arguments = ("--dir", str(self._directory.path), "--parent", str(os.getpid()))
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command,
-            *arguments,
-            "--flight",
-            str(self._flight_fd),
-            *options,
-            stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=(self._flight_fd,),
-        )
+        fds = {"--flight": self._flight_fd}
+        theirs = None
+        if self._broker is not None:
+            self._segments, theirs = self._broker.open()
+            fds["--segments"] = theirs.fileno()
+        arguments = ["--dir", str(self._directory.path), "--parent", str(os.getpid())]
+        for name, fd in fds.items():
+            arguments += (name, str(fd))
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                *arguments,
+                *options,
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=tuple(fds.values()),
+            )
+        finally:
+            if theirs is not None:
+                theirs.close()  # so that its end is noticed
         self._exited = asyncio.create_task(self._process.wait())
 
     async def _connect(self) -> None:
@@ -217,6 +233,8 @@ class LocalWorker:
                     self._process.kill()
                 await self._exited
         finally:
+            if self._broker is not None and self._segments is not None:
+                self._broker.close(self._segments)
             self._socket.close()
             self._directory.close()
             self._flight.close()

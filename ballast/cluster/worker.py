@@ -20,6 +20,7 @@ from ballast.cluster.flight import FlightRecorder
 from ballast.cluster.logs import FORMAT_VARIABLE, set_up
 from ballast.cluster.orphan import die_with
 from ballast.cluster.outgoing import Outgoing
+from ballast.cluster.segments import SegmentClient
 from ballast.core.clock import Clock
 from ballast.core.command import Order, Outcome
 from ballast.core.errors import BallastError
@@ -86,19 +87,26 @@ Record = Callable[[Iterable[str]], object]
 """Is told the ids of the requests in flight, before anything that they could break."""
 Progress = Callable[[], object]
 """Is called whenever some more is loaded, by any thread."""
-MakeDevice = Callable[[FleetSettings, Outbox, Record, Progress], Device]
+MakeDevice = Callable[[FleetSettings, Outbox, Record, Progress, SegmentClient | None], Device]
 
 
 class Worker:
     """Joins a device to the socket. `run` returns the exit code of the process."""
 
     def __init__(
-        self, socket: WorkerSocket, make_device: MakeDevice, record: Record, clock: Clock
+        self,
+        socket: WorkerSocket,
+        make_device: MakeDevice,
+        record: Record,
+        clock: Clock,
+        segments: SegmentClient | None = None,
     ) -> None:
+        """`segments`: where to ask for weights that other workers have."""
         self._socket = socket
         self._make_device = make_device
         self._record = record
         self._clock = clock
+        self._segments = segments
         self._outgoing = Outgoing()
         self._thread: threading.Thread | None = None
         self._device: Device | None = None
@@ -178,7 +186,9 @@ class Worker:
         """The device's thread."""
         try:
             try:
-                device = self._make_device(fleet, self._outgoing.put, self._record, self._progress)
+                device = self._make_device(
+                    fleet, self._outgoing.put, self._record, self._progress, self._segments
+                )
             except (BallastError, OSError, MemoryError) as error:
                 log.error("the device could not be built: %s", error)
                 self._code = 1
@@ -229,11 +239,17 @@ class Worker:
         self._progress_at = self._clock.now()
 
 
-def live_device(fleet: FleetSettings, outbox: Outbox, record: Record, progress: Progress) -> Device:
+def live_device(
+    fleet: FleetSettings,
+    outbox: Outbox,
+    record: Record,
+    progress: Progress,
+    segments: SegmentClient | None,
+) -> Device:
     """The real thing; imported only here, so that the process answers before it has loaded."""
     from ballast.engine.device import LiveDevice
 
-    return LiveDevice(fleet, outbox, record=record, progress=progress)
+    return LiveDevice(fleet, outbox, record=record, progress=progress, exchange=segments)
 
 
 def rehearse_live() -> None:
@@ -274,6 +290,7 @@ def main(
     parser.add_argument("--dir", type=Path, required=True, help="holds the socket")
     parser.add_argument("--parent", type=int, required=True, help="process id of the server")
     parser.add_argument("--flight", type=int, required=True, help="descriptor of flight memory")
+    parser.add_argument("--segments", type=int, help="descriptor of the socket of shared weights")
     parser.add_argument("--spare", action="store_true", help="prepare for a start to come")
     arguments = parser.parse_args(argv)
     die_with(arguments.parent)
@@ -290,7 +307,8 @@ def main(
         _name_process(SPARE)
     with WorkerSocket(arguments.dir) as socket:
         flight = FlightRecorder(arguments.flight)
-        worker = Worker(socket, make_device, flight.record, MonotonicClock())
+        segments = None if arguments.segments is None else SegmentClient(arguments.segments)
+        worker = Worker(socket, make_device, flight.record, MonotonicClock(), segments)
         code = worker.run()
     logging.shutdown()
     # Nothing is left to tidy up; Python's own end takes seconds of a busy processor, and a thread

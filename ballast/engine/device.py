@@ -37,7 +37,7 @@ from ballast.models.served import Served
 from ballast.models.transformers import ServedModel
 from ballast.policy.presets import resolve
 from ballast.weights.checkpoint import load_host_model
-from ballast.weights.host import HostModel, HostTier
+from ballast.weights.host import Exchange, HostModel, HostTier
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class LiveDevice:
     constructor; a model that fails to load is listed in `failed`, with the reason, and does not
     stop the rest. `costs` are what policies may know of each model's speed; `sink` gets the story
     beside the file, if any; `record` is told which requests are in flight; `progress` is called for
-    each part of the weights that was loaded.
+    each part of the weights that was loaded; `exchange` knows those that other processes have.
     """
 
     def __init__(
@@ -62,12 +62,13 @@ class LiveDevice:
         sink: Sink | None = None,
         record: Record | None = None,
         progress: Callable[[], object] = lambda: None,
+        exchange: Exchange | None = None,
     ) -> None:
         preset = resolve(fleet.preset, fleet.options)
         confine_allocator()
         self.fleet = fleet
         self.failed: dict[str, str] = {}
-        self.tier = HostTier(progress)
+        self.tier = HostTier(progress, exchange)
         self.hosts = self._load()
         """By name, in the fleet's order; replaced, never changed."""
         self.clock = clock or MonotonicClock()

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import struct
+from array import array
 from collections.abc import Sequence
 
 from ballast.core.errors import DeviceError
@@ -42,7 +43,7 @@ def receive_pages(connection: socket.socket) -> Exported:
     """The other end of `send_pages`. The descriptor is the caller's: give it to `Vm.attach`."""
     fds: list[int] = []
     try:
-        head, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, 1, socket.MSG_CMSG_CLOEXEC)
+        head, fds = receive(connection, _LENGTH.size)
         head += _read(connection, _LENGTH.size - len(head))
         (size,) = _LENGTH.unpack(head)
         if len(fds) != 1 or size > _MOST_BYTES:
@@ -54,6 +55,23 @@ def receive_pages(connection: socket.socket) -> Exported:
     except DeviceError:
         _close(fds)
         raise
+
+
+def receive(connection: socket.socket, most: int) -> tuple[bytes, list[int]]:
+    """Up to `most` bytes, and the descriptor that came with them, if one did: no child process
+    inherits it. Raises OSError.
+    """
+    # `socket.recv_fds` ignores its flags.
+    told, ancillary, _, _ = connection.recvmsg(
+        most, socket.CMSG_LEN(array("i").itemsize), socket.MSG_CMSG_CLOEXEC
+    )
+    fds = [
+        fd
+        for level, kind, data in ancillary
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+        for fd in array("i", data)
+    ]
+    return told, fds
 
 
 def _decode(told: bytes, fd: int) -> Exported:

@@ -20,6 +20,7 @@ import uvicorn
 from ballast.cluster.controller import Controller
 from ballast.cluster.local import COMMAND, LocalWorker
 from ballast.cluster.logs import tell
+from ballast.cluster.segments import SegmentBroker
 from ballast.core.errors import CheckpointError, ConfigError, Unavailable
 from ballast.core.settings import FleetSettings
 from ballast.engine.inbox import MonotonicClock
@@ -89,7 +90,8 @@ async def _serve(
 ) -> int:
     asked = Asked()
     with bound(host, port) as listener, asked.by_signals():
-        controller = Controller(lambda: LocalWorker(worker_command))
+        broker = SegmentBroker()
+        controller = Controller(lambda: LocalWorker(worker_command, broker))
         starting = asyncio.ensure_future(_start(reading.fleet, controller))
         try:
             if await _first(starting, asked.to_stop):

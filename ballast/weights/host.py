@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ballast.core.errors import DeviceError
 from ballast.core.model import AdapterSpec, ModelSpec
@@ -114,6 +114,21 @@ class SealedSegment:
             self.close()
             raise
 
+    def adopt(self, fd: int) -> None:
+        """Have the same bytes in `fd`, which is taken over, instead. Raises DeviceError where it
+        is no sealed file of this size; nothing has changed then."""
+        try:
+            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+            if not sealed or os.fstat(fd).st_size != self.n_bytes:
+                raise DeviceError("host tier", "another process's segment is none")
+            shared = syscalls.MAP_SHARED | syscalls.MAP_POPULATE
+            address = syscalls.mmap(0, self.n_bytes, syscalls.PROT_READ, shared, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        self.close()
+        self.fd, self.address = fd, address
+
     def close(self) -> None:
         if self.address:
             syscalls.munmap(self.address, self.n_bytes)
@@ -151,16 +166,31 @@ class SealedSegment:
             syscalls.munmap(base, self.n_bytes)
 
 
+class Exchange(Protocol):
+    """What other processes of this host hold; `ballast.cluster.segments.SegmentClient` asks."""
+
+    def share(self, digest: str, fd: int) -> int | None:
+        """Let others map the segment in `fd`; a descriptor of an equal one that one of them has
+        already, to be the caller's, if there is one."""
+
+    def release(self, digest: str) -> None:
+        """This process does not hold the segment any more."""
+
+
 class HostTier:
-    """Segments in host memory, equal ones once however many models hold them.
+    """Segments in host memory, equal ones once however many models hold them, and processes.
 
     Used by one thread at a time.
     """
 
-    def __init__(self, progress: Callable[[], object] = lambda: None) -> None:
-        """`progress` is called for each piece that was filled, by any thread."""
+    def __init__(
+        self, progress: Callable[[], object] = lambda: None, exchange: Exchange | None = None
+    ) -> None:
+        """`progress` is called for each piece that was filled, by any thread; `exchange` is told of
+        what is held, and of nothing else."""
         _allow_files()
         self._progress = progress
+        self._exchange = exchange
         self._segments: dict[str, SealedSegment] = {}
         self.closing = False
         """What is being filled fails; set by any thread."""
@@ -184,6 +214,15 @@ class HostTier:
         found = self._segments.setdefault(filled.digest, filled)
         if found is not filled:
             filled.close()
+        elif self._exchange is not None:
+            theirs = self._exchange.share(filled.digest, filled.fd)
+            if theirs is not None:
+                try:
+                    filled.adopt(theirs)
+                except BaseException:
+                    filled.holds += 1
+                    self.release(filled)
+                    raise
         found.holds += 1
         return found
 
@@ -193,6 +232,8 @@ class HostTier:
         if not sealed.holds:
             del self._segments[sealed.digest]
             sealed.close()
+            if self._exchange is not None:
+                self._exchange.release(sealed.digest)
 
 
 class HostBytes:

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from ballast.cluster.segments import SegmentClient
 from ballast.cluster.worker import Progress, Record
 from ballast.core.actions import Change
 from ballast.core.command import Add, Order, Outcome, Remove
@@ -89,6 +90,7 @@ class EchoDevice:
         outbox: Callable[[list[Output]], None],
         record: Record,
         progress: Progress,
+        segments: SegmentClient | None,
     ) -> None:
         if (file := os.environ.get("FAKE_DEVICE_FAILS")) and Path(file).exists():
             raise MemoryError("no room for the pool now")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +51,26 @@ def test_the_tokens_are_those_of_one_device_also_when_a_worker_is_killed(
     assert asyncio.run(tokens_of(two, kill=True)) == expected
     state = two.http.get("/admin/state").json()
     assert sorted(d["restarts"] for d in state["devices"]) == [0, 1]
+
+
+def weights_of(running: ServerProcess, model: str) -> list[set[int]]:
+    """By worker, the files in which it has the weights of a model."""
+    found = []
+    for pid in running.children:
+        inodes = set()
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if f"memfd:ballast-{model}" in str(link.readlink()):
+                    inodes.add(link.stat().st_ino)
+        found += [inodes] if inodes else []
+    return found
+
+
+def test_weights_are_in_host_memory_once(two: ServerProcess) -> None:
+    first, second = weights_of(two, "atlas-chat")
+    assert len(first) > 1
+    assert first == second
+    assert len(weights_of(two, "wren-mini")) == 1
 
 
 def test_operators_are_told_of_each_device(two: ServerProcess) -> None:

@@ -1,0 +1,97 @@
+"""Weights that several workers hold are in memory once, and no longer than any of them lives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from ballast.cluster.segments import SegmentBroker, SegmentClient
+from ballast.core.errors import DeviceError
+from ballast.weights.host import HostTier
+from tests.weights.test_host import allocated, contents, load
+
+
+@contextlib.contextmanager
+def tier(broker: SegmentBroker) -> Iterator[tuple[HostTier, socket.socket]]:
+    """A worker's, and the broker's end of its connection."""
+    ours, theirs = broker.open()
+    client = SegmentClient(os.dup(theirs.fileno()))
+    theirs.close()
+    try:
+        yield HostTier(exchange=client), ours
+    finally:
+        client.close()
+        broker.close(ours)
+
+
+def test_equal_segments_are_there_once_in_whichever_process() -> None:
+    async def scenario() -> None:
+        broker = SegmentBroker()
+        with tier(broker) as (first, one), tier(broker) as (second, two):
+            a = await asyncio.to_thread(load, first, "a", embed=1, one=2)
+            b = await asyncio.to_thread(load, second, "b", tokens=1, eins=3)
+            inodes = [[os.fstat(fd).st_ino for fd in held.files()] for held in (a, b)]
+            assert inodes[0][0] == inodes[1][0]
+            assert inodes[0][1] != inodes[1][1]
+            assert not any(os.get_inheritable(fd) for held in (a, b) for fd in held.files())
+            assert (contents(a), contents(b), a.digests[0]) == ([1, 2], [1, 3], b.digests[0])
+            assert len(broker) == 3
+            await asyncio.to_thread(a.close)
+            while len(broker) > 2:
+                await asyncio.sleep(0)
+            again = await asyncio.to_thread(load, first, "a", embed=1)
+            assert os.fstat(again.files()[0]).st_ino == inodes[1][0]
+            broker.close(two)  # as where its process has died
+            assert len(broker) == 1
+            broker.close(one)
+            assert len(broker) == 0
+            broker.close(one)
+            assert (contents(again), contents(b)) == ([1], [1, 3])
+            again.close()
+            b.close()
+        assert allocated() == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_whose_end_is_closed_holds_nothing() -> None:
+    async def scenario() -> None:
+        broker = SegmentBroker()
+        with tier(broker) as (alone, _):
+            held = await asyncio.to_thread(load, alone, "a", embed=1)
+            assert len(broker) == 1
+        assert len(broker) == 0
+        later = await asyncio.to_thread(load, alone, "b", embed=2)  # nobody is there to ask
+        assert (contents(held), contents(later)) == ([1], [2])
+        held.close()
+        later.close()
+
+    asyncio.run(scenario())
+
+
+class Liar:
+    """Offers a file that is not sealed."""
+
+    def __init__(self) -> None:
+        self.released: list[str] = []
+
+    def share(self, digest: str, fd: int) -> int | None:
+        other = os.memfd_create("ballast-liar")
+        os.ftruncate(other, os.fstat(fd).st_size)
+        return other
+
+    def release(self, digest: str) -> None:
+        self.released.append(digest)
+
+
+def test_what_is_not_sealed_is_not_taken() -> None:
+    liar = Liar()
+    unsafe = HostTier(exchange=liar)
+    with pytest.raises(DeviceError, match="another process's segment"):
+        load(unsafe, "a", embed=1)
+    assert (len(liar.released), unsafe.n_bytes, allocated()) == (1, 0, 0)
