@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ballast.cluster.device import RemoteDevice, WorkerLink
+from ballast.cluster.following import Following
 from ballast.cluster.orders import changed, names_of, refusal, undoing
 from ballast.cluster.outlet import OpenRequest, Outlet
 from ballast.cluster.placing import homes_of, part_of, placed
@@ -23,6 +24,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings, ModelSettings, ServerSettings
+from ballast.policy.fleets import placement_of
 from ballast.policy.route import Replica, held_prefix
 
 log = logging.getLogger(__name__)
@@ -40,13 +42,14 @@ class Controller:
         self._make_worker = make_worker
         self._spare: Spare[WorkerLink] = Spare(make_worker)
         self._suspicions = Suspicions()
-        self._changing = asyncio.Lock()
+        self.changing = asyncio.Lock()
         """Held while a model is added or removed: what follows is judged by what came of it."""
         self.devices: dict[str, RemoteDevice] = {}
         """By name, in the fleet's order; from `start` on."""
         self._reports: list[DeviceReport] = []
         self._together: DeviceReport | None = None
         """What these say together."""
+        self._following: asyncio.Task[None] | None = None
         self.unreadable: Mapping[str, str] = {}
         """Models whose tokenizer the server could not load, with the reason."""
         self.decisions: deque[tuple[float, dict[str, Any]]] = deque(maxlen=DECISIONS_KEPT)
@@ -74,6 +77,9 @@ class Controller:
                 task.cancel()
         if fleet.server.spare_worker:
             await self._spare.hire()
+        policy = placement_of(fleet.placement).policy
+        if policy is not None and fleet.others:
+            self._following = asyncio.create_task(Following(self, policy).run())
 
     def configure(self, server: ServerSettings) -> None:
         """Other limits of the server; the next workers are watched by the new ones."""
@@ -182,7 +188,8 @@ class Controller:
         devices = list(self.devices.values())
         if len(devices) == 1:
             return devices
-        return [d for d in devices if d.serves(model)] or devices
+        here = [d for d in devices if d.serves(model)]
+        return [d for d in here if d.takes(model)] or here or devices
 
     def _route(self, submission: Submission) -> RemoteDevice:
         homes = self._serving(submission.model)
@@ -208,7 +215,7 @@ class Controller:
         Raises Unavailable where one of them does not serve, or dies before it has answered.
         """
         if isinstance(order, Add | Remove):
-            async with self._changing:
+            async with self.changing:
                 return await self._command(order)
         return await self._command(order)
 
@@ -261,7 +268,8 @@ class Controller:
             case Remove(name):
                 return self._having(name) or self._serving(name)[:1]
             case _:
-                return self._serving(order.model)
+                here = [d for d in self.devices.values() if d.serves(order.model)]
+                return here or self._serving(order.model)
 
     async def _for(self, settings: ModelSettings) -> list[RemoteDevice]:
         """Devices for one more model. Raises ConfigError."""
@@ -300,18 +308,23 @@ class Controller:
         """A device has done what was ordered: what all of them serve follows."""
         if isinstance(order, Remove) and self._having(order.model):
             return
+        if isinstance(order, Add) and order.settings in self.fleet.models:
+            return  # on one more device
         left = names_of(self.fleet)
         self.fleet = changed(self.fleet, order)
         left -= names_of(self.fleet)
         self.unreadable = {n: why for n, why in self.unreadable.items() if n not in left}
 
-    def decided(self, device: RemoteDevice, moment: float, what: dict[str, Any]) -> None:
-        """A device has decided something."""
-        if len(self.devices) > 1:
+    def decided(self, device: RemoteDevice | None, moment: float, what: dict[str, Any]) -> None:
+        """Something was decided, by a device or (None) about devices."""
+        if device is not None and len(self.devices) > 1:
             what = {**what, "device": device.name}
         self.decisions.append((moment, what))
 
     async def close(self, patience: float) -> None:
         """End the workers: what is open is finished within `patience` seconds, or fails."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait({self._following})
         await asyncio.gather(*(d.close(patience) for d in self.devices.values()))
         await self._spare.close()

@@ -106,6 +106,8 @@ class RemoteDevice:
         self.failed: Mapping[str, str] = {}
         """Models of its fleet that it does not serve, with the reason."""
         self.report: DeviceReport | None = None
+        self.leaving: set[str] = set()
+        """Models that it serves until their open requests have ended."""
         self._prefixes: dict[str, GivenPrefixes] = {}
         """By model, what the present worker was given where there was a choice of devices."""
         self.restarts = 0
@@ -124,6 +126,11 @@ class RemoteDevice:
     def serves(self, name: str) -> bool:
         """Whether it has a model, or an adapter of one."""
         return any(name in _names(base) for base in self.specs.values())
+
+    def takes(self, name: str) -> bool:
+        """Whether new requests for a model, or an adapter of one, may go here."""
+        found = (base.name for base in self.specs.values() if name in _names(base))
+        return any(base not in self.leaving for base in found)
 
     def held_tokens(self, submission: Submission) -> int:
         """Tokens of a prompt whose KV it may hold: it was given them, and holds any KV."""
@@ -193,6 +200,7 @@ class RemoteDevice:
         left = names_of(self.fleet)
         self.fleet = changed(self.fleet, order)
         left -= names_of(self.fleet)
+        self.leaving -= left
         self._prefixes = {n: p for n, p in self._prefixes.items() if n not in left}
         served = {s.name for base in self.specs.values() for s in base.served}
         failed = {**self.failed, **outcome.failed}

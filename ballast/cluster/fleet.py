@@ -62,6 +62,14 @@ class FleetBook:
         self._memo, self.wake_at = decision.memo, decision.wake_at
         return decision.actions
 
+    def follow(self, homes: Mapping[str, Sequence[str]], needs: Sequence[Need]) -> None:
+        """Homes as they are: others than policies have changed them, if they are not as known."""
+        found = {model: tuple(on) for model, on in homes.items()}
+        if {m: set(on) for m, on in found.items()} != {m: set(on) for m, on in self.homes.items()}:
+            self.homes = found
+            self.epoch += 1
+        self._needs = tuple(needs)
+
     def objection(self, action: FleetAction) -> str | None:
         """Why an action cannot be done, as things are by now."""
         homes = self.homes.get(action.model)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ballast.core.cost import activation_bytes
 from ballast.core.errors import CheckpointError, ConfigError
 from ballast.core.fleet import Need, Room
-from ballast.core.settings import FleetSettings, ModelSettings
-from ballast.core.units import format_bytes
+from ballast.core.model import ModelSpec, weight_pages
+from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
+from ballast.core.units import ceil_div, format_bytes
 from ballast.policy.placement import spread
 from ballast.weights.stored import served_bytes
 
@@ -56,6 +58,18 @@ def placed(
         for name, (device, _) in devices.items()
     ]
     return spread(needs, rooms)
+
+
+def need_of(spec: ModelSpec, devices: Iterable[DeviceSettings], work: Mapping[str, float]) -> Need:
+    """With KV for one request that takes a whole step; as much as it takes on any of `devices`."""
+    most = weights = 0
+    for served in devices:
+        page = served.page_bytes
+        weights = max(weights, weight_pages([spec], page) * page)
+        kv = ceil_div(served.step_tokens * spec.kv_bytes_per_token, page) * page
+        arena = activation_bytes(spec, served.step_tokens, served.step_logits)
+        most = max(most, weight_pages([spec], page) * page + kv + arena + page)
+    return Need(spec.name, most, weights, work)
 
 
 def part_of(fleet: FleetSettings, name: str, models: Collection[str], cores: int) -> FleetSettings:

@@ -57,6 +57,11 @@ class OpenRequests:
         """Ids of those that the worker has."""
         return [r.submission.id for r in self._open.values() if r.sent]
 
+    def of(self, base: ModelSpec) -> int:
+        """Requests of a model and its adapters."""
+        names = {s.name for s in base.served}
+        return sum(r.submission.model in names for r in self._open.values())
+
     def silent(self, base: ModelSpec) -> int:
         """Requests of a model and its adapters without a token yet."""
         return sum(self._silent[s.name] for s in base.served)

@@ -163,6 +163,8 @@ class FleetSettings:
     """Further devices of this host."""
     other_links: tuple[LinkSettings, ...] = ()
     """Of `others`, in their order."""
+    placement: str = "weights"
+    """Whether models stay where they were placed (`weights`), or follow the load (`follow`)."""
     preset: str = "balloon"
     options: dict[str, float] = field(default_factory=dict)
     """Tunables of the preset; an unknown name is a ConfigError."""

@@ -102,6 +102,7 @@ def resolved(
         link=links[0],
         others=tuple(devices[1:]),
         other_links=tuple(links[1:]),
+        placement=keys.placement,
         preset=keys.preset,
         options=dict(keys.options),
         home=str(home),

@@ -259,6 +259,7 @@ class FleetKeys(Keys):
 
     preset: str = "balloon"
     options: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
+    placement: Literal["weights", "follow"] = "weights"
     story: str | None = None
     defaults: ModelKeys = ModelKeys()
     models: Annotated[list[NamedModelKeys], Field(min_length=1)]

@@ -8,15 +8,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ballast.cluster.fleet import FleetBook
-from ballast.core.cost import Traffic, activation_bytes
+from ballast.cluster.placing import need_of
+from ballast.core.cost import Traffic
 from ballast.core.entries import Sink
 from ballast.core.errors import ConfigError
 from ballast.core.event import Output
-from ballast.core.fleet import Need, Room
-from ballast.core.model import ModelSpec, weight_pages
+from ballast.core.fleet import Room
+from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings
-from ballast.core.units import MiB, ceil_div
+from ballast.core.units import MiB
 from ballast.engine.state import DeviceState
 from ballast.policy.fleets import Placement, placement_of
 from ballast.policy.placement import spread
@@ -91,7 +92,7 @@ class Cluster:
         expected = traffic if placement.expects and traffic is not None else {}
         by_kind = {p.device: p for p in profiles.values()}
         kept = dict.fromkeys(replace(s, name="", budget_bytes=0) for s in settings.values())
-        needs = [_need(s, kept, _work(s, by_kind, expected)) for s in specs]
+        needs = [need_of(s, kept, _work(s, by_kind, expected)) for s in specs]
         homes = spread(needs, rooms)
         self.devices: dict[str, SimDevice] = {}
         """By name, those that serve or may come to serve any model."""
@@ -145,15 +146,3 @@ def _work(
     costs = {name: p.costs(spec) for name, p in kinds.items()}
     most = spec.max_running
     return {name: sum(c.work(t, tpot, most) for t, tpot in expected) for name, c in costs.items()}
-
-
-def _need(spec: ModelSpec, devices: Iterable[DeviceSettings], work: Mapping[str, float]) -> Need:
-    """With KV for one request that takes a whole step; as much as it takes on any of `devices`."""
-    most = weights = 0
-    for served in devices:
-        page = served.page_bytes
-        weights = max(weights, weight_pages([spec], page) * page)
-        kv = ceil_div(served.step_tokens * spec.kv_bytes_per_token, page) * page
-        arena = activation_bytes(spec, served.step_tokens, served.step_logits)
-        most = max(most, weight_pages([spec], page) * page + kv + arena + page)
-    return Need(spec.name, most, weights, work)
