@@ -209,15 +209,57 @@ class Controller:
 
     # -- orders -----------------------------------------------------------------------------------
 
-    async def command(self, order: Order) -> Outcome:
-        """Have the devices that it concerns carry out an operator's order, or none of them.
+    async def command(self, order: Order, device: str | None = None) -> Outcome:
+        """Have the devices that it concerns carry out an operator's order, or none of them; or
+        only one of a model's devices.
 
         Raises Unavailable where one of them does not serve, or dies before it has answered.
         """
         if isinstance(order, Add | Remove):
             async with self.changing:
                 return await self._command(order)
+        if device is not None:
+            found = self.devices.get(device)
+            if found is None or not found.serves(order.model):
+                return Outcome("refused", f"{order.model} is not on {device!r}")
+            return await found.command(order)
         return await self._command(order)
+
+    async def place(self, model: str, device: str) -> Outcome:
+        """Serve a model on one more device. Raises Unavailable, as `command`."""
+        async with self.changing:
+            settings = next((m for m in self.fleet.models if m.name == model), None)
+            found = self.devices.get(device)
+            if settings is None or found is None:
+                what = f"there is no device {device!r}" if settings else f"no model {model!r}"
+                return Outcome("refused", f"{what}; devices: {', '.join(self.devices)}")
+            if found.takes(model):
+                return Outcome("refused", f"{device} serves {model} already")
+            if model in found.leaving:
+                found.leaving.discard(model)
+                return Outcome(specs=dict(found.specs))
+            return await found.command(Add(settings))
+
+    async def withdraw_model(self, model: str, device: str, patience: float) -> Outcome:
+        """Take a model from one of its devices; those of its requests that are open there have
+        `patience` seconds to end. Raises Unavailable, as `command`."""
+        async with self.changing:
+            here = [d for d in self.devices.values() if d.takes(model)]
+            found = self.devices.get(device)
+            if found not in here:
+                return Outcome("refused", f"{model} is not on {device!r}")
+            if len(here) < 2:
+                return Outcome("refused", f"{model} is on no other device")
+            assert found is not None
+            found.leaving.add(model)
+            try:
+                outcome = await found.command(Remove(model, patience))
+            except BaseException:
+                found.leaving.discard(model)
+                raise
+            if outcome.code is not None:
+                found.leaving.discard(model)
+            return outcome
 
     async def _command(self, order: Order) -> Outcome:
         refused = refusal(self.fleet, self.specs, order)

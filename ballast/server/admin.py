@@ -75,14 +75,26 @@ def add_admin(app: FastAPI, service: Service, operating: Operating) -> None:
         return answered({"name": name, "status": "unpinned"})
 
     @app.post("/admin/models/{name:path}/evict")
-    async def evict(name: str) -> Response:
-        await operating.order(Evict(spec(name).name, "by an operator"))
+    async def evict(name: str, device: str | None = None) -> Response:
+        await operating.order(Evict(spec(name).name, "by an operator"), device)
         return answered({"name": name, "status": "evicted"})
 
     @app.post("/admin/models/{name:path}/activate")
-    async def activate(name: str) -> Response:
-        await operating.order(Activate(spec(name).name, "by an operator"))
+    async def activate(name: str, device: str | None = None) -> Response:
+        await operating.order(Activate(spec(name).name, "by an operator"), device)
         return answered({"name": name, "status": "activated"})
+
+    @app.post("/admin/models/{name:path}/place")
+    async def place(name: str, device: str) -> Response:
+        await operating.place(spec(name).name, device)
+        return answered({"name": name, "device": device, "status": "placed"})
+
+    @app.post("/admin/models/{name:path}/withdraw")
+    async def withdraw(
+        name: str, device: str, patience: Annotated[float, Query(ge=0, le=3600)] = PATIENCE
+    ) -> Response:
+        await operating.withdraw(spec(name).name, device, patience)
+        return answered({"name": name, "device": device, "status": "withdrawn"})
 
     @app.get("/admin/story")
     async def story(

@@ -68,12 +68,17 @@ class Operating:
         """What operators have changed of the fleet file, as far as it counts."""
         return self._source.changes
 
-    async def order(self, wanted: Order) -> Outcome:
-        """Have the device do it. Raises Fault or Unavailable."""
-        outcome = await self._controller.command(wanted)
-        if outcome.code is not None:
-            raise Fault(_STATUS.get(outcome.code, 500), outcome.reason, outcome.code)
-        return outcome
+    async def order(self, wanted: Order, device: str | None = None) -> Outcome:
+        """Have it done by the devices that it concerns, or by one. Raises Fault or Unavailable."""
+        return _done(await self._controller.command(wanted, device))
+
+    async def place(self, name: str, device: str) -> None:
+        """One more device serves a model, until the next start. Raises Fault or Unavailable."""
+        _done(await self._controller.place(name, device))
+
+    async def withdraw(self, name: str, device: str, patience: float) -> None:
+        """A device serves a model no more, until the next start. Raises Fault or Unavailable."""
+        _done(await self._controller.withdraw_model(name, device, patience))
 
     async def add(self, entry: NamedModelKeys) -> str:
         """A model more; its name. Raises Fault, Unavailable or NotKept."""
@@ -242,6 +247,13 @@ class Operating:
                 if adapter.name == name:
                     return adapter
         raise UnknownModel(f"there is no model {name!r}")
+
+
+def _done(outcome: Outcome) -> Outcome:
+    """Raises Fault where it was not."""
+    if outcome.code is not None:
+        raise Fault(_STATUS.get(outcome.code, 500), outcome.reason, outcome.code)
+    return outcome
 
 
 def _prepared(entry: NamedModelKeys, home: Path) -> tuple[ModelSettings, Tokenizer]:

@@ -14,6 +14,8 @@ from tests.server.process import ServerProcess, server
 from tests.server.test_crash import KINDS, MODELS, TOKENS, Stream
 from tests.server.test_lifetime import until
 
+ADMIN = {"Authorization": "Bearer sk-admin"}
+
 
 @pytest.fixture(scope="module")
 def two(fleet_file: Path) -> Iterator[ServerProcess]:
@@ -24,6 +26,7 @@ def two(fleet_file: Path) -> Iterator[ServerProcess]:
         model["devices"] = homes[model["name"]]
     (device,) = fleet["devices"]
     fleet["devices"] = [device | {"budget": "32MiB", "name": name} for name in ("cpu:0", "cpu:1")]
+    fleet["server"] = {"admin_key": "sk-admin"}
     file = fleet_file.with_name("two.yaml")
     file.write_text(yaml.safe_dump(fleet))
     with server(file) as running:
@@ -49,7 +52,7 @@ def test_the_tokens_are_those_of_one_device_also_when_a_worker_is_killed(
     expected = asyncio.run(tokens_of(real, kill=False))
     assert asyncio.run(tokens_of(two, kill=False)) == expected
     assert asyncio.run(tokens_of(two, kill=True)) == expected
-    state = two.http.get("/admin/state").json()
+    state = two.http.get("/admin/state", headers=ADMIN).json()
     assert sorted(d["restarts"] for d in state["devices"]) == [0, 1]
 
 
@@ -73,9 +76,41 @@ def test_weights_are_in_host_memory_once(two: ServerProcess) -> None:
     assert len(weights_of(two, "wren-mini")) == 1
 
 
+def test_operators_move_models(two: ServerProcess) -> None:
+    def order(verb: str, model: str, device: str) -> tuple[int, str]:
+        answer = two.http.post(
+            f"/admin/models/{model}/{verb}", params={"device": device}, headers=ADMIN
+        )
+        told = answer.json()
+        return answer.status_code, told.get("status") or told["error"]["message"]
+
+    def homes() -> list[str]:
+        (found,) = (
+            m["devices"]
+            for m in two.http.get("/admin/state", headers=ADMIN).json()["models"]
+            if m["report"]["name"] == "wren-mini"
+        )
+        return list(found)
+
+    assert order("place", "wren-mini", "cpu:1") == (409, "cpu:1 serves wren-mini already")
+    assert order("withdraw", "wren-mini", "cpu:1") == (409, "wren-mini is on no other device")
+    assert order("place", "wren-mini", "cpu:7")[0] == 409
+    assert order("evict", "wren-mini", "cpu:0") == (409, "wren-mini is not on 'cpu:0'")
+    expected = asyncio.run(tokens_of(two, kill=False))
+    assert order("place", "wren-mini", "cpu:0") == (200, "placed")
+    assert homes() == ["cpu:0", "cpu:1"]
+    first, second = weights_of(two, "wren-mini")
+    assert first == second
+    assert order("withdraw", "wren-mini", "cpu:1") == (200, "withdrawn")
+    assert homes() == ["cpu:0"]
+    assert asyncio.run(tokens_of(two, kill=False)) == expected
+    assert order("place", "wren-mini", "cpu:1") == (200, "placed")
+    assert order("withdraw", "wren-mini", "cpu:0") == (200, "withdrawn")
+
+
 def test_operators_are_told_of_each_device(two: ServerProcess) -> None:
-    until(lambda: two.http.get("/health").json() == {"status": "ok", "failed": {}})
-    state = two.http.get("/admin/state").json()
+    until(lambda: two.http.get("/health", headers=ADMIN).json() == {"status": "ok", "failed": {}})
+    state = two.http.get("/admin/state", headers=ADMIN).json()
     assert state["device"] == "cpu:0, cpu:1"
     first, second = state["devices"]
     assert (first["device"], first["status"], second["device"]) == ("cpu:0", "ok", "cpu:1")
@@ -86,6 +121,6 @@ def test_operators_are_told_of_each_device(two: ServerProcess) -> None:
         assert sum(told["owners"].values()) + told["free"] + told["reclaiming"] == told["total"]
     homes = {m["report"]["name"]: m["devices"] for m in state["models"]}
     assert homes == {"atlas-chat": ["cpu:0", "cpu:1"], "wren-mini": ["cpu:1"]}
-    metrics = two.http.get("/metrics").text
+    metrics = two.http.get("/metrics", headers=ADMIN).text
     assert 'ballast:device_up{device="cpu:0"} 1.0' in metrics
     assert 'ballast:device_up{device="cpu:1"} 1.0' in metrics
