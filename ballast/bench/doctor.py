@@ -22,14 +22,16 @@ def examine(fleet: FleetSettings | None, clock: Clock) -> Iterator[Finding]:
     Times what it measures by `clock`. Loads every model of the fleet, one after the other; only
     then is the machinery for models imported.
     """
-    device = fleet.of_one_device("the doctor") if fleet else DEFAULT
-    budget, page = device.budget_bytes, device.page_bytes
+    devices = [device for device, _ in fleet.devices.values()] if fleet else [DEFAULT]
     yield from doctor_machine.software()
     yield from doctor_machine.processor()
     yield from doctor_machine.limits()
-    yield doctor_memory.room(budget, "the budget")
-    yield doctor_memory.mappings(budget, page)
-    yield from doctor_memory.pages(page, clock)
+    budget = sum(device.budget_bytes for device in devices)
+    yield doctor_memory.room(budget, "the budget" if len(devices) == 1 else "all budgets")
+    for size, page in dict.fromkeys((d.budget_bytes, d.page_bytes) for d in devices):
+        yield doctor_memory.mappings(size, page)
+    for page in dict.fromkeys(d.page_bytes for d in devices):
+        yield from doctor_memory.pages(page, clock)
     if fleet is not None:
         from ballast.bench import doctor_fleet
 

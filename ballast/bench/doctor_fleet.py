@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from ballast.bench import doctor_memory
 from ballast.bench.finding import Finding, Verdict, judged
+from ballast.cluster.placing import homes_of
 from ballast.core.cost import activation_bytes
-from ballast.core.errors import BallastError
+from ballast.core.errors import BallastError, ConfigError
 from ballast.core.model import ModelSpec, weight_bytes, weight_pages
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import KiB, ceil_div, format_bytes
@@ -34,19 +35,35 @@ def fleet(settings: FleetSettings) -> Iterator[Finding]:
     yield from faults
     if not specs:
         return
-    device = settings.device
+    try:
+        homes = homes_of(settings)
+    except ConfigError as error:
+        cure = "raise `devices[i].budget`, or take the model out of the file"
+        yield Finding("devices", Verdict.FAIL, str(error), cure)
+        return
+    devices = [device for device, _ in settings.devices.values()]
+    for i, device in enumerate(devices):
+        own = [spec for spec in specs if device.name in homes[spec.name]]
+        if own:
+            yield from _device(own, device, i, f" on {device.name}" if settings.others else "")
+    weights = weight_bytes(specs)
+    budget = sum(device.budget_bytes for device in devices)
+    named = "the budgets" if settings.others else "the budget"
+    yield doctor_memory.room(budget + weights, f"{named} and all weights on the host")
+
+
+def _device(
+    specs: list[ModelSpec], device: DeviceSettings, i: int, where: str
+) -> Iterator[Finding]:
+    """Of one device, `devices[i]`, and its models."""
     arena = max(activation_bytes(s, device.step_tokens, device.step_logits) for s in specs)
     left = device.budget_bytes // device.page_bytes - ceil_div(arena, device.page_bytes)
     for spec in specs:
-        yield _model(spec, device, left)
-    yield _budget(specs, device, arena)
-    weights = weight_bytes(specs)
-    yield doctor_memory.room(
-        device.budget_bytes + weights, "the budget and all weights on the host"
-    )
+        yield _model(spec, device, left, i, where)
+    yield _budget(specs, device, arena, where)
 
 
-def _model(spec: ModelSpec, device: DeviceSettings, left: int) -> Finding:
+def _model(spec: ModelSpec, device: DeviceSettings, left: int, i: int, where: str) -> Finding:
     """`left`: pages of the device that are not kept for activations."""
     page = device.page_bytes
     layout = Layout.of(spec, page)
@@ -62,16 +79,16 @@ def _model(spec: ModelSpec, device: DeviceSettings, left: int) -> Finding:
     # Exact: it is written into the fleet file.
     least = (device.budget_bytes // page + weights + full - left) * page // KiB
     return judged(
-        spec.name,
+        spec.name + where,
         found,
         f"a request of {spec.max_model_len} tokens needs a budget of {least}KiB; "
-        "raise `devices[0].budget` or lower `limits.context`",
+        f"raise `devices[{i}].budget` or lower `limits.context`",
         fail=alone < layout.slab_pages,
         warn=alone < full,
     )
 
 
-def _budget(specs: list[ModelSpec], device: DeviceSettings, arena: int) -> Finding:
+def _budget(specs: list[ModelSpec], device: DeviceSettings, arena: int, where: str) -> Finding:
     page = device.page_bytes
     weights = weight_pages(specs, page) * page
     found = (
@@ -79,7 +96,7 @@ def _budget(specs: list[ModelSpec], device: DeviceSettings, arena: int) -> Findi
         f"all weights together {format_bytes(weights)}"
     )
     return judged(
-        "budget",
+        "budget" + where,
         found + ("" if weights + arena <= device.budget_bytes else ": models will take turns"),
         "",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,24 @@ def test_a_fleet_that_fits(made: MadeFleet) -> None:
     assert found["atlas-chat"].verdict is Verdict.OK
     assert "tokens if alone" in found["wren-mini"].found
     assert found["budget"].verdict is Verdict.OK
+
+
+def test_each_device_is_judged_by_its_own_models(made: MadeFleet) -> None:
+    fleet = load_fleet(made.file, presets=("balloon",), environ={})
+    a, b = fleet.models
+    small = replace(fleet.device, name="small", budget_bytes=made.models[1].weight_bytes)
+    both = replace(
+        fleet,
+        models=(replace(a, devices=("cpu:0", "small")), replace(b, devices=("small",))),
+        others=(small,),
+        other_links=(fleet.link,),
+    )
+    found = by_check(list(examine(both, MonotonicClock())))
+    assert found["atlas-chat on cpu:0"].verdict is Verdict.OK
+    assert found["wren-mini on small"].verdict is Verdict.FAIL
+    assert "`devices[1].budget`" in found["wren-mini on small"].cure
+    assert {"budget on cpu:0", "budget on small"} <= set(found)
+    assert not {"wren-mini on cpu:0", "wren-mini", "budget"} & set(found)
 
 
 def test_a_damaged_checkpoint_fails_and_the_rest_is_still_checked(
