@@ -14,7 +14,7 @@ from ballast.cluster.device import RemoteDevice, WorkerLink
 from ballast.cluster.following import Following
 from ballast.cluster.orders import changed, names_of, refusal, undoing
 from ballast.cluster.outlet import OpenRequest, Outlet
-from ballast.cluster.placing import homes_of, part_of, placed
+from ballast.cluster.placing import homes_of, named, part_of, placed
 from ballast.cluster.spare import Spare
 from ballast.cluster.suspicion import Suspicions
 from ballast.cluster.together import together
@@ -316,13 +316,10 @@ class Controller:
     async def _for(self, settings: ModelSettings) -> list[RemoteDevice]:
         """Devices for one more model. Raises ConfigError."""
         homes = {m: [d.name for d in self._having(m)] for m in names_of(self.fleet)}
-        names = settings.devices or homes.get(settings.name)
+        names = named(settings, self.fleet) or homes.get(settings.name)
         if not names:
             found = await asyncio.to_thread(placed, [settings], self.fleet, homes)
             names = found[settings.name]
-        unknown = [name for name in names if name not in self.devices]
-        if unknown:
-            raise ConfigError("devices", unknown[0], f"known here: {', '.join(self.devices)}")
         return [self.devices[name] for name in names]
 
     def _having(self, model: str) -> list[RemoteDevice]:

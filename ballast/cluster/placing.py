@@ -22,10 +22,19 @@ Homes = Mapping[str, Sequence[str]]
 def homes_of(fleet: FleetSettings) -> dict[str, list[str]]:
     """Where each model of a fleet is served that is about to start.
 
-    Raises ConfigError for a model that no device has room for.
+    Raises ConfigError for a model that no device has room for, or that names one there is not.
     """
-    homes: dict[str, list[str]] = {m.name: list(m.devices) for m in fleet.models if m.devices}
+    homes = {m.name: named(m, fleet) for m in fleet.models if m.devices}
     return homes | placed([m for m in fleet.models if not m.devices], fleet, homes)
+
+
+def named(model: ModelSettings, fleet: FleetSettings) -> list[str]:
+    """The devices that its settings name, each once. Raises ConfigError for an unknown one."""
+    for name in model.devices:
+        if name not in fleet.devices:
+            known = ", ".join(fleet.devices)
+            raise ConfigError(f"{model.name}: devices", name, f"known here: {known}")
+    return list(dict.fromkeys(model.devices))
 
 
 def placed(

@@ -64,6 +64,13 @@ def test_a_model_larger_than_every_device_is_refused(tmp_path: Path) -> None:
         homes_of(fleet(large, budgets=(16, 17)))
 
 
+def test_a_device_that_there_is_not_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"a: devices.*gpu.*known here: cpu:0, cpu:1"):
+        homes_of(fleet(ModelSettings(name="a", path="a", devices=("cpu:0", "gpu"))))
+    twice = ModelSettings(name="a", path="a", devices=("cpu:1", "cpu:1"))
+    assert homes_of(fleet(twice)) == {"a": ["cpu:1"]}
+
+
 def test_what_cannot_be_read_is_spread_as_well() -> None:
     unknown = [ModelSettings(name=name, path="nowhere") for name in "abcd"]
     homes = homes_of(fleet(*unknown))

@@ -76,6 +76,24 @@ def test_weights_are_in_host_memory_once(two: ServerProcess) -> None:
     assert len(weights_of(two, "wren-mini")) == 1
 
 
+def test_operators_are_told_of_each_device(two: ServerProcess) -> None:
+    until(lambda: two.http.get("/health", headers=ADMIN).json() == {"status": "ok", "failed": {}})
+    state = two.http.get("/admin/state", headers=ADMIN).json()
+    assert state["device"] == "cpu:0, cpu:1"
+    first, second = state["devices"]
+    assert (first["device"], first["status"], second["device"]) == ("cpu:0", "ok", "cpu:1")
+    assert [m["name"] for m in first["models"]] == ["atlas-chat"]
+    assert [m["name"] for m in second["models"]] == ["atlas-chat", "wren-mini"]
+    assert state["total"] == first["total"] + second["total"]
+    for told in (state, first, second):
+        assert sum(told["owners"].values()) + told["free"] + told["reclaiming"] == told["total"]
+    homes = {m["report"]["name"]: m["devices"] for m in state["models"]}
+    assert homes == {"atlas-chat": ["cpu:0", "cpu:1"], "wren-mini": ["cpu:1"]}
+    metrics = two.http.get("/metrics", headers=ADMIN).text
+    assert 'ballast:device_up{device="cpu:0"} 1.0' in metrics
+    assert 'ballast:device_up{device="cpu:1"} 1.0' in metrics
+
+
 def test_operators_move_models(two: ServerProcess) -> None:
     def order(verb: str, model: str, device: str) -> tuple[int, str]:
         answer = two.http.post(
@@ -106,21 +124,3 @@ def test_operators_move_models(two: ServerProcess) -> None:
     assert asyncio.run(tokens_of(two, kill=False)) == expected
     assert order("place", "wren-mini", "cpu:1") == (200, "placed")
     assert order("withdraw", "wren-mini", "cpu:0") == (200, "withdrawn")
-
-
-def test_operators_are_told_of_each_device(two: ServerProcess) -> None:
-    until(lambda: two.http.get("/health", headers=ADMIN).json() == {"status": "ok", "failed": {}})
-    state = two.http.get("/admin/state", headers=ADMIN).json()
-    assert state["device"] == "cpu:0, cpu:1"
-    first, second = state["devices"]
-    assert (first["device"], first["status"], second["device"]) == ("cpu:0", "ok", "cpu:1")
-    assert [m["name"] for m in first["models"]] == ["atlas-chat"]
-    assert [m["name"] for m in second["models"]] == ["atlas-chat", "wren-mini"]
-    assert state["total"] == first["total"] + second["total"]
-    for told in (state, first, second):
-        assert sum(told["owners"].values()) + told["free"] + told["reclaiming"] == told["total"]
-    homes = {m["report"]["name"]: m["devices"] for m in state["models"]}
-    assert homes == {"atlas-chat": ["cpu:0", "cpu:1"], "wren-mini": ["cpu:1"]}
-    metrics = two.http.get("/metrics", headers=ADMIN).text
-    assert 'ballast:device_up{device="cpu:0"} 1.0' in metrics
-    assert 'ballast:device_up{device="cpu:1"} 1.0' in metrics
