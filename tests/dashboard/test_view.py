@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -12,7 +13,7 @@ from ballast.dashboard.columns import rows
 from ballast.dashboard.memory import pool
 from ballast.dashboard.reader import Rates
 from ballast.dashboard.view import Frame, draw
-from ballast.server.state import ServerNow
+from ballast.server.state import DeviceNow, ServerNow
 from ballast.server.timing import Quantiles
 from tests.dashboard.readings import present, reading, served
 
@@ -75,6 +76,41 @@ def test_pages_of_the_pool_add_up() -> None:
         assert told in legend
     assert "shared" not in legend
     assert "shared weights 7" in shown(reading(owners={"shared:abc": 7}))[2]
+
+
+def one_of(now: ServerNow, name: str, reason: str | None = None, total: int = 100) -> DeviceNow:
+    """A device with everything of a reading, in `total` pages."""
+    return DeviceNow(
+        device=name,
+        status="ok" if reason is None else "restarting",
+        reason=reason,
+        restarts=0,
+        open=0,
+        page_bytes=now.page_bytes,
+        total=total,
+        free=now.free,
+        reclaiming=now.reclaiming,
+        owners=now.owners,
+        jobs=0,
+        models=[m.report for m in now.models],
+        failed={},
+    )
+
+
+def test_each_of_several_devices_has_a_bar_and_models_say_where_they_are() -> None:
+    model = msgspec.structs.replace(present("a", weight_pages=20), devices=["cpu:0", "cpu:1"])
+    now = reading(model)
+    alone = shown(msgspec.structs.replace(now, devices=[one_of(now, "cpu:0")]))
+    assert alone == shown(now)
+    devices = [one_of(now, "cpu:0"), one_of(now, "cpu:1", "it died", total=200)]
+    lines = shown(msgspec.structs.replace(now, devices=devices))
+    assert lines[1] == "cpu:1: it died"
+    assert line(lines, "cpu:0 ").endswith("400KiB, 100 pages")
+    assert line(lines, "cpu:1 ").endswith("800KiB, 200 pages")
+    assert not [text for text in lines if text.startswith("pool")]
+    assert "cpu:0, cpu:1" in line(lines, "a ")
+    assert "device" in line(lines, "model")
+    assert {name: pages for name, pages, _ in pool(devices[0])}["weights"] == 20
 
 
 def test_a_model_has_a_row_and_so_have_its_adapters() -> None:
