@@ -15,6 +15,7 @@ from ballast.core.clock import VirtualClock
 from ballast.core.event import Output, TokenOut
 from ballast.engine.loop import Loop
 from ballast.engine.model import ModelState
+from ballast.engine.state import DeviceState
 from ballast.memory.pool import Pool
 from ballast.policy.order import least_recently_run
 from ballast.sim.heap import EventHeap
@@ -78,8 +79,7 @@ def _turns(loop: Loop) -> deque[_Batch] | None:
     turns: deque[_Batch] = deque()
     for name in (job.model, *names):
         m = state.models[name]
-        admits = m.waiting and not m.held and len(m.running) < m.spec.max_running
-        if admits or m.leaving or m.shortages:
+        if m.leaving or not _only_decodes(m, state):
             return None
         turns.append(_Batch(m, state.pool))
     # Whoever has all of the prompt from the cache is still to be told when it was admitted.
@@ -87,8 +87,19 @@ def _turns(loop: Loop) -> deque[_Batch] | None:
     later = all(r.decoding for batch in list(turns)[1:] for r in batch.requests)
     now = len(job.work) == len(turns[0].requests)
     most = min(state.settings.step_tokens, state.settings.step_logits)
-    fit = all(len(batch.requests) <= most for batch in turns)
+    fit = all(len(batch.requests) + bool(batch.m.shortages) <= most for batch in turns)
     return turns if told and later and now and fit else None
+
+
+def _only_decodes(m: ModelState, state: DeviceState) -> bool:
+    """Whether a step of its running requests, which have pages, neither admits nor asks for more.
+
+    Whoever found no room waits on while no more becomes free, and its shortage is known.
+    """
+    if m.held or not m.waiting or len(m.running) >= m.spec.max_running:
+        return not m.shortages
+    first = m.waiting.first.id
+    return m.blocked == (first, state.freed) and all(s.request_id == first for s in m.shortages)
 
 
 class _Batch:

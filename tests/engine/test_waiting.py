@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ballast.core.cost import UNMEASURED
 from ballast.core.errors import BrokenPromise
+from ballast.core.link import LinkRates
 from ballast.core.request import Order, Request, Submission
+from ballast.core.view import RequestView
 from ballast.engine.waiting import Waiting
+from ballast.sim.device import Profile
+from ballast.sim.simulate import simulate
+from tests.sim.test_enough_memory import world
 
 
 def request(rank: int, arrival: float, sequence: int) -> Request:
@@ -42,3 +52,24 @@ def test_who_does_not_wait_cannot_go() -> None:
         with pytest.raises(BrokenPromise):
             waiting.remove(other)
     assert len(waiting) == 1
+
+
+def test_a_long_queue_costs_no_more_per_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots of requests are made as they come, not whenever a policy is asked."""
+    made: Counter[str] = Counter()
+
+    def counted(id: str, *rest: Any, **more: Any) -> RequestView:
+        made[id] += 1
+        return RequestView(id, *rest, **more)
+
+    monkeypatch.setattr("ballast.engine.waiting.RequestView", counted)
+    fleet, (spec, *_), _ = world(1, "balloon")
+    requests = [
+        Submission(id=f"r{i}", model=spec.name, prompt=(i,), max_tokens=2, ignore_eos=True)
+        for i in range(60)
+    ]
+    one = replace(spec, max_running=1)
+    profile = Profile(costs={spec.name: UNMEASURED}, link=LinkRates.even(1e9), overhead=1e-3)
+    done = simulate(fleet, [one], requests, profile, lambda at, output: None)
+    assert done.state.models[spec.name].preemptions == 0
+    assert made == dict.fromkeys((r.id for r in requests), 1)

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 
-from ballast.core.cost import StepCosts
+from ballast.core.cost import StepCosts, activation_bytes
 from ballast.core.entries import Sink
 from ballast.core.event import Output
 from ballast.core.link import LinkRates
-from ballast.core.model import ModelSpec
+from ballast.core.model import ModelSpec, weight_pages
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
-from ballast.sim.device import Profile
+from ballast.core.units import ceil_div
+from ballast.engine.state import DeviceState
+from ballast.kv.layout import Layout
+from ballast.sim.device import Observe, Profile
 from ballast.sim.simulate import Simulated, simulate
 from tests.sim.test_enough_memory import world
 
@@ -30,12 +33,20 @@ def run(
     *,
     leaps: bool,
     sink: Sink | None = None,
+    observe: Observe | None = None,
 ) -> tuple[Told, Simulated]:
     told: Told = []
     costs = {s.name: COSTS for s in specs}
     profile = Profile(costs=costs, link=LinkRates.even(1e8), overhead=3e-4, wake=7e-4, answer=1e-4)
     done = simulate(
-        fleet, specs, requests, profile, lambda at, o: told.append((at, o)), sink, leaps=leaps
+        fleet,
+        specs,
+        requests,
+        profile,
+        lambda at, o: told.append((at, o)),
+        sink,
+        observe,
+        leaps=leaps,
     )
     done.state.pool.validate()
     return told, done
@@ -92,3 +103,27 @@ def test_runs_with_and_without_leaps_are_the_same(preset: str, first: int) -> No
         actions = [e for e in done.story.entries if "action" in e]
         assert actions == [e for e in one.story.entries if "action" in e], f"seed {seed}"
     assert seen["steps"] > 0.3 * seen["jobs"], seen
+
+
+def test_a_request_that_finds_no_room_does_not_stop_the_others_from_leaping() -> None:
+    fleet, (spec, *_), _ = world(1, "balloon")
+    page, (prompt, output) = fleet.device.page_bytes, (120, 48)
+    arena = ceil_div(activation_bytes(spec, 32, 8), page)
+    two = 2 * Layout.of(spec, page).pages(ceil_div(prompt + output, spec.block_tokens))
+    budget = (arena + weight_pages([spec], page) + two) * page
+    fleet = replace(fleet, device=replace(fleet.device, budget_bytes=budget))
+    requests = [
+        Submission(
+            id=f"r{i}", model=spec.name, prompt=(i,) * prompt, max_tokens=output, ignore_eos=True
+        )
+        for i in range(4)
+    ]
+    turns: Counter[bool] = Counter()
+    for leaps in (False, True):
+
+        def turned(now: float, state: DeviceState, leaps: bool = leaps) -> None:
+            turns[leaps] += any(m.waiting for m in state.models.values())
+
+        run(fleet, [spec], requests, leaps=leaps, observe=turned)
+    assert turns[False] > output
+    assert turns[True] < turns[False] - output / 2, turns
