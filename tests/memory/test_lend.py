@@ -230,6 +230,12 @@ def test_two_lenders_make_up_one_stretch() -> None:
         got = lender.lender.lend("b", 3)
         assert isinstance(got, Lease)
         assert b.borrower.accept(got) is None
+    assert b.range.back(4, 1) is None
+    with pytest.raises(BrokenPromise, match="backed already"):
+        b.borrower.back(b.range, 0, 5)
+    b.validate()
+    assert (b.borrower.unused, b.range.aliased) == (6, 0)
+    b.range.release(4, 1)
     assert b.borrower.back(b.range, 0, 5) is None
     assert b.pool.lent("a") == {"kv:b": 3}
     assert b.pool.lent("c") == {"kv:b": 2}

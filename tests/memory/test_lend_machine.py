@@ -124,6 +124,7 @@ class Lending(RuleBasedStateMachine):
             if not short:
                 self._fill(me, at, n, borrowed=False)
 
+    @precondition(lambda self: any(me.range.backed for me in self.at.values()))
     @rule(name=names, which=picks, n=sizes)
     def release(self, name: str, which: int, n: int) -> None:
         me = self.at[name]
@@ -132,8 +133,8 @@ class Lending(RuleBasedStateMachine):
         for i in indices:
             del me.held[i]
 
-    @rule(name=names, n=sizes)
-    def lend(self, name: str, n: int) -> None:
+    @rule(name=names, n=sizes, at_once=st.booleans())
+    def lend(self, name: str, n: int, at_once: bool) -> None:
         me, (other,) = self.at[name], set(NAMES) - {name}
         free = me.pool.free
         try:
@@ -146,7 +147,11 @@ class Lending(RuleBasedStateMachine):
             return
         assert len(got.pages) == n <= free
         self.wire[other].append(("lend", got))
+        if at_once:
+            self._deliver_all(other)
+            self.use(other, n)
 
+    @precondition(lambda self: any(me.borrower.unused for me in self.at.values()))
     @rule(name=names, n=sizes)
     def use(self, name: str, n: int) -> None:
         me = self.at[name]
@@ -158,6 +163,7 @@ class Lending(RuleBasedStateMachine):
             if not short:
                 self._fill(me, at, n, borrowed=True)
 
+    @precondition(lambda self: any(me.range.aliased for me in self.at.values()))
     @rule(name=names, which=picks, n=sizes, wait=st.booleans())
     def vacate(self, name: str, which: int, n: int, wait: bool) -> None:
         me = self.at[name]
@@ -170,8 +176,9 @@ class Lending(RuleBasedStateMachine):
             if wait:
                 me.leaving.append((set(indices), fence))
 
-    @rule(name=names, which=picks, first=sizes, n=sizes, wait=sizes)
-    def recall(self, name: str, which: int, first: int, n: int, wait: int) -> None:
+    @precondition(lambda self: any(me.pool.owned(OWNER) for me in self.at.values()))
+    @rule(name=names, which=picks, first=sizes, n=sizes, wait=sizes, at_once=st.booleans())
+    def recall(self, name: str, which: int, first: int, n: int, wait: int, at_once: bool) -> None:
         me, (other,) = self.at[name], set(NAMES) - {name}
         leases = me.lender.leases(other)
         if leases:
@@ -179,10 +186,17 @@ class Lending(RuleBasedStateMachine):
             part = me.lender.recall(lease.part(lease.pages[first - 1 :][:n]), self.now + wait)
             if part is not None:
                 self.wire[other].append(("recall", part))
+            if at_once:
+                self._deliver_all(other)
 
+    @precondition(lambda self: any(self.wire.values()))
     @rule(name=names, n=sizes)
     def deliver(self, name: str, n: int) -> None:
         for _ in range(min(n, len(self.wire[name]))):
+            self._deliver(name)
+
+    def _deliver_all(self, name: str) -> None:
+        while self.wire[name]:
             self._deliver(name)
 
     def _deliver(self, name: str) -> None:
@@ -206,6 +220,7 @@ class Lending(RuleBasedStateMachine):
             self.wire[part.lender].append(("return", part))
         self.at[name].leaving = [x for x in self.at[name].leaving if not x[1].done()]
 
+    @precondition(lambda self: any(me.borrower.unused for me in self.at.values()))
     @rule(name=names, n=sizes)
     def offer_back(self, name: str, n: int) -> None:
         (other,) = set(NAMES) - {name}
@@ -235,7 +250,7 @@ class Lending(RuleBasedStateMachine):
                 self._end(self.at[name].condemned[0])
                 return
 
-    @rule(name=names, really=st.integers(0, 3))
+    @rule(name=names, really=st.integers(0, 7))
     def die(self, name: str, really: int) -> None:
         if not really:
             self._end(name)
