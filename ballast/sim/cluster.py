@@ -53,7 +53,7 @@ def kinds_of(text: str) -> list[Kind]:
     kinds = []
     for part in text.split(","):
         found = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\S+)\s*", part)
-        if found is None or found[1] == "0":
+        if found is None or (found[1] is not None and int(found[1]) < 1):
             raise ConfigError("devices", text, "write NUMBERxDEVICE, as in 4xH100-80G,2xA100-80G")
         kinds.append(Kind(int(found[1] or 1), device_profile(found[2])))
     return kinds
@@ -84,13 +84,16 @@ class Cluster:
         """
         placement = placement or placement_of("weights")
         profiles: dict[str, DeviceProfile] = {}
-        for kind in kinds:
+        kind_of: dict[str, str] = {}
+        """By device. Measured profiles may have the same name and not be equally fast."""
+        for i, kind in enumerate(kinds):
             for _ in range(kind.number):
-                profiles[f"{kind.profile.device}:{len(profiles)}"] = kind.profile
+                name = f"{kind.profile.device}:{len(profiles)}"
+                profiles[name], kind_of[name] = kind.profile, str(i)
         settings = {name: _settings(p, served, name) for name, p in profiles.items()}
-        rooms = [Room(n, settings[n].budget_bytes, p.device) for n, p in profiles.items()]
+        rooms = [Room(n, settings[n].budget_bytes, kind_of[n]) for n in profiles]
         expected = traffic if placement.expects and traffic is not None else {}
-        by_kind = {p.device: p for p in profiles.values()}
+        by_kind = {kind_of[n]: p for n, p in profiles.items()}
         kept = dict.fromkeys(replace(s, name="", budget_bytes=0) for s in settings.values())
         needs = [need_of(s, kept, _work(s, by_kind, expected)) for s in specs]
         homes = spread(needs, rooms)

@@ -179,7 +179,7 @@ class SimDevice:
     def _answered(self, id: str, refused: str | None) -> None:
         self._answers[id] = refused
         m = self._leaving.pop(id, None)
-        if m is not None:
+        if m is not None and refused is None:
             self._left.update({what: getattr(m, what) for what in COUNTED})
 
     @property

@@ -7,13 +7,16 @@ from dataclasses import replace
 
 import pytest
 
+from ballast.core.cost import Traffic
 from ballast.core.errors import ConfigError
 from ballast.core.event import Failed, Finished, Output, TokenOut
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
+from ballast.policy.fleets import placement_of
 from ballast.policy.presets import resolve
 from ballast.sim.catalogue import facts
-from ballast.sim.cluster import Cluster, kinds_of
+from ballast.sim.cluster import Cluster, Kind, kinds_of
+from ballast.sim.profile import device_profile
 
 
 def spec(name: str, like: str = "Llama-2-7b") -> ModelSpec:
@@ -45,7 +48,13 @@ def test_kinds_of_devices_are_named() -> None:
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("4xH1000", "H100-80G"), ("0xL4", "NUMBERxDEVICE"), ("", "NUMBERxDEVICE"), ("4x", "device")],
+    [
+        ("4xH1000", "H100-80G"),
+        ("0xL4", "NUMBERxDEVICE"),
+        ("00xL4", "NUMBERxDEVICE"),
+        ("", "NUMBERxDEVICE"),
+        ("4x", "device"),
+    ],
 )
 def test_what_is_no_device_is_refused(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -84,3 +93,19 @@ def test_a_model_that_is_too_large_says_what_is_missing() -> None:
             resolve("balloon"),
             lambda device, at, output: None,
         )
+
+
+def test_profiles_of_one_name_are_told_apart() -> None:
+    """As `ballast profile` writes them, of a slow machine and of a quick one."""
+    quick, slow = (device_profile(name) for name in ("H100-80G", "V100-32G"))
+    slow = slow.model_copy(update={"device": quick.device})
+    expected = {name: Traffic(2.0, 1000.0, 200.0) for name in ("m0", "m1", "m2")}
+    homes = Cluster(
+        [Kind(1, quick), Kind(1, slow)],
+        [spec(name) for name in expected],
+        resolve("balloon"),
+        lambda device, at, output: None,
+        placement=placement_of("work"),
+        traffic=expected,
+    ).controller.book.homes
+    assert set(homes.values()) == {("H100-80G:0",)}, "all are easy for the quick one"
