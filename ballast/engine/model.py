@@ -8,6 +8,7 @@ from ballast.core.cost import StepCosts
 from ballast.core.job import Job
 from ballast.core.model import ModelSpec
 from ballast.core.request import Request
+from ballast.core.settings import Slo
 from ballast.core.view import ModelView, Residency, Shortage
 from ballast.engine.waiting import Waiting
 from ballast.kv.blocks import KvCache
@@ -59,9 +60,13 @@ class ModelState:
     def late(self, now: float) -> int:
         """Waiting requests that have used up half of the time in which their first token is due,
         and running ones whose tokens come more slowly than they should."""
-        slo = self.spec.slo
-        waiting = sum(r.submission.arrival < now - slo.ttft / 2 for r in tuple(self.waiting))
-        return waiting + sum(r.seconds_per_token > slo.tpot for r in tuple(self.running))
+        slo, waiting, running = self._slo, tuple(self.waiting), tuple(self.running)
+        late = sum(r.submission.arrival < now - slo(r).ttft / 2 for r in waiting)
+        return late + sum(r.seconds_per_token > slo(r).tpot for r in running)
+
+    def _slo(self, r: Request) -> Slo:
+        """Its adapter's, if it asks for one."""
+        return self.spec.slo if r.adapter is None else self.spec.adapters[r.adapter].slo
 
     def phases(self) -> tuple[list[Request], list[Request]]:
         """Of `running`, those that decode, and those with prefill left."""

@@ -83,11 +83,11 @@ class SimDevice:
         vm = NullVm(settings.page_bytes, settings.budget_bytes // settings.page_bytes)
         self.state = build_state(
             settings,
-            [_hosted(spec) for spec in specs],
+            [hosted_nowhere(spec) for spec in specs],
             vm,
             link,
             self.clock,
-            _copy_nothing,
+            copy_nothing,
             profile.costs,
         )
         self._specs = {s.name: s for s in specs}
@@ -129,7 +129,7 @@ class SimDevice:
 
     def join(self, now: float, spec: ModelSpec, costs: StepCosts) -> str | None:
         """Serve one more model from `now` on; why not, if not."""
-        m, shared = build_newcomer(self.state, _hosted(spec), _copy_nothing, costs)
+        m, shared = build_newcomer(self.state, hosted_nowhere(spec), copy_nothing, costs)
         self._loop.operations.ready[spec.name] = m, shared
         self._specs[spec.name], self._costs[spec.name] = spec, costs
         refused = self._operate(now, Join(spec.name))
@@ -203,9 +203,10 @@ class SimDevice:
         self._client(now + self._answer, output)
 
 
-def _hosted(spec: ModelSpec) -> Hosted:
+def hosted_nowhere(spec: ModelSpec) -> Hosted:
+    """There is no host tier."""
     return Hosted(spec, [0] * len(spec.segment_bytes))
 
 
-def _copy_nothing(target: int, source: int, n_bytes: int) -> None:
+def copy_nothing(dst: int, src: int, n_bytes: int) -> None:
     """There are no bytes."""

@@ -25,8 +25,9 @@ from ballast.memory.copies import Copy
 from ballast.memory.transfer import ACTIVATIONS
 from ballast.memory.vm_null import NullVm
 from ballast.policy.presets import resolve
+from ballast.sim.device import copy_nothing, hosted_nowhere
 from ballast.sim.lives import Life
-from ballast.sim.restore import Events, Impossible, Lane, Unknown, copy_nothing, hosted_nowhere
+from ballast.sim.restore import Events, Impossible, Lane, Unknown
 
 CONTEXT = 6
 """Entries shown before a difference."""

@@ -14,8 +14,9 @@ from ballast.core.event import Embedded, Event, Failed, JobDone, PromptScores, R
 from ballast.core.job import Job, Sampled
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
-from ballast.engine.build import Hosted, build_newcomer
+from ballast.engine.build import build_newcomer
 from ballast.engine.loop import Loop
+from ballast.sim.device import copy_nothing, hosted_nowhere
 from ballast.sim.lives import Life
 from ballast.sim.standins import StandIns
 
@@ -157,15 +158,6 @@ def _made(kind: type[T], told: Entry) -> T:
 def _ends(told: Entry) -> dict[str, Entry]:
     """What an event brought to an end, by request."""
     return {entry["request"]: entry for entry in told.get("ended", ())}
-
-
-def hosted_nowhere(spec: ModelSpec) -> Hosted:
-    """There is no host tier."""
-    return Hosted(spec, [0] * len(spec.segment_bytes))
-
-
-def copy_nothing(dst: int, src: int, n_bytes: int) -> None:
-    """There are no bytes."""
 
 
 _EVENTS: dict[str, type[Event]] = {
