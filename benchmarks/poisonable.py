@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ballast.cluster import worker
+from ballast.cluster.segments import SegmentClient
 from ballast.core.event import Result
 from ballast.core.job import SequenceWork
 from ballast.core.settings import FleetSettings
@@ -34,12 +35,16 @@ def deadly(run: Run) -> Run:
 
 
 def device(
-    fleet: FleetSettings, outbox: worker.Outbox, record: worker.Record, progress: worker.Progress
+    fleet: FleetSettings,
+    outbox: worker.Outbox,
+    record: worker.Record,
+    progress: worker.Progress,
+    segments: SegmentClient | None,
 ) -> worker.Device:
     """The real one, with executors that kill."""
     from ballast.engine.device import LiveDevice  # late, as in the real worker
 
-    live = LiveDevice(fleet, outbox, record=record, progress=progress)
+    live = LiveDevice(fleet, outbox, record=record, progress=progress, exchange=segments)
     for executor in live.executors.values():
         executor.run = deadly(executor.run)  # type: ignore[method-assign, assignment]
     return live

@@ -24,6 +24,7 @@ from ballast.bench.choose import workload_of
 from ballast.bench.clusters import run_cluster
 from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
+from ballast.policy.fleets import placement_of
 from ballast.policy.presets import resolve
 from ballast.sim.catalogue import catalogue
 from ballast.sim.cluster import kinds_of
@@ -57,6 +58,7 @@ def one(models: int, devices: int, seconds: float, rate: float, preset: str) -> 
         specs,
         work,
         dict.fromkeys(names, SLO),
+        placement=placement_of("work"),
     )
     return {
         "wall_s": time.perf_counter() - began,

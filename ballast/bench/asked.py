@@ -33,7 +33,8 @@ class Asked:
         seed: int,
     ) -> Asked:
         """`presets`: comma separated; None: the fleet's. Raises ConfigError and WorkloadError."""
-        chosen = [name.strip() for name in presets.split(",")] if presets else [fleet.preset]
+        named = [name.strip() for name in presets.split(",")] if presets else [fleet.preset]
+        chosen = list(dict.fromkeys(named))
         for name in chosen:
             resolve(name, options_of(fleet, name))
         names = list(slos_of(fleet))

@@ -90,7 +90,6 @@ class FleetBook:
             self.placed += 1
         else:
             self.homes[action.model] = tuple(name for name in homes if name != action.device)
-            self._seen.pop((action.device, action.model), None)
             self.withdrawn += 1
 
     def _view(self, now: float, reports: Mapping[str, DeviceReport]) -> FleetView:
@@ -107,10 +106,11 @@ class FleetBook:
     def _hosting(self, report: DeviceReport, device: str, seconds: float) -> list[Hosting]:
         found = []
         for m in report.models:
-            if device not in self.homes.get(m.name, ()):
-                continue
+            homed = device in self.homes.get(m.name, ())
             before = self._seen.get((device, m.name), 0.0)
             self._seen[device, m.name] = m.lane_seconds
             work = max(m.lane_seconds - before, 0.0) / seconds
-            found.append(Hosting(m.name, work, m.waiting + m.running, m.late))
+            weights = m.weight_pages * report.page_bytes
+            n_open = m.waiting + m.running
+            found.append(Hosting(m.name, work, n_open, m.late, weights, homed))
         return found

@@ -78,7 +78,7 @@ def need_of(spec: ModelSpec, devices: Iterable[DeviceSettings], work: Mapping[st
         kv = ceil_div(served.step_tokens * spec.kv_bytes_per_token, page) * page
         arena = activation_bytes(spec, served.step_tokens, served.step_logits)
         most = max(most, weight_pages([spec], page) * page + kv + arena + page)
-    return Need(spec.name, most, weights, work)
+    return Need(spec.name, most, weights, work, spec.pinned)
 
 
 def part_of(fleet: FleetSettings, name: str, models: Collection[str], cores: int) -> FleetSettings:

@@ -18,6 +18,8 @@ class Need:
     work: Mapping[str, float] = field(default_factory=dict)
     """By kind of device, expected seconds of its compute per second; none where nothing is known.
     """
+    pinned: bool = False
+    """Its weights make way for nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,11 @@ class Hosting:
     late: int
     """Of these, waiting ones that have used up half of the time in which their first token is due,
     and running ones whose tokens come more slowly than they should."""
+    weights: int = 0
+    """Bytes of its weights that are there now."""
+    homed: bool = True
+    """Whether it gets new requests there by the policy's word: not where it is about to leave, and
+    not where operators have the say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +75,7 @@ class DeviceLoad:
         return sum(h.late for h in self.hosting)
 
     def serves(self, model: str) -> bool:
-        return any(h.model == model for h in self.hosting)
+        return any(h.model == model and h.homed for h in self.hosting)
 
 
 @dataclass(frozen=True, slots=True)

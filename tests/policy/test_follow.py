@@ -76,13 +76,44 @@ def test_a_device_is_given_one_model_at_a_time() -> None:
 
 def test_what_is_not_needed_leaves_the_busiest_after_a_while() -> None:
     policy, memo = Follow(every=5.0, patience=10.0), None
-    hosting = {"x": {"a": (0.1, 1, 0), "b": (0.5, 1, 0)}, "y": {"a": (0.1, 1, 0)}}
+    hosting: dict[str, Hosted] = {"x": {"a": (0.2, 1, 0)}, "y": {"a": (0.1, 1, 0)}}
     for now in (0.0, 5.0):
         decision = policy(view(now, hosting), memo)
         assert decision.actions == ()
         assert decision.wake_at == now + 5.0
         memo = decision.memo
     assert said(policy(view(10.0, hosting), memo).actions) == [("Withdraw", "a", "x")]
+
+
+def test_a_copy_that_never_got_its_weights_goes_first() -> None:
+    policy = Follow(patience=0.0)
+    devices = (
+        DeviceLoad(Room("x", 80 * GiB), (Hosting("a", 0.3, 1, 0, weights=8 * GiB),)),
+        DeviceLoad(Room("y", 80 * GiB), (Hosting("a", 0.0, 0, 0),)),
+        DeviceLoad(Room("z", 80 * GiB), (Hosting("a", 0.1, 0, 0, weights=8 * GiB),)),
+    )
+    assert said(policy(FleetView(0.0, devices, NEEDS), None).actions) == [("Withdraw", "a", "y")]
+
+
+def test_who_waits_stays_so_one_more_device_is_given_time() -> None:
+    policy = Follow(every=5.0, settling=12.0)
+    hosting = {"x": {"a": (0.9, 9, 4)}, "y": {"b": (0.0, 0, 0)}, "z": {"c": (0.0, 0, 0)}}
+    first = policy(view(0.0, hosting), None)
+    assert said(first.actions) == [("Place", "a", "y")]
+    hosting["y"] = {"a": (0.0, 0, 0)}
+    second = policy(view(5.0, hosting), first.memo)
+    assert second.actions == ()
+    third = policy(view(15.0, hosting), second.memo)
+    assert said(third.actions) == [("Place", "a", "z")]
+
+
+def test_what_is_leaving_still_counts_as_load() -> None:
+    leaving = Hosting("b", 0.5, 6, 0, weights=8 * GiB, homed=False)
+    devices = (
+        DeviceLoad(Room("x", 20 * GiB), (Hosting("a", 0.9, 9, 1),)),
+        DeviceLoad(Room("y", 20 * GiB), (leaving,)),
+    )
+    assert Follow()(FleetView(0.0, devices, NEEDS), None).actions == ()
 
 
 def test_patience_begins_anew_when_it_was_needed() -> None:
