@@ -274,7 +274,12 @@ Rate = Annotated[
     typer.Option(help="Requests per second, on average; default: a trace's own, else 2."),
 ]
 Seconds = Annotated[float, typer.Option(help="Length of the workload, in virtual time.")]
-MostTokens = Annotated[int, typer.Option(help="Longest prompt and output together.")]
+MostTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="Longest prompt and output together; default: 4096, less where a model holds less."
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Of the workload.")]
 Placed = Annotated[
     str,
@@ -295,7 +300,7 @@ def simulate(
     placement: Placed = "work",
     rate: Rate = None,
     seconds: Seconds = 600.0,
-    most_tokens: MostTokens = 4096,
+    most_tokens: MostTokens = None,
     seed: Seed = 0,
     json: Annotated[Path | None, typer.Option(help="Write the reports here.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with pictures here.")] = None,
@@ -355,7 +360,7 @@ def plan(
     placement: Placed = "work",
     rate: Rate = None,
     seconds: Seconds = 600.0,
-    most_tokens: MostTokens = 4096,
+    most_tokens: MostTokens = None,
     most_devices: Annotated[
         int,
         typer.Option(help="Where the search ends; with --placement weights, at most one each."),

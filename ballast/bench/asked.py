@@ -11,6 +11,9 @@ from ballast.core.settings import FleetSettings
 from ballast.policy.presets import resolve
 from ballast.workload.workload import Workload
 
+MOST_TOKENS = 4096
+"""Of a prompt and its output together, where nothing else is asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -29,19 +32,23 @@ class Asked:
         workload: str,
         rate: float | None,
         seconds: float,
-        most_tokens: int,
+        most_tokens: int | None,
         seed: int,
     ) -> Asked:
-        """`presets`: comma separated; None: the fleet's. Raises ConfigError and WorkloadError."""
+        """`presets`: comma separated; None: the fleet's. `most_tokens`, None: `MOST_TOKENS`, or the
+        shortest context of any model. Raises ConfigError and WorkloadError."""
         named = [name.strip() for name in presets.split(",")] if presets else [fleet.preset]
         chosen = list(dict.fromkeys(named))
         for name in chosen:
             resolve(name, options_of(fleet, name))
         names = list(slos_of(fleet))
+        specs = sizes_of(fleet)
+        if most_tokens is None:
+            most_tokens = min(MOST_TOKENS, *(spec.max_model_len for spec in specs))
         work = workload_of(
             workload, names, rate=rate, seconds=seconds, most_tokens=most_tokens, seed=seed
         )
-        return cls(fleet, sizes_of(fleet), work, chosen)
+        return cls(fleet, specs, work, chosen)
 
     def described(self) -> str:
         return f"{len(self.workload.requests)} requests: {self.workload.describe()}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -163,3 +164,13 @@ def test_a_plan_for_nothing_is_refused(target: float, most: int) -> None:
     (kind,) = kinds_of("H100-80G")
     with pytest.raises(ConfigError, match=r"^(target|most devices): "):
         plan_preset(it.fleet, it.specs, kind, it.workload, "static", target, PLACED, most=most)
+
+
+def test_no_request_is_longer_than_a_model_holds() -> None:
+    short = ModelSettings(name="s", path="catalogue:Llama-2-7b", slo=SLO, max_model_len=512)
+    two = replace(fleet(1), models=(*fleet(1).models, short))
+    it = Asked.of(two, "balloon", "poisson", 40.0, 10.0, None, 1)
+    longest = max(r.prompt_tokens + r.output_tokens for r in it.workload.requests)
+    assert 256 < longest <= 512
+    longer = Asked.of(fleet(1), "balloon", "poisson", 40.0, 10.0, None, 1).workload.requests
+    assert 2048 < max(r.prompt_tokens + r.output_tokens for r in longer) <= 4096
