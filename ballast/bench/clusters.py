@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
@@ -14,6 +14,7 @@ from ballast.bench.report import Report
 from ballast.bench.stories import SinkOf
 from ballast.core.cost import Traffic
 from ballast.core.event import Failed, Output
+from ballast.core.fleet import FleetAction, Place, Withdraw
 from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, Slo
@@ -32,19 +33,31 @@ class ClusterRun:
     devices: dict[str, dict[str, Any]]
     """By device: its memory, its models and their weights, and what it did."""
     jobs: int
-    placed: int
-    """Times a model was given one more device, after the start."""
-    withdrawn: int
-    """Times one was taken from it."""
+    moves: tuple[dict[str, Any], ...]
+    """What the fleet's policy asked for, in order: when, what, and why it was refused, if it was.
+    """
+
+    @property
+    def placed(self) -> int:
+        """Times a model was given one more device, after the start."""
+        return self._moved(Place)
+
+    @property
+    def withdrawn(self) -> int:
+        """Times one was taken from it."""
+        return self._moved(Withdraw)
+
+    def _moved(self, action: type) -> int:
+        done = (m for m in self.moves if "refused" not in m)
+        return sum(m["action"] == action.__name__ for m in done)
 
     def total(self, what: str) -> int:
         """Of a number that every device has, over all of them."""
         return sum(device[what] for device in self.devices.values())
 
     def to_json(self) -> dict[str, Any]:
-        """The report's form, and the devices."""
-        moved = {"placed": self.placed, "withdrawn": self.withdrawn}
-        return {**self.report.to_json(), **moved, "devices": self.devices}
+        """The report's form, the devices, and how models moved between them."""
+        return {**self.report.to_json(), "moves": list(self.moves), "devices": self.devices}
 
 
 def run_cluster(
@@ -75,6 +88,12 @@ def run_cluster(
         if isinstance(output, Failed) or at - request.at > slos[request.model].ttft:
             missed(request.model)
 
+    moves: list[dict[str, Any]] = []
+
+    def told(at: float, action: FleetAction, refused: str | None) -> None:
+        told = {"at": at, "action": type(action).__name__, **asdict(action)}
+        moves.append(told if refused is None else {**told, "refused": refused})
+
     gauge = Gauge(workload.seconds)
     cluster = Cluster(
         kinds,
@@ -85,6 +104,7 @@ def run_cluster(
         placement,
         traffic_of(workload),
         watch=gauge.watch,
+        told=told,
         sink_of=sink_of,
     )
     prompts = prompts_of(vocabularies_of(specs))
@@ -107,8 +127,7 @@ def run_cluster(
         name=preset.name,
         workload=workload.describe(),
     )
-    book = cluster.controller.book
-    return ClusterRun(report, _did(cluster), cluster.jobs, book.placed, book.withdrawn)
+    return ClusterRun(report, _did(cluster), cluster.jobs, tuple(moves))
 
 
 def traffic_of(workload: Workload) -> dict[str, Traffic]:

@@ -38,8 +38,6 @@ class FleetBook:
         """`homes`: by model, the devices that serve it; without a `policy` they stay."""
         self.homes = {model: tuple(on) for model, on in homes.items()}
         self.epoch = 0
-        self.placed = self.withdrawn = 0
-        """Models that were given one more device since the start, and taken from one."""
         self.wake_at = None if policy is None else 0.0
         """When the policy wishes to be asked."""
         self._policy, self._needs, self._rooms = policy, tuple(needs), tuple(rooms)
@@ -87,10 +85,8 @@ class FleetBook:
         self.epoch += 1
         if isinstance(action, Place):
             self.homes[action.model] = (*homes, action.device)
-            self.placed += 1
         else:
             self.homes[action.model] = tuple(name for name in homes if name != action.device)
-            self.withdrawn += 1
 
     def _view(self, now: float, reports: Mapping[str, DeviceReport]) -> FleetView:
         """Work is that since the view before."""

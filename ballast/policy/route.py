@@ -23,11 +23,6 @@ class Replica:
 Route = Callable[[Sequence[Replica]], str]
 
 
-def least_open(replicas: Sequence[Replica]) -> str:
-    """The device with the fewest open requests; of equals, the first."""
-    return min(replicas, key=lambda r: r.open_requests).device
-
-
 def held_prefix(replicas: Sequence[Replica]) -> str:
     """Of the devices about as busy as the least busy, the one that holds most of the prompt.
 

@@ -155,6 +155,9 @@ def test_a_busy_model_is_served_by_several_devices(placement: str) -> None:
     assert several.report.total.attainment > alone.report.total.attainment + 0.1
     assert sum(bool(d["jobs"]) for d in several.devices.values()) > len(alone.devices) == 2
     assert (several.placed > 0) == (placement == "follow")
+    moves = several.to_json()["moves"]
+    assert len(moves) >= several.placed + several.withdrawn
+    assert all(m["action"] != "Place" or "late on" in m["why"] for m in moves)
     assert several.report.total.answered == len(it.workload.requests)
 
 

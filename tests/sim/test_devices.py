@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
@@ -22,7 +23,7 @@ from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.policy.presets import resolve
-from ballast.policy.route import least_open
+from ballast.policy.route import Replica
 from ballast.sim.controller import Controller
 from ballast.sim.device import Profile, SimDevice
 from ballast.sim.leap import Said
@@ -38,6 +39,10 @@ PROFILE = Profile(costs=dict.fromkeys(NAMES, COSTS), link=LinkRates.even(1e8), o
 def device(settings: FleetSettings, names: list[str], said: Said) -> SimDevice:
     specs = [s for s in SPECS if s.name in names]
     return SimDevice(settings.device, specs, resolve(settings.preset), PROFILE, said)
+
+
+def least_open(replicas: Sequence[Replica]) -> str:
+    return min(replicas, key=lambda r: r.open_requests).device
 
 
 def controller(devices: dict[str, SimDevice], book: FleetBook) -> Controller:
