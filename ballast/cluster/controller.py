@@ -235,10 +235,7 @@ class Controller:
                 return Outcome("refused", f"{what}; devices: {', '.join(self.devices)}")
             if found.takes(model):
                 return Outcome("refused", f"{device} serves {model} already")
-            if model in found.leaving:
-                found.leaving.discard(model)
-                return Outcome(specs=dict(found.specs))
-            return await found.command(Add(settings))
+            return await found.join(settings)
 
     async def withdraw_model(self, model: str, device: str, patience: float) -> Outcome:
         """Take a model from one of its devices; those of its requests that are open there have

@@ -15,12 +15,12 @@ from ballast.cluster.prefixes import GivenPrefixes
 from ballast.cluster.requests import OpenRequests
 from ballast.cluster.spare import Spare
 from ballast.cluster.suspicion import Suspicions
-from ballast.core.command import Order, Outcome, Remove
+from ballast.core.command import Add, Order, Outcome, Remove
 from ballast.core.errors import BallastError, Unavailable
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.request import Request, Submission
-from ballast.core.settings import FleetSettings
+from ballast.core.settings import FleetSettings, ModelSettings
 from ballast.transport.messages import (
     Done,
     DrainDevice,
@@ -192,6 +192,13 @@ class RemoteDevice:
             self._carried_out(order, outcome)
             return outcome
         return await self._orders.send(order)
+
+    async def join(self, settings: ModelSettings) -> Outcome:
+        """Serve one more model; one that was about to leave stays. Raises as `command`."""
+        if settings.name in self.leaving:
+            self.leaving.discard(settings.name)
+            return Outcome(specs=dict(self.specs))
+        return await self.command(Add(settings))
 
     def _carried_out(self, order: Order, outcome: Outcome) -> None:
         if outcome.code is not None:

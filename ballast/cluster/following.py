@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from ballast.cluster.device import RemoteDevice
 from ballast.cluster.fleet import FleetBook
 from ballast.cluster.placing import need_of
-from ballast.core.command import Add, Remove
+from ballast.core.command import Remove
 from ballast.core.errors import Unavailable
 from ballast.core.fleet import FleetAction, Need, Place, Room
 from ballast.core.model import ModelSpec
@@ -108,12 +108,9 @@ class Following:
         if not isinstance(action, Place):
             device.leaving.add(action.model)
             return None
-        if action.model in device.leaving:
-            device.leaving.discard(action.model)
-            return None
         settings = next(m for m in self._host.fleet.models if m.name == action.model)
         try:
-            outcome = await device.command(Add(settings))
+            outcome = await device.join(settings)
         except Unavailable as error:
             return str(error)
         return None if outcome.code is None else outcome.reason
