@@ -12,6 +12,7 @@ from ballast.bench.http import HttpTarget
 from ballast.bench.record import prompts_of, vocabularies_of
 from ballast.bench.replay import Replayed, replay
 from ballast.bench.report import Report
+from ballast.bench.servers import run_servers
 from ballast.bench.stories import fresh, stories
 from ballast.bench.worlds import run_live, run_virtual
 from ballast.core.errors import BallastError
@@ -37,12 +38,20 @@ def specs_of(fleet: FleetSettings) -> list[ModelSpec]:
 def compare_live(
     fleet: FleetSettings, workload: Workload, presets: Sequence[str], story: Path | None = None
 ) -> Iterator[Report]:
-    """Each preset in turn, on this machine, in this process; `story`: as `stories.fresh`."""
+    """Each preset in turn, on this machine; `story`: as `stories.fresh`.
+
+    A single device runs in this process, several as a server runs them: a worker process each.
+    """
     for preset in presets:
         file = fresh(story, preset, presets)
         chosen = replace(fleet, preset=preset, options=options_of(fleet, preset))
         chosen = replace(chosen, story_path=None if file is None else str(file))
-        yield run_live(chosen, workload, slos_of(fleet), progress=True).report
+        slos = slos_of(fleet)
+        if fleet.others:
+            running = run_servers([chosen], workload, slos, name=preset, progress=True)
+            yield asyncio.run(running).report
+        else:
+            yield run_live(chosen, workload, slos, progress=True).report
 
 
 def compare_virtual(

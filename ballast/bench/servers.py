@@ -1,0 +1,134 @@
+"""A workload on fleets served as a server serves them, without HTTP: controllers and workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ballast.bench.record import Recorder, bytes_by_owner, prompts_of, vocabularies_of
+from ballast.bench.replay import replay
+from ballast.bench.report import Report
+from ballast.cluster.controller import Controller
+from ballast.cluster.local import COMMAND, LocalWorker
+from ballast.cluster.segments import SegmentBroker
+from ballast.core.clock import Clock
+from ballast.core.errors import Unavailable
+from ballast.core.report import DeviceReport
+from ballast.core.request import Submission
+from ballast.core.settings import FleetSettings, Slo
+from ballast.engine.inbox import MonotonicClock
+from ballast.workload.workload import Workload
+
+LAST_SECONDS = 10.0
+"""For workers to end, once all is answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServersRun:
+    """One run: what clients saw, and what the devices did."""
+
+    report: Report
+    devices: tuple[DeviceReport, ...]
+    """As each last said, server by server."""
+    moves: tuple[dict[str, Any], ...]
+    """What the fleets' policies asked for, in order, and why it was refused, if it was."""
+
+
+class ServersTarget:
+    """Servers of which each model is served by one; the first that has it gets its requests."""
+
+    def __init__(self, servers: Sequence[Controller], clock: Clock) -> None:
+        self._servers = tuple(servers)
+        self._clock = clock
+
+    @property
+    def clock(self) -> Clock:
+        return self._clock
+
+    async def run(self, submission: Submission, recorder: Recorder) -> None:
+        """Raises Unavailable where no worker is to be expected."""
+        outlet = self._server(submission.model).submit([submission])
+        try:
+            while outlet.more:
+                outputs = await outlet.take()
+                now = self._clock.now()
+                for output in outputs:
+                    recorder.told(now, output)
+        finally:
+            outlet.close()
+
+    async def memory(self) -> Mapping[str, int]:
+        """Of all devices together."""
+        found: Counter[str] = Counter()
+        for server in self._servers:
+            if server.report is not None:
+                found.update(bytes_by_owner(server.report))
+        return found
+
+    def _server(self, model: str) -> Controller:
+        for server in self._servers:
+            if any(
+                served.name == model for base in server.specs.values() for served in base.served
+            ):
+                return server
+        raise Unavailable(f"no server has {model}")
+
+
+async def run_servers(
+    fleets: Sequence[FleetSettings],
+    workload: Workload,
+    slos: Mapping[str, Slo],
+    *,
+    name: str,
+    timeout: float = 120.0,
+    progress: bool = False,
+    command: Sequence[str] = COMMAND,
+) -> ServersRun:
+    """Open loop, on this machine: a server for each of `fleets`, started for the run.
+
+    Without what a server has for longer lives: no worker waits to replace one that dies. Raises
+    Unavailable where a model cannot be served.
+    """
+    async with _serving(fleets, command) as servers:
+        target = ServersTarget(servers, MonotonicClock())
+        specs = [spec for server in servers for spec in server.specs.values()]
+        prompts = prompts_of(vocabularies_of(specs))
+        done = await replay(workload, target, prompts, timeout=timeout, progress=progress)
+        devices = [d.report for server in servers for d in server.devices.values()]
+        moves = [what for server in servers for _, what in server.decisions if "epoch" in what]
+    told = Report.of(
+        done.records,
+        slos,
+        done.wall_seconds,
+        done.memory,
+        name=name,
+        workload=workload.describe(),
+    )
+    return ServersRun(told, tuple(r for r in devices if r is not None), tuple(moves))
+
+
+@asynccontextmanager
+async def _serving(
+    fleets: Sequence[FleetSettings], command: Sequence[str]
+) -> AsyncIterator[list[Controller]]:
+    """Servers that know nothing of each other, started one after the other."""
+    servers = [Controller(_maker(command)) for _ in fleets]
+    try:
+        for server, fleet in zip(servers, fleets, strict=True):
+            await server.start(replace(fleet, server=replace(fleet.server, spare_worker=False)))
+        for server in servers:
+            for model, why in server.failed.items():
+                raise Unavailable(f"{model} is not served: {why}")
+        yield servers
+    finally:
+        await asyncio.gather(*(server.close(LAST_SECONDS) for server in servers))
+
+
+def _maker(command: Sequence[str]) -> Callable[[], LocalWorker]:
+    """Of workers that share their segments."""
+    broker = SegmentBroker()
+    return lambda: LocalWorker(command, broker)
