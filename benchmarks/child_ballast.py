@@ -47,7 +47,7 @@ def load(path: Path) -> tuple[Run, Mapping[str, Any]]:
             assert answer.finished.output_tokens == new_tokens
         return [[origin + t for t in answers[s.id].times] for s in submissions]
 
-    path_class = type(server.device.executors["model"]).__name__
+    path_class = type(server.device.executors["model"][0]).__name__
     return run, {"path": path_class, "budget_bytes": budget}
 
 

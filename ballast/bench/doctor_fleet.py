@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from ballast.bench import doctor_memory
 from ballast.bench.finding import Finding, Verdict, judged
 from ballast.cluster.placing import homes_of
-from ballast.core.cost import activation_bytes
 from ballast.core.errors import BallastError, ConfigError
 from ballast.core.model import ModelSpec, weight_bytes, weight_pages
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import KiB, ceil_div, format_bytes
+from ballast.engine.build import largest_jobs
 from ballast.kv.layout import Layout
 from ballast.weights.checkpoint import load_host_model
 
@@ -56,7 +56,7 @@ def _device(
     specs: list[ModelSpec], device: DeviceSettings, i: int, where: str
 ) -> Iterator[Finding]:
     """Of one device, `devices[i]`, and its models."""
-    arena = max(activation_bytes(s, device.step_tokens, device.step_logits) for s in specs)
+    arena = largest_jobs(specs, device)
     left = device.budget_bytes // device.page_bytes - ceil_div(arena, device.page_bytes)
     for spec in specs:
         yield _model(spec, device, left, i, where)

@@ -71,6 +71,19 @@ class StepCosts:
             seconds += (sequences - 1) // TILE * self.per_tile
         return seconds
 
+    def split(self, load: Load) -> tuple[float, float]:
+        """Of the seconds of a job, those of arithmetic and those of reading weights and KV.
+
+        The pass over the weights and what decodes read of KV count as reading; what tokens and
+        sequences add, as arithmetic.
+        """
+        seconds = self.of(load)
+        reading = self.base + load.decode_context * self.per_context
+        if load.prefill_tokens:
+            reading -= max(0.0, self.hidden)
+        reading = min(seconds, max(0.0, reading))
+        return seconds - reading, reading
+
     def seconds(self, job: Job) -> float:
         return self.of(job.load)
 

@@ -89,6 +89,8 @@ class Job:
     lane: int
     model: str
     work: tuple[SequenceWork, ...]
+    parts: int | None = None
+    """Of the device's compute (`DeviceSettings.parts`); None: all, on a device of one lane."""
 
     @property
     def load(self) -> Load:

@@ -80,11 +80,18 @@ class DeviceSettings:
     page_bytes: int = 256 * KiB
     threads: int | None = None
     """Intra-op threads; None: all cores, or an equal share of those that no other device has."""
+    lanes: int = 1
+    """Most jobs, of different models, that run at the same time; they divide the threads."""
     step_tokens: int = 512
     """Most tokens computed in one job (prefill chunks and decodes together)."""
     step_logits: int = 64
     """Most positions sampled in one job; bounds the logits in the activation arena."""
     prefix_cache: bool = True
+
+    @property
+    def parts(self) -> int:
+        """Equal parts of its compute that jobs on several lanes divide."""
+        return self.lanes if self.threads is None else self.threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,6 +133,8 @@ class Story:
             else:
                 prefill.append((number, w.start, len(w.tokens), w.sample is not None))
         told: Entry = {"at": at, "job": job.id, "model": job.model}
+        if job.parts is not None:
+            told |= {"lane": job.lane, "parts": job.parts}
         if prefill:
             told["prefill"] = prefill
         if decode:

@@ -21,6 +21,8 @@ from ballast.memory.vm import Vm
 from ballast.weights.residency import WeightsOnDevice
 from ballast.weights.shared import SharedSegment, find_shared
 
+ARENA = "arena:lanes"
+"""Owner of the pages that stand for activations."""
 CopyNow = Callable[[int, int, int], None]
 """(destination address, source address, bytes): a copy that has ended when it returns."""
 
@@ -44,17 +46,17 @@ def build_state(
 ) -> DeviceState:
     """The state of a device on which no model is resident yet.
 
-    The lane's activation arena, sized by the largest job any of the models may run, is taken from
+    The lanes' activation arena, sized by the largest jobs any of the models may run, is taken from
     the pool first. Raises ConfigError where the budget cannot hold it.
     """
     pool = Pool(vm, settings.budget_bytes // settings.page_bytes)
-    activations = largest_job((h.spec for h in hosted), settings)
-    arena = Arena(pool, vm, "arena:lane0", activations, settings.budget_bytes)
+    activations = largest_jobs((h.spec for h in hosted), settings)
+    arena = Arena(pool, vm, ARENA, activations, settings.budget_bytes)
     if arena.short is not None:
         raise ConfigError(
             f"the budget of {settings.name}",
             format_bytes(settings.budget_bytes),
-            f"the activations of one job alone need {format_bytes(activations)}",
+            f"activations alone need {format_bytes(activations)}: of a job on each lane",
         )
     shared = find_shared([h.spec for h in hosted], pool, vm.page_bytes)
     models = [
@@ -99,9 +101,9 @@ def build_newcomer(
     return m, new
 
 
-def largest_job(specs: Iterable[ModelSpec], settings: DeviceSettings) -> int:
-    """Bytes of activations that the largest job of any of the models may take."""
-    return max(
+def largest_jobs(specs: Iterable[ModelSpec], settings: DeviceSettings) -> int:
+    """Bytes of activations that jobs of the models may take: on each lane the largest of any."""
+    return settings.lanes * max(
         (activation_bytes(s, settings.step_tokens, settings.step_logits) for s in specs), default=0
     )
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from ballast.core.clock import Clock
 from ballast.core.command import Order, Outcome
 from ballast.core.cost import StepCosts
 from ballast.core.entries import Sink, both
-from ballast.core.errors import BallastError
+from ballast.core.errors import BallastError, ConfigError
 from ballast.core.event import Event, Output
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
-from ballast.core.settings import FleetSettings
+from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.story import Story
 from ballast.engine.build import Hosted, build_state
 from ballast.engine.inbox import MonotonicClock, QueueInbox
@@ -73,7 +77,7 @@ class LiveDevice:
         """By name, in the fleet's order; replaced, never changed."""
         self.clock = clock or MonotonicClock()
         self.inbox = QueueInbox(self.clock)
-        device = fleet.of_one_device("this command")
+        device = _with_parts(fleet.of_one_device("this command"))
         self.vm = MemfdVm(device.page_bytes, device.budget_bytes // device.page_bytes)
         self._link = HostLink(self.clock, self.post, fleet.link.pace)
         self.state = build_state(
@@ -87,17 +91,23 @@ class LiveDevice:
         )
         self._reserve = PopulatedReserve(self.state.pool)
         self._reserve.start()
-        self.workspace = Workspace(device.budget_bytes)
+        self.workspaces = [Workspace(device.budget_bytes) for _ in range(device.lanes)]
         """Of the fast path. Memory comes where a job first writes, which the arena stands for."""
         self.executors = {
-            name: self.executor(host, self.state.models[name]) for name, host in self.hosts.items()
+            name: self.executors_of(host, self.state.models[name])
+            for name, host in self.hosts.items()
         }
+        """By model, what runs it on each lane."""
         # Between jobs the C allocator keeps no more than the arena stands for.
         self.cap = AllocatorCap(self.state.arena.pages * device.page_bytes)
-        for executor in self.executors.values():
-            executor.grammars.aside = self.cap.aside
         self.runner = CpuRunner(
-            self.executors, self.post, self.clock, device.threads, self.cap.check, record
+            self.executors,
+            self.post,
+            self.clock,
+            device.threads,
+            device.lanes,
+            self.cap,
+            record,
         )
         self._story_file = StoryFile(fleet.story_path, device.name) if fleet.story_path else None
         self.story = Story(
@@ -147,7 +157,7 @@ class LiveDevice:
         return self.story.take()
 
     def busy(self) -> tuple[float, float]:
-        """Seconds that the loop's present turn and the lane's present job have lasted."""
+        """Seconds that the loop's present turn and the oldest job in flight have lasted."""
         now = self.clock.now()
         turn, job = self.loop.turn_since, self.runner.job_since
         return (0.0 if turn is None else now - turn, 0.0 if job is None else now - job)
@@ -178,11 +188,49 @@ class LiveDevice:
             log.error("model %s is not served: %s", name, why)
         return hosts
 
-    def executor(self, host: HostModel, m: ModelState) -> Served:
-        """What runs a model: the fast path where it has one, all of these in one workspace."""
+    def executors_of(self, host: HostModel, m: ModelState) -> tuple[Served, ...]:
+        """What runs a model on each lane: the fast path where it has one, all of a lane's in one
+        workspace. It runs on one lane at a time, so what is not bound to one is there once."""
         segments = [m.weights.segment_address(i) for i in range(len(host.spec.segment_bytes))]
         where = (segments, m.kv.base, m.kv.layout)
+        made: tuple[Served, ...]
         if not host.fused:
-            return ServedModel(host, *where)
-        rows, sampled = self.fleet.device.step_tokens, self.fleet.device.step_logits
-        return FusedModel(host, *where, self.workspace, rows, sampled)
+            made = (ServedModel(host, *where),) * len(self.workspaces)
+        else:
+            rows, sampled = self.fleet.device.step_tokens, self.fleet.device.step_logits
+            made = tuple(FusedModel(host, *where, w, rows, sampled) for w in self.workspaces)
+        for executor in made:
+            executor.grammars = made[0].grammars
+        made[0].grammars.aside = self.aside
+        return made
+
+    def renew(self) -> None:
+        """What is there between jobs, from the next such moment on, is not theirs."""
+        self.cap.renew(self.state.arena.pages * self.vm.page_bytes, self._forget)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What a job allocates meanwhile and keeps is no activation."""
+        if len(self.workspaces) == 1:
+            with self.cap.aside():
+                yield
+            return
+        try:
+            yield
+        finally:
+            self.renew()  # others may be allocating: it cannot be told apart now
+
+    def _forget(self) -> None:
+        for workspace in self.workspaces:
+            workspace.forget()
+
+
+def _with_parts(device: DeviceSettings) -> DeviceSettings:
+    """Several lanes need to know what they divide. Raises ConfigError where that is too little."""
+    if device.lanes == 1:
+        return device
+    threads = device.threads or torch.get_num_threads()
+    if threads < device.lanes:
+        allowed = f"at most as many as the device has threads: {threads}"
+        raise ConfigError(f"lanes of {device.name}", device.lanes, allowed)
+    return replace(device, threads=threads)

@@ -113,6 +113,7 @@ class Loop:
         state, before = self.state, self.state.now
         state.now = now = self.clock.now()
         state.models[job.model].job = None
+        state.lanes.end(job)
         for part in job.work:
             state.requests[part.request_id].in_flight = False
         state.jobs += steps
@@ -187,37 +188,36 @@ class Loop:
         return done
 
     def _dispatch(self, outputs: list[Output]) -> None:
-        """Start a job if the lane is idle and some model has one; ask about new shortages."""
+        """Start jobs on idle lanes where models have any; ask about new shortages."""
         for _ in range(ROUNDS):
-            if self.state.lane_job is not None or self.state.stopped is not None:
-                return
-            if not self._start_one() or not self._decide(outputs):
+            if self.state.stopped is not None or not self._start() or not self._decide(outputs):
                 return
 
-    def _start_one(self) -> bool:
-        """Form and start a job; whether a shortage came up that no policy has seen."""
+    def _start(self) -> bool:
+        """Form and start jobs; whether a shortage came up that no policy has seen."""
         state = self.state
         news = False
-        candidates = state.candidates()
-        while candidates:
+        candidates = state.candidates() if state.lanes.ready else []
+        while candidates and state.lanes.ready:
             chosen = self.preset.order(candidates)
             m = state.models[chosen]
             known = m.shortages
             work = plan(m, state.settings, state.now, state.freed)
             news = news or any(s not in known for s in m.shortages)
-            if work:
-                self._begin(m, work)
-                break
             candidates = [c for c in candidates if c.model != chosen]
+            if work:
+                self._begin(m, work, len(candidates))
         return news
 
-    def _begin(self, m: ModelState, work: list[SequenceWork]) -> None:
-        """Start `m`'s next job."""
+    def _begin(self, m: ModelState, work: list[SequenceWork], others: int = 0) -> None:
+        """Start `m`'s next job; so many other models may have one as well."""
         self._jobs += 1
-        job = Job(self._jobs, 0, m.spec.name, tuple(work))
+        lane, parts = self.state.lanes.place(others)
+        job = Job(self._jobs, lane, m.spec.name, tuple(work), parts)
         for part in job.work:
             self.state.requests[part.request_id].in_flight = True
-        m.job = self.state.lane_job = job
+        m.job = job
+        self.state.lanes.begin(job)
         self.state.touch(m)
         self.story.job(self.state.now, job)
         self.runner.start(job)

@@ -42,7 +42,7 @@ class ModelState:
     last_run: float = float("-inf")
     last_used: float = float("-inf")
     lane_seconds: float = 0.0
-    """That its jobs have taken so far."""
+    """Of the whole device, that its jobs have taken so far: on a part of it, so much less."""
     activations: int = 0
     evictions: int = 0
     preemptions: int = 0

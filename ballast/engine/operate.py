@@ -12,7 +12,7 @@ from ballast.core.story import Story
 from ballast.core.units import ceil_div
 from ballast.core.view import Residency
 from ballast.engine.apply import apply
-from ballast.engine.build import largest_job
+from ballast.engine.build import largest_jobs
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 from ballast.weights.shared import SharedSegment
@@ -93,7 +93,7 @@ class Operations:
             if known in state.named or known in state.models:
                 return f"there is a model {known!r} already"
         present = [*state.models.values(), m]
-        wanted = largest_job((o.spec for o in present), settings)
+        wanted = largest_jobs((o.spec for o in present), settings)
         arena = max(state.arena.pages, ceil_div(wanted, settings.page_bytes))
         room = state.pool.total - arena
         least = weight_pages([m.spec], settings.page_bytes) + m.kv.most_pages(1)
@@ -104,7 +104,7 @@ class Operations:
             )
         if not self._grow_arena(arena):
             return (
-                f"its largest job takes {arena - state.arena.pages} pages of activations more than "
+                f"its largest jobs take {arena - state.arena.pages} pages of activations more than "
                 "are set aside, and they are not free; evict a model first"
             )
         for other in state.models.values():

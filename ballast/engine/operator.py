@@ -96,8 +96,7 @@ class Operator:
         except Exception as error:
             log.exception("%s failed", type(order).__name__)
             outcome = Outcome("broken", f"{type(error).__name__}: {error}")
-        arena = device.state.arena
-        device.cap.renew(arena.pages * device.vm.page_bytes, device.workspace.forget)
+        device.renew()
         done(outcome)
 
     def _add(self, settings: ModelSettings) -> HostModel:
@@ -120,8 +119,7 @@ class Operator:
         hosted = Hosted(host.spec, host.addresses)
         m, new = build_newcomer(device.state, hosted, copy_now)
         try:
-            device.executors[name] = executor = device.executor(host, m)
-            executor.grammars.aside = device.cap.aside
+            device.executors[name] = device.executors_of(host, m)
             device.loop.operations.ready[name] = m, new
             refusal = self._ask(Join(name)).result()
             if refusal is not None:

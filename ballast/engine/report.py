@@ -13,7 +13,7 @@ def report(state: DeviceState, device: str) -> DeviceReport:
     present = tuple(state.models.values())
     now = state.clock.now()
     models = tuple(_model(m, now) for m in present)
-    owners = {"arena:lane0": state.arena.pages}
+    owners = {state.arena.owner: state.arena.pages}
     for s in state.shared:
         owners[s.owner] = len(s.pages)
     for m in present:

@@ -23,60 +23,113 @@ class Executor(Protocol):
     def run(self, work: Sequence[SequenceWork]) -> list[Result]: ...
 
 
+class Keeper(Protocol):
+    """Looks after what jobs leave behind; `ballast.memory.arena.AllocatorCap` in earnest."""
+
+    @property
+    def renewing(self) -> bool:
+        """Whether it waits for a moment in which no job runs."""
+
+    def check(self, *, alone: bool) -> object:
+        """After each job, and while it waits for such a moment, in one; `alone`: it is one."""
+
+
 Record = Callable[[Iterable[str]], object]
 """Is told the ids of the requests that are in flight from now on."""
 
 
 class CpuRunner:
-    """Runs jobs on a lane thread with `threads` intra-op threads; reports through `post`."""
+    """Runs jobs, each on the thread of its lane, with its part of the intra-op threads.
+
+    Reports through `post`, from lanes' threads.
+    """
 
     def __init__(
         self,
-        executors: Mapping[str, Executor],
+        executors: Mapping[str, Sequence[Executor]],
         post: Callable[[Event], None],
         clock: Clock,
         threads: int | None,
-        after_job: Callable[[], object] | None = None,
+        lanes: int = 1,
+        keeper: Keeper | None = None,
         record: Record | None = None,
     ) -> None:
-        """`after_job` is called on the lane between jobs, `record` before and after each."""
+        """`executors`: of each model, what runs it on each lane. `threads`: of a job that has all
+        of the device; None: PyTorch's choice. `record` is called before and after each job."""
         self._executors = executors
         self._post = post
         self._clock = clock
         self._threads = threads
-        self._after_job = after_job
+        self._keeper = keeper
         self._record = record
-        self.job_since: float | None = None
-        """When the job on the lane began, on the clock; None while it is idle."""
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._lane = threading.Thread(target=self._work, name="lane0", daemon=True)
-        self._lane.start()
+        self._change = threading.Condition()
+        """Held while it changes which jobs run, and while `keeper` and `record` are called."""
+        self._running: dict[int, tuple[Job, float]] = {}
+        """By lane, with the time at which it began; replaced, never changed."""
+        self._jobs: list[queue.SimpleQueue[Job | None]] = []
+        self._lanes: list[threading.Thread] = []
+        for lane in range(lanes):
+            self._jobs.append(queue.SimpleQueue())
+            self._lanes.append(
+                threading.Thread(target=self._work, args=(lane,), name=f"lane{lane}", daemon=True)
+            )
+            self._lanes[-1].start()
+
+    @property
+    def job_since(self) -> float | None:
+        """When the oldest of the jobs that run began, on the clock; None while all are idle."""
+        return min((since for _, since in self._running.values()), default=None)
 
     def start(self, job: Job) -> None:
-        """Begin `job` after those started before."""
-        self._jobs.put(job)
+        """Begin `job` after those started before on its lane."""
+        self._jobs[job.lane].put(job)
 
     def close(self) -> None:
-        """End the lane after the job it runs."""
-        self._jobs.put(None)
-        self._lane.join()
+        """End the lanes after the jobs they run."""
+        for jobs in self._jobs:
+            jobs.put(None)
+        for lane in self._lanes:
+            lane.join()
 
-    def _work(self) -> None:
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
-        while (job := self._jobs.get()) is not None:
-            self.job_since = begun = self._clock.now()
-            if self._record is not None:
-                self._record(w.request_id for w in job.work)
+    def _work(self, lane: int) -> None:
+        threads = None
+        while (job := self._jobs[lane].get()) is not None:
+            wanted = job.parts or self._threads
+            if wanted is not None and wanted != threads:
+                torch.set_num_threads(threads := wanted)
+            begun = self._begin(job)
             try:
-                results = tuple(self._executors[job.model].run(job.work))
+                results = tuple(self._executors[job.model][lane].run(job.work))
             except Exception as error:  # the fleet outlives a job that breaks
                 log.exception("job %d of %s failed", job.id, job.model)
                 self._post(JobFailed(job, f"{type(error).__name__}: {error}"))
             else:
                 self._post(JobDone(job, results, self._clock.now() - begun))
-            if self._record is not None:
-                self._record(())
-            self.job_since = None
-            if self._after_job is not None:
-                self._after_job()
+            self._end(job)
+
+    def _begin(self, job: Job) -> float:
+        """The job may run from now on; when that is."""
+        keeper = self._keeper
+        with self._change:
+            while keeper is not None and keeper.renewing:
+                if self._running:
+                    self._change.wait()
+                else:
+                    keeper.check(alone=True)
+            begun = self._clock.now()
+            self._running = {**self._running, job.lane: (job, begun)}
+            self._recorded()
+        return begun
+
+    def _end(self, job: Job) -> None:
+        with self._change:
+            self._running = {i: at for i, at in self._running.items() if i != job.lane}
+            self._recorded()
+            if self._keeper is not None:
+                self._keeper.check(alone=not self._running)
+            self._change.notify_all()
+
+    def _recorded(self) -> None:
+        if self._record is not None:
+            jobs = (job for job, _ in self._running.values())
+            self._record(w.request_id for job in jobs for w in job.work)

@@ -36,6 +36,7 @@ from ballast.core.view import (
     SharedView,
 )
 from ballast.engine.admission import finish_reason, fitted, refusal
+from ballast.engine.lanes import Lanes
 from ballast.engine.model import ModelState
 from ballast.engine.patience import Patience
 from ballast.memory.arena import Arena
@@ -75,7 +76,7 @@ class DeviceState:
         self.arena = arena
         self.requests: dict[str, Request] = {}
         self.patience = Patience(self.requests)
-        self.lane_job: Job | None = None
+        self.lanes = Lanes(settings)
         self.asking = True
         """Something happened that a policy should know of."""
         self.freed = 0
@@ -181,7 +182,7 @@ class DeviceState:
     def _job_done(self, event: JobDone) -> list[Output]:
         m = self._close_job(event.job)
         now = m.last_run = self.now
-        m.lane_seconds += event.seconds
+        m.lane_seconds += event.seconds * self.lanes.share(event.job)
         for work in event.job.work:
             request = self.requests[work.request_id]
             request.computed = work.end
@@ -236,7 +237,8 @@ class DeviceState:
 
     def _close_job(self, job: Job) -> ModelState:
         m = self.models[job.model]
-        m.job = self.lane_job = None
+        m.job = None
+        self.lanes.end(job)
         m.last_used = self.now
         self.jobs += 1
         for work in job.work:
@@ -392,15 +394,13 @@ class DeviceState:
     @property
     def in_flight(self) -> bool:
         """Whether an event is bound to come without any client doing anything."""
-        return self.lane_job is not None or any(
-            m.transfer_id is not None for m in self.models.values()
-        )
+        return self.lanes.busy or any(m.transfer_id is not None for m in self.models.values())
 
     @property
     def over(self) -> bool:
         """Whether the loop may end."""
         if self.stopped is not None:
-            return self.lane_job is None
+            return not self.lanes.busy
         return self.draining and not self.requests and not self.in_flight
 
     def touch(self, m: ModelState) -> None:

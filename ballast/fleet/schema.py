@@ -169,6 +169,7 @@ class DeviceKeys(Keys):
     budget: Size
     page: PageSize = 256 * 1024
     threads: Count | None = None
+    lanes: Count = 1
     step_tokens: Count = 512
     step_logits: Count = 64
     prefix_cache: bool = True
@@ -180,6 +181,7 @@ class DeviceKeys(Keys):
             budget_bytes=self.budget,
             page_bytes=self.page,
             threads=self.threads,
+            lanes=self.lanes,
             step_tokens=self.step_tokens,
             step_logits=self.step_logits,
             prefix_cache=self.prefix_cache,

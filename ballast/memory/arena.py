@@ -122,9 +122,17 @@ class AllocatorCap:
         """Bytes above the base; negative where the process has shrunk."""
         return anonymous_bytes() - self._base
 
-    def check(self) -> bool:
-        """Trim if over the cap (milliseconds; the look alone some 20 us); whether under it now."""
-        if self._renewal is not None:
+    @property
+    def renewing(self) -> bool:
+        """Whether `check` is waited for while no job runs."""
+        return self._renewal is not None
+
+    def check(self, *, alone: bool = True) -> bool:
+        """Trim if over the cap (milliseconds; the look alone some 20 us); whether under it now.
+
+        `alone`: no job runs, so that what there is now may count as the base, if that is asked for.
+        """
+        if self._renewal is not None and alone:
             self.n_bytes, forget = self._renewal
             self._renewal, self._paused = None, False
             forget()
@@ -141,8 +149,8 @@ class AllocatorCap:
         self._paused = True
 
     def renew(self, n_bytes: int, forget: Callable[[], None]) -> None:
-        """From the next `check` on, hold to `n_bytes` above what there is then, once `forget` has
-        given back what jobs keep for themselves. Callable from any thread."""
+        """From the next `check` on that is alone, hold to `n_bytes` above what there is then, once
+        `forget` has given back what jobs keep for themselves. Callable from any thread."""
         self._renewal = n_bytes, forget
 
 

@@ -41,9 +41,12 @@ def calibrate(fleet: FleetSettings, rounds: int = 4, seed: int = 0) -> Profile:
     machine must be otherwise idle.
     """
     client = _Client(random.Random(seed), rounds)
+    whole = replace(fleet.device, lanes=1)
     entries: list[dict[str, Any]] = []
     device = LiveDevice(
-        replace(fleet, preset="balloon", options={}), client.hear, sink=entries.extend
+        replace(fleet, device=whole, preset="balloon", options={}),
+        client.hear,
+        sink=entries.extend,
     )
     try:
         device.populate()

@@ -49,6 +49,9 @@ class Profile:
     """Seconds that a job takes longer after a pause, or a decode step after a prefill."""
     answer: float = 0.0
     """Seconds from a request's receipt to the loop's turn, and from a turn to the client."""
+    reach: float = 1.0
+    """Of the memory's bandwidth, what a job that has part of the compute can use: so many times
+    that part (`sim.lanes`)."""
     page_seconds: float = 0.0
     """What the loop takes to map and unmap a page of weights, beyond their copy."""
 
@@ -93,7 +96,14 @@ class SimDevice:
         self._specs = {s.name: s for s in specs}
         self._costs = dict(profile.costs)
         self._runner = SimRunner(
-            self._heap, self.clock, self._specs, self._costs, profile.overhead, profile.wake
+            self._heap,
+            self.clock,
+            self._specs,
+            self._costs,
+            profile.overhead,
+            profile.wake,
+            settings.parts,
+            profile.reach,
         )
         self.story = Story(sink=sink, overhead=profile.overhead)
         self._client = said

@@ -36,7 +36,7 @@ def leap(
 
     `said(at, output)` hears what clients are told meanwhile.
     """
-    job = loop.state.lane_job
+    job = loop.state.lanes.alone
     turns = _turns(loop)
     if job is None or turns is None:
         return 0
@@ -68,13 +68,15 @@ def _pages_for(turns: deque[_Batch]) -> bool:
 def _turns(loop: Loop) -> deque[_Batch] | None:
     """The models that run, as they will come, that of the job in flight first; None where one of
     them may do anything but repeat its step, or where it is not certain which comes next."""
-    state, job = loop.state, loop.state.lane_job
+    state, job = loop.state, loop.state.lanes.alone
     if job is None or any(len(work.tokens) != 1 for work in job.work):
         return None
+    if state.lanes.share(job) < 1:
+        return None  # the next one may have more of the device
     if state.asking or loop.operations.pending:
         return None
     names = [c.model for c in sorted(state.candidates(), key=lambda c: c.last_run)]
-    if names and loop.preset.order is not least_recently_run:
+    if names and (len(state.lanes.jobs) > 1 or loop.preset.order is not least_recently_run):
         return None
     turns: deque[_Batch] = deque()
     for name in (job.model, *names):

@@ -111,6 +111,8 @@ class DeviceProfile(Keys):
     """From a request's receipt to the loop's turn, and from a turn's begin to the client."""
     page_seconds: NotNegative = 0.0
     """What the loop takes to map and unmap a page of weights, beyond their copy."""
+    lane_reach: Positive = 1.0
+    """Of the memory's bandwidth, what part of the compute can use: so many times that part."""
     link: Link
     served: Served | None = None
     """Without it, and with `hardware`, a cluster's devices are as `sim.cluster` says."""
@@ -151,6 +153,7 @@ class DeviceProfile(Keys):
             wake=self.wake_seconds,
             answer=self.answer_seconds,
             page_seconds=self.page_seconds,
+            reach=self.lane_reach,
         )
 
     def _like(self, model: str | ModelSpec) -> tuple[str, set[str]]:
@@ -196,7 +199,7 @@ def profile_of(device: str, measured: Profile, settings: DeviceSettings) -> Devi
     source = Source(
         artifact="ballast profile, on the machine itself",
         licence="the measurer's own",
-        engine=f"ballast {__version__}, one lane",
+        engine=f"ballast {__version__}, on one lane",
     )
     return DeviceProfile(
         device=device,
@@ -205,6 +208,7 @@ def profile_of(device: str, measured: Profile, settings: DeviceSettings) -> Devi
         wake_seconds=measured.wake,
         answer_seconds=measured.answer,
         page_seconds=measured.page_seconds,
+        lane_reach=measured.reach,
         served=Served(**{key: getattr(settings, key) for key in Served.model_fields}),
         sources={"calibrate": source},
         measured=[

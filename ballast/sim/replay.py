@@ -27,7 +27,7 @@ from ballast.memory.vm_null import NullVm
 from ballast.policy.presets import resolve
 from ballast.sim.device import copy_nothing, hosted_nowhere
 from ballast.sim.lives import Life
-from ballast.sim.restore import Events, Impossible, Lane, Unknown
+from ballast.sim.restore import Events, Impossible, Lanes, Unknown
 
 CONTEXT = 6
 """Entries shown before a difference."""
@@ -103,7 +103,7 @@ class _Replay:
         self._over = life.over
         told = life.snapshot
         self._clock = VirtualClock(life.at)
-        self._lane, self._script = Lane(), _Script()
+        self._lanes, self._script = Lanes(), _Script()
         self._link = _Link(told.link_bytes_per_second)
         self._told: list[Entry] = []
         """By the turn that was replayed last."""
@@ -115,12 +115,12 @@ class _Replay:
             state,
             resolve(told.preset, told.options),
             self._script,
-            self._lane,
+            self._lanes,
             self._clock,
             lambda outputs: None,
             Story(0, self._told.extend, began=told.began, overhead=told.overhead),
         )
-        self._made = Events(life, self._lane, self._loop)
+        self._made = Events(life, self._lanes, self._loop)
         self._at = 0
         """The entry that is dealt with."""
         self._events = self._decisions = self._jobs = 0
@@ -185,11 +185,12 @@ class _Replay:
             self._told.clear()
             self._loop.turn()
             decided = [e for e in self._told if "event" not in e and "job" not in e]
-            if decided or self._lane.job is None:
+            flying = self._lanes.jobs
+            if decided or len(flying) != 1:
                 said = decided[0] if decided else None
                 return self._difference(turn.start, told, said, "a leap only decodes")
-            job, self._lane.job = self._lane.job, None
-        self._lane.job = job
+            _, job = flying.popitem()
+        self._lanes.start(job)
         self._events += steps
         self._jobs += steps - 1
         self._told[:-1] = [told]

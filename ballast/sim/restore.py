@@ -31,21 +31,22 @@ class Unknown(Exception):
     """The story tells of something that this version does not know."""
 
 
-class Lane:
+class Lanes:
     """A runner that ends a job when it is told to."""
 
     def __init__(self) -> None:
-        self.job: Job | None = None
+        self.jobs: dict[int, Job] = {}
+        """In flight, by id."""
 
     def start(self, job: Job) -> None:
-        self.job = job
+        self.jobs[job.id] = job
 
 
 class Events:
     """Made from a life's entries, in order, for a device that has come as far as they have."""
 
-    def __init__(self, life: Life, lane: Lane, loop: Loop) -> None:
-        self._lane = lane
+    def __init__(self, life: Life, lanes: Lanes, loop: Loop) -> None:
+        self._lanes = lanes
         self._state = loop.state
         self._ready = loop.operations.ready
         self._standins = StandIns(life.entries)
@@ -108,12 +109,11 @@ class Events:
         )
 
     def ended_job(self, told: Entry) -> Job:
-        job = self._lane.job
-        if job is None or (job.id, job.model) != (told["job"], told["model"]):
-            what = "no job" if job is None else f"job {job.id} of {job.model}"
-            raise Impossible(f"{what} is on the lane")
-        self._lane.job = None
-        return job
+        job = self._lanes.jobs.get(told["job"])
+        if job is None or job.model != told["model"]:
+            flying = (f"job {job.id} of {job.model}" for job in self._lanes.jobs.values())
+            raise Impossible(f"{', '.join(flying) or 'no job'} is in flight")
+        return self._lanes.jobs.pop(job.id)
 
     def job_done(self, job: Job, seconds: float, ends: Mapping[str, Entry]) -> JobDone:
         """In the order in which live models tell results."""

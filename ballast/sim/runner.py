@@ -11,6 +11,7 @@ from ballast.core.event import Embedded, JobDone, PromptScores, Result
 from ballast.core.job import Job, Load, Sampled
 from ballast.core.model import ModelSpec
 from ballast.sim.heap import EventHeap
+from ballast.sim.lanes import SimLanes
 
 
 class SimRunner:
@@ -19,7 +20,8 @@ class SimRunner:
     Tokens are a function of (request id, position), never an end-of-sequence token: lengths are
     the workload's. Scores and embeddings are zeros. In seconds: `overhead` is the engine's own time
     per job, which the lane spends idle; `wake` is what a job takes longer after a pause, and a
-    decode step after a prefill.
+    decode step after a prefill. `parts`: of the device, which jobs on several lanes divide
+    (`sim.lanes`, as is `reach`); of `wake` those know nothing that have less than all.
     """
 
     def __init__(
@@ -30,6 +32,8 @@ class SimRunner:
         costs: Mapping[str, StepCosts],
         overhead: float = 0.0,
         wake: float = 0.0,
+        parts: int = 1,
+        reach: float = 1.0,
     ) -> None:
         self._heap = heap
         self._clock = clock
@@ -37,15 +41,21 @@ class SimRunner:
         self._costs = costs
         self._overhead = overhead
         self._wake = wake
+        self._parts = parts
+        self._lanes = SimLanes(heap, clock, reach, overhead)
         self._began = self._free = 0.0
         """When the last job began, and when it ends."""
         self._after_pause = self._after_prefill = self._prefills = False
         """Of the last job: what it followed, and whether it has a prefill."""
 
     def start(self, job: Job) -> None:
-        spec = self._specs[job.model]
+        results = tuple(self._results(self._specs[job.model], job))
+        if job.parts is not None and job.parts < self._parts:
+            compute, reading = self._costs[job.model].split(job.load)
+            self._lanes.start(job, job.parts / self._parts, compute, reading, results)
+            return
         seconds, end = self._until(job.model, job.load)
-        self._heap.schedule(end, JobDone(job, tuple(self._results(spec, job)), seconds))
+        self._heap.schedule(end, JobDone(job, results, seconds))
 
     def decodes(self, model: str, sequences: int, context: int) -> tuple[float, float]:
         """Of a job that only decodes, if it began now: its seconds, and when it would end.

@@ -110,14 +110,14 @@ def test_eviction_and_preemption_change_no_token(world: World) -> None:
     requests = [asked(name, i, 60) for i in range(2, 5) for name in NAMES]
     with InProcess(world.tight()) as server:
         mixed = 0
-        run = server.device.executors["base"].run
+        run = server.device.executors["base"][0].run
 
         def look(work: list[object]) -> object:
             nonlocal mixed
             mixed += len({w.adapter for w in work}) > 2  # type: ignore[attr-defined]
             return run(work)  # type: ignore[arg-type]
 
-        server.device.executors["base"].run = look  # type: ignore[method-assign, assignment]
+        server.device.executors["base"][0].run = look  # type: ignore[method-assign, assignment]
         answers = server.generate(requests)
         report = server.device.snapshot()
         server.device.state.pool.validate()

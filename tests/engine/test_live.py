@@ -175,7 +175,7 @@ def test_a_broken_checkpoint_does_not_stop_the_rest(paths: dict[str, Path], tmp_
 
 def test_a_job_that_raises_fails_its_requests_only(paths: dict[str, Path]) -> None:
     with InProcess(fleet(paths)) as server:
-        victim = server.device.executors["b"]
+        victim = server.device.executors["b"][0]
 
         def broken(work: object) -> list[object]:
             raise RuntimeError("the kernel is on fire")

@@ -167,7 +167,7 @@ def test_an_added_model_shares_what_a_resident_one_has(
         for name in ("base", "tuned", "again"):
             validate(server)
             assert ordered(server, Remove(name, 10.0)).code is None
-        assert state.pool.owners() == {"arena:lane0": state.arena.pages}
+        assert state.pool.owners() == {"arena:lanes": state.arena.pages}
         assert state.shared == ()
         assert server.device.tier.n_bytes == 0
 

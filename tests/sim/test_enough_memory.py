@@ -20,7 +20,9 @@ LONGEST = 180
 """Tokens of prompt and output."""
 
 
-def world(seed: int, preset: str) -> tuple[FleetSettings, list[ModelSpec], list[Submission]]:
+def world(
+    seed: int, preset: str, lanes: int = 1
+) -> tuple[FleetSettings, list[ModelSpec], list[Submission]]:
     """A few models, room for the largest of them and few requests, and a burst of requests."""
     rng = random.Random(seed)
     page = rng.choice([16, 64, 256]) * KiB
@@ -46,9 +48,9 @@ def world(seed: int, preset: str) -> tuple[FleetSettings, list[ModelSpec], list[
     arena = max(ceil_div(activation_bytes(s, 32, 8), page) + 1 for s in specs)
     weights = max(weight_pages([s], page) for s in specs)
     kv = max(ceil_div(LONGEST * s.kv_bytes_per_token, page) + 1 for s in specs)
-    pages = arena + weights + rng.randint(1, 5) * kv
+    pages = lanes * arena + weights + rng.randint(1, 5) * kv
     device = DeviceSettings(
-        budget_bytes=pages * page, page_bytes=page, step_tokens=32, step_logits=8
+        budget_bytes=pages * page, page_bytes=page, step_tokens=32, step_logits=8, lanes=lanes
     )
     models = tuple(ModelSettings(name=s.name, path="") for s in specs)
     requests = [
@@ -68,11 +70,11 @@ def world(seed: int, preset: str) -> tuple[FleetSettings, list[ModelSpec], list[
 
 
 @pytest.mark.parametrize("preset", ["balloon", "swap"])
-@pytest.mark.parametrize("first", [0, 350, 550])
-def test_accepted_requests_are_answered(preset: str, first: int) -> None:
+@pytest.mark.parametrize(("first", "lanes"), [(0, 1), (350, 1), (550, 1), (0, 2), (350, 3)])
+def test_accepted_requests_are_answered(preset: str, first: int, lanes: int) -> None:
     preempted = 0
     for seed in range(first, first + 50):
-        fleet, specs, requests = world(seed, preset)
+        fleet, specs, requests = world(seed, preset, lanes)
         costs = {s.name: UNMEASURED for s in specs}
         profile = Profile(costs=costs, link=LinkRates.even(1e9), overhead=1e-3)
         said: list[Output] = []

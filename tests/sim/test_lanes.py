@@ -1,0 +1,119 @@
+"""Lanes in virtual time: what jobs that run together take, and when they end."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ballast.core.clock import VirtualClock
+from ballast.core.cost import StepCosts
+from ballast.core.event import JobDone, Output, TokenOut
+from ballast.core.job import Job, Load
+from ballast.core.link import LinkRates
+from ballast.core.model import ModelSpec
+from ballast.core.request import Submission
+from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
+from ballast.core.units import MiB
+from ballast.sim.device import Profile
+from ballast.sim.heap import EventHeap
+from ballast.sim.lanes import SimLanes, rates
+from ballast.sim.simulate import simulate
+from tests.policy import worlds
+
+seconds = st.floats(1e-6, 1.0)
+
+
+@given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=4), st.floats(0.5, 4))
+def test_together_they_use_no_more_than_there_is(
+    jobs: list[tuple[float, float]], reach: float
+) -> None:
+    share = 1 / len(jobs)
+    told = rates([(share, c, m) for c, m in jobs], reach)
+    assert sum(r * m for r, (_, m) in zip(told, jobs, strict=True)) <= 1 + 1e-6
+    for rate, (c, m) in zip(told, jobs, strict=True):
+        assert 0 < rate <= 1 / (c / share + m) + 1e-6, "no faster than with all the bandwidth"
+
+
+def test_alone_on_the_whole_device_a_job_takes_what_it_takes() -> None:
+    assert rates([(1.0, 0.2, 0.3)], 1.0) == [pytest.approx(1 / 0.5)]
+
+
+@given(st.builds(Load, st.integers(0, 900), st.integers(0, 3), st.integers(0, 9000),
+                 st.integers(0, 90), st.integers(0, 9000)))  # fmt: skip
+def test_arithmetic_and_reading_make_up_a_job(load: Load) -> None:
+    costs = StepCosts(8e-3, 4e-5, 1.1e-5, 3e-8, 1e-9, floor=9e-3, hidden=2e-3, per_tile=1e-3)
+    compute, reading = costs.split(load)
+    assert compute >= 0
+    assert reading >= 0
+    assert compute + reading == pytest.approx(costs.of(load))
+
+
+def test_ends_move_when_others_begin_and_end() -> None:
+    clock = VirtualClock()
+    heap = EventHeap(clock)
+    lanes = SimLanes(heap, clock, 1.0, 0.5)
+    lanes.start(Job(1, 0, "a", (), 1), 0.5, 1.0, 0.0, ())  # arithmetic alone: 2 s of half of it
+    clock.advance_to(1.0)
+    lanes.start(Job(2, 1, "b", (), 1), 0.5, 0.0, 1.0, ())  # reads at half the bandwidth: 2 s
+    (first,) = heap.take(None)
+    assert isinstance(first, JobDone)
+    assert (first.job.id, first.seconds, clock.now()) == (1, pytest.approx(2), pytest.approx(2.5))
+    (second,) = heap.take(None)
+    assert isinstance(second, JobDone)
+    assert (second.job.id, second.seconds, clock.now()) == (2, pytest.approx(2), pytest.approx(3.5))
+
+
+COSTS = StepCosts(0.01, 1e-3, 1e-5, 1e-8, 1e-9)
+
+
+def served(lanes: int, reach: float) -> dict[str, list[float]]:
+    """One model decodes, another has long prompts: when the tokens of each came."""
+    specs: list[ModelSpec] = [replace(worlds.spec(n), max_model_len=4096) for n in ("a", "b")]
+    models = tuple(ModelSettings(name=s.name, path="") for s in specs)
+    device = DeviceSettings(budget_bytes=512 * MiB, page_bytes=worlds.PAGE, lanes=lanes)
+    fleet = FleetSettings(models=models, device=device)
+    profile = Profile(
+        costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e12), overhead=0, reach=reach
+    )
+    requests = [
+        Submission(id="a", model="a", prompt=(1,), max_tokens=200, arrival=0.0, ignore_eos=True),
+        *(
+            Submission(
+                id=f"b{i}",
+                model="b",
+                prompt=(7,) * (1000 + i),
+                max_tokens=1,
+                arrival=0.5 + i,
+                ignore_eos=True,
+            )
+            for i in range(3)
+        ),
+    ]
+    told: dict[str, list[float]] = defaultdict(list)
+
+    def said(at: float, output: Output) -> None:
+        if isinstance(output, TokenOut):
+            told[output.request_id[0]].append(at)
+
+    done = simulate(fleet, specs, requests, profile, said)
+    done.state.pool.validate()
+    return told
+
+
+def test_decodes_go_on_beside_a_prefill() -> None:
+    one, two = served(1, 2.0), served(2, 2.0)
+    gaps = {n: max(b - a for a, b in zip(t["a"], t["a"][1:], strict=False)) for n, t in
+            ((1, one), (2, two))}  # fmt: skip
+    assert gaps[2] < gaps[1] / 5, "a decode step need not wait for a prefill chunk"
+    assert len(two["b"]) == len(one["b"]) == 3
+    assert two["a"][-1] < one["a"][-1]
+
+
+def test_without_reach_nothing_is_gained_by_running_decodes_together() -> None:
+    (alone,) = rates([(1.0, 0.0, 0.01)], 1.0)
+    together = rates([(0.5, 0.0, 0.01)] * 2, 1.0)
+    assert sum(together) == pytest.approx(alone)
