@@ -46,10 +46,21 @@ def fleet(settings: FleetSettings) -> Iterator[Finding]:
         own = [spec for spec in specs if device.name in homes[spec.name]]
         if own:
             yield from _device(own, device, i, f" on {device.name}" if settings.others else "")
+    if settings.others:
+        yield _lending(settings)
     weights = weight_bytes(specs)
     budget = sum(device.budget_bytes for device in devices)
     named = "the budgets" if settings.others else "the budget"
     yield doctor_memory.room(budget + weights, f"{named} and all weights on the host")
+
+
+def _lending(settings: FleetSettings) -> Finding:
+    unable = [
+        f"{c.lender} cannot to {c.borrower}: {c.why}" for c in settings.lending if not c.means
+    ]
+    able = len(settings.lending) - len(unable)
+    told = [f"{able} of {len(settings.lending)} ways between devices", *unable]
+    return judged("lending", "; ".join(told), "")
 
 
 def _device(

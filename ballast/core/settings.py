@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ballast.core.capability import Capability, Lendable, capabilities
 from ballast.core.errors import ConfigError
 from ballast.core.link import LinkRates
 from ballast.core.units import KiB, MiB
@@ -187,6 +188,12 @@ class FleetSettings:
         """All of them, by name."""
         links = (self.link, *self.other_links)
         return {d.name: (d, at) for d, at in zip((self.device, *self.others), links, strict=True)}
+
+    @property
+    def lending(self) -> tuple[Capability, ...]:
+        """Which of its devices, all of one host, can lend pages to which."""
+        devices = (self.device, *self.others)
+        return capabilities([Lendable(d.name, d.page_bytes) for d in devices])
 
     def of_one_device(self, what: str) -> DeviceSettings:
         """Its device. Raises ConfigError where there are several, which `what` cannot use."""

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ballast.core.capability import Capability
 from ballast.core.report import ModelReport
 from ballast.core.settings import Slo
 from ballast.server.timing import Quantiles
@@ -94,3 +95,5 @@ class ServerNow(msgspec.Struct, frozen=True):
     """The last, oldest first: `time` (since 1970), `action`, `model`, and mostly `why`; `refused`,
     if it was not done; `by` whom, where it was not the preset; `device`, of several."""
     devices: list[DeviceNow]
+    lending: list[Capability] = []
+    """Which devices can lend pages to which."""

@@ -89,6 +89,11 @@ def test_each_device_is_judged_by_its_own_models(made: MadeFleet) -> None:
     assert found["wren-mini on small"].verdict is Verdict.FAIL
     assert "`devices[1].budget`" in found["wren-mini on small"].cure
     assert {"budget on cpu:0", "budget on small"} <= set(found)
+    assert found["lending"].found == "2 of 2 ways between devices"
+    other = replace(both, others=(replace(small, page_bytes=128 * KiB),))
+    unlike = by_check(list(examine(other, MonotonicClock())))["lending"]
+    assert unlike.verdict is Verdict.OK
+    assert "small cannot to cpu:0: their pages differ: 128KiB and 64KiB" in unlike.found
     assert not {"wren-mini on cpu:0", "wren-mini", "budget"} & set(found)
 
 

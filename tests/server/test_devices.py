@@ -52,8 +52,12 @@ def test_the_tokens_are_those_of_one_device_also_when_a_worker_is_killed(
     expected = asyncio.run(tokens_of(real, kill=False))
     assert asyncio.run(tokens_of(two, kill=False)) == expected
     assert asyncio.run(tokens_of(two, kill=True)) == expected
-    state = two.http.get("/admin/state", headers=ADMIN).json()
-    assert sorted(d["restarts"] for d in state["devices"]) == [0, 1]
+
+    def restarts() -> list[int]:
+        state = two.http.get("/admin/state", headers=ADMIN).json()
+        return sorted(d["restarts"] for d in state["devices"])
+
+    until(lambda: restarts() == [0, 1])
 
 
 def weights_of(running: ServerProcess, model: str) -> list[set[int]]:
@@ -85,6 +89,8 @@ def test_operators_are_told_of_each_device(two: ServerProcess) -> None:
     assert [m["name"] for m in first["models"]] == ["atlas-chat"]
     assert [m["name"] for m in second["models"]] == ["atlas-chat", "wren-mini"]
     assert state["total"] == first["total"] + second["total"]
+    ways = [(c["lender"], c["borrower"], c["means"]) for c in state["lending"]]
+    assert ways == [("cpu:0", "cpu:1", "map"), ("cpu:1", "cpu:0", "map")]
     for told in (state, first, second):
         assert sum(told["owners"].values()) + told["free"] + told["reclaiming"] == told["total"]
     homes = {m["report"]["name"]: m["devices"] for m in state["models"]}

@@ -1,0 +1,30 @@
+"""Who can lend to whom, and why not."""
+
+from __future__ import annotations
+
+from ballast.core.capability import MAP, Capability, Lendable, capabilities
+from ballast.core.units import KiB
+
+
+def test_each_direction_of_each_pair() -> None:
+    devices = [
+        Lendable("cpu:0", 256 * KiB),
+        Lendable("cpu:1", 256 * KiB),
+        Lendable("small", 64 * KiB),
+        Lendable("away", 256 * KiB, host="other"),
+        Lendable("gpu", 256 * KiB, kind="cuda"),
+    ]
+    found = {(c.lender, c.borrower): c for c in capabilities(devices)}
+    assert len(found) == 5 * 4
+    for pair in (("cpu:0", "cpu:1"), ("cpu:1", "cpu:0")):
+        assert found[pair] == Capability(*pair, MAP)
+        del found[pair]
+    assert all(c.means is None for c in found.values())
+    assert found["cpu:0", "small"].why == "their pages differ: 256KiB and 64KiB"
+    assert found["away", "cpu:1"].why == "they are on different hosts"
+    assert found["cpu:0", "gpu"].why == "a cuda device cannot use the memory of a cpu device"
+    assert found["gpu", "cpu:0"].why == "a cpu device cannot use the memory of a cuda device"
+
+
+def test_one_device_has_nobody_to_lend_to() -> None:
+    assert capabilities([Lendable("cpu:0", 256 * KiB)]) == ()
