@@ -164,4 +164,7 @@ def _fused_bytes(spec: ModelSpec, t: int, step_logits: int) -> int:
     workspace = 4 * t * (2 * spec.hidden + 2 * q + 2 * k + spec.head_dim + 3 * inner + 6)
     library = t * 2 * inner * (4 if spec.dtype_bytes == 4 else 6)
     logits = 4 * step_logits * spec.vocab
+    if spec.ranks > 1:  # its part of each sum and of the logits, and all ranks' parts
+        workspace += 4 * t * spec.hidden * (1 + spec.ranks)
+        workspace += 2 * (logits + 4 * step_logits * 64 * spec.ranks)
     return workspace + logits + max(library, 2 * logits + 8 * 8 * spec.vocab)

@@ -60,6 +60,9 @@ class ModelSpec:
     embeds: bool = False
     """The checkpoint is of an embedding model: the last token's hidden state stands for a text."""
     pinned: bool = False
+    ranks: int = 1
+    """Ranks of a tensor-parallel group that share it. Heads, intermediate, segments and what
+    follows from them are then one rank's part; `hidden` and `vocab` are whole."""
     experts_per_token: int = 0
     """How many experts a token goes through in a layer; 0: there are none."""
     expert_intermediate: int = 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from ballast.models.served import Rows, Served
 from ballast.weights.architecture import build
 from ballast.weights.host import HostModel, PackedTensor
 from ballast.weights.packing import GATED, MATRICES, PANELS
+from ballast.weights.sharding import Shard
 
 Array = np.ndarray[Any, Any]
 
@@ -76,6 +77,7 @@ class FusedModel(Served):
         ]
         first, layers = weights[0], weights[1 : 1 + spec.n_layers]
         last = weights[-1] if len(weights) > 1 + spec.n_layers else first
+        last = {**last, "head": self._head_of(*last["head"])}
         epsilon = layer.bits_of(host.config.rms_norm_eps)
         self._embed = self._embedding(*first["embeddings"])
         self._norms = self._norm_tables([*layers, last], epsilon)
@@ -88,6 +90,10 @@ class FusedModel(Served):
         self._without_head = team.Program(self._operations[:-1])
         self._without_output = team.Program(self._operations[: -(2 + 5)])
         self._logits = tensor_at(b.logits, (max_sampled, spec.vocab), torch.float32)
+        self._head_out = self._logits
+        self._hidden = tensor_at(b.hidden, (max_rows, spec.hidden), torch.float32)
+        self._landing = self._hidden
+        """Where the output projection and `down` go: what is there is added to, if it is this."""
         self._interleaved = layers[0]["gate_up"][0].layout == GATED
         self._before = _between(self._operations, spec.n_layers)
         self._library = Library.of(layers, last, self.dtype)
@@ -118,6 +124,11 @@ class FusedModel(Served):
                 f"a job of {rows.n} rows and {sampled} samples; the most is {self._max_rows} and "
                 f"{self._max_sampled}"
             )
+        self._execute(rows, work, head=head)
+        return sampled
+
+    def _execute(self, rows: Rows, work: Sequence[SequenceWork], *, head: bool) -> None:
+        sampled = len(rows.wanted)
         self._fill(rows)
         threads = torch.get_num_threads()
         library = self._library
@@ -126,11 +137,15 @@ class FusedModel(Served):
         adapted = self._adapters.of(work)
         if library is not None or adapted is not None:
             self._run_in_parts(rows.n, sampled, library, adapted, threads, head=head)
-        elif sampled:
+        else:
+            self._run_whole(rows.n, sampled, threads, head=head)
+
+    def _run_whole(self, n: int, sampled: int, threads: int, *, head: bool) -> None:
+        """All operations, by our own kernels."""
+        if sampled:
             (self._program if head else self._without_head).run(threads)
         else:
             self._without_output.run(threads)
-        return sampled
 
     def _run_in_parts(
         self,
@@ -144,20 +159,21 @@ class FusedModel(Served):
     ) -> None:
         """The same operations, matrix by matrix: by a library's kernels, or with adapters."""
         b, spec = self._buffers, self.spec
+        landing, adds = self._landing[:n], self._landing is self._hidden
 
         def rows_at(address: int, width: int, rows: int = n) -> Tensor:
             return tensor_at(address, (rows, width), torch.float32)
 
         def multiply(role: str, i: int, x: Tensor, out: Tensor) -> None:
             if library is not None:
-                library.multiply(role, i, x, out, add=role in ("o", "down"))
+                library.multiply(role, i, x, out, add=out is landing and adds)
             else:
                 table = (self._open if role == "gate_up" else self._linears[role])[i]
                 team.run(linear.kernel(self.dtype), table.ctypes.data, threads)
             if adapted is not None:
                 adapted.add(role, i, x, out)
 
-        hidden, normed = rows_at(b.hidden, spec.hidden), rows_at(b.normed, spec.hidden)
+        normed = rows_at(b.normed, spec.hidden)
         qkv, gated = rows_at(b.qkv, _qkv(spec)), rows_at(b.gated, spec.intermediate)
         attended = rows_at(b.attended, spec.n_heads * spec.head_dim)
         gate_up = rows_at(b.gate_up, _gate_up(spec))
@@ -169,14 +185,37 @@ class FusedModel(Served):
             self._before["o"][i].run(threads)
             if i == spec.n_layers - 1 and not sampled:
                 return
-            multiply("o", i, attended, hidden)
+            multiply("o", i, attended, landing)
+            self._landed(n)
             self._before["gate_up"][i].run(threads)
             multiply("gate_up", i, normed, gate_up)
             gate(gate_up, gated, interleaved=self._interleaved)
-            multiply("down", i, gated, hidden)
+            multiply("down", i, gated, landing)
+            self._landed(n)
         self._before["head"][0].run(threads)
         if head:
-            multiply("head", 0, normed[:sampled], self._logits[:sampled])
+            multiply("head", 0, normed[:sampled], self._head_out[:sampled])
+
+    # -- what a rank of several does otherwise (`models/parallel.py`) ------------------------------
+
+    def _head_of(self, packed: PackedTensor, address: int) -> tuple[PackedTensor, int]:
+        """What of the head is computed here, and where it is."""
+        return packed, address
+
+    def _landed(self, n: int) -> None:
+        """`_landing` has been written, for n rows."""
+
+    def _place(self, role: str) -> Place:
+        """What a matrix reads and writes."""
+        b, spec = self._buffers, self.spec
+        h, q, inner = spec.hidden, spec.n_heads * spec.head_dim, spec.intermediate
+        return {
+            "qkv": Place(_qkv(spec), h, b.normed, b.qkv, _qkv(spec)),
+            "o": Place(h, q, b.attended, b.hidden, h, linear.ADD),
+            "gate_up": Place(2 * inner, h, b.normed, b.gated, inner, linear.GATED),
+            "down": Place(h, inner, b.gated, b.hidden, h, linear.ADD),
+            "head": Place(spec.vocab, h, b.normed, b.logits, spec.vocab),
+        }[role]
 
     # -- tables, made once ------------------------------------------------------------------------
 
@@ -234,30 +273,16 @@ class FusedModel(Served):
         )
 
     def _linear_tables(self, role: str, weights: Sequence[_Roles]) -> Array:
-        b, spec = self._buffers, self.spec
-        attended = spec.n_heads * spec.head_dim
-        source, target, mode = {
-            "qkv": (b.normed, b.qkv, linear.STORE),
-            "o": (b.attended, b.hidden, linear.ADD),
-            "gate_up": (b.normed, b.gated, linear.GATED),
-            "down": (b.gated, b.hidden, linear.ADD),
-            "head": (b.normed, b.logits, linear.STORE),
-        }[role]
-        k = {"o": attended, "down": spec.intermediate}.get(role, spec.hidden)
-        n = {
-            "qkv": _qkv(spec),
-            "gate_up": 2 * spec.intermediate,
-            "head": spec.vocab,
-        }.get(role, spec.hidden)
+        place = self._place(role)
         bias = f"{role}.bias"
         tables = linear.tables(
             np.array([w[role][1] for w in weights]),
-            n,
-            k,
-            mode=mode,
+            place.n,
+            place.k,
+            mode=place.mode,
             bias=np.array([w[bias][1] for w in weights]) if bias in weights[0] else 0,
         )
-        linear.place(tables, 0, (source, k), (target, n // 2 if mode == linear.GATED else n))
+        linear.place(tables, 0, (place.source, place.k), (place.target, place.target_row))
         return tables
 
     def _lay_out(self) -> None:
@@ -310,6 +335,18 @@ class FusedModel(Served):
         )
         self._attention[:, 0], self._attention[:, 1] = kernel, _rows(tables)
         self._attending = tables
+
+
+class Place(NamedTuple):
+    """What a matrix of n outputs and k inputs reads and writes: addresses; `target_row`: elements
+    from a row of the target to the next."""
+
+    n: int
+    k: int
+    source: int
+    target: int
+    target_row: int
+    mode: int = linear.STORE
 
 
 _Roles = dict[str, tuple[PackedTensor, int]]
@@ -365,7 +402,11 @@ class _Angles:
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """Addresses in the workspace: float32, except for the last three, which are int64."""
+    """Addresses in the workspace: float32, except for `tokens`, `sampled` and `places`: int64.
+
+    The last four are for a rank of several: its part of a sum, all ranks' parts, and the same of
+    logits.
+    """
 
     hidden: int
     normed: int
@@ -379,6 +420,10 @@ class _Buffers:
     tokens: int
     sampled: int
     places: int
+    part: int
+    parts: int
+    head_part: int
+    head_parts: int
 
     @classmethod
     def of(cls, spec: ModelSpec, workspace: Workspace, rows: int, sampled: int) -> _Buffers:
@@ -401,6 +446,9 @@ def _sizes(spec: ModelSpec, rows: int, sampled: int) -> tuple[int, ...]:
     """Bytes of each buffer, in the order of `_Buffers`."""
     hidden, attended = 4 * rows * spec.hidden, 4 * rows * spec.n_heads * spec.head_dim
     angles = 2 * rows * spec.head_dim
+    part = head_part = 0
+    if spec.ranks > 1:
+        part, head_part = hidden, 4 * sampled * len(Shard(0, spec.ranks).tokens(spec.vocab))
     return (
         hidden,
         hidden,
@@ -414,4 +462,8 @@ def _sizes(spec: ModelSpec, rows: int, sampled: int) -> tuple[int, ...]:
         8 * rows,
         8 * rows,
         8 * rows,
+        part,
+        spec.ranks * part,
+        head_part,
+        spec.ranks * head_part,
     )

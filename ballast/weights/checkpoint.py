@@ -12,7 +12,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +38,21 @@ from ballast.weights.host import (
     pack,
 )
 from ballast.weights.pooling import pools_last_token
+from ballast.weights.sharding import WHOLE, Shard, absent, divided, narrowed
 from ballast.weights.stored import ITEM_BYTES, Stored, find_tensors
 
 THREADS = max(1, min(4, os.cpu_count() or 1))
 
 
 def load_host_model(
-    settings: ModelSettings, tier: HostTier | None = None, threads: int = THREADS
+    settings: ModelSettings,
+    tier: HostTier | None = None,
+    threads: int = THREADS,
+    shard: Shard = WHOLE,
 ) -> HostModel:
     """Read, check, convert and seal the checkpoint at `settings.path`, with so many threads.
+
+    Of a `shard`, only that rank's part is read; its segments are as large on every rank.
 
     Segments that `tier` has already, of other checkpoints, are shared with them.
 
@@ -59,14 +65,14 @@ def load_host_model(
     of these faults is left out, and listed in `failed`.
     """
     try:
-        return _load(settings, Path(settings.path), tier or HostTier(), threads)
+        return _load(settings, Path(settings.path), tier or HostTier(), threads, shard)
     except OSError as error:
         reason = error.strerror or str(error)
         raise CheckpointError(str(error.filename or settings.path), None, reason) from error
 
 
-def read_spec(settings: ModelSettings) -> ModelSpec:
-    """The spec it would have, of headers alone: no weights are read.
+def read_spec(settings: ModelSettings, ranks: int = 1) -> ModelSpec:
+    """The spec it would have, of headers alone, on each of so many ranks: no weights are read.
 
     So segments that are equal to another model's are not known to be, its fingerprint is not that
     of the loaded model, and adapters are not looked at. Raises as `load_host_model`, for what
@@ -74,7 +80,8 @@ def read_spec(settings: ModelSettings) -> ModelSpec:
     """
     directory = Path(settings.path)
     try:
-        return _spec(settings, _headers(settings, directory), directory, b"", ())
+        told = _headers(settings, directory, Shard(0, ranks))
+        return _spec(settings, told, directory, b"", ())
     except OSError as error:
         reason = error.strerror or str(error)
         raise CheckpointError(str(error.filename or settings.path), None, reason) from error
@@ -91,9 +98,10 @@ class _Headers:
     fused: bool
     max_model_len: int
     eos: tuple[int, ...]
+    shard: Shard
 
 
-def _headers(settings: ModelSettings, directory: Path) -> _Headers:
+def _headers(settings: ModelSettings, directory: Path, shard: Shard) -> _Headers:
     config = _read_config(directory)
     stored = find_tensors(directory)
     architecture = learn(config)
@@ -103,6 +111,8 @@ def _headers(settings: ModelSettings, directory: Path) -> _Headers:
         architecture = architecture.untied()
     plan = _match(architecture, found, directory)
     dtype = _choose_dtype(settings, plan)
+    if shard != WHOLE:
+        return _shard(settings, architecture, plan, dtype, length, _eos(directory, config), shard)
     layout = None
     if settings.model_impl != "generic":
         layout = packing.fused(architecture, dtype, packed=settings.linear != "plain")
@@ -114,15 +124,47 @@ def _headers(settings: ModelSettings, directory: Path) -> _Headers:
         layout = packing.as_stored(architecture, dtype, linears)
     segments = tuple(pack(*s) for s in layout)
     eos = _eos(directory, config)
-    return _Headers(architecture, plan, dtype, segments, fused, length, eos)
+    return _Headers(architecture, plan, dtype, segments, fused, length, eos, WHOLE)
 
 
-def _load(settings: ModelSettings, directory: Path, tier: HostTier, threads: int) -> HostModel:
-    told = _headers(settings, directory)
+def _shard(
+    settings: ModelSettings,
+    architecture: Architecture,
+    plan: Mapping[str, Recipe],
+    dtype: str,
+    length: int,
+    eos: tuple[int, ...],
+    shard: Shard,
+) -> _Headers:
+    """One rank's part. Raises ConfigError for what cannot be divided."""
+    unfused = settings.model_impl == "generic" or settings.linear == "plain"
+    if unfused or packing.fused(architecture, dtype) is None:
+        allowed = f"{settings.name} is not served by the fused path with packed matrices"
+        raise ConfigError("tensor_parallel", shard.ranks, allowed)
+    if settings.adapters:
+        allowed = f"{settings.name} has adapters, which are not divided so far"
+        raise ConfigError("tensor_parallel", shard.ranks, allowed)
+
+    def laid_out(part: Architecture) -> list[Segment]:
+        return [pack(*s) for s in packing.fused(part, dtype) or ()]
+
+    part = divided(architecture, settings.name, shard)
+    first = divided(architecture, settings.name, Shard(0, shard.ranks))
+    sizes = [s.n_bytes for s in laid_out(first)]
+    even = tuple(replace(s, n_bytes=n) for s, n in zip(laid_out(part), sizes, strict=True))
+    return _Headers(part, narrowed(plan, part, shard), dtype, even, True, length, eos, shard)
+
+
+def _load(
+    settings: ModelSettings, directory: Path, tier: HostTier, threads: int, shard: Shard
+) -> HostModel:
+    told = _headers(settings, directory, shard)
     plan, dtype = told.plan, told.dtype
     with Sources(plan.values()) as sources:
 
         def read(name: str) -> Tensor:
+            if absent(name, shard):
+                return torch.zeros(plan[name].shape, dtype=packing.DTYPES[dtype])
             return sources.read(plan[name], packing.DTYPES[dtype])
 
         def fill(piece: Piece) -> bytes:
@@ -139,6 +181,7 @@ def _load(settings: ModelSettings, directory: Path, tier: HostTier, threads: int
         memory,
         windows=told.architecture.windows,
         fused=told.fused,
+        shard=shard,
     )
     return load_adapters(host, settings.adapters, tier)
 
@@ -160,6 +203,7 @@ def _spec(
         head_dim=architecture.head_dim,
         hidden=architecture.hidden,
         intermediate=architecture.intermediate,
+        ranks=told.shard.ranks,
         experts_per_token=architecture.experts_per_token,
         expert_intermediate=architecture.expert_intermediate,
         vocab=architecture.vocab,

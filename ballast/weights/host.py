@@ -30,6 +30,7 @@ from ballast.core.errors import DeviceError
 from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.units import MiB, ceil_div, format_bytes
 from ballast.memory import syscalls
+from ballast.weights.sharding import WHOLE, Shard
 
 PLAIN = "plain"
 """Layout of a tensor that is as it was stored."""
@@ -322,6 +323,8 @@ class HostModel:
     memory: HostBytes
     windows: tuple[int | None, ...]
     fused: bool
+    shard: Shard = WHOLE
+    """What part of the model this is."""
     adapters: tuple[HostAdapter, ...] = ()
     failed: Mapping[str, str] = field(default_factory=dict)
     """Adapters that are not served, with the reason."""

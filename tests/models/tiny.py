@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from ballast.core.settings import ModelSettings
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.models.fused import FusedModel, workspace_bytes
+from ballast.models.parallel import ParallelModel
 from ballast.models.transformers import ServedModel
 from ballast.weights.checkpoint import load_host_model
+from ballast.weights.sharding import WHOLE, Shard
 
 GREEDY = Sampling()
 ROWS, SAMPLED = 512, 64
@@ -59,9 +61,19 @@ def save(
 class Served:
     """A model whose weights and KV cache lie in plain arrays. `blocks` of KV are there."""
 
-    def __init__(self, path: Path, *, blocks: int = 64, **settings: Any) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        blocks: int = 64,
+        shard: Shard = WHOLE,
+        ranks: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        """`shard`: what part of the model, `ranks`: what that takes besides."""
         settings = {"model_impl": "generic", "linear": "plain", **settings}
-        self.host = load_host_model(ModelSettings(name=path.name, path=str(path), **settings))
+        asked = ModelSettings(name=path.name, path=str(path), **settings)
+        self.host = load_host_model(asked, shard=shard)
         self.spec = self.host.spec
         self.layout = Layout.of(self.spec, 65536)
         self.weights = [np.zeros(n, np.uint8) for n in self.spec.segment_bytes]
@@ -73,7 +85,11 @@ class Served:
         self.model: ServedModel | FusedModel
         if self.host.fused:
             workspace = Workspace(workspace_bytes(self.spec, ROWS, SAMPLED))
-            self.model = FusedModel(*where, workspace, ROWS, SAMPLED)
+            size = (workspace, ROWS, SAMPLED)
+            if ranks is None:
+                self.model = FusedModel(*where, *size)
+            else:
+                self.model = ParallelModel(*where, *size, **ranks)
         else:
             self.model = ServedModel(*where)
         self.fill()

@@ -1,0 +1,153 @@
+"""A rank's part of a fused model: the same job on every rank, which meet twice in a layer.
+
+::
+
+    rank 0   norm q/k/v rotary attention o ┐     ┌ norm gate/up down ┐     ┌ ...
+    rank 1   norm q/k/v rotary attention o ┴ sum ┴ norm gate/up down ┴ sum ┴ ...
+
+Each rank has its heads, its part of the intermediate and its part of the head
+(`ballast.weights.sharding`); hidden states are whole, and equal to the last bit, on all. Parts of a
+sum are added in the order of the ranks, so that a row's result depends on that row alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ballast.core.job import SequenceWork
+from ballast.kernels import linear, team
+from ballast.memory.tensor import tensor_at
+from ballast.models.fused import FusedModel, Place
+from ballast.models.served import Rows
+from ballast.weights.host import HostModel, PackedTensor
+from ballast.weights.sharding import Shard
+
+
+class Exchange(Protocol):
+    """How ranks meet. All of them make the same calls in the same order; a call returns when all
+    have made it. Whatever it raises, the ranks are out of step for good."""
+
+    def all_gather(self, part: Tensor, parts: Tensor) -> None:
+        """`parts` (ranks, ...) becomes what each rank has in `part` (...), on every rank."""
+
+    def gather(self, part: Tensor, parts: Tensor) -> None:
+        """The same on rank 0 alone."""
+
+
+class Followers(Protocol):
+    """The other ranks, as the first one knows them."""
+
+    def begin(self, model: str, work: Sequence[SequenceWork], *, head: bool) -> None:
+        """Have them run a job."""
+
+    def end(self) -> None:
+        """Returns when they have."""
+
+    def broken(self, error: BaseException) -> None:
+        """A job has failed after it had begun: ranks are out of step."""
+
+
+class ParallelModel(FusedModel):
+    """One rank's part of a model. Tokens come from rank 0, which is told its `followers`."""
+
+    def __init__(
+        self,
+        host: HostModel,
+        *where: Any,
+        exchange: Exchange,
+        followers: Followers | None = None,
+    ) -> None:
+        """`where`: as FusedModel."""
+        self._shard: Shard = host.shard
+        self._exchange = exchange
+        self._followers = followers
+        super().__init__(host, *where)
+        b, spec = self._buffers, self.spec
+        rows, sampled = self._max_rows, self._max_sampled
+        width = self._head_width
+        self._landing = tensor_at(b.part, (rows, spec.hidden), torch.float32)
+        self._parts = tensor_at(b.parts, (spec.ranks * rows * spec.hidden,), torch.float32)
+        self._head_out = tensor_at(b.head_part, (sampled, width), torch.float32)
+        self._head_parts = tensor_at(b.head_parts, (spec.ranks * sampled * width,), torch.float32)
+        o = self._operations
+        cuts = [0, *(1 + 8 * i + at for i in range(spec.n_layers) for at in (5, 8))]
+        self._stages = [team.Program(o[at:end]) for at, end in pairwise(cuts)]
+        """Each ends in a part of a sum."""
+        self._norm_and_head = team.Program(o[-2:])
+        self._last_norm = team.Program(o[-2:-1])
+        self._last_keys = team.Program(o[cuts[-3] : -(2 + 5)])
+        """Of the last layer, up to its KV."""
+
+    def compute(self, work: Sequence[SequenceWork], *, head: bool) -> None:
+        """A follower's part of a job that rank 0 has begun."""
+        with torch.inference_mode():
+            self._compute(work, head=head)
+
+    def _execute(self, rows: Rows, work: Sequence[SequenceWork], *, head: bool) -> None:
+        if self._followers is not None:
+            self._followers.begin(self.spec.name, work, head=head)
+        try:
+            super()._execute(rows, work, head=head)
+            if head and len(rows.wanted):
+                self._gather_logits(len(rows.wanted))
+            if self._followers is not None:
+                self._followers.end()
+        except BaseException as error:
+            if self._followers is not None:
+                self._followers.broken(error)
+            raise
+
+    def _run_whole(self, n: int, sampled: int, threads: int, *, head: bool) -> None:
+        stages = self._stages if sampled else self._stages[:-2]
+        for stage in stages:
+            stage.run(threads)
+            self._landed(n)
+        last = (self._norm_and_head if head else self._last_norm) if sampled else self._last_keys
+        last.run(threads)
+
+    def _landed(self, n: int) -> None:
+        h, ranks = self.spec.hidden, self.spec.ranks
+        parts = self._parts[: ranks * n * h].view(ranks, n, h)
+        self._exchange.all_gather(self._landing[:n], parts)
+        hidden = self._hidden[:n]
+        for part in parts:
+            hidden += part
+
+    def _gather_logits(self, n: int) -> None:
+        ranks, vocab, width = self.spec.ranks, self.spec.vocab, self._head_width
+        parts = self._head_parts[: ranks * n * width].view(ranks, n, width)
+        self._exchange.gather(self._head_out[:n], parts)
+        if self._shard.rank == 0:
+            for rank, part in enumerate(parts):
+                tokens = Shard(rank, ranks).tokens(vocab)
+                self._logits[:n, tokens.start : tokens.stop] = part[:, : len(tokens)]
+
+    @property
+    def _head_width(self) -> int:
+        """Logits of one position that the first rank computes, and no other more."""
+        return len(Shard(0, self.spec.ranks).tokens(self.spec.vocab))
+
+    def _head_of(self, packed: PackedTensor, address: int) -> tuple[PackedTensor, int]:
+        tokens = self._shard.tokens(self.spec.vocab)
+        if packed.shape[0] == len(tokens):
+            return packed, address
+        # A tied head: of the embeddings, which are whole, the panels of its tokens.
+        before = linear.packed_bytes(tokens.start, self.spec.hidden, self.dtype)
+        return replace(packed, shape=(len(tokens), self.spec.hidden)), address + before
+
+    def _place(self, role: str) -> Place:
+        place = super()._place(role)
+        if role in ("o", "down"):
+            return place._replace(target=self._buffers.part, mode=linear.STORE)
+        if role == "head":
+            tokens = self._shard.tokens(self.spec.vocab)
+            return place._replace(
+                n=len(tokens), target=self._buffers.head_part, target_row=self._head_width
+            )
+        return place

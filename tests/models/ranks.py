@@ -1,0 +1,58 @@
+"""The ranks of a model as threads of this process, joined by gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ballast.core.job import SequenceWork
+from ballast.models.gloo import GlooExchange
+from ballast.models.parallel import ParallelModel
+from ballast.weights.sharding import Shard
+from tests.models.tiny import Served
+
+
+class Group:
+    """`ranks` parts of the model at `path`; `first` runs jobs, and the others with it."""
+
+    def __init__(self, path: Path, meeting: Path, ranks: int, **settings: Any) -> None:
+        self._threads = [ThreadPoolExecutor(1, initializer=alone) for _ in range(ranks)]
+        self._running: list[Future[None]] = []
+        settings = {"model_impl": "auto", "linear": "auto", **settings}
+
+        def make(rank: int) -> Served:
+            shard = Shard(rank, ranks)
+            joined: dict[str, Any] = {"exchange": GlooExchange(meeting, shard)}
+            if rank == 0:
+                joined["followers"] = self
+            return Served(path, shard=shard, ranks=joined, **settings)
+
+        coming = [t.submit(make, rank) for rank, t in enumerate(self._threads)]
+        self.first, *self.others = [c.result() for c in coming]
+
+    def begin(self, model: str, work: Sequence[SequenceWork], *, head: bool) -> None:
+        for thread, rank in zip(self._threads[1:], self.others, strict=True):
+            assert isinstance(rank.model, ParallelModel)
+            self._running.append(thread.submit(rank.model.compute, work, head=head))
+
+    def end(self) -> None:
+        for job in self._running:
+            job.result()
+        self._running.clear()
+
+    def broken(self, error: BaseException) -> None:
+        raise AssertionError("ranks are out of step") from error
+
+    def close(self) -> None:
+        for rank in (self.first, *self.others):
+            rank.close()
+        for thread in self._threads:
+            thread.shutdown()
+
+
+def alone() -> None:
+    torch.set_num_threads(1)
