@@ -45,7 +45,7 @@ def device(
     from ballast.engine.device import LiveDevice  # late, as in the real worker
 
     live = LiveDevice(fleet, outbox, record=record, progress=progress, exchange=segments)
-    for executor in live.executors.values():
+    for executor in (lane for lanes in live.executors.values() for lane in lanes):
         executor.run = deadly(executor.run)  # type: ignore[method-assign, assignment]
     return live
 

@@ -8,7 +8,8 @@ Coefficients only: the tables of points stay where they are. The same tables giv
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -157,6 +158,18 @@ def stated_rows(tables: Tables, folder: Path, device: str) -> list[Row]:
     return found
 
 
+def reach_of(measured: Sequence[Row]) -> float:
+    """What part of a device reads of its bandwidth, over that part: by passes over weights that up
+    to half of the multiprocessors made, of models that need no other device. 1: nobody measured."""
+    base = {(row.model, row.sm_percent): row.costs.base for row in measured if row.tp == 1}
+    found = [
+        base[model, 100] / (seconds * percent / 100)
+        for (model, percent), seconds in base.items()
+        if percent <= 50
+    ]
+    return round(statistics.median(found), 2) if found else 1.0
+
+
 def link_of(device: str, all_hardware: Mapping[str, Hardware]) -> Link:
     """As measured, or as its kind of link lets expect."""
     if device in LINKS:
@@ -248,6 +261,7 @@ def profiles(folder: Path) -> dict[str, DeviceProfile]:
         used = {row.source for row in measured} | ({"vidur"} if reduces else set())
         found[device] = DeviceProfile(
             device=device,
+            lane_reach=reach_of(measured),
             link=link_of(device, tables.hardware),
             hardware=hardware,
             derate=own.get(device, median_derate(own.values())),
