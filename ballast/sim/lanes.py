@@ -4,8 +4,8 @@ A job is arithmetic and reading, one after the other in small portions (`StepCos
 arithmetic goes as fast as its share of the device; it reads with up to `reach` times its share of
 the bandwidth, and when all together would read more than there is, each of them as much more
 slowly. On an A100 (measured with 30 and 50 % of the multiprocessors: the rows in its profile) a
-decode step reaches 2 times its share (`lane_reach` there), and a prefill takes 2.7 and 1.7 times as long, where this
-says 3.3 and 2: on the whole device it does not use all of it.
+decode step reaches 2 times its share (`lane_reach` there), and a prefill takes 2.7 and 1.7 times as
+long, where this says 3.3 and 2: on the whole device it does not use all of it.
 """
 
 from __future__ import annotations
