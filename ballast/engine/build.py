@@ -51,7 +51,7 @@ def build_state(
     """
     pool = Pool(vm, settings.budget_bytes // settings.page_bytes)
     activations = largest_jobs((h.spec for h in hosted), settings)
-    arena = Arena(pool, vm, ARENA, activations, settings.budget_bytes)
+    arena = Arena(pool, ARENA, activations, settings.budget_bytes)
     if arena.short is not None:
         raise ConfigError(
             f"the budget of {settings.name}",

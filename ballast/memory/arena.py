@@ -6,67 +6,66 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ballast.core.actions import Short
-from ballast.core.errors import DeviceError
+from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.units import MiB, ceil_div
 from ballast.memory import syscalls
 from ballast.memory.pool import Pool
-from ballast.memory.range import BackedRange
-from ballast.memory.vm import Fence, Vm
+from ballast.memory.vm import Fence
 
 
 class Arena:
-    """Pages of `owner`, mapped like anyone's, but bare and never touched.
+    """Pages of `owner`, bare and mapped nowhere.
 
-    On a CPU, PyTorch takes activations from the C allocator, as anonymous memory. The arena keeps
-    as many bytes of the pool without physical memory as the largest job may allocate there, so
-    that weights + KV + activations never exceed the budget in physical memory.
+    On a CPU, PyTorch takes activations from the C allocator, as anonymous memory; on a GPU, from
+    its own, as memory of the driver. The arena keeps as many bytes of the pool without physical
+    memory as the largest job may allocate there, so that weights + KV + activations never exceed
+    the budget in physical memory. (A GPU's driver could not map a page that has none.)
     """
 
-    def __init__(
-        self, pool: Pool, vm: Vm, owner: str, n_bytes: int, most_bytes: int | None = None
-    ) -> None:
+    def __init__(self, pool: Pool, owner: str, n_bytes: int, most_bytes: int | None = None) -> None:
         """Leases pages for `n_bytes` at once; where they are short it holds none and says so.
 
         `most_bytes`: what it may ever be resized to; None: `n_bytes`.
         """
-        most = max(n_bytes, most_bytes or 0, 1)
-        self._range = BackedRange(pool, vm, owner, most, bare=True)
+        self.owner = owner
+        self.most_pages = ceil_div(max(n_bytes, most_bytes or 0), pool.vm.page_bytes)
+        """Pages it was made for."""
+        self._pool = pool
+        self._pages: tuple[int, ...] = ()
         self.short: Short | None = self.resize(n_bytes)
         """What the last `resize` could not get, if it failed."""
 
     @property
-    def owner(self) -> str:
-        return self._range.owner
-
-    @property
     def pages(self) -> int:
         """Pages it has."""
-        return self._range.backed
-
-    @property
-    def most_pages(self) -> int:
-        """Pages it was made for."""
-        return self._range.n_pages
+        return len(self._pages)
 
     def resize(self, n_bytes: int, fence: Fence | None = None) -> Short | None:
         """Have pages for `n_bytes`, at most those it was made for: lease what is missing (wholly or
         not at all) or give back what is too much, once `fence` is done."""
-        wanted = ceil_div(n_bytes, self._range.page_bytes)
+        wanted = ceil_div(n_bytes, self._pool.vm.page_bytes)
+        if not 0 <= wanted <= self.most_pages:
+            raise BrokenPromise(f"{self.owner}: {wanted} pages of at most {self.most_pages}")
+        self.short = None
         if wanted < self.pages:
-            self._range.release(wanted, self.pages - wanted, fence)
-            self.short = None
-        else:
-            self.short = self._range.back(self.pages, wanted - self.pages)
+            kept, gone = self._pages[:wanted], self._pages[wanted:]
+            self._pages = kept
+            self._pool.give_back(self.owner, gone, fence)
+        elif wanted > self.pages:
+            more = self._pool.lease(self.owner, wanted - self.pages, bare=True)
+            if isinstance(more, Short):
+                self.short = more
+            else:
+                self._pages += more
         return self.short
 
-    def os_backed(self) -> int:
-        return self._range.os_backed()
-
     def validate(self) -> None:
-        self._range.validate()
+        """Raises BrokenPromise unless the ledger says that these pages are the owner's."""
+        if any(self._pool.owner_of(page) != self.owner for page in self._pages):
+            raise BrokenPromise(f"{self.owner}: a page of the arena is another's")
 
     def close(self) -> None:
-        self._range.close()
+        self.resize(0)
 
 
 def confine_allocator(mmap_threshold: int = 1024 * MiB, keep: int = 1024 * MiB) -> None:

@@ -30,13 +30,12 @@ class BackedRange:
     `backed + aliased + leaving`; `leaving` ones wait for a fence.
     """
 
-    def __init__(self, pool: Pool, vm: Vm, owner: str, n_bytes: int, *, bare: bool = False) -> None:
-        """`bare`: pages come without physical memory and are not to be touched (see Arena)."""
+    def __init__(self, pool: Pool, vm: Vm, owner: str, n_bytes: int) -> None:
         self.owner = owner
         self.backed = 0
         self.aliased = 0
         self.leaving = 0
-        self._pool, self._vm, self._bare = pool, vm, bare
+        self._pool, self._vm = pool, vm
         self._range = vm.reserve(n_bytes)
         self._slots = array("i", [_EMPTY]) * self._range.n_pages
         self._closed = False
@@ -93,9 +92,7 @@ class BackedRange:
             return None
         first = where[0][0]
         near = self._slots[first - 1] if first else _EMPTY
-        leased = self._pool.lease(
-            self.owner, total, bare=self._bare, near=near if near >= 0 else None
-        )
+        leased = self._pool.lease(self.owner, total, near=near if near >= 0 else None)
         if isinstance(leased, Short):
             return leased
         self._map_all(where, leased)
@@ -206,7 +203,7 @@ class BackedRange:
     def _map_all(self, where: Sequence[tuple[int, int]], pages: tuple[int, ...]) -> None:
         done: list[tuple[int, int]] = []
         start = 0
-        prefault = not self._bare and len(pages) * self.page_bytes <= _PREFAULT_BYTES
+        prefault = len(pages) * self.page_bytes <= _PREFAULT_BYTES
         try:
             for at, n in where:
                 self._vm.map(self._range, at, pages[start : start + n], prefault=prefault)

@@ -17,8 +17,8 @@ PAGE = 64 * KiB
 
 def test_an_arena_is_an_owner(vm: Vm) -> None:
     pool = Pool(vm, 16)
-    arena = Arena(pool, vm, "arena:lane0", 5 * PAGE + 1)
-    assert (arena.pages, arena.most_pages, arena.os_backed(), arena.short) == (6, 6, 6, None)
+    arena = Arena(pool, "arena:lane0", 5 * PAGE + 1)
+    assert (arena.pages, arena.most_pages, arena.short) == (6, 6, None)
     assert pool.owners() == {"arena:lane0": 6}
     assert arena.resize(2 * PAGE) is None
     assert (arena.pages, pool.free) == (2, 14)
@@ -36,7 +36,7 @@ def test_an_arena_is_an_owner(vm: Vm) -> None:
 
 def test_a_short_arena_holds_nothing(vm: Vm) -> None:
     pool = Pool(vm, 4)
-    arena = Arena(pool, vm, "arena", 6 * PAGE)
+    arena = Arena(pool, "arena", 6 * PAGE)
     assert (arena.short, arena.pages, pool.free) == (Short(2), 0, 4)
     assert arena.resize(3 * PAGE) is None
     assert (arena.short, arena.pages) == (None, 3)
@@ -44,16 +44,16 @@ def test_a_short_arena_holds_nothing(vm: Vm) -> None:
 
 def test_an_arena_of_nothing(vm: Vm) -> None:
     pool = Pool(vm, 4)
-    assert Arena(pool, vm, "arena", 0).pages == 0
+    assert Arena(pool, "arena", 0).pages == 0
     assert pool.free == 4
 
 
 def test_it_has_no_memory_of_its_own(memfd: MemfdVm) -> None:
     pool = Pool(memfd, 32)
     assert pool.populate_some(32) == 32
-    arena = Arena(pool, memfd, "arena", 10 * PAGE)
+    arena = Arena(pool, "arena", 10 * PAGE)
     assert memfd.physical_bytes() == 22 * PAGE
-    assert arena.os_backed() == 10
+    assert arena.pages == 10
 
 
 def test_a_confined_allocator_uses_freed_memory_again_and_a_cap_gives_it_back() -> None:

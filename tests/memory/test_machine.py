@@ -38,7 +38,7 @@ class Memory(RuleBasedStateMachine):
         self.vm: Vm = MemfdVm(PAGE, N_PAGES) if self.real else NullVm(PAGE, N_PAGES)
         self.pool = Pool(self.vm, N_PAGES)
         self.ranges = {o: BackedRange(self.pool, self.vm, o, SPAN * PAGE) for o in OWNERS}
-        self.arena = Arena(self.pool, self.vm, "arena", 6 * PAGE)
+        self.arena = Arena(self.pool, "arena", 6 * PAGE)
         self.held: dict[str, dict[int, int]] = {o: {} for o in OWNERS}
         """Owner -> index -> the value its page is filled with."""
         self.leaving: list[tuple[str, int, Latch]] = []
@@ -182,7 +182,8 @@ class Memory(RuleBasedStateMachine):
             told = self.pool.owned(owner) + self.pool.reclaiming_of(owner) + self.pool.held(owner)
             assert r.os_backed() == told
             assert (r.backed, r.aliased) == (len(self.held[owner]), len(self._aliased(owner)))
-        assert self.arena.os_backed() == self.arena.pages
+        assert self.pool.owned("arena") == self.arena.pages
+        self.arena.validate()
         if isinstance(self.vm, MemfdVm):
             assert self.vm.physical_bytes() <= (N_PAGES - self.arena.pages) * PAGE
 

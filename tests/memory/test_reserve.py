@@ -20,7 +20,7 @@ PAGE = 64 * KiB
 
 def test_populate_all(memfd: MemfdVm) -> None:
     pool = Pool(memfd, 32)
-    arena = Arena(pool, memfd, "arena", 4 * PAGE)
+    arena = Arena(pool, "arena", 4 * PAGE)
     assert PopulatedReserve(pool).populate_all() is None
     assert pool.populated == 28
     assert memfd.physical_bytes() == 28 * PAGE
