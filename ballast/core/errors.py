@@ -14,6 +14,7 @@
     |- Unavailable          the service drains or the worker is gone: try again elsewhere or later
     |- NotKept              an operator's change could not be recorded: make room, or let it write
     |- DeviceError          an operating system or driver call failed; the books are as before
+    |  `- OutOfMemory       a GPU's driver has no more; becomes `Short` where pages were asked for
     `- BrokenPromise        an invariant of Ballast does not hold: a bug, never a user's fault
 
 Running out of pages is not here: it is a result (`ballast.core.actions.Short`).
@@ -93,6 +94,10 @@ class DeviceError(BallastError):
     def __init__(self, call: str, reason: str) -> None:
         super().__init__(f"{call}: {reason}")
         self.call, self.reason = call, reason
+
+
+class OutOfMemory(DeviceError):
+    """A GPU's driver found no memory left. What asked for pages tells it as `Short`."""
 
 
 class BrokenPromise(BallastError):

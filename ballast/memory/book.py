@@ -40,12 +40,16 @@ class MapBook:
         self._attached[first] = n_pages
         return first
 
-    def detach(self, first: int) -> None:
+    def check_detach(self, first: int) -> None:
         n = self._attached.get(first)
         if n is None:
             raise BrokenPromise(f"no device is attached at {first}")
         if any(self._uses[first : first + n]):
             raise BrokenPromise(f"detached a device of {n} pages with some mapped")
+
+    def detach(self, first: int) -> None:
+        self.check_detach(first)
+        n = self._attached[first]
         self._uses[first : first + n] = array("i", [_UNKNOWN]) * n
         del self._attached[first]
 
@@ -108,6 +112,9 @@ class MapBook:
         for page in pages:
             if self._uses[page]:
                 raise BrokenPromise(f"page {page} is mapped")
+
+    def is_mapped(self, page: int) -> bool:
+        return self._uses[page] > 0
 
     def pages(self, range: Range) -> dict[int, int]:
         """Index -> page, of those backed."""

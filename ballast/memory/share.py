@@ -8,20 +8,25 @@ import socket
 import struct
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 from ballast.core.errors import DeviceError
 from ballast.memory.vm import Exported
 
 _LENGTH = struct.Struct("!I")
 _MOST_BYTES = 64 << 20
+_MOST_FDS = 128
+"""In one message; Linux passes 253."""
 
 
 def send_pages(connection: socket.socket, exported: Exported) -> None:
     """Send a description of the pages and the right to map them over a connected Unix socket.
 
-    Whoever receives can map *every* page of the device: send to workers of the same user only.
+    Whoever receives can map *every* page of the device (of a GPU: those exported): send to workers
+    of the same user only. Descriptors stay the sender's.
     """
-    if exported.fd is None:
+    fds = exported.page_fds if exported.fd is None else (exported.fd,)
+    if fds is None:
         raise DeviceError("send_pages", "these pages come from a vm without memory")
     told = json.dumps(
         {
@@ -29,12 +34,16 @@ def send_pages(connection: socket.socket, exported: Exported) -> None:
             "page_bytes": exported.page_bytes,
             "n_pages": exported.n_pages,
             "pages": exported.pages,
+            "fds": len(fds),
+            "by_page": exported.page_fds is not None,
         }
     ).encode()
     try:
         # The descriptor travels with the length: a stream gives it with the first of these bytes.
-        socket.send_fds(connection, [_LENGTH.pack(len(told))], [exported.fd])
+        socket.send_fds(connection, [_LENGTH.pack(len(told))], list(fds[:1]))
         connection.sendall(told)
+        for start in range(1, len(fds), _MOST_FDS):
+            socket.send_fds(connection, [b"+"], list(fds[start : start + _MOST_FDS]))
     except OSError as error:
         raise DeviceError("sendmsg", error.strerror or str(error)) from error
 
@@ -46,41 +55,54 @@ def receive_pages(connection: socket.socket) -> Exported:
         head, fds = receive(connection, _LENGTH.size)
         head += _read(connection, _LENGTH.size - len(head))
         (size,) = _LENGTH.unpack(head)
-        if len(fds) != 1 or size > _MOST_BYTES:
-            raise DeviceError("recvmsg", "this is not a description of pages")
-        return _decode(_read(connection, size), fds[0])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if size > _MOST_BYTES:
+            raise ValueError(f"{size} bytes of it")
+        fields = json.loads(_read(connection, size))
+        while len(fds) < int(fields["fds"]):
+            more = receive(connection, 1, _MOST_FDS)[1]
+            if not more:
+                raise ValueError(f"{len(fds)} descriptors came")
+            fds += more
+        return _decode(fields, fds)
+    except OSError as error:
         _close(fds)
         raise DeviceError("recvmsg", str(error)) from error
+    except (ValueError, KeyError, TypeError) as error:
+        _close(fds)
+        raise DeviceError("recvmsg", f"this is not a description of pages: {error}") from error
     except DeviceError:
         _close(fds)
         raise
 
 
-def receive(connection: socket.socket, most: int) -> tuple[bytes, list[int]]:
-    """Up to `most` bytes, and the descriptor that came with them, if one did: no child process
-    inherits it. Raises OSError.
+def receive(connection: socket.socket, most: int, fds: int = 1) -> tuple[bytes, list[int]]:
+    """Up to `most` bytes, and the descriptors, up to `fds`, that came with them, if any did: no
+    child process inherits them. Raises OSError.
     """
     # `socket.recv_fds` ignores its flags.
     told, ancillary, _, _ = connection.recvmsg(
-        most, socket.CMSG_LEN(array("i").itemsize), socket.MSG_CMSG_CLOEXEC
+        most, socket.CMSG_LEN(fds * array("i").itemsize), socket.MSG_CMSG_CLOEXEC
     )
-    fds = [
+    found = [
         fd
         for level, kind, data in ancillary
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
         for fd in array("i", data)
     ]
-    return told, fds
+    return told, found
 
 
-def _decode(told: bytes, fd: int) -> Exported:
-    fields = json.loads(told)
+def _decode(fields: dict[str, Any], fds: list[int]) -> Exported:
     n_pages, pages = int(fields["n_pages"]), tuple(int(page) for page in fields["pages"])
     if pages and not 0 <= min(pages) <= max(pages) < n_pages:
         raise ValueError("pages outside the device")
     number, inode = fields["device"]
-    return Exported((int(number), int(inode)), int(fields["page_bytes"]), n_pages, pages, fd)
+    device, page_bytes = (int(number), int(inode)), int(fields["page_bytes"])
+    if len(fds) != fields["fds"] or len(fds) != (len(pages) if fields["by_page"] else 1):
+        raise ValueError(f"{len(fds)} descriptors for {len(pages)} pages")
+    if not fields["by_page"]:
+        return Exported(device, page_bytes, n_pages, pages, fds[0])
+    return Exported(device, page_bytes, n_pages, pages, None, tuple(fds))
 
 
 def _read(connection: socket.socket, n_bytes: int) -> bytes:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,7 +50,14 @@ class Exported:
     """Of the whole device; `pages` lie below it."""
     pages: tuple[int, ...]
     fd: int | None
-    """Borrowed from the vm that exported, owned by whoever received; None: nothing to share."""
+    """Of all pages. Borrowed from the vm that exported, owned by whoever received; None: none."""
+    page_fds: tuple[int, ...] | None = None
+    """On a GPU, one for each of `pages`: owned by whoever has this, see `close`."""
+
+    def close(self) -> None:
+        """Of an export that nobody takes over: its `page_fds`."""
+        for fd in self.page_fds or ():
+            os.close(fd)
 
 
 def check_attach(exported: Exported, page_bytes: int, device: tuple[int, int]) -> None:
@@ -112,7 +120,8 @@ class Vm(Protocol):
     ) -> None:
         """Back range indices `at ..` by `pages`, in order; runs of adjacent pages cost one call.
 
-        Without `alias`, a page that is mapped anywhere already is refused. `prefault`: enter the
+        Without `alias`, a page that is mapped anywhere already is refused. On a GPU pages have to
+        be populated, attached ones to be exported to us, or it is refused. `prefault`: enter the
         (populated) pages into the page tables now, at a quarter of what faulting them in one by
         one would cost whoever touches them first.
         """
@@ -132,7 +141,8 @@ class Vm(Protocol):
     def attach(self, exported: Exported) -> int:
         """Make all pages of another device known; its page `i` is number `attach(...) + i` here.
 
-        Takes `exported.fd` over if it returns. A device attached already keeps its numbers.
+        Takes `exported.fd` and `page_fds` over if it returns. A device attached already keeps its
+        numbers. On a GPU only the pages exported can be mapped, each again after every lease.
         """
 
     def detach(self, first: int) -> None:

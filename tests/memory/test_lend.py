@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -299,10 +299,10 @@ def test_what_cannot_be_attached() -> None:
     memfd.close()
 
 
-def test_numbers_of_attached_devices(vm: Vm) -> None:
+def test_numbers_of_attached_devices(vm: Vm, beside: Callable[[int], Vm]) -> None:
     """They never touch, and come again once detached."""
-    others = [type(vm)(PAGE, n) for n in (4, 6, 3)]  # type: ignore[call-arg]
-    first, second = (vm.attach(carried(other.export(()))) for other in others[:2])
+    others = [beside(n) for n in (4, 6, 3)]
+    first, second = (vm.attach(carried(o.export(range(o.n_pages)))) for o in others[:2])
     assert (first, second) == (vm.n_pages + 1, vm.n_pages + 6)
     assert vm.attach(carried(others[0].export(()))) == first
     r = vm.reserve(8 * PAGE)
@@ -319,5 +319,3 @@ def test_numbers_of_attached_devices(vm: Vm) -> None:
         vm.map(r, 1, [first])
     assert vm.attach(carried(others[2].export(()))) == first
     assert vm.os_pages(r) == {4: second + 5}
-    for other in others:
-        other.close()

@@ -15,8 +15,10 @@ from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.tensor import array_at
 from ballast.memory.vm import Latch, Vm
+from ballast.memory.vm_cuda import CudaVm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.memory.vm_null import NullVm
+from tests.memory.fake_cuda import FakeDriver
 
 PAGE = 64 * KiB
 N_PAGES = 24
@@ -32,10 +34,11 @@ class Memory(RuleBasedStateMachine):
     """Three models and an arena on one pool, against a model of plain dictionaries."""
 
     real: ClassVar[bool] = False
+    """Whether there is memory that could be looked at."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.vm: Vm = MemfdVm(PAGE, N_PAGES) if self.real else NullVm(PAGE, N_PAGES)
+        self.vm: Vm = self.make()
         self.pool = Pool(self.vm, N_PAGES)
         self.ranges = {o: BackedRange(self.pool, self.vm, o, SPAN * PAGE) for o in OWNERS}
         self.arena = Arena(self.pool, "arena", 6 * PAGE)
@@ -46,6 +49,9 @@ class Memory(RuleBasedStateMachine):
         """(holder, index there, owner, index there)."""
         self.promised = 0
         self.next_value = 0
+
+    def make(self) -> Vm:
+        return NullVm(PAGE, N_PAGES)
 
     def teardown(self) -> None:
         self.vm.close()
@@ -184,7 +190,7 @@ class Memory(RuleBasedStateMachine):
             assert (r.backed, r.aliased) == (len(self.held[owner]), len(self._aliased(owner)))
         assert self.pool.owned("arena") == self.arena.pages
         self.arena.validate()
-        if isinstance(self.vm, MemfdVm):
+        if isinstance(self.vm, MemfdVm | CudaVm):
             assert self.vm.physical_bytes() <= (N_PAGES - self.arena.pages) * PAGE
 
     @invariant()
@@ -202,8 +208,27 @@ class Memory(RuleBasedStateMachine):
 class RealMemory(Memory):
     real = True
 
+    def make(self) -> Vm:
+        return MemfdVm(PAGE, N_PAGES)
+
+
+class CudaMemory(Memory):
+    """A GPU, as far as the driver's rules go."""
+
+    real = True
+
+    def make(self) -> Vm:
+        self.driver = FakeDriver()
+        return CudaVm(self.driver, 0, PAGE, N_PAGES)
+
+    def teardown(self) -> None:
+        super().teardown()
+        assert self.driver.is_clean()
+
 
 TestNull = Memory.TestCase
 TestNull.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestReal = RealMemory.TestCase
 TestReal.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestCuda = CudaMemory.TestCase
+TestCuda.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)

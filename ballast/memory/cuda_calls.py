@@ -1,0 +1,125 @@
+"""What Ballast asks of a CUDA driver, in plain values: `cuda_driver` asks the real one.
+
+Devices, contexts, streams, events and handles are the driver's own numbers; addresses are the
+device's unless said otherwise; sizes are bytes. Whatever fails raises DeviceError with the call's
+name and the driver's error; want of memory raises OutOfMemory. Calls marked *current* need a
+context that is current in the calling thread. All release the GIL.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Protocol
+
+
+class Attribute(StrEnum):
+    """Of a device: `CU_DEVICE_ATTRIBUTE_...`."""
+
+    MAPS_MEMORY = "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"
+    EXPORTS_FDS = "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"
+    PINS_READ_ONLY = "READ_ONLY_HOST_REGISTER_SUPPORTED"
+    MULTIPROCESSORS = "MULTIPROCESSOR_COUNT"
+
+
+class Driver(Protocol):
+    """One per process."""
+
+    def version(self) -> tuple[int, int]:
+        """Of CUDA that the driver speaks, as (13, 0)."""
+
+    def device(self, ordinal: int) -> int: ...
+
+    def attribute(self, device: int, which: Attribute) -> int: ...
+
+    def uuid(self, device: int) -> str:
+        """As NVML writes it, without its prefix (`GPU-`, `MIG-`)."""
+
+    def can_access(self, device: int, peer: int) -> bool:
+        """Whether `device` can use memory of `peer` in place."""
+
+    def retain_context(self, device: int) -> int:
+        """The primary context, which PyTorch uses, too. To be released as often as retained."""
+
+    def release_context(self, device: int) -> None: ...
+
+    def set_current(self, context: int) -> None:
+        """Current in the calling thread from now on."""
+
+    def free_and_total(self) -> tuple[int, int]:
+        """Bytes of the device, whoever has the rest. *Current*."""
+
+    def granularity(self, device: int) -> int:
+        """Smallest size and alignment of memory that is created and mapped."""
+
+    def reserve(self, n_bytes: int, alignment: int) -> int:
+        """Addresses, backed by nothing."""
+
+    def free(self, address: int, n_bytes: int) -> None:
+        """Exactly what was reserved, with nothing mapped in it."""
+
+    def create(self, device: int, n_bytes: int) -> int:
+        """A handle to memory that can be exported. Raises OutOfMemory."""
+
+    def release(self, handle: int) -> None:
+        """The memory goes when nothing maps it, here or elsewhere, and no handle is left."""
+
+    def map(self, address: int, n_bytes: int, handle: int) -> None:
+        """All memory of a handle. Not to be touched before `set_access`. *Current*."""
+
+    def unmap(self, address: int, n_bytes: int) -> None:
+        """Exactly what one `map` mapped; nothing in flight may use it. *Current*."""
+
+    def set_access(self, address: int, n_bytes: int, device: int) -> None:
+        """`device` may read and write there: any number of adjacent mappings. *Current*."""
+
+    def retain_handle(self, address: int) -> int | None:
+        """The handle mapped at `address`, to be released once more; None: nothing is."""
+
+    def handle_device(self, handle: int) -> int:
+        """Whose memory it is."""
+
+    def export_fd(self, handle: int) -> int:
+        """A file descriptor of the caller's, for another process."""
+
+    def import_fd(self, fd: int) -> int:
+        """A handle to what was exported, to be released; the descriptor stays the caller's."""
+
+    def new_stream(self, priority: int = 0) -> int:
+        """One that waits for no other; lower numbers go first. *Current*."""
+
+    def priorities(self) -> tuple[int, int]:
+        """The least and the greatest priority of a stream; the greatest is negative. *Current*."""
+
+    def destroy_stream(self, stream: int) -> None: ...
+
+    def finish(self, stream: int) -> None:
+        """Return when all work of the stream has ended."""
+
+    def wait_for(self, stream: int, event: int) -> None:
+        """What comes next in the stream begins after what was recorded. Returns at once."""
+
+    def new_event(self) -> int:
+        """Without a time; whoever waits for it sleeps. *Current*."""
+
+    def destroy_event(self, event: int) -> None: ...
+
+    def record(self, event: int, stream: int) -> None:
+        """After all work that the stream has so far."""
+
+    def is_done(self, event: int) -> bool:
+        """Whether the work before the last `record` has ended. An error of that work is raised."""
+
+    def wait(self, event: int) -> None:
+        """Return when it is done. An error of that work is raised."""
+
+    def copy_to_device(self, target: int, source: int, n_bytes: int, stream: int) -> None:
+        """From an address of the host; in the order of the stream. *Current*."""
+
+    def copy_to_host(self, target: int, source: int, n_bytes: int, stream: int) -> None:
+        """To an address of the host; in the order of the stream. *Current*."""
+
+    def pin(self, address: int, n_bytes: int, read_only: bool) -> None:
+        """Page-lock memory of the host that is mapped already, for all contexts. *Current*."""
+
+    def unpin(self, address: int) -> None:
+        """What `pin` was given."""

@@ -1,0 +1,204 @@
+"""The one module that calls the CUDA driver: through `cuda-bindings`, the extra `cuda`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from ballast.core.errors import DeviceError, OutOfMemory
+from ballast.memory.cuda_calls import Attribute
+
+_OUT_OF_MEMORY = 2
+_INVALID_VALUE = 1
+_NOT_READY = 600
+_PORTABLE, _READ_ONLY = 0x01, 0x08
+"""Flags of cuMemHostRegister."""
+
+
+class CudaDriver:
+    """Implements `Driver`."""
+
+    def __init__(self, api: Any = None) -> None:
+        """`api`: what takes the place of `cuda.bindings.driver`.
+
+        Raises DeviceError without that package, without a driver, or where it does not start.
+        """
+        self._api = _bindings() if api is None else api
+        self._call("cuInit", 0)
+
+    def version(self) -> tuple[int, int]:
+        number = self._int("cuDriverGetVersion")
+        return number // 1000, number % 1000 // 10
+
+    def device(self, ordinal: int) -> int:
+        return self._int("cuDeviceGet", ordinal)
+
+    def attribute(self, device: int, which: Attribute) -> int:
+        kind = getattr(self._api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{which.value}")
+        return self._int("cuDeviceGetAttribute", kind, device)
+
+    def uuid(self, device: int) -> str:
+        found = bytes(self._call("cuDeviceGetUuid", device).bytes).hex()
+        return "-".join((found[:8], found[8:12], found[12:16], found[16:20], found[20:]))
+
+    def can_access(self, device: int, peer: int) -> bool:
+        return bool(self._int("cuDeviceCanAccessPeer", device, peer))
+
+    def retain_context(self, device: int) -> int:
+        return self._int("cuDevicePrimaryCtxRetain", device)
+
+    def release_context(self, device: int) -> None:
+        self._call("cuDevicePrimaryCtxRelease", device)
+
+    def set_current(self, context: int) -> None:
+        self._call("cuCtxSetCurrent", context)
+
+    def free_and_total(self) -> tuple[int, int]:
+        free, total = self._call("cuMemGetInfo")
+        return int(free), int(total)
+
+    def granularity(self, device: int) -> int:
+        least = self._api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        return self._int("cuMemGetAllocationGranularity", self._properties(device), least)
+
+    def reserve(self, n_bytes: int, alignment: int) -> int:
+        return self._int("cuMemAddressReserve", n_bytes, alignment, 0, 0)
+
+    def free(self, address: int, n_bytes: int) -> None:
+        self._call("cuMemAddressFree", address, n_bytes)
+
+    def create(self, device: int, n_bytes: int) -> int:
+        return self._int("cuMemCreate", n_bytes, self._properties(device), 0)
+
+    def release(self, handle: int) -> None:
+        self._call("cuMemRelease", handle)
+
+    def map(self, address: int, n_bytes: int, handle: int) -> None:
+        self._call("cuMemMap", address, n_bytes, 0, handle, 0)
+
+    def unmap(self, address: int, n_bytes: int) -> None:
+        self._call("cuMemUnmap", address, n_bytes)
+
+    def set_access(self, address: int, n_bytes: int, device: int) -> None:
+        access = self._api.CUmemAccessDesc()
+        access.location = self._location(device)
+        access.flags = self._api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._call("cuMemSetAccess", address, n_bytes, [access], 1)
+
+    def retain_handle(self, address: int) -> int | None:
+        status, handle = self._try("cuMemRetainAllocationHandle", address)
+        if int(status) == _INVALID_VALUE:
+            return None
+        self._check("cuMemRetainAllocationHandle", status)
+        return int(handle)
+
+    def handle_device(self, handle: int) -> int:
+        return int(self._call("cuMemGetAllocationPropertiesFromHandle", handle).location.id)
+
+    def export_fd(self, handle: int) -> int:
+        return self._int("cuMemExportToShareableHandle", handle, self._fd_kind(), 0)
+
+    def import_fd(self, fd: int) -> int:
+        return self._int("cuMemImportFromShareableHandle", fd, self._fd_kind())
+
+    def new_stream(self, priority: int = 0) -> int:
+        apart = int(self._api.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        return self._int("cuStreamCreateWithPriority", apart, priority)
+
+    def priorities(self) -> tuple[int, int]:
+        least, greatest = self._call("cuCtxGetStreamPriorityRange")
+        return int(least), int(greatest)
+
+    def destroy_stream(self, stream: int) -> None:
+        self._call("cuStreamDestroy", stream)
+
+    def finish(self, stream: int) -> None:
+        self._call("cuStreamSynchronize", stream)
+
+    def wait_for(self, stream: int, event: int) -> None:
+        self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def new_event(self) -> int:
+        flags = self._api.CUevent_flags
+        kind = int(flags.CU_EVENT_DISABLE_TIMING) | int(flags.CU_EVENT_BLOCKING_SYNC)
+        return self._int("cuEventCreate", kind)
+
+    def destroy_event(self, event: int) -> None:
+        self._call("cuEventDestroy", event)
+
+    def record(self, event: int, stream: int) -> None:
+        self._call("cuEventRecord", event, stream)
+
+    def is_done(self, event: int) -> bool:
+        status, _ = self._try("cuEventQuery", event)
+        if int(status) == _NOT_READY:
+            return False
+        self._check("cuEventQuery", status)
+        return True
+
+    def wait(self, event: int) -> None:
+        self._call("cuEventSynchronize", event)
+
+    def copy_to_device(self, target: int, source: int, n_bytes: int, stream: int) -> None:
+        self._call("cuMemcpyHtoDAsync", target, source, n_bytes, stream)
+
+    def copy_to_host(self, target: int, source: int, n_bytes: int, stream: int) -> None:
+        self._call("cuMemcpyDtoHAsync", target, source, n_bytes, stream)
+
+    def pin(self, address: int, n_bytes: int, read_only: bool) -> None:
+        flags = _PORTABLE | (_READ_ONLY if read_only else 0)
+        self._call("cuMemHostRegister", address, n_bytes, flags)
+
+    def unpin(self, address: int) -> None:
+        self._call("cuMemHostUnregister", address)
+
+    def _location(self, device: int) -> Any:
+        location = self._api.CUmemLocation()
+        location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        location.id = device
+        return location
+
+    def _properties(self, device: int) -> Any:
+        properties = self._api.CUmemAllocationProp()
+        properties.type = self._api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.requestedHandleTypes = self._fd_kind()
+        properties.location = self._location(device)
+        return properties
+
+    def _fd_kind(self) -> Any:
+        kinds = self._api.CUmemAllocationHandleType
+        return kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def _int(self, name: str, *arguments: object) -> int:
+        return int(self._call(name, *arguments))
+
+    def _call(self, name: str, *arguments: object) -> Any:
+        status, value = self._try(name, *arguments)
+        self._check(name, status)
+        return value
+
+    def _try(self, name: str, *arguments: object) -> tuple[Any, Any]:
+        """The status, and what the call returns: one value, several, or None."""
+        try:
+            status, *values = getattr(self._api, name)(*arguments)
+        except RuntimeError as error:
+            # How the bindings say that there is no driver, or that it is too old for a call.
+            raise DeviceError(name, str(error)) from error
+        return status, values[0] if len(values) == 1 else tuple(values) or None
+
+    def _check(self, name: str, status: Any) -> None:
+        if int(status) == 0:
+            return
+        told, text = self._try("cuGetErrorString", status)
+        known = str(getattr(status, "name", status))
+        reason = f"{known}: {text.decode()}" if int(told) == 0 and text else known
+        raise (OutOfMemory if int(status) == _OUT_OF_MEMORY else DeviceError)(name, reason)
+
+
+def _bindings() -> Any:
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise DeviceError(
+            "import cuda.bindings", f"{error}; pip install 'ballast[cuda]'"
+        ) from error

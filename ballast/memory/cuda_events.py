@@ -1,0 +1,61 @@
+"""Fences made of events: what was given to some streams so far has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ballast.memory.cuda_calls import Driver
+
+
+class EventFence:
+    """Implements `Fence`. Its events go back to be used again once they were found done."""
+
+    __slots__ = ("_events", "_pool")
+
+    def __init__(self, pool: Events, events: list[int]) -> None:
+        self._pool, self._events = pool, events
+
+    def done(self) -> bool:
+        """Raises DeviceError where that work has failed."""
+        while self._events:
+            if not self._pool.driver.is_done(self._events[-1]):
+                return False
+            self._pool.put_back(self._events.pop())
+        return True
+
+
+class Events:
+    """Events of one device, used again and again: making one takes a driver call."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self._made: list[int] = []
+        self._unused: list[int] = []
+
+    def after(self, streams: Sequence[int]) -> EventFence:
+        """Done when all work that these streams have now has ended. A context is current."""
+        recorded: list[int] = []
+        for stream in streams:
+            event = self.take()
+            # If this fails, the events recorded so far are in flight, and are not used again.
+            self.driver.record(event, stream)
+            recorded.append(event)
+        return EventFence(self, recorded)
+
+    def take(self) -> int:
+        """One that nothing waits for, to be recorded."""
+        if self._unused:
+            return self._unused.pop()
+        event = self.driver.new_event()
+        self._made.append(event)
+        return event
+
+    def put_back(self, event: int) -> None:
+        """It was found done, or was never recorded."""
+        self._unused.append(event)
+
+    def close(self) -> None:
+        """Fences made here may not be asked any more."""
+        self._unused.clear()
+        while self._made:
+            self.driver.destroy_event(self._made.pop())

@@ -1,0 +1,141 @@
+"""Every call of the driver goes through the real bindings as far as their argument types go."""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib
+from typing import Any
+
+import pytest
+
+from ballast.core.errors import DeviceError, OutOfMemory
+from ballast.memory.cuda_calls import Attribute, Driver
+from ballast.memory.cuda_driver import CudaDriver
+
+
+class Answering:
+    """The real bindings without a driver: they convert all arguments, and then find none. What a
+    driver would have answered is said here."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+        self.answers: dict[str, tuple[Any, ...]] = {}
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self.real, name)
+        if not name.startswith("cu"):
+            return real
+
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            self.calls.append((name, arguments))
+            with pytest.raises(RuntimeError, match=r"cuda|not found"):
+                real(*arguments)
+            status, *values = self.answers.get(name, (0, 7))
+            return (self.real.CUresult(status), *values)
+
+        return call
+
+
+@pytest.fixture
+def api() -> Answering:
+    real = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    if ctypes.util.find_library("cuda"):
+        pytest.skip("there is a driver, which would do what it is asked")
+    return Answering(real)
+
+
+def test_every_call_takes_these_arguments(api: Answering) -> None:
+    real = api.real
+    uuid, properties = real.CUuuid(), real.CUmemAllocationProp()
+    properties.location.id = 1
+    api.answers = {
+        "cuDriverGetVersion": (0, 12090),
+        "cuDeviceGetUuid": (0, uuid),
+        "cuMemGetInfo": (0, 5, 9),
+        "cuCtxGetStreamPriorityRange": (0, 0, -5),
+        "cuMemGetAllocationPropertiesFromHandle": (0, properties),
+    }
+    d: Driver = CudaDriver(api)
+    assert d.version() == (12, 9)
+    assert d.device(0) == 7
+    assert [d.attribute(0, which) for which in Attribute] == [7] * len(Attribute)
+    assert d.uuid(0) == "00000000-0000-0000-0000-000000000000"
+    assert d.can_access(0, 1) is True
+    assert d.retain_context(0) == 7
+    d.release_context(0)
+    d.set_current(7)
+    assert d.free_and_total() == (5, 9)
+    assert d.granularity(0) == 7
+    assert d.reserve(1 << 21, 1 << 21) == 7
+    d.free(1 << 40, 1 << 21)
+    assert d.create(0, 1 << 21) == 7
+    d.release(7)
+    d.map(1 << 40, 1 << 21, 7)
+    d.unmap(1 << 40, 1 << 21)
+    d.set_access(1 << 40, 1 << 21, 0)
+    assert d.retain_handle(1 << 40) == 7
+    assert d.handle_device(7) == 1
+    assert d.export_fd(7) == 7
+    assert d.import_fd(3) == 7
+    assert d.new_stream(-1) == 7
+    assert d.priorities() == (0, -5)
+    d.destroy_stream(7)
+    d.finish(7)
+    d.wait_for(7, 8)
+    assert d.new_event() == 7
+    d.destroy_event(8)
+    d.record(8, 7)
+    assert d.is_done(8) is True
+    d.wait(8)
+    d.copy_to_device(1 << 40, 1 << 41, 64, 7)
+    d.copy_to_host(1 << 41, 1 << 40, 64, 7)
+    d.pin(1 << 41, 4096, True)
+    d.unpin(1 << 41)
+    public = {name for name in vars(CudaDriver) if not name.startswith("_")}
+    assert public == {name for name in vars(Driver) if not name.startswith("_")}
+    assert len({name for name, _ in api.calls}) == len(public) + 1  # and cuInit
+
+
+def test_memory_is_asked_for_on_the_device_and_to_be_exported(api: Answering) -> None:
+    CudaDriver(api).create(3, 1 << 21)
+    _, (n_bytes, properties, flags) = api.calls[-1]
+    assert (n_bytes, flags, properties.location.id) == (1 << 21, 0, 3)
+    assert properties.type.name == "CU_MEM_ALLOCATION_TYPE_PINNED"
+    assert properties.location.type.name == "CU_MEM_LOCATION_TYPE_DEVICE"
+    assert properties.requestedHandleTypes.name == "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"
+
+
+def test_errors_name_the_call_and_the_drivers_error(api: Answering) -> None:
+    driver = CudaDriver(api)
+    api.answers = {
+        "cuMemCreate": (2, 0),
+        "cuMemMap": (1,),
+        "cuEventQuery": (600,),
+        "cuMemRetainAllocationHandle": (1, 0),
+        "cuGetErrorString": (0, b"what happened"),
+    }
+    with pytest.raises(OutOfMemory, match="cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY: what happened"):
+        driver.create(0, 1 << 21)
+    with pytest.raises(DeviceError, match="cuMemMap: CUDA_ERROR_INVALID_VALUE") as raised:
+        driver.map(1 << 40, 1 << 21, 7)
+    assert not isinstance(raised.value, OutOfMemory)
+    assert driver.is_done(5) is False
+    assert driver.retain_handle(1 << 40) is None
+    api.answers["cuEventQuery"] = (700,)
+    with pytest.raises(DeviceError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+        driver.is_done(5)
+
+
+def test_without_a_driver(api: Answering) -> None:
+    with pytest.raises(DeviceError, match="cuInit"):
+        CudaDriver(api.real)
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(DeviceError, match=r"pip install 'ballast\[cuda\]'"):
+        CudaDriver()
