@@ -280,6 +280,9 @@ MostTokens = Annotated[
         help="Longest prompt and output together; default: 4096, less where a model holds less."
     ),
 ]
+Lanes = Annotated[
+    int, typer.Option(min=1, help="Most jobs that run at the same time on one device.")
+]
 Seed = Annotated[int, typer.Option(help="Of the workload.")]
 Placed = Annotated[
     str,
@@ -298,6 +301,7 @@ def simulate(
     workload: Workload = "bursty",
     preset: Presets = None,
     placement: Placed = "work",
+    lanes: Lanes = 1,
     rate: Rate = None,
     seconds: Seconds = 600.0,
     most_tokens: MostTokens = None,
@@ -315,7 +319,7 @@ def simulate(
     from ballast.policy.fleets import placement_of
     from ballast.sim.cluster import kinds_of
 
-    kinds, placed = kinds_of(devices), placement_of(placement)
+    kinds, placed = kinds_of(devices, lanes), placement_of(placement)
     work = (workload, rate, seconds, most_tokens, seed)
     asked = Asked.of(load(fleet_file, simulated=True), preset, *work)
     console = Console()
@@ -358,6 +362,7 @@ def plan(
     ] = False,
     preset: Presets = None,
     placement: Placed = "work",
+    lanes: Lanes = 1,
     rate: Rate = None,
     seconds: Seconds = 600.0,
     most_tokens: MostTokens = None,
@@ -377,7 +382,7 @@ def plan(
     from ballast.policy.fleets import placement_of
     from ballast.sim.cluster import kinds_of
 
-    kinds, placed = kinds_of(devices), placement_of(placement)
+    kinds, placed = kinds_of(devices, lanes), placement_of(placement)
     if len(kinds) > 1 or kinds[0].number > 1:
         raise ConfigError("--devices", devices, "one kind without a number, which is sought")
     work = (workload, rate, seconds, most_tokens, seed)
@@ -404,6 +409,7 @@ def plan(
     if json is not None:
         document = {
             "device": kinds[0].profile.device,
+            "lanes": kinds[0].lanes,
             "target": target,
             "each": each,
             "placement": placed.name,

@@ -69,7 +69,9 @@ def simulation_json(
 ) -> dict[str, Any]:
     """Plain data; equal simulations give equal documents, for no time of this machine is in it."""
     return {
-        "devices": [{"device": k.profile.device, "number": k.number} for k in kinds],
+        "devices": [
+            {"device": k.profile.device, "number": k.number, "lanes": k.lanes} for k in kinds
+        ],
         "workload": workload.describe(),
         "requests": len(workload.requests),
         "placement": placement.name,

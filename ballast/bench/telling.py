@@ -48,7 +48,7 @@ class Telling:
     decisions: tuple[Entry, ...]
     """Those that were done, in order of time, each `at` seconds from the first arrival."""
     busy: float
-    """Share of the lanes' time that jobs took."""
+    """Share of the devices' compute that jobs had."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -69,14 +69,13 @@ def telling(lives: Sequence[Life], name: str) -> Telling:
     records = [asked.record(i, began) for i, asked in enumerate(reader.asked)]
     report = Report.of(records, reader.slos, span, name=name)
     decisions = sorted(reader.decisions, key=lambda entry: entry["at"])
-    lanes = len({life.device for life in lives})
-    seconds = reader.prefills.seconds + reader.decodes.seconds
+    devices = len({life.device for life in lives})
     return Telling(
         report,
         reader.prefills,
         reader.decodes,
         tuple({**entry, "at": entry["at"] - began} for entry in decisions),
-        seconds / (lanes * span),
+        reader.seconds / (devices * span),
     )
 
 
@@ -122,6 +121,8 @@ class _Reader:
         self.slos: dict[str, Slo] = {}
         self.decisions: list[Entry] = []
         self.prefills, self.decodes = Jobs(), Jobs()
+        self.seconds = 0.0
+        """Of all jobs, as if each had had its whole device."""
         self._open: dict[str, _Asked] = {}
         """Not answered, by id: a worker that replaces another goes on with them."""
 
@@ -131,26 +132,32 @@ class _Reader:
         for m in told.models:
             self._serves(m.spec)
         numbers: dict[int, _Asked] = {}
-        sampling: list[int] = []
-        """Requests that get a token from the job on the lane."""
-        begun = 0.0
+        jobs: dict[int, Entry] = {}
+        """In flight, by id: what was told when they began."""
         for entry in life.entries:
             at = told.began + entry.get("at", life.at)
             event = entry.get("event")
             if event == "Arrival":
                 numbers[entry["n"]] = self._arrives(told.began, entry)
             elif event == "JobDone":
-                for asked in (numbers[n] for n in sampling):
+                job = jobs.pop(entry["job"])
+                for asked in (numbers[n] for n in _sampling(job)):
                     asked.first, asked.last = asked.first or at, at
-                jobs = self.prefills if entry["prefill_tokens"] else self.decodes
-                jobs.add(1, entry["seconds"])
+                kind = self.prefills if entry["prefill_tokens"] else self.decodes
+                kind.add(1, entry["seconds"])
+                parts = told.device.parts
+                self.seconds += entry["seconds"] * job.get("parts", parts) / parts
             elif event == "Leap":
+                begun = told.began + jobs.pop(entry["job"])["at"]
                 seconds = at - begun - entry["steps"] * (told.overhead or 0.0)
                 self.decodes.add(entry["steps"], seconds)
+                self.seconds += seconds
             elif "joining" in entry:
                 self._serves(msgspec.convert(entry["joining"], ModelTold).spec)
+            elif event == "JobFailed":
+                jobs.pop(entry["job"], None)
             elif "job" in entry:
-                begun, sampling = at, list(_sampling(entry))
+                jobs[entry["job"]] = entry
             elif "action" in entry and "refused" not in entry:
                 self.decisions.append({**entry, "at": at, "device": life.device})
             for end in entry.get("ended", ()):

@@ -43,10 +43,12 @@ class Kind:
 
     number: int
     profile: DeviceProfile
+    lanes: int = 1
 
 
-def kinds_of(text: str) -> list[Kind]:
-    """Of `4xH100-80G,2xA100-80G`: each a device's name, or a profile's file, and how many.
+def kinds_of(text: str, lanes: int = 1) -> list[Kind]:
+    """Of `4xH100-80G,2xA100-80G`: each a device's name, or a profile's file, and how many. All of
+    them have so many `lanes`.
 
     Raises ConfigError, which lists the known names.
     """
@@ -55,7 +57,7 @@ def kinds_of(text: str) -> list[Kind]:
         found = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\S+)\s*", part)
         if found is None or (found[1] is not None and int(found[1]) < 1):
             raise ConfigError("devices", text, "write NUMBERxDEVICE, as in 4xH100-80G,2xA100-80G")
-        kinds.append(Kind(int(found[1] or 1), device_profile(found[2])))
+        kinds.append(Kind(int(found[1] or 1), device_profile(found[2]), lanes))
     return kinds
 
 
@@ -86,11 +88,16 @@ class Cluster:
         profiles: dict[str, DeviceProfile] = {}
         kind_of: dict[str, str] = {}
         """By device. Measured profiles may have the same name and not be equally fast."""
+        lanes: dict[str, int] = {}
         for i, kind in enumerate(kinds):
             for _ in range(kind.number):
                 name = f"{kind.profile.device}:{len(profiles)}"
                 profiles[name], kind_of[name] = kind.profile, str(i)
-        settings = {name: _settings(p, served, name) for name, p in profiles.items()}
+                lanes[name] = kind.lanes
+        settings = {
+            name: replace(_settings(p, served, name), lanes=lanes[name])
+            for name, p in profiles.items()
+        }
         rooms = [Room(n, settings[n].budget_bytes, kind_of[n]) for n in profiles]
         expected = traffic if placement.expects and traffic is not None else {}
         by_kind = {kind_of[n]: p for n, p in profiles.items()}

@@ -23,6 +23,7 @@ from ballast.core.settings import (
     ModelSettings,
     Slo,
 )
+from ballast.core.units import MiB
 from ballast.policy.fleets import placement_of
 from ballast.sim.cluster import kinds_of
 
@@ -71,11 +72,24 @@ def test_presets_side_by_side() -> None:
 
     told = json.loads(json.dumps(simulation_json(kinds, it.specs, it.workload, PLACED, runs)))
     assert told["requests"] == n
-    assert told["devices"][1] == {"device": "L4", "number": 1}
+    assert told["devices"][1] == {"device": "L4", "number": 1, "lanes": 1}
     again = list(simulate_presets(it.fleet, it.specs, kinds, it.workload, it.presets, PLACED))
     assert told == json.loads(
         json.dumps(simulation_json(kinds, it.specs, it.workload, PLACED, again))
     )
+
+
+def test_devices_have_the_lanes_that_are_asked_for() -> None:
+    it = asked()
+    (one,), (two,) = (
+        simulate_presets(
+            it.fleet, it.specs, kinds_of("A100-80G", lanes), it.workload, ["balloon"], PLACED
+        )
+        for lanes in (1, 2)
+    )
+    arenas = [run.report.memory[0].owners["activations"] for run in (one, two)]
+    assert 2 * (arenas[0] - 2 * MiB) <= arenas[1] <= 2 * arenas[0], "for a job on each lane"
+    assert one.report.total.tpot.mean != two.report.total.tpot.mean
 
 
 def test_memory_is_sampled_and_adds_up() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballast.bench.inprocess import InProcess
+from ballast.bench.telling import telling
 from ballast.core.errors import ConfigError
 from ballast.core.event import Failed, Finished
 from ballast.core.job import Job
@@ -78,6 +79,9 @@ def test_lanes_change_no_token_and_replay(
     found = replay(life)
     assert found.difference is None, found.difference
     assert found.stray is None
+    told = telling([life], "it")
+    assert 0 < told.busy <= 1
+    assert told.report.total.requests == len(requests)
     flying: set[int] = set()
     together = 0
     for entry in life.entries:
