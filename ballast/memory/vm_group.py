@@ -1,0 +1,176 @@
+"""The memory of a tensor-parallel group as one device: a page is one page on every rank.
+
+::
+
+    rank 0 (own)   range A  [ 7 ][ 8 ][ - ]     pages and indices are the same on all ranks,
+    rank 1         range A' [ 7 ][ 8 ][ - ]     addresses are each rank's own
+
+What is done to pages is done on all ranks or on none: where one cannot, what others have done is
+undone, and its answer is the group's.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from ballast.core.actions import Short
+from ballast.core.errors import BrokenPromise, DeviceError
+from ballast.memory.vm import Exported, Fence, Range, Vm
+
+_EMPTY = -1
+
+
+class GroupVm:
+    """Implements `Vm` over the vms of all ranks, which nobody else may use.
+
+    Ranges are the first rank's. Pages are neither exported nor attached.
+    """
+
+    def __init__(self, own: Vm, others: Sequence[Vm]) -> None:
+        for other in others:
+            if (other.page_bytes, other.n_pages) != (own.page_bytes, own.n_pages):
+                raise BrokenPromise("the ranks of a group differ in their pages")
+        self.page_bytes, self.n_pages = own.page_bytes, own.n_pages
+        self._vms = (own, *others)
+        self._ranges: dict[int, tuple[Range, ...]] = {}
+        """By the base of the first rank's: the same range on each rank."""
+        self._slots: dict[int, array[int]] = {}
+        self._bases: list[int] = []
+        """Of all ranges, ascending; replaced, never changed."""
+
+    def where(self, address: int) -> tuple[int, ...]:
+        """What lies at `address`, in a range of the first rank, is there on each of the ranks.
+
+        Raises BrokenPromise for an address in no range. From any thread.
+        """
+        bases = self._bases
+        at = bisect_right(bases, address) - 1
+        ranges = self._ranges.get(bases[at], ()) if at >= 0 else ()
+        if not ranges or address >= ranges[0].end:
+            raise BrokenPromise(f"{address:#x} is in no range of the group")
+        return tuple(address - ranges[0].base + r.base for r in ranges)
+
+    def reserve(self, n_bytes: int) -> Range:
+        made: list[Range] = []
+        with ExitStack() as undo:
+            for vm in self._vms:
+                made.append(vm.reserve(n_bytes))
+                undo.callback(vm.release, made[-1])
+            undo.pop_all()
+        own = made[0]
+        self._slots[own.base] = array("i", [_EMPTY]) * own.n_pages
+        self._ranges[own.base] = tuple(made)
+        self._bases = sorted(self._ranges)
+        return own
+
+    def release(self, range: Range) -> None:
+        """A rank that cannot give its addresses back keeps them until it ends; others do."""
+        ranges = self._of(range)
+        # The own first, which checks: what the others have mapped is what it has.
+        self._vms[0].release(ranges[0])
+        del self._ranges[range.base], self._slots[range.base]
+        self._bases = sorted(self._ranges)
+        failed: list[DeviceError] = []
+        for vm, theirs in zip(self._vms[1:], ranges[1:], strict=True):
+            try:
+                vm.release(theirs)
+            except DeviceError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+    def map(
+        self,
+        range: Range,
+        at: int,
+        pages: Sequence[int],
+        *,
+        alias: bool = False,
+        prefault: bool = False,
+    ) -> None:
+        def undo(vm: Vm, theirs: Range) -> None:
+            vm.unmap(theirs, at, len(pages))
+
+        self._on_all(
+            self._of(range),
+            lambda vm, theirs: vm.map(theirs, at, pages, alias=alias, prefault=prefault),
+            undo,
+        )
+        self._slots[range.base][at : at + len(pages)] = array("i", pages)
+
+    def unmap(self, range: Range, at: int, n: int) -> None:
+        ranges = self._of(range)
+        pages = self._slots[range.base][at : at + n].tolist()
+
+        def undo(vm: Vm, theirs: Range) -> None:
+            vm.map(theirs, at, pages, alias=True)
+
+        self._on_all(ranges, lambda vm, theirs: vm.unmap(theirs, at, n), undo)
+        self._slots[range.base][at : at + n] = array("i", [_EMPTY]) * n
+
+    def populate(self, pages: Sequence[int]) -> Short | None:
+        """As with one vm, pages populated before memory ran out have it until they are discarded;
+        on ranks that had enough these are all."""
+        for vm in self._vms:
+            short = vm.populate(pages)
+            if short is not None:
+                return short
+        return None
+
+    def discard(self, pages: Sequence[int]) -> None:
+        for vm in self._vms:
+            vm.discard(pages)
+
+    def attach(self, exported: Exported) -> int:
+        raise DeviceError("attach", "a tensor-parallel group borrows no pages")
+
+    def detach(self, first: int) -> None:
+        raise BrokenPromise(f"no device is attached at {first}")
+
+    def os_mapped(self, range: Range) -> int:
+        return len(self.os_pages(range))
+
+    def os_pages(self, range: Range) -> dict[int, int]:
+        """Raises BrokenPromise where ranks differ."""
+        ranges = self._of(range)
+        found = [vm.os_pages(r) for vm, r in zip(self._vms, ranges, strict=True)]
+        for rank, pages in enumerate(found):
+            if pages != found[0]:
+                raise BrokenPromise(f"rank {rank} has other pages mapped in {range} than rank 0")
+        return found[0]
+
+    def mappings(self) -> int:
+        """Of the process that has most."""
+        return max(vm.mappings() for vm in self._vms)
+
+    def export(self, pages: Sequence[int]) -> Exported:
+        raise DeviceError("export", "a tensor-parallel group lends no pages")
+
+    def fence(self) -> Fence:
+        """What has returned on all ranks has taken effect there."""
+        return self._vms[0].fence()
+
+    def close(self) -> None:
+        for vm in reversed(self._vms):
+            vm.close()
+
+    def _of(self, range: Range) -> tuple[Range, ...]:
+        ranges = self._ranges.get(range.base)
+        if ranges is None or ranges[0] != range:
+            raise BrokenPromise(f"{range} is no range of the group")
+        return ranges
+
+    def _on_all(
+        self,
+        ranges: tuple[Range, ...],
+        do: Callable[[Vm, Range], None],
+        undo: Callable[[Vm, Range], None],
+    ) -> None:
+        with ExitStack() as undone:
+            for vm, theirs in zip(self._vms, ranges, strict=True):
+                do(vm, theirs)
+                undone.callback(undo, vm, theirs)
+            undone.pop_all()
