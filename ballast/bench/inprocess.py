@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from ballast.cluster.ranks import machine_of
 from ballast.core.cost import StepCosts
 from ballast.core.event import (
     Arrival,
@@ -57,7 +58,7 @@ class InProcess:
         self.listen: Callable[[float, Output], None] | None = None
         self._ended = threading.Condition()
         self._open = 0
-        self.device = LiveDevice(fleet, self._hear, costs=costs)
+        self.device = LiveDevice(fleet, self._hear, costs=costs, make_machine=machine_of)
         self._crash: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="loop", daemon=True)
 

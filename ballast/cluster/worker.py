@@ -247,9 +247,17 @@ def live_device(
     segments: SegmentClient | None,
 ) -> Device:
     """The real thing; imported only here, so that the process answers before it has loaded."""
+    from ballast.cluster.ranks import machine_of
     from ballast.engine.device import LiveDevice
 
-    return LiveDevice(fleet, outbox, record=record, progress=progress, exchange=segments)
+    return LiveDevice(
+        fleet,
+        outbox,
+        record=record,
+        progress=progress,
+        exchange=segments,
+        make_machine=machine_of,
+    )
 
 
 def rehearse_live() -> None:

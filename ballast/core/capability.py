@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ballast.core.units import format_bytes
 
-CPU = "cpu"
+CPU, GROUP = "cpu", "tensor-parallel"
 MAP = "map"
 """The borrower maps the lender's memfd."""
 

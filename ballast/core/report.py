@@ -40,6 +40,7 @@ class DeviceReport:
     now: float
     """Seconds on the device's clock."""
     page_bytes: int
+    """Of all ranks together, where the device has several."""
     total: int
     """Pages of the pool."""
     free: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ballast.core.capability import Capability, Lendable, capabilities
+from ballast.core.capability import CPU, GROUP, Capability, Lendable, capabilities
 from ballast.core.errors import ConfigError
 from ballast.core.link import LinkRates
 from ballast.core.units import KiB, MiB
@@ -88,6 +88,8 @@ class DeviceSettings:
     step_logits: int = 64
     """Most positions sampled in one job; bounds the logits in the activation arena."""
     prefix_cache: bool = True
+    tensor_parallel: int = 1
+    """Ranks, each a process, that share every model of the device, and all that it has, equally."""
 
     @property
     def parts(self) -> int:
@@ -193,7 +195,12 @@ class FleetSettings:
     def lending(self) -> tuple[Capability, ...]:
         """Which of its devices, all of one host, can lend pages to which."""
         devices = (self.device, *self.others)
-        return capabilities([Lendable(d.name, d.page_bytes) for d in devices])
+        return capabilities(
+            [
+                Lendable(d.name, d.page_bytes, CPU if d.tensor_parallel == 1 else GROUP)
+                for d in devices
+            ]
+        )
 
     def of_one_device(self, what: str) -> DeviceSettings:
         """Its device. Raises ConfigError where there are several, which `what` cannot use."""

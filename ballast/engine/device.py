@@ -25,6 +25,7 @@ from ballast.core.story import Story
 from ballast.engine.build import Hosted, build_state
 from ballast.engine.inbox import MonotonicClock, QueueInbox
 from ballast.engine.loop import Loop
+from ballast.engine.machine import CpuMachine, MakeMachine
 from ballast.engine.model import ModelState
 from ballast.engine.operator import Operator
 from ballast.engine.report import report
@@ -32,15 +33,10 @@ from ballast.engine.runner import CpuRunner, Record
 from ballast.engine.storyfile import StoryFile
 from ballast.kernels.workspace import Workspace
 from ballast.memory.arena import AllocatorCap, confine_allocator
-from ballast.memory.copies import copy_now
 from ballast.memory.reserve import PopulatedReserve
-from ballast.memory.transfer import HostLink
-from ballast.memory.vm_memfd import MemfdVm
-from ballast.models.fused import FusedModel
 from ballast.models.served import Served
 from ballast.models.transformers import ServedModel
 from ballast.policy.presets import resolve
-from ballast.weights.checkpoint import load_host_model
 from ballast.weights.host import Exchange, HostModel, HostTier
 
 log = logging.getLogger(__name__)
@@ -67,26 +63,27 @@ class LiveDevice:
         record: Record | None = None,
         progress: Callable[[], object] = lambda: None,
         exchange: Exchange | None = None,
+        make_machine: MakeMachine = CpuMachine,
     ) -> None:
         preset = resolve(fleet.preset, fleet.options)
         confine_allocator()
         self.fleet = fleet
         self.failed: dict[str, str] = {}
         self.tier = HostTier(progress, exchange)
-        self.hosts = self._load()
-        """By name, in the fleet's order; replaced, never changed."""
         self.clock = clock or MonotonicClock()
         self.inbox = QueueInbox(self.clock)
-        device = _with_parts(fleet.of_one_device("this command"))
-        self.vm = MemfdVm(device.page_bytes, device.budget_bytes // device.page_bytes)
-        self._link = HostLink(self.clock, self.post, fleet.link.pace)
+        self.machine = make_machine(fleet, self.clock, self.post)
+        self.hosts = self._load()
+        """By name, in the fleet's order; replaced, never changed."""
+        device = _with_parts(self.machine.device)
+        self.vm = self.machine.vm
         self.state = build_state(
             device,
             [Hosted(h.spec, h.addresses) for h in self.hosts.values()],
             self.vm,
-            self._link,
+            self.machine.link,
             self.clock,
-            copy_now,
+            self.machine.copy,
             costs or {},
         )
         self._reserve = PopulatedReserve(self.state.pool)
@@ -100,6 +97,7 @@ class LiveDevice:
         """By model, what runs it on each lane."""
         # Between jobs the C allocator keeps no more than the arena stands for.
         self.cap = AllocatorCap(self.state.arena.pages * device.page_bytes)
+        self.machine.allow(self.cap.n_bytes)
         self.runner = CpuRunner(
             self.executors,
             self.post,
@@ -166,11 +164,12 @@ class LiveDevice:
         """Give everything back to the operating system. The loop must have returned."""
         self._operator.close()
         self.runner.close()
-        self._link.close()
+        self.machine.link.close()
         self._reserve.close()
         self.vm.close()
         for host in self.hosts.values():
-            host.close()
+            self.machine.unload(host)
+        self.machine.close()
         if self._story_file is not None:
             self._story_file.close()
 
@@ -178,7 +177,7 @@ class LiveDevice:
         hosts = {}
         for settings in self.fleet.models:
             try:
-                hosts[settings.name] = host = load_host_model(settings, self.tier)
+                hosts[settings.name] = host = self.machine.load(settings, self.tier)
                 self.failed |= host.failed
             except BallastError as error:
                 self.failed[settings.name] = str(error)
@@ -197,8 +196,7 @@ class LiveDevice:
         if not host.fused:
             made = (ServedModel(host, *where),) * len(self.workspaces)
         else:
-            rows, sampled = self.fleet.device.step_tokens, self.fleet.device.step_logits
-            made = tuple(FusedModel(host, *where, w, rows, sampled) for w in self.workspaces)
+            made = tuple(self.machine.fused(host, *where, w) for w in self.workspaces)
         for executor in made:
             executor.grammars = made[0].grammars
         made[0].grammars.aside = self.aside
@@ -206,7 +204,9 @@ class LiveDevice:
 
     def renew(self) -> None:
         """What is there between jobs, from the next such moment on, is not theirs."""
-        self.cap.renew(self.state.arena.pages * self.vm.page_bytes, self._forget)
+        n_bytes = self.state.arena.pages * self.vm.page_bytes
+        self.cap.renew(n_bytes, self._forget)
+        self.machine.allow(n_bytes)
 
     @contextmanager
     def aside(self) -> Iterator[None]:

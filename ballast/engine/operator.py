@@ -16,8 +16,6 @@ from ballast.core.errors import BallastError, DeviceError
 from ballast.core.event import Operate
 from ballast.core.settings import ModelSettings
 from ballast.engine.build import Hosted, build_newcomer
-from ballast.memory.copies import copy_now
-from ballast.weights.checkpoint import load_host_model
 from ballast.weights.host import HostModel
 
 if TYPE_CHECKING:
@@ -104,11 +102,11 @@ class Operator:
         for name in (settings.name, *(a.name for a in settings.adapters)):
             if name in device.state.named:
                 raise Refused(f"there is a model {name!r} already")
-        host = load_host_model(settings, device.tier, threads=1)
+        host = device.machine.load(settings, device.tier, threads=1)
         try:
             self._join(host)
         except BaseException:
-            host.close()
+            device.machine.unload(host)
             raise
         device.failed |= host.failed
         return host
@@ -117,7 +115,7 @@ class Operator:
         """Everything that takes time is made here; the loop only adds it up."""
         device, name = self._device, host.spec.name
         hosted = Hosted(host.spec, host.addresses)
-        m, new = build_newcomer(device.state, hosted, copy_now)
+        m, new = build_newcomer(device.state, hosted, device.machine.copy)
         try:
             device.executors[name] = device.executors_of(host, m)
             device.loop.operations.ready[name] = m, new
@@ -149,7 +147,7 @@ class Operator:
         device.executors.pop(name)
         host = device.hosts[name]
         device.hosts = {n: h for n, h in device.hosts.items() if n != name}
-        host.close()
+        device.machine.unload(host)
 
     # -- in any thread ----------------------------------------------------------------------------
 

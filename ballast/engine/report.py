@@ -22,7 +22,7 @@ def report(state: DeviceState, device: str) -> DeviceReport:
     return DeviceReport(
         device=device,
         now=now,
-        page_bytes=state.settings.page_bytes,
+        page_bytes=state.settings.page_bytes * state.settings.tensor_parallel,
         total=state.pool.total,
         free=state.pool.free,
         reclaiming=state.pool.reclaiming,

@@ -237,8 +237,10 @@ def _check_devices(keys: FleetKeys) -> None:
             allowed = f"devices[{names[device.name]}] has that name already"
             raise ConfigError(f"devices[{i}].name", device.name, allowed)
         names[device.name] = i
-        if device.page_bytes > device.budget_bytes:
-            allowed = "it must hold one page at least"
+        if device.tensor_parallel > 1:
+            _check_group(keys, device, f"devices[{i}]")
+        if device.page_bytes * device.tensor_parallel > device.budget_bytes:
+            allowed = "it must hold one page at least, on each rank"
             raise ConfigError(f"devices[{i}].budget", device.budget_bytes, allowed)
     linked: dict[str | None, int] = {}
     for i, link in enumerate(keys.links):
@@ -257,6 +259,16 @@ def _check_devices(keys: FleetKeys) -> None:
         if len(set(model.devices)) < len(model.devices):
             allowed = "each device is named once"
             raise ConfigError(f"models[{i}].devices", list(model.devices), allowed)
+
+
+def _check_group(keys: FleetKeys, device: DeviceSettings, at: str) -> None:
+    """What a device of several ranks cannot do so far."""
+    if device.lanes > 1:
+        allowed = "a device with `tensor_parallel` runs one job at a time: 1"
+        raise ConfigError(f"{at}.lanes", device.lanes, allowed)
+    if keys.placement != "weights":
+        allowed = "models cannot follow the load to devices that share them over ranks: weights"
+        raise ConfigError("placement", keys.placement, allowed)
 
 
 def _check_api_keys(server: ServerKeys) -> None:

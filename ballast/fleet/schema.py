@@ -173,6 +173,7 @@ class DeviceKeys(Keys):
     step_tokens: Count = 512
     step_logits: Count = 64
     prefix_cache: bool = True
+    tensor_parallel: Count = 1
 
     def settings(self, position: int) -> DeviceSettings:
         """Of the device that stands there in the list, counted from 0."""
@@ -185,6 +186,7 @@ class DeviceKeys(Keys):
             step_tokens=self.step_tokens,
             step_logits=self.step_logits,
             prefix_cache=self.prefix_cache,
+            tensor_parallel=self.tensor_parallel,
         )
 
 

@@ -11,6 +11,7 @@ from ballast.core.actions import Join, Leave, Operation
 from ballast.core.clock import VirtualClock
 from ballast.core.cost import StepCosts
 from ballast.core.entries import Sink
+from ballast.core.errors import ConfigError
 from ballast.core.event import Arrival, Drain, Operate, Output
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
@@ -79,7 +80,11 @@ class SimDevice:
         observe: Observe | None = None,
         leaps: bool = True,
     ) -> None:
-        """As `simulate`. Raises ConfigError where the budget holds no job's activations."""
+        """As `simulate`. Raises ConfigError where the budget holds no job's activations, and for a
+        device of several ranks, whose jobs and transfers have not been measured."""
+        if settings.tensor_parallel > 1:
+            allowed = "devices of one rank: how long several ranks take is not simulated"
+            raise ConfigError("tensor_parallel", settings.tensor_parallel, allowed)
         self.clock = VirtualClock()
         self._heap = EventHeap(self.clock)
         link = SimLink(self._heap, self.clock, profile.moving(settings.page_bytes))
