@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from math import sqrt
 
@@ -21,8 +21,12 @@ class RateSearch:
     """(rate, attainment), in the order tried."""
 
 
+Run = Callable[[float], float]
+"""rate -> attainment (0 to 1)."""
+
+
 def bisect_max_rate(
-    run: Callable[[float], float],
+    run: Run,
     target: float = 0.99,
     *,
     lo: float,
@@ -38,26 +42,56 @@ def bisect_max_rate(
     the result passed, and the next higher rate tried did not. Runs should use the same seeds at
     every rate; that is the caller's part. Raises ConfigError for bounds that make no interval.
     """
+    search = searching(target, lo=lo, hi=hi, steps=steps, widen=widen)
+    return search_in_turns({"": (run, search)})[""]
+
+
+def search_in_turns(
+    searches: Mapping[str, tuple[Run, Generator[float, float, RateSearch]]],
+) -> dict[str, RateSearch]:
+    """Several searches, each made by `searching`, a run of each in every round.
+
+    The order is reversed in every other round. A search that has ended is left out.
+    """
+    found: dict[str, RateSearch] = {}
+    due = {name: next(search) for name, (_, search) in searches.items()}
+    turn = 0
+    while due:
+        for name in list(due)[:: 1 if turn % 2 == 0 else -1]:
+            run, search = searches[name]
+            try:
+                due[name] = search.send(run(due[name]))
+            except StopIteration as ended:
+                found[name] = ended.value
+                del due[name]
+        turn += 1
+    return {name: found[name] for name in searches}
+
+
+def searching(
+    target: float, *, lo: float, hi: float, steps: int, widen: int
+) -> Generator[float, float, RateSearch]:
+    """As `bisect_max_rate`: yields each rate to be run, and is sent what it attained."""
     if not 0 < lo < hi < float("inf"):
         raise ConfigError("lo, hi", (lo, hi), "0 < lo < hi")
     tried: list[tuple[float, float]] = []
 
-    def passes(rate: float) -> bool:
-        attainment = run(rate)
+    def passes(rate: float) -> Generator[float, float, bool]:
+        attainment = yield rate
         tried.append((rate, attainment))
         return attainment >= target
 
     low, high = lo, hi
     failed: float | None = None
     for _ in range(widen + 1):
-        if passes(low):
+        if (yield from passes(low)):
             break
         failed, low = low, low / 2
     else:
         return RateSearch(0.0, failed, tuple(tried))
     if failed is None:
         for _ in range(widen + 1):
-            if not passes(high):
+            if not (yield from passes(high)):
                 failed = high
                 break
             low, high = high, high * 2
@@ -65,7 +99,7 @@ def bisect_max_rate(
             return RateSearch(low, None, tuple(tried))
     for _ in range(steps):
         middle = sqrt(low * failed)
-        if passes(middle):
+        if (yield from passes(middle)):
             low = middle
         else:
             failed = middle

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
-from ballast.bench.search import RateSearch, bisect_max_rate
+from ballast.bench.search import RateSearch, bisect_max_rate, search_in_turns, searching
 from ballast.core.errors import ConfigError
 
 
@@ -59,3 +60,25 @@ def test_noise_cannot_show_a_rate_that_did_not_pass(seed: int) -> None:
 def test_bounds_are_checked(lo: float, hi: float) -> None:
     with pytest.raises(ConfigError, match="lo, hi"):
         bisect_max_rate(lambda _: 1.0, lo=lo, hi=hi)
+
+
+def test_searches_in_turns_find_what_each_finds_alone() -> None:
+    ran: list[str] = []
+
+    def run(name: str, limit: float) -> Callable[[float], float]:
+        def attained(rate: float) -> float:
+            ran.append(name)
+            return 1.0 if rate <= limit else 0.5
+
+        return attained
+
+    limits = {"a": 1.5, "b": 40.0, "c": 3.0}
+    how = {"lo": 1.0, "hi": 8.0, "steps": 2, "widen": 4}
+    found = search_in_turns({n: (run(n, x), searching(0.99, **how)) for n, x in limits.items()})  # type: ignore[arg-type]
+    turns = ran.copy()
+    alone = {n: bisect_max_rate(run(n, x), 0.99, **how) for n, x in limits.items()}  # type: ignore[arg-type]
+    assert found == alone
+    assert list(found) == list(limits)
+    assert turns[:6] == ["a", "b", "c", "c", "b", "a"]
+    assert sorted(turns) == sorted(ran[len(turns) :])
+    assert turns[-1] == "b"

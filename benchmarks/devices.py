@@ -1,0 +1,266 @@
+"""Two devices behind one server, against one device of twice the budget and against two servers.
+
+The fleet, arrivals, service levels and budget of `fleet` (40 % of all weights + peak KV), under
+`balloon`. `one`: a device with all of the budget and all cores. The others are two devices with
+half of each: one server that places models by their `weights`, for good; one whose models `follow`
+the load; two `servers` that know nothing of each other, with the models divided as by `weights`.
+Every device has a link of its own, as fast as that of `fleet`. Every variant is served by worker
+processes, without HTTP.
+
+Per variant: the highest rate, as a factor on the trace's, at which 99 % of requests meet both
+service levels, by bisection, the variants in turns, on the same requests; from rates that virtual
+time suggests, where two servers are what `weights` is. Service levels are those of the single
+device with memory for everything, at low load. `why`: the same in virtual time with half of that
+link for each of two devices, twice of it for one, and one device with the threads of a half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ballast.bench.clusters import run_cluster
+from ballast.bench.search import RateSearch, bisect_max_rate, search_in_turns, searching
+from ballast.bench.servers import ServersRun, run_servers
+from ballast.cluster.placing import homes_of, part_of
+from ballast.core.settings import FleetSettings, LinkSettings, Slo
+from ballast.policy.fleets import placement_of
+from ballast.policy.presets import resolve
+from ballast.sim.calibrate import calibrate
+from ballast.sim.cluster import Kind
+from ballast.sim.device import Profile
+from ballast.sim.profile import profile_of
+from benchmarks.common import finish, options
+from benchmarks.fleet import BUDGET, LOW_LOAD, TARGET, ratio
+from benchmarks.setting import (
+    PAGE,
+    ROOMY,
+    Setting,
+    no_levels,
+    prepare,
+    service_levels,
+    trace_option,
+)
+
+PRESET = "balloon"
+LEAST_RATE = 0.35
+"""A live search begins no lower: at lower rates a run takes many minutes."""
+QUICK_RATE = 0.7
+"""Of the live runs of the quick form, which seek nothing."""
+
+Servers = Sequence[FleetSettings]
+"""A fleet for each."""
+
+
+@dataclass
+class Bench:
+    """What all variants have in common, and what came of their runs."""
+
+    setting: Setting
+    slos: dict[str, Slo]
+    profiles: Mapping[int, Profile]
+    """By the threads of a device."""
+    console: Console
+    runs: list[dict[str, Any]] = field(default_factory=list)
+
+    def virtual(self, servers: Servers) -> RateSearch:
+        """The highest rate in virtual time."""
+        devices = [d for fleet in servers for d in fleet.devices.values()]
+        settings, link = devices[0]
+        assert settings.threads is not None
+        assert link.pace is not None
+        profile = replace(self.profiles[settings.threads], link=link.pace)
+        kind = Kind(len(devices), profile_of("cpu", profile, settings))
+
+        def run(rate: float) -> float:
+            ran = run_cluster(
+                resolve(PRESET, {}),
+                [kind],
+                self.setting.specs,
+                self.setting.workload.scale_rate(rate),
+                self.slos,
+                placement=placement_of(servers[0].placement),
+            )
+            return ran.report.total.attainment
+
+        return bisect_max_rate(run, TARGET, lo=0.25, hi=1.0)
+
+    def live(self, name: str, servers: Servers, rate: float) -> float:
+        """What is attained on this machine."""
+        work = self.setting.workload.scale_rate(rate)
+        ran = asyncio.run(run_servers(servers, work, self.slos, name=name))
+        self.runs.append({"variant": name, "rate": rate, **_told(ran)})
+        self.console.print(self.runs[-1])
+        return ran.report.total.attainment
+
+
+def _told(ran: ServersRun) -> dict[str, Any]:
+    report, total = ran.report, ran.report.total
+    assert total.requests
+    return {
+        "attainment": total.attainment,
+        "attainment_ttft": total.attained_ttft / total.requests,
+        "attainment_tpot": total.attained_tpot / total.requests,
+        "worst_model": report.worst_attainment,
+        "failed": total.failed,
+        "output_tokens_per_second": report.output_tokens_per_second,
+        "seconds": report.wall_seconds,
+        "latest_send": report.latest_send,
+        "moves": len([m for m in ran.moves if "refused" not in m]),
+        "devices": {
+            device.device: {
+                "busy": sum(m.lane_seconds for m in device.models) / report.wall_seconds,
+                "activations": sum(m.activations for m in device.models),
+                "evictions": sum(m.evictions for m in device.models),
+            }
+            for device in ran.devices
+        },
+    }
+
+
+def one(roomy: FleetSettings, pages: int, threads: int, link: float) -> Servers:
+    """A single device."""
+    device = replace(roomy.device, budget_bytes=pages * PAGE, threads=threads)
+    return [replace(roomy, preset=PRESET, device=device, link=LinkSettings(bytes_per_second=link))]
+
+
+def two(
+    roomy: FleetSettings, pages: int, threads: int, link: float, placement: str = "weights"
+) -> Servers:
+    """Two devices of so much behind one server."""
+    (fleet,) = one(roomy, pages, threads, link)
+    other = replace(fleet.device, name="cpu:1")
+    links = (replace(fleet.link, device=other.name),)
+    return [replace(fleet, others=(other,), other_links=links, placement=placement)]
+
+
+def apart(server: FleetSettings) -> Servers:
+    """Each device of a server as a server of its own, with the same models."""
+    homes = homes_of(server)
+    return [
+        part_of(server, name, {model for model, at in homes.items() if name in at}, 1)
+        for name in server.devices
+    ]
+
+
+def extra(parser: argparse.ArgumentParser) -> None:
+    trace_option(parser)
+    parser.add_argument("--seconds", type=float, help="of the trace; default 45, quick 12")
+    parser.add_argument("--virtual-only", action="store_true", help="nothing live but calibration")
+
+
+def main() -> None:
+    args = options(__doc__, extra=extra)
+    console = Console(width=160)
+    cores = len(os.sched_getaffinity(0))
+    few = max(1, cores // 2)
+    with tempfile.TemporaryDirectory() as scratch:
+        seconds = args.seconds or (12.0 if args.quick else 45.0)
+        setting = prepare(Path(scratch), args.trace, seconds)
+        roomy, work = setting.roomy, setting.workload
+        console.print(f"{len(work.requests)} requests: {work.describe()}")
+        link = roomy.link.bytes_per_second
+        assert link is not None
+        half = int(BUDGET * (setting.weight_bytes + setting.peak_kv_bytes)) // PAGE // 2
+        (server,) = two(roomy, half, few, link)
+        variants = {
+            "one": one(roomy, 2 * half, cores, link),
+            "weights": [server],
+            "follow": two(roomy, half, few, link, "follow"),
+            "servers": apart(server),
+        }
+        fewer = replace(roomy, device=replace(roomy.device, threads=few))
+        profiles = {few: calibrate(fewer, rounds=2), cores: setting.profile}
+        # The quick form takes the levels from virtual time.
+        ample = setting.under(PRESET, ROOMY, 1e12)
+        low = (work.scale_rate(LOW_LOAD), no_levels(setting))
+        if args.quick or args.virtual_only:
+            slos = service_levels(setting.virtual(ample, *low).report)
+        else:
+            slos = service_levels(asyncio.run(run_servers([ample], *low, name="low")).report)
+        bench = Bench(setting, slos, profiles, console)
+        virtual = {name: bench.virtual(servers) for name, servers in variants.items()}
+        console.print({name: search.rate for name, search in virtual.items()})
+        why = {
+            "weights_with_half_the_link_each": bench.virtual(two(roomy, half, few, link / 2)).rate,
+            "one_with_twice_the_link": bench.virtual(one(roomy, 2 * half, cores, 2 * link)).rate,
+            "one_with_half_the_threads": bench.virtual(one(roomy, 2 * half, few, link)).rate,
+        }
+        console.print(why)
+        live: dict[str, RateSearch] = {}
+        if not args.virtual_only:
+            live = _searched(bench, variants, virtual, quick=args.quick)
+    shown = live or virtual
+    rates = {name: search.rate for name, search in shown.items()}
+    result: dict[str, Any] = {
+        "workload": work.describe(),
+        "requests": len(work.requests),
+        "live": bool(live),
+        "max_rate": rates,
+        "missed_at": {name: search.failed_at for name, search in shown.items()},
+        **{f"{n}_over_one": ratio(rates[n], rates["one"]) for n in rates if n != "one"},
+        **{f"{n}_over_servers": ratio(rates[n], rates["servers"]) for n in ("weights", "follow")},
+        "virtual_max_rate": {name: search.rate for name, search in virtual.items()},
+        "why": why,
+        "budget_bytes": {"one": 2 * half * PAGE, "each_of_two": half * PAGE},
+        "threads": {"one": cores, "each_of_two": few},
+        "models": {
+            f"server {i}": [m.name for m in fleet.models]
+            for i, fleet in enumerate(variants["servers"])
+        },
+        "slos": {name: {"ttft": s.ttft, "tpot": s.tpot} for name, s in slos.items()},
+        "runs": bench.runs,
+    }
+    finish(args, "devices", result, _table(result))
+
+
+def _searched(
+    bench: Bench, variants: Mapping[str, Servers], virtual: Mapping[str, RateSearch], quick: bool
+) -> dict[str, RateSearch]:
+    """Around the rates of virtual time. The quick form runs each once, and finds nothing."""
+    if quick:
+        for name, servers in variants.items():
+            bench.live(name, servers, QUICK_RATE)
+        return {}
+    guesses = {name: max(LEAST_RATE, search.rate) for name, search in virtual.items()}
+    return search_in_turns(
+        {
+            name: (
+                partial(bench.live, name, servers),
+                searching(TARGET, lo=0.8 * guess, hi=1.25 * guess, steps=1, widen=1),
+            )
+            for (name, servers), guess in zip(variants.items(), guesses.values(), strict=True)
+        }
+    )
+
+
+def _table(result: Mapping[str, Any]) -> Table:
+    names = list(result["max_rate"])
+    table = Table("", *names, title="highest rate at 99 %, as a factor on the trace's")
+
+    def row(what: str, values: Mapping[str, float | None]) -> None:
+        table.add_row(what, *("-" if values[n] is None else f"{values[n]:.2f}" for n in names))
+
+    if result["live"]:
+        row("live", result["max_rate"])
+        row("live, missed at", result["missed_at"])
+    row("virtual", result["virtual_max_rate"])
+    for what, rate in result["why"].items():
+        name = what.partition("_")[0]
+        other = what.replace("_", " ")
+        row(f"virtual, {other}", {n: rate if n == name else None for n in names})
+    return table
+
+
+if __name__ == "__main__":
+    main()
