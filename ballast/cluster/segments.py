@@ -2,6 +2,7 @@
 
 ::
 
+    worker ── what it is made of ──> broker ── unknown, or: its digest, its memfd ──> worker
     worker ── digest, its memfd ──> broker ── keep yours, or: one that is there already ──> worker
 
 The broker, in the server's process, maps nothing: it has a descriptor of each segment for as long
@@ -21,8 +22,10 @@ from ballast.memory.share import receive
 
 log = logging.getLogger(__name__)
 
-_SHARE, _RELEASE = b"s", b"r"
+_FIND, _SHARE, _RELEASE = b"f", b"s", b"r"
 _KEEP, _TAKE = b"k", b"t"
+_DIGEST = 64
+"""Characters of a digest, in hex; of what a segment is made of as many."""
 _LONGEST = 256
 """Bytes of a message."""
 
@@ -38,6 +41,8 @@ class SegmentBroker:
 
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
+        self._digests: dict[str, str] = {}
+        """By what segments that are held were made of."""
 
     def __len__(self) -> int:
         """Distinct segments that workers hold."""
@@ -63,11 +68,15 @@ class SegmentBroker:
         fds: list[int] = []
         try:
             told, fds = receive(connection, _LONGEST)
-            digest = told[1:].decode()
+            digest, origin = told[1 : 1 + _DIGEST].decode(), told[1 + _DIGEST :].decode()
             if not told:
                 self.close(connection)
+            elif told[:1] == _FIND:
+                self._find(digest, connection)
             elif told[:1] == _SHARE and fds:
                 self._share(digest, connection, fds)
+                if origin:
+                    self._digests[origin] = digest
             else:
                 self._release(digest, connection)
         except BlockingIOError:
@@ -78,6 +87,14 @@ class SegmentBroker:
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def _find(self, origin: str, connection: socket.socket) -> None:
+        digest = self._digests.get(origin)
+        if digest is None:
+            connection.send(_KEEP)
+        else:
+            self._held[digest].holders.add(connection)
+            socket.send_fds(connection, [_TAKE + digest.encode()], [self._held[digest].fd])
 
     def _share(self, digest: str, connection: socket.socket, fds: list[int]) -> None:
         held = self._held.get(digest)
@@ -97,6 +114,7 @@ class SegmentBroker:
         if not held.holders:
             os.close(held.fd)
             del self._held[digest]
+            self._digests = {o: d for o, d in self._digests.items() if d != digest}
 
 
 class SegmentClient:
@@ -106,12 +124,23 @@ class SegmentClient:
         """Takes `fd` over, of the connection."""
         self._connection = socket.socket(fileno=fd)
 
-    def share(self, digest: str, fd: int) -> int | None:
-        """Let others map the segment in `fd`; where one of them has an equal one already, a
-        descriptor of that, which is the caller's. None as well if nobody is there to ask."""
+    def find(self, origin: str) -> tuple[str, int] | None:
+        """The digest of a segment that was made of this, and a descriptor, which is the caller's,
+        where another process holds it. None as well if nobody is there to ask."""
+        told, fds = b"", list[int]()
+        with contextlib.suppress(OSError):
+            self._connection.send(_FIND + origin.encode())
+            told, fds = receive(self._connection, _LONGEST)
+        return (told[1:].decode(), fds[0]) if fds else None
+
+    def share(self, digest: str, fd: int, origin: str | None) -> int | None:
+        """Let others map the segment in `fd`, made of `origin`; where one of them has an equal one
+        already, a descriptor of that, which is the caller's. None as well if nobody is there to
+        ask."""
         fds: list[int] = []
         with contextlib.suppress(OSError):
-            socket.send_fds(self._connection, [_SHARE + digest.encode()], [fd])
+            message = _SHARE + digest.encode() + (origin or "").encode()
+            socket.send_fds(self._connection, [message], [fd])
             _, fds = receive(self._connection, _LONGEST)
         return fds[0] if fds else None
 

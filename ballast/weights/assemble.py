@@ -194,6 +194,10 @@ class Sources:
     ) -> None:
         self._files.close()
 
+    def descriptor(self, source: Stored) -> int:
+        """Of the file that a tensor is read from."""
+        return self._fds[source.path]
+
     def read(self, recipe: Recipe, dtype: torch.dtype) -> Tensor:
         """The whole tensor, converted to `dtype`."""
         whole = torch.empty(recipe.shape, dtype=dtype)

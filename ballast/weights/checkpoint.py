@@ -37,6 +37,7 @@ from ballast.weights.host import (
     Segment,
     pack,
 )
+from ballast.weights.origin import origin_of
 from ballast.weights.pooling import pools_last_token
 from ballast.weights.sharding import WHOLE, Shard, absent, divided, narrowed
 from ballast.weights.stored import ITEM_BYTES, Stored, find_tensors
@@ -54,7 +55,8 @@ def load_host_model(
 
     Of a `shard`, only that rank's part is read; its segments are as large on every rank.
 
-    Segments that `tier` has already, of other checkpoints, are shared with them.
+    Segments that `tier` has already, of other checkpoints, are shared with them; those that it, or
+    another process, has made of the same files are not read at all.
 
     `dtype: auto` serves what most bytes of the checkpoint are: bfloat16, or float32. A float16
     checkpoint is then served in float32, which holds its numbers exactly; bfloat16 would round
@@ -172,7 +174,10 @@ def _load(
                 return _write(piece, packing.build(piece.tensor, read))
             return _fill(piece, plan[piece.tensor.sources[0]], sources, packing.DTYPES[dtype])
 
-        memory = HostBytes(settings.name, told.segments, fill, threads, tier)
+        def origin(segment: Segment) -> str | None:
+            return origin_of(segment, plan, sources, lambda name: absent(name, shard))
+
+        memory = HostBytes(settings.name, told.segments, fill, threads, tier, origin)
     host = HostModel(
         _spec(settings, told, directory, memory.digest, memory.digests),
         told.architecture.config,

@@ -90,89 +90,95 @@ Fill = Callable[[Piece], bytes]
 """Write the piece's bytes at its address; a digest of them."""
 
 
+Origin = Callable[[Segment], str | None]
+"""What a segment's bytes would be made of: equal only where these are. None: it is not known."""
+
+
 class SealedSegment:
     """The memory of one segment, which any number of models hold. One memfd, mapped read only."""
 
-    def __init__(self, model: str, segment: Segment, fill: Fill, threads: int) -> None:
-        """Allocate, call `fill` for every piece from several threads, seal."""
+    def __init__(self, fd: int, n_bytes: int, digest: str) -> None:
+        """Takes `fd` over. Raises DeviceError where it is no sealed file of this size, OSError
+        where it cannot be mapped; it is closed then."""
         self.holds = 0
-        self.n_bytes = _up(max(segment.n_bytes, 1), std_mmap.PAGESIZE)
-        self.address = 0
-        _check_available(model, segment.name, self.n_bytes)
-        self.fd = -1
-        try:
-            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-            self.fd = os.memfd_create(f"ballast-{model}", flags)
-            os.ftruncate(self.fd, self.n_bytes)
-            self.digest = self._filled(segment, fill, threads)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-            shared = syscalls.MAP_SHARED | syscalls.MAP_POPULATE
-            self.address = syscalls.mmap(0, self.n_bytes, syscalls.PROT_READ, shared, self.fd)
-        except OSError as error:
-            self.close()
-            raise _no_memory(model, self.n_bytes, error) from error
-        except BaseException:
-            self.close()
-            raise
-
-    def adopt(self, fd: int) -> None:
-        """Have the same bytes in `fd`, which is taken over, instead. Raises DeviceError where it
-        is no sealed file of this size; nothing has changed then."""
+        self.n_bytes = n_bytes
+        self.digest = digest
+        self.fd = fd
         try:
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
-            if not sealed or os.fstat(fd).st_size != self.n_bytes:
+            if not sealed or os.fstat(fd).st_size != n_bytes:
                 raise DeviceError("host tier", "another process's segment is none")
             shared = syscalls.MAP_SHARED | syscalls.MAP_POPULATE
-            address = syscalls.mmap(0, self.n_bytes, syscalls.PROT_READ, shared, fd)
+            self.address = syscalls.mmap(0, n_bytes, syscalls.PROT_READ, shared, fd)
         except BaseException:
             os.close(fd)
             raise
-        self.close()
-        self.fd, self.address = fd, address
+
+    @classmethod
+    def filled(cls, model: str, segment: Segment, fill: Fill, threads: int) -> SealedSegment:
+        """Allocate, call `fill` for every piece from several threads, seal."""
+        n_bytes = whole_pages(segment)
+        _check_available(model, segment.name, n_bytes)
+        try:
+            fd = os.memfd_create(f"ballast-{model}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
+                os.ftruncate(fd, n_bytes)
+                digest = _filled(fd, n_bytes, segment, fill, threads)
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            except BaseException:
+                os.close(fd)
+                raise
+            return cls(fd, n_bytes, digest)
+        except OSError as error:
+            raise _no_memory(model, n_bytes, error) from error
 
     def close(self) -> None:
-        if self.address:
-            syscalls.munmap(self.address, self.n_bytes)
-        if self.fd >= 0:
-            os.close(self.fd)
+        """Give the memory back, unless another process has it too."""
+        syscalls.munmap(self.address, self.n_bytes)
+        os.close(self.fd)
 
-    def _filled(self, segment: Segment, fill: Fill, threads: int) -> str:
-        """Fill everything; hex SHA-256 over the layout (but for names) and the pieces' digests."""
-        write = syscalls.PROT_READ | syscalls.PROT_WRITE
-        base = syscalls.mmap(0, self.n_bytes, write, syscalls.MAP_SHARED, self.fd)
 
-        def work(piece: Piece) -> bytes:
-            # Memory that is missing shows here, as an error, and not as a signal when written.
-            page = std_mmap.PAGESIZE
-            first = (piece.address - base) // page * page
-            end = ceil_div(piece.address - base + piece.n_bytes, page) * page
-            syscalls.fallocate(self.fd, 0, first, end - first)
-            return fill(piece)
+def _filled(fd: int, n_bytes: int, segment: Segment, fill: Fill, threads: int) -> str:
+    """Fill everything; hex SHA-256 over the layout (but for names) and the pieces' digests."""
+    write = syscalls.PROT_READ | syscalls.PROT_WRITE
+    base = syscalls.mmap(0, n_bytes, write, syscalls.MAP_SHARED, fd)
 
-        layout = [(t.shape, t.dtype, t.layout, t.offset, t.n_bytes) for t in segment.tensors]
-        total = hashlib.sha256(repr((segment.n_bytes, layout)).encode())
-        pool = ThreadPoolExecutor(threads, "fill")
-        try:
-            pieces = [
-                Piece(t, start, min(t.piece_bytes, t.n_bytes - start), base + t.offset + start)
-                for t in segment.tensors
-                for start in range(0, t.n_bytes, t.piece_bytes)
-            ]
-            for digest in pool.map(work, pieces):
-                total.update(digest)
-            return total.hexdigest()
-        finally:
-            # No thread may write once the mapping is gone.
-            pool.shutdown(wait=True, cancel_futures=True)
-            syscalls.munmap(base, self.n_bytes)
+    def work(piece: Piece) -> bytes:
+        # Memory that is missing shows here, as an error, and not as a signal when written.
+        page = std_mmap.PAGESIZE
+        first = (piece.address - base) // page * page
+        end = ceil_div(piece.address - base + piece.n_bytes, page) * page
+        syscalls.fallocate(fd, 0, first, end - first)
+        return fill(piece)
+
+    layout = [(t.shape, t.dtype, t.layout, t.offset, t.n_bytes) for t in segment.tensors]
+    total = hashlib.sha256(repr((segment.n_bytes, layout)).encode())
+    pool = ThreadPoolExecutor(threads, "fill")
+    try:
+        pieces = [
+            Piece(t, start, min(t.piece_bytes, t.n_bytes - start), base + t.offset + start)
+            for t in segment.tensors
+            for start in range(0, t.n_bytes, t.piece_bytes)
+        ]
+        for digest in pool.map(work, pieces):
+            total.update(digest)
+        return total.hexdigest()
+    finally:
+        # No thread may write once the mapping is gone.
+        pool.shutdown(wait=True, cancel_futures=True)
+        syscalls.munmap(base, n_bytes)
 
 
 class Exchange(Protocol):
     """What other processes of this host hold; `ballast.cluster.segments.SegmentClient` asks."""
 
-    def share(self, digest: str, fd: int) -> int | None:
-        """Let others map the segment in `fd`; a descriptor of an equal one that one of them has
-        already, to be the caller's, if there is one."""
+    def find(self, origin: str) -> tuple[str, int] | None:
+        """The digest of a segment that was made of this, and a descriptor, to be the caller's, if
+        another process holds it: this one does, too, from now on."""
+
+    def share(self, digest: str, fd: int, origin: str | None) -> int | None:
+        """Let others map the segment in `fd`, made of `origin` if that is known; a descriptor of an
+        equal one that one of them has already, to be the caller's, if there is one."""
 
     def release(self, digest: str) -> None:
         """This process does not hold the segment any more."""
@@ -193,6 +199,9 @@ class HostTier:
         self._progress = progress
         self._exchange = exchange
         self._segments: dict[str, SealedSegment] = {}
+        """By digest."""
+        self._origins: dict[str, SealedSegment] = {}
+        """By what they are made of."""
         self.closing = False
         """What is being filled fails; set by any thread."""
 
@@ -201,29 +210,32 @@ class HostTier:
         """Memory of all segments, in whole pages of the operating system."""
         return sum(s.n_bytes for s in self._segments.values())
 
-    def hold(self, model: str, segment: Segment, fill: Fill, threads: int) -> SealedSegment:
-        """Fill memory for a segment; where an equal one is here already, that one in its stead."""
+    def hold(
+        self,
+        model: str,
+        segment: Segment,
+        fill: Fill,
+        threads: int,
+        origin: Origin = lambda segment: None,
+    ) -> SealedSegment:
+        """The memory of a segment: one that was made of the same, here or in another process, or
+        it is filled; and where an equal one is there already, that one in its stead.
 
-        def fill_unless_closing(piece: Piece) -> bytes:
-            if self.closing:
-                raise DeviceError("host tier", "it is closing")
-            digest = fill(piece)
-            self._progress()
-            return digest
-
-        filled = SealedSegment(model, segment, fill_unless_closing, threads)
-        found = self._segments.setdefault(filled.digest, filled)
-        if found is not filled:
-            filled.close()
-        elif self._exchange is not None:
-            theirs = self._exchange.share(filled.digest, filled.fd)
-            if theirs is not None:
-                try:
-                    filled.adopt(theirs)
-                except BaseException:
-                    filled.holds += 1
-                    self.release(filled)
-                    raise
+        `origin` is asked again after filling: what changed meanwhile is not known to be anything.
+        """
+        made_of = origin(segment)
+        found = None if made_of is None else self._made_of(made_of, whole_pages(segment))
+        if found is None:
+            sealed = self._fill(model, segment, fill, threads)
+            if origin(segment) != made_of:
+                made_of = None
+            found = self._segments.get(sealed.digest)
+            if found is None:
+                found = self._shared(sealed, made_of)
+            else:
+                sealed.close()
+        if made_of is not None:
+            self._origins[made_of] = found
         found.holds += 1
         return found
 
@@ -232,16 +244,70 @@ class HostTier:
         sealed.holds -= 1
         if not sealed.holds:
             del self._segments[sealed.digest]
+            self._origins = {o: s for o, s in self._origins.items() if s is not sealed}
             sealed.close()
             if self._exchange is not None:
                 self._exchange.release(sealed.digest)
+
+    def _made_of(self, origin: str, n_bytes: int) -> SealedSegment | None:
+        found = self._origins.get(origin)
+        theirs = None
+        if found is None and self._exchange is not None:
+            theirs = self._exchange.find(origin)
+        if theirs is None:
+            return found
+        digest, fd = theirs
+        if digest in self._segments:
+            os.close(fd)
+            return self._segments[digest]
+        found = self._segments[digest] = self._theirs(fd, n_bytes, digest)
+        self._progress()
+        return found
+
+    def _fill(self, model: str, segment: Segment, fill: Fill, threads: int) -> SealedSegment:
+        def fill_unless_closing(piece: Piece) -> bytes:
+            if self.closing:
+                raise DeviceError("host tier", "it is closing")
+            digest = fill(piece)
+            self._progress()
+            return digest
+
+        return SealedSegment.filled(model, segment, fill_unless_closing, threads)
+
+    def _shared(self, filled: SealedSegment, origin: str | None) -> SealedSegment:
+        """What was filled, or what another process has that is equal."""
+        found = filled
+        if self._exchange is not None:
+            theirs = self._exchange.share(filled.digest, filled.fd, origin)
+            if theirs is not None:
+                filled.close()
+                found = self._theirs(theirs, filled.n_bytes, filled.digest)
+        self._segments[filled.digest] = found
+        return found
+
+    def _theirs(self, fd: int, n_bytes: int, digest: str) -> SealedSegment:
+        """Raises DeviceError for what is no segment, and nothing is held then."""
+        assert self._exchange is not None
+        try:
+            return SealedSegment(fd, n_bytes, digest)
+        except BaseException as error:
+            self._exchange.release(digest)
+            if isinstance(error, OSError):
+                raise _no_memory("a model", n_bytes, error) from error
+            raise
 
 
 class HostBytes:
     """One model's hold on its segments in the host tier."""
 
     def __init__(
-        self, name: str, segments: Sequence[Segment], fill: Fill, threads: int, tier: HostTier
+        self,
+        name: str,
+        segments: Sequence[Segment],
+        fill: Fill,
+        threads: int,
+        tier: HostTier,
+        origin: Origin = lambda segment: None,
     ) -> None:
         """Bring all segments into `tier`, one after the other, so that of a model whose segments
         are there already no more than one is ever in memory twice.
@@ -253,7 +319,7 @@ class HostBytes:
         self._held: list[SealedSegment] = []
         try:
             for segment in segments:
-                self._held.append(tier.hold(name, segment, fill, threads))
+                self._held.append(tier.hold(name, segment, fill, threads, origin))
         except BaseException:
             self.close()
             raise
@@ -355,6 +421,11 @@ def _allow_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def whole_pages(segment: Segment) -> int:
+    """Bytes of its memory, in whole pages of the operating system."""
+    return _up(max(segment.n_bytes, 1), std_mmap.PAGESIZE)
 
 
 def _up(n: int, multiple: int) -> int:

@@ -13,7 +13,7 @@ import pytest
 from ballast.cluster.segments import SegmentBroker, SegmentClient
 from ballast.core.errors import DeviceError
 from ballast.weights.host import HostTier
-from tests.weights.test_host import allocated, contents, load
+from tests.weights.test_host import Filler, allocated, contents, load, segments
 
 
 @contextlib.contextmanager
@@ -79,8 +79,12 @@ class Liar:
 
     def __init__(self) -> None:
         self.released: list[str] = []
+        self.finds = False
 
-    def share(self, digest: str, fd: int) -> int | None:
+    def find(self, origin: str) -> tuple[str, int] | None:
+        return ("d", os.memfd_create("ballast-liar")) if self.finds else None
+
+    def share(self, digest: str, fd: int, origin: str | None) -> int | None:
         other = os.memfd_create("ballast-liar")
         os.ftruncate(other, os.fstat(fd).st_size)
         return other
@@ -95,3 +99,8 @@ def test_what_is_not_sealed_is_not_taken() -> None:
     with pytest.raises(DeviceError, match="another process's segment"):
         load(unsafe, "a", embed=1)
     assert (len(liar.released), unsafe.n_bytes, allocated()) == (1, 0, 0)
+    (segment,) = segments("embed")
+    liar.finds = True
+    with pytest.raises(DeviceError, match="another process's segment"):
+        unsafe.hold("a", segment, Filler({"embed": 1}), 1, lambda segment: "o")
+    assert (liar.released[1:], unsafe.n_bytes, allocated()) == (["d"], 0, 0)

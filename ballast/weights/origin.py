@@ -1,0 +1,63 @@
+"""What a segment's bytes are made of, as far as it shows without reading them.
+
+A file is told from what it was, and from any other, by its place in its file system, its size, and
+the times of its last changes, of which the kernel keeps one (`ctime`) that no program can set. Like
+other tools that go by them, this cannot see writes through a mapping before they reach the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Mapping
+
+from ballast import __version__
+from ballast.weights.assemble import Recipe, Sources
+from ballast.weights.host import Segment
+
+QUIET_SECONDS = 2.0
+"""A file that was changed so lately may change again and show the same time."""
+
+File = tuple[int, ...]
+
+
+def origin_of(
+    segment: Segment,
+    plan: Mapping[str, Recipe],
+    sources: Sources,
+    absent: Callable[[str], bool] = lambda name: False,
+) -> str | None:
+    """Hex SHA-256 of it, by this version of Ballast: equal only for equal bytes. None where a file
+    has changed too lately to be sure.
+
+    `absent`: tensors that are not read, but zeros.
+    """
+    files: dict[str, File] = {}
+    parts: list[object] = [__version__, segment.n_bytes]
+    for t in segment.tensors:
+        parts.append((t.shape, t.dtype, t.layout, t.offset, t.n_bytes))
+        for name in t.sources:
+            recipe = plan[name]
+            if absent(name):
+                parts.append(recipe.shape)
+                continue
+            for run in recipe.runs:
+                path = str(run.source.path)
+                if path not in files:
+                    found = _file(sources.descriptor(run.source))
+                    if found is None:
+                        return None
+                    files[path] = found
+                at = run.source.start
+                parts.append((files[path], run.source.dtype, at, run.start, run.n, recipe.shape))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _file(descriptor: int) -> File | None:
+    found = os.fstat(descriptor)
+    changed = max(found.st_mtime, found.st_ctime)
+    if time.time() - changed < QUIET_SECONDS:
+        return None
+    times = (found.st_mtime_ns, found.st_ctime_ns)
+    return (found.st_dev, found.st_ino, found.st_size, *times)
