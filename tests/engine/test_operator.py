@@ -114,11 +114,15 @@ def alone(paths: dict[str, Path]) -> Callable[[str], list[int]]:
     return of
 
 
-@pytest.mark.parametrize("preset", ["balloon", "swap", "static"])
+@pytest.mark.parametrize(
+    ("preset", "lanes"), [("balloon", 1), ("swap", 1), ("static", 1), ("balloon", 2)]
+)
 def test_a_model_comes_and_goes_while_another_answers(
-    paths: dict[str, Path], alone: Callable[[str], list[int]], preset: str
+    paths: dict[str, Path], alone: Callable[[str], list[int]], preset: str, lanes: int
 ) -> None:
-    with InProcess(fleet(paths, "base", preset=preset)) as server:
+    served = fleet(paths, "base", preset=preset)
+    served = replace(served, device=replace(served.device, lanes=lanes, threads=lanes))
+    with InProcess(served) as server:
         device = server.device
         host_bytes, named = device.tier.n_bytes, set(device.specs)
         server.submit(asked("base", 200))
