@@ -27,6 +27,9 @@ class Driver(Protocol):
     def version(self) -> tuple[int, int]:
         """Of CUDA that the driver speaks, as (13, 0)."""
 
+    def count(self) -> int:
+        """Devices that this process may use."""
+
     def device(self, ordinal: int) -> int: ...
 
     def attribute(self, device: int, which: Attribute) -> int: ...

@@ -30,6 +30,9 @@ class CudaDriver:
         number = self._int("cuDriverGetVersion")
         return number // 1000, number % 1000 // 10
 
+    def count(self) -> int:
+        return self._int("cuDeviceGetCount")
+
     def device(self, ordinal: int) -> int:
         return self._int("cuDeviceGet", ordinal)
 
@@ -38,7 +41,10 @@ class CudaDriver:
         return self._int("cuDeviceGetAttribute", kind, device)
 
     def uuid(self, device: int) -> str:
-        found = bytes(self._call("cuDeviceGetUuid", device).bytes).hex()
+        # Bindings of CUDA 12 have two; the first of them does not know MIG slices.
+        newer = "cuDeviceGetUuid_v2"
+        name = newer if hasattr(self._api, newer) else "cuDeviceGetUuid"
+        found = bytes(self._call(name, device).bytes).hex()
         return "-".join((found[:8], found[8:12], found[12:16], found[16:20], found[20:]))
 
     def can_access(self, device: int, peer: int) -> bool:

@@ -51,7 +51,7 @@ class Link(Protocol):
         """End after the chunk in flight; transfers not finished are told as failed."""
 
 
-class _Transfer:
+class Transfer:
     """One that waits or is in flight; its copies are cut into batches as they are needed."""
 
     def __init__(self, transfer_id: int, stream: str, batches: Iterator[list[Copy]]) -> None:
@@ -65,6 +65,8 @@ class _Transfer:
         """Copied so far."""
         self.seconds = 0.0
         """Of copying, without waiting."""
+        self.error: str | None = None
+        """Why it is given up."""
 
     def take(self) -> list[Copy]:
         batch, self.coming = self.coming or [], next(self._batches, None)
@@ -95,7 +97,7 @@ class HostLink:
         self._measured = PRIOR_BYTES_PER_SECOND
         self._due = 0.0
         """Paced: when all batches so far should have been carried."""
-        self._sides: Turns[Direction, Turns[str, _Transfer]] = Turns()
+        self._sides: Turns[Direction, Turns[str, Transfer]] = Turns()
         """By direction, its streams; those in which any transfer waits or is in flight."""
         self._wake = threading.Condition()
         self._closing = threading.Event()
@@ -116,7 +118,7 @@ class HostLink:
         direction: Direction = Direction.TO_DEVICE,
     ) -> None:
         cut = batches(copies, self._chunk_bytes, self._threads)
-        transfer = _Transfer(transfer_id, stream, cut)
+        transfer = Transfer(transfer_id, stream, cut)
         with self._wake:
             if self._closing.is_set():
                 raise DeviceError("link", "it is closed")
@@ -170,7 +172,7 @@ class HostLink:
             mixed = len(self._sides) > 1
             self._due += n_bytes / (pace.mixed if mixed else pace.of(direction, mixed=False))
 
-    def _carry(self, transfer: _Transfer, batch: Sequence[Copy]) -> tuple[bool, str | None]:
+    def _carry(self, transfer: Transfer, batch: Sequence[Copy]) -> tuple[bool, str | None]:
         """Whether there was anything to wait for; what went wrong."""
         began = self._clock.now()
         if transfer.began is None:
@@ -186,7 +188,7 @@ class HostLink:
         return self._sleep_until_due(), None
 
     def _end(
-        self, transfer: _Transfer, direction: Direction, slept: bool, error: str | None
+        self, transfer: Transfer, direction: Direction, slept: bool, error: str | None
     ) -> TransferDone:
         ended = self._clock.now()
         assert transfer.began is not None, "it was carried"

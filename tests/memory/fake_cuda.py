@@ -149,6 +149,9 @@ class FakeDriver:
     def version(self) -> tuple[int, int]:
         return 13, 0
 
+    def count(self) -> int:
+        return self.n_devices
+
     def device(self, ordinal: int) -> int:
         if not 0 <= ordinal < self.n_devices:
             raise DeviceError("cuDeviceGet", "CUDA_ERROR_INVALID_DEVICE: invalid device ordinal")

@@ -52,12 +52,14 @@ def test_every_call_takes_these_arguments(api: Answering) -> None:
     api.answers = {
         "cuDriverGetVersion": (0, 12090),
         "cuDeviceGetUuid": (0, uuid),
+        "cuDeviceGetUuid_v2": (0, uuid),
         "cuMemGetInfo": (0, 5, 9),
         "cuCtxGetStreamPriorityRange": (0, 0, -5),
         "cuMemGetAllocationPropertiesFromHandle": (0, properties),
     }
     d: Driver = CudaDriver(api)
     assert d.version() == (12, 9)
+    assert d.count() == 7
     assert d.device(0) == 7
     assert [d.attribute(0, which) for which in Attribute] == [7] * len(Attribute)
     assert d.uuid(0) == "00000000-0000-0000-0000-000000000000"
