@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from ballast.bench import doctor_machine, doctor_memory
+from ballast.bench import doctor_gpus, doctor_machine, doctor_memory
 from ballast.bench.finding import Finding, Verdict
 from ballast.core.clock import Clock
 from ballast.core.settings import DeviceSettings, FleetSettings
@@ -26,6 +26,7 @@ def examine(fleet: FleetSettings | None, clock: Clock) -> Iterator[Finding]:
     yield from doctor_machine.software()
     yield from doctor_machine.processor()
     yield from doctor_machine.limits()
+    yield from doctor_gpus.gpus()
     budget = sum(device.budget_bytes for device in devices)
     yield doctor_memory.room(budget, "the budget" if len(devices) == 1 else "all budgets")
     for size, page in dict.fromkeys((d.budget_bytes, d.page_bytes) for d in devices):

@@ -106,6 +106,7 @@ def _whole(nvml: Any, handle: Any, all_handles: list[Any]) -> Gpu:
         for link in range(nvml.NVML_NVLINK_MAX_LINKS)
         if _ask(nvml, 0, "nvmlDeviceGetNvLinkState", handle, link) == nvml.NVML_FEATURE_ENABLED
     ]
+    version = _ask(nvml, None, "nvmlDeviceGetNvLinkVersion", handle, up[0]) if up else None
     uuid = _uuid(nvml, handle)
     others = [other for other in all_handles if _uuid(nvml, other) != uuid]
     return Gpu(
@@ -116,9 +117,7 @@ def _whole(nvml: Any, handle: Any, all_handles: list[Any]) -> Gpu:
         multiprocessors=None,
         pcie=(int(generation), int(width)) if generation and width else None,
         nvlinks=len(up),
-        nvlink_version=_ask(nvml, None, "nvmlDeviceGetNvLinkVersion", handle, up[0])
-        if up
-        else None,
+        nvlink_version=version,
         reads=_peers(nvml, handle, others, _READ),
         reads_over_nvlink=_peers(nvml, handle, others, _OVER_NVLINK),
     )

@@ -1,0 +1,58 @@
+"""GPUs and MIG slices, where there are any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ballast.bench.finding import Finding, judged
+from ballast.core.errors import DeviceError
+from ballast.core.units import format_bytes
+from ballast.memory.cuda_calls import Driver
+from ballast.memory.cuda_devices import Gpu, find_gpus
+from ballast.memory.cuda_driver import CudaDriver
+
+_LOADED = Path("/proc/driver/nvidia/version")
+
+
+def gpus(nvml: Any = None, driver: Driver | None = None) -> Iterator[Finding]:
+    """One finding each; none on a machine without. `nvml` takes the place of `pynvml`."""
+    try:
+        found = find_gpus(driver or _driver(), nvml)
+    except DeviceError as error:
+        if _LOADED.exists():
+            yield judged("gpus", str(error), "pip install 'ballast[cuda]'", warn=True)
+        return
+    for i, gpu in enumerate(found):
+        yield judged(f"gpu {i}", _told(gpu), "name it in CUDA_VISIBLE_DEVICES", warn=_hidden(gpu))
+
+
+def _driver() -> Driver | None:
+    try:
+        return CudaDriver()
+    except DeviceError:
+        return None
+
+
+def _hidden(gpu: Gpu) -> bool:
+    """CUDA shows a process at most one MIG slice, so one it does not show is no fault."""
+    return gpu.ordinal is None and gpu.slice_of is None
+
+
+def _told(gpu: Gpu) -> str:
+    parts = [gpu.name, f"{format_bytes(gpu.memory_bytes)}, {format_bytes(gpu.free_bytes)} free"]
+    if gpu.multiprocessors is not None:
+        parts.append(f"{gpu.multiprocessors} multiprocessors")
+    if gpu.pcie is not None:
+        best = gpu.pcie_bytes_per_second
+        rate = "" if best is None else f" (at best {best / 1e9:.0f} GB/s one way)"
+        parts.append(f"PCIe {gpu.pcie[0]} x{gpu.pcie[1]}{rate}")
+    if gpu.nvlinks:
+        parts.append(f"{gpu.nvlinks} NVLinks of version {gpu.nvlink_version}")
+    if gpu.reads:
+        over = len(set(gpu.reads) & set(gpu.reads_over_nvlink))
+        parts.append(f"uses the memory of {len(gpu.reads)} others in place, {over} over NVLink")
+    if _hidden(gpu):
+        parts.append("not visible to this process")
+    return ", ".join(parts)

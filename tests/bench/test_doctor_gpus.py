@@ -1,0 +1,42 @@
+"""The doctor tells of GPUs where there are any, and of none where there are none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ballast.bench import doctor_gpus
+from ballast.bench.finding import Verdict
+from ballast.memory.cuda_calls import Attribute
+from tests.memory.fake_cuda import FakeDriver
+from tests.memory.fake_nvml import Board, FakeNvml
+
+
+def test_gpus_are_told() -> None:
+    uuids = [f"GPU-00000000-0000-0000-0000-{i:012x}" for i in range(2)]
+    boards = [
+        Board(uuids[0], nvlinks=18, reads=(uuids[1],), over_nvlink=(uuids[1],)),
+        Board(uuids[1], slices=[("MIG-1", 10 << 30, 16)]),
+        Board("GPU-x", "Tesla T4", 16 << 30, 15 << 30, None),
+    ]
+    driver = FakeDriver(attributes={Attribute.MULTIPROCESSORS: 132})
+    whole, part, hidden = doctor_gpus.gpus(FakeNvml(boards), driver)
+    assert whole.found == (
+        "NVIDIA H100 80GB HBM3, 80GiB, 79GiB free, 132 multiprocessors, "
+        "PCIe 5 x16 (at best 63 GB/s one way), 18 NVLinks of version 4, "
+        "uses the memory of 1 others in place, 1 over NVLink"
+    )
+    assert "10GiB" in part.found
+    assert "16 multiprocessors" in part.found
+    assert "not visible" in hidden.found
+    assert [f.verdict for f in (whole, part, hidden)] == [Verdict.OK, Verdict.OK, Verdict.WARN]
+
+
+def test_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor_gpus, "_LOADED", tmp_path / "version")
+    assert list(doctor_gpus.gpus(FakeNvml(driver=False))) == []
+    assert list(doctor_gpus.gpus(FakeNvml())) == []
+    (tmp_path / "version").touch()
+    [finding] = doctor_gpus.gpus(FakeNvml(driver=False))
+    assert (finding.verdict, "ballast[cuda]" in finding.cure) == (Verdict.WARN, True)
