@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from ballast.bench import doctor_memory
 from ballast.bench.finding import Finding, Verdict, judged
 from ballast.cluster.placing import homes_of
+from ballast.cluster.ranks import of_one_rank
 from ballast.core.errors import BallastError, ConfigError
 from ballast.core.model import ModelSpec, weight_bytes, weight_pages
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import KiB, ceil_div, format_bytes
 from ballast.engine.build import largest_jobs
 from ballast.kv.layout import Layout
-from ballast.weights.checkpoint import load_host_model
+from ballast.weights.checkpoint import load_host_model, read_spec
 
 
 def fleet(settings: FleetSettings) -> Iterator[Finding]:
@@ -44,14 +45,34 @@ def fleet(settings: FleetSettings) -> Iterator[Finding]:
     devices = [device for device, _ in settings.devices.values()]
     for i, device in enumerate(devices):
         own = [spec for spec in specs if device.name in homes[spec.name]]
-        if own:
-            yield from _device(own, device, i, f" on {device.name}" if settings.others else "")
+        where = f" on {device.name}" if settings.others else ""
+        if own and device.tensor_parallel > 1:
+            yield from _group([s.name for s in own], settings, device, i, where)
+        elif own:
+            yield from _device(own, device, i, where)
     if settings.others:
         yield _lending(settings)
     weights = weight_bytes(specs)
     budget = sum(device.budget_bytes for device in devices)
     named = "the budgets" if settings.others else "the budget"
     yield doctor_memory.room(budget + weights, f"{named} and all weights on the host")
+
+
+def _group(
+    names: list[str], settings: FleetSettings, device: DeviceSettings, i: int, where: str
+) -> Iterator[Finding]:
+    """The same of a device of several ranks: what each of them has."""
+    specs: list[ModelSpec] = []
+    for model in settings.models:
+        if model.name not in names:
+            continue
+        try:
+            specs.append(read_spec(model, device.tensor_parallel))
+        except BallastError as error:
+            cure = f"change `devices[{i}].tensor_parallel`, or place the model elsewhere"
+            yield Finding(model.name + where, Verdict.FAIL, str(error), cure)
+    if specs:
+        yield from _device(specs, of_one_rank(device), i, f"{where}, on each rank")
 
 
 def _lending(settings: FleetSettings) -> Finding:
@@ -89,6 +110,7 @@ def _model(spec: ModelSpec, device: DeviceSettings, left: int, i: int, where: st
     )
     # Exact: it is written into the fleet file.
     least = (device.budget_bytes // page + weights + full - left) * page // KiB
+    least *= device.tensor_parallel
     return judged(
         spec.name + where,
         found,

@@ -16,31 +16,26 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
-import subprocess
-import sys
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from ballast.core.actions import Short
+from ballast.cluster.remote import RemoteRank, start_ranks
+from ballast.cluster.remote_vm import RemoteVm
 from ballast.core.clock import Clock
 from ballast.core.errors import BallastError, BrokenPromise, ConfigError, DeviceError
-from ballast.core.event import Event, TransferDone
+from ballast.core.event import Event
 from ballast.core.job import SequenceWork
-from ballast.core.link import Direction, LinkRates
 from ballast.core.request import Sampling
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.engine.machine import CpuMachine, Machine
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.memory.copies import Copy, copy_now
-from ballast.memory.transfer import ACTIVATIONS, HostLink
-from ballast.memory.vm import Exported, Latch, Range
+from ballast.memory.link_group import GroupLink, share_of
+from ballast.memory.transfer import HostLink
 from ballast.memory.vm_group import GroupVm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.models.fused import FusedModel
@@ -51,24 +46,11 @@ from ballast.transport.ranks import (
     Carry,
     Compute,
     CopyNow,
-    Discard,
     JoinGroup,
-    Lacking,
-    Landed,
     Load,
     Loaded,
-    Look,
-    Map,
-    Populate,
-    RankConnection,
-    RankGone,
-    Release,
-    Reserve,
-    Reserved,
-    Seen,
     Serve,
     Unload,
-    Unmap,
 )
 from ballast.weights.checkpoint import THREADS, load_host_model
 from ballast.weights.host import HostModel, HostTier
@@ -76,20 +58,22 @@ from ballast.weights.sharding import Shard
 
 log = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-m", "ballast.cluster.rank")
-_CONNECTIONS = ("memory", "models", "jobs", "events")
-_LAST_SECONDS = 5.0
-"""For a rank to end once its connections are closed; it is killed then."""
 EXIT_CODE = 3
 """Of a first rank that has lost another."""
 _SAMPLED = Sampling()
 """Stands for any: a rank needs to know that there is something to sample, and no more."""
 
 
-def machine_of(fleet: FleetSettings, clock: Clock, post: Callable[[Event], None]) -> Machine:
-    """Of one process, or of several, as the fleet's device says."""
+def machine_of(
+    fleet: FleetSettings,
+    clock: Clock,
+    post: Callable[[Event], None],
+    ranks: Sequence[RemoteRank] = (),
+) -> Machine:
+    """Of one process, or of several, as the fleet's device says. `ranks`: as `start_ranks` has
+    begun to start them, if it has; their start then goes on beside the caller's own."""
     if fleet.of_one_device("this command").tensor_parallel > 1:
-        return GroupMachine(fleet, clock, post)
+        return GroupMachine(fleet, clock, post, ranks or start_ranks(fleet))
     return CpuMachine(fleet, clock, post)
 
 
@@ -109,15 +93,23 @@ def of_one_rank(device: DeviceSettings) -> DeviceSettings:
 class GroupMachine:
     """Implements `ballast.engine.machine.Machine` over the processes of all ranks."""
 
-    def __init__(self, fleet: FleetSettings, clock: Clock, post: Callable[[Event], None]) -> None:
-        """Starts the other ranks; returns when all have met. Raises DeviceError, ConfigError."""
+    def __init__(
+        self,
+        fleet: FleetSettings,
+        clock: Clock,
+        post: Callable[[Event], None],
+        others: Sequence[RemoteRank],
+    ) -> None:
+        """Returns when all ranks have met. Raises DeviceError, ConfigError."""
         whole = fleet.of_one_device("this command")
         self.device = device = of_one_rank(whole)
         self._closing = False
         ranks = device.tensor_parallel
         n_pages = device.budget_bytes // device.page_bytes
-        pace = None if fleet.link.pace is None else _share(fleet.link.pace, ranks)
-        self._ranks = [RemoteRank(rank, device.name, self._lost) for rank in range(1, ranks)]
+        pace = None if fleet.link.pace is None else share_of(fleet.link.pace, ranks)
+        self._ranks = others
+        for other in others:
+            other.listen(lambda done: self.link.landed(done), self._lost)
         with tempfile.TemporaryDirectory(prefix="ballast-") as meeting:
             file = Path(meeting) / "meeting"
             for other in self._ranks:
@@ -141,11 +133,10 @@ class GroupMachine:
         self.vm = GroupVm(
             own, [RemoteVm(r.memory, device.page_bytes, n_pages) for r in self._ranks]
         )
-        self.link = GroupLink(HostLink(clock, self._landed, pace), post, self._carry, ranks)
+        own_link = HostLink(clock, lambda done: self.link.landed(done), pace)
+        self.link = GroupLink(own_link, post, self._carry, ranks)
         self._hosts: dict[int, tuple[int, ...]] = {}
         """By the address of a segment in this process: where the others have theirs."""
-        for other in self._ranks:
-            other.listen(self.link.landed)
 
     # -- models -----------------------------------------------------------------------------------
 
@@ -242,9 +233,6 @@ class GroupMachine:
             theirs = [(to[1 + i], source[i], n) for to, source, n in places]
             other.memory.ask(Carry(transfer_id, theirs, stream))
 
-    def _landed(self, done: TransferDone) -> None:
-        self.link.landed(done)
-
     # -- deaths -----------------------------------------------------------------------------------
 
     def _lost(self, other: RemoteRank) -> None:
@@ -256,197 +244,6 @@ class GroupMachine:
         log.critical("%s: the group ends: %s", self.device.name, why)
         logging.shutdown()
         os._exit(EXIT_CODE)
-
-
-class RemoteRank:
-    """One of the other ranks: its process and its connections."""
-
-    def __init__(self, rank: int, device: str, lost: Callable[[RemoteRank], None]) -> None:
-        """Starts it. `lost` is called, by any thread, once it is gone, before `close` or after."""
-        self.rank = rank
-        self._lost = lost
-        self._landed: Callable[[TransferDone], None] | None = None
-        with ExitStack() as theirs:
-            pairs = {name: socket.socketpair() for name in _CONNECTIONS}
-            for _, end in pairs.values():
-                theirs.callback(end.close)  # so that its end is noticed
-            options = [
-                text for n, (_, end) in pairs.items() for text in (f"--{n}", str(end.fileno()))
-            ]
-            self._process = subprocess.Popen(
-                (*COMMAND, "--parent", str(os.getpid()), *options),
-                stdin=subprocess.DEVNULL,
-                pass_fds=[end.fileno() for _, end in pairs.values()],
-            )
-        ours = {name: RankConnection(end) for name, (end, _) in pairs.items()}
-        self.memory, self.models, self.jobs = ours["memory"], ours["models"], ours["jobs"]
-        self._events = ours["events"]
-        name = f"rank{rank} of {device}"
-        self._listener = threading.Thread(target=self._listen, name=name, daemon=True)
-
-    def listen(self, landed: Callable[[TransferDone], None]) -> None:
-        """From now on it is told which transfers have landed, and noticed if it ends."""
-        self._landed = landed
-        self._listener.start()
-
-    def epitaph(self) -> str:
-        """How the process ended, in words."""
-        try:
-            code = self._process.wait(_LAST_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "it runs"
-        return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-
-    def close(self) -> None:
-        """It ends by itself, or is killed."""
-        for connection in (self.jobs, self.models, self.memory, self._events):
-            connection.close()
-        try:
-            self._process.wait(_LAST_SECONDS)
-        except subprocess.TimeoutExpired:
-            log.warning("rank %d is killed", self.rank)
-            self._process.kill()
-            self._process.wait()
-        if self._listener.is_alive():
-            self._listener.join()
-
-    def _listen(self) -> None:
-        try:
-            while True:
-                told = self._events.answer()
-                if isinstance(told, Landed) and self._landed is not None:
-                    self._landed(told.done)
-        except RankGone:
-            self._lost(self)
-
-
-class RemoteVm:
-    """The vm of another rank; implements as much of `Vm` as a group asks of it."""
-
-    def __init__(self, memory: RankConnection, page_bytes: int, n_pages: int) -> None:
-        self.page_bytes, self.n_pages = page_bytes, n_pages
-        self._memory = memory
-
-    def reserve(self, n_bytes: int) -> Range:
-        told = self._memory.ask(Reserve(n_bytes))
-        assert isinstance(told, Reserved)
-        return Range(told.base, -(-n_bytes // self.page_bytes), self.page_bytes)
-
-    def release(self, range: Range) -> None:
-        self._memory.ask(Release(range.base))
-
-    def map(
-        self,
-        range: Range,
-        at: int,
-        pages: Sequence[int],
-        *,
-        alias: bool = False,
-        prefault: bool = False,
-    ) -> None:
-        self._memory.ask(Map(range.base, at, list(pages), alias, prefault))
-
-    def unmap(self, range: Range, at: int, n: int) -> None:
-        self._memory.ask(Unmap(range.base, at, n))
-
-    def populate(self, pages: Sequence[int]) -> Short | None:
-        told = self._memory.ask(Populate(list(pages)))
-        return Short(told.pages) if isinstance(told, Lacking) else None
-
-    def discard(self, pages: Sequence[int]) -> None:
-        self._memory.ask(Discard(list(pages)))
-
-    def os_mapped(self, range: Range) -> int:
-        return len(self.os_pages(range))
-
-    def os_pages(self, range: Range) -> dict[int, int]:
-        return self._look(range.base).mapped
-
-    def mappings(self) -> int:
-        return self._look(None).mappings
-
-    def fence(self) -> Latch:
-        """What was asked has been done when the answer came."""
-        return Latch(done=True)
-
-    def attach(self, exported: Exported) -> int:
-        raise DeviceError("attach", "a rank borrows no pages")
-
-    def detach(self, first: int) -> None:
-        raise BrokenPromise(f"no device is attached at {first}")
-
-    def export(self, pages: Sequence[int]) -> Exported:
-        raise DeviceError("export", "a rank lends no pages")
-
-    def close(self) -> None:
-        """Its memory goes with its process."""
-
-    def _look(self, base: int | None) -> Seen:
-        told = self._memory.ask(Look(base))
-        assert isinstance(told, Seen)
-        return told
-
-
-class GroupLink:
-    """Implements `Link`: a transfer has landed when all ranks have their parts."""
-
-    def __init__(
-        self,
-        own: HostLink,
-        on_done: Callable[[TransferDone], None],
-        carry: Callable[[int, Sequence[Copy], str], None],
-        ranks: int,
-    ) -> None:
-        """`carry` has the other ranks begin theirs; whoever hears of an end tells `landed`."""
-        self._own, self._on_done, self._carry, self._ranks = own, on_done, carry, ranks
-        self._ends: dict[int, list[TransferDone]] = {}
-        self._lock = threading.Lock()
-
-    @property
-    def bytes_per_second(self) -> float:
-        """Of one rank's part, as all sizes that the loop knows are."""
-        return self._own.bytes_per_second
-
-    def start(
-        self,
-        transfer_id: int,
-        copies: Sequence[Copy],
-        stream: str = ACTIVATIONS,
-        direction: Direction = Direction.TO_DEVICE,
-    ) -> None:
-        if direction is not Direction.TO_DEVICE:
-            raise DeviceError("link", "a group's ranks carry weights, and to the device alone")
-        with self._lock:
-            self._ends[transfer_id] = []
-        self._carry(transfer_id, copies, stream)
-        self._own.start(transfer_id, copies, stream)
-
-    def landed(self, done: TransferDone) -> None:
-        """On one rank; from any thread."""
-        with self._lock:
-            ends = self._ends[done.transfer_id]
-            ends.append(done)
-            if len(ends) < self._ranks:
-                return
-            del self._ends[done.transfer_id]
-        errors = [e.error for e in ends if e.error is not None]
-        seconds = max(e.seconds for e in ends)
-        self._on_done(
-            TransferDone(done.transfer_id, done.n_bytes, seconds, errors[0] if errors else None)
-        )
-
-    def close(self) -> None:
-        self._own.close()
-
-
-def _share(whole: LinkRates, ranks: int) -> LinkRates:
-    """A rank's equal part of a link."""
-    return LinkRates(
-        whole.to_device / ranks,
-        whole.to_host / ranks,
-        whole.to_device_mixed / ranks,
-        whole.to_host_mixed / ranks,
-    )
 
 
 def _without_words(work: SequenceWork) -> SequenceWork:

@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -20,6 +21,7 @@ from ballast.cluster.flight import FlightRecorder
 from ballast.cluster.logs import FORMAT_VARIABLE, set_up
 from ballast.cluster.orphan import die_with
 from ballast.cluster.outgoing import Outgoing
+from ballast.cluster.remote import start_ranks
 from ballast.cluster.segments import SegmentClient
 from ballast.core.clock import Clock
 from ballast.core.command import Order, Outcome
@@ -247,6 +249,7 @@ def live_device(
     segments: SegmentClient | None,
 ) -> Device:
     """The real thing; imported only here, so that the process answers before it has loaded."""
+    ranks = start_ranks(fleet)  # first: they take as long to start as what follows
     from ballast.cluster.ranks import machine_of
     from ballast.engine.device import LiveDevice
 
@@ -256,7 +259,7 @@ def live_device(
         record=record,
         progress=progress,
         exchange=segments,
-        make_machine=machine_of,
+        make_machine=partial(machine_of, ranks=ranks),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ballast.core.capability import MAP, Capability, Lendable, capabilities
+from ballast.core.capability import GROUP, MAP, Capability, Lendable, capabilities
 from ballast.core.units import KiB
 
 
@@ -13,9 +13,10 @@ def test_each_direction_of_each_pair() -> None:
         Lendable("small", 64 * KiB),
         Lendable("away", 256 * KiB, host="other"),
         Lendable("gpu", 256 * KiB, kind="cuda"),
+        Lendable("group", 256 * KiB, kind=GROUP),
     ]
     found = {(c.lender, c.borrower): c for c in capabilities(devices)}
-    assert len(found) == 5 * 4
+    assert len(found) == 6 * 5
     for pair in (("cpu:0", "cpu:1"), ("cpu:1", "cpu:0")):
         assert found[pair] == Capability(*pair, MAP)
         del found[pair]
@@ -24,6 +25,7 @@ def test_each_direction_of_each_pair() -> None:
     assert found["away", "cpu:1"].why == "they are on different hosts"
     assert found["cpu:0", "gpu"].why == "a cuda device cannot use the memory of a cpu device"
     assert found["gpu", "cpu:0"].why == "a cpu device cannot use the memory of a cuda device"
+    assert found["group", "cpu:1"].why.startswith("a cpu device cannot use the memory of a tensor")
 
 
 def test_one_device_has_nobody_to_lend_to() -> None:

@@ -185,6 +185,24 @@ def test_a_value_from_the_environment_is_a_value_and_never_structure(home: Path)
         ("budget: 64MiB", "budget: 0", "devices[0].budget", "greater than 0"),
         ("budget: 64MiB", "budget: true", "devices[0].budget", "512MiB"),
         ("budget: 64MiB", "budget: 1KiB", "devices[0].budget", "one page"),
+        (
+            "budget: 64MiB",
+            "budget: 400KiB, tensor_parallel: 2",
+            "devices[0].budget",
+            "on each rank",
+        ),
+        (
+            "budget: 64MiB",
+            "budget: 64MiB, tensor_parallel: 2, lanes: 2, threads: 2",
+            "devices[0].lanes",
+            "one job at a time",
+        ),
+        (
+            "  - {budget: 64MiB}",
+            "  - {budget: 64MiB, tensor_parallel: 2}\nplacement: follow",
+            "placement",
+            "over ranks",
+        ),
         ("budget: 64MiB", "budget: 64MiB, page: 3000", "devices[0].page", "power of two"),
         ("budget: 64MiB", "budget: 64MiB, bugdet: 1", "devices[0].bugdet", "'budget'"),
         (

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from ballast.core.cost import StepCosts, activation_bytes
+from ballast.core.errors import ConfigError
 from ballast.core.event import Failed, Finished, Output, TokenOut
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
@@ -275,3 +276,10 @@ def test_jobs_after_a_pause_or_a_prefill_take_longer_and_mapping_delays_activati
     assert mapped[0] == pytest.approx(plain[0] + 20e-3)
     assert mapped[5:] == pytest.approx(plain[5:])
     assert told(answer=3e-4) == pytest.approx([at + 3e-4 for at in plain])
+
+
+def test_a_device_of_several_ranks_is_refused() -> None:
+    several = fleet("balloon", [spec("a")], 60, tensor_parallel=2)
+    profile = Profile(costs={"a": COSTS}, link=LinkRates.even(1e8), overhead=0.0)
+    with pytest.raises(ConfigError, match="tensor_parallel"):
+        simulate(several, [spec("a")], [], profile, print)

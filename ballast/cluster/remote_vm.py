@@ -1,0 +1,90 @@
+"""The memory of another rank, asked of its process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ballast.core.actions import Short
+from ballast.core.errors import BrokenPromise, DeviceError
+from ballast.core.units import ceil_div
+from ballast.memory.vm import Exported, Latch, Range
+from ballast.transport.ranks import (
+    Discard,
+    Lacking,
+    Look,
+    Map,
+    Populate,
+    RankConnection,
+    Release,
+    Reserve,
+    Reserved,
+    Seen,
+    Unmap,
+)
+
+
+class RemoteVm:
+    """The vm of another rank; implements as much of `Vm` as a group asks of it."""
+
+    def __init__(self, memory: RankConnection, page_bytes: int, n_pages: int) -> None:
+        self.page_bytes, self.n_pages = page_bytes, n_pages
+        self._memory = memory
+
+    def reserve(self, n_bytes: int) -> Range:
+        told = self._memory.ask(Reserve(n_bytes))
+        assert isinstance(told, Reserved)
+        return Range(told.base, ceil_div(n_bytes, self.page_bytes), self.page_bytes)
+
+    def release(self, range: Range) -> None:
+        self._memory.ask(Release(range.base))
+
+    def map(
+        self,
+        range: Range,
+        at: int,
+        pages: Sequence[int],
+        *,
+        alias: bool = False,
+        prefault: bool = False,
+    ) -> None:
+        self._memory.ask(Map(range.base, at, list(pages), alias, prefault))
+
+    def unmap(self, range: Range, at: int, n: int) -> None:
+        self._memory.ask(Unmap(range.base, at, n))
+
+    def populate(self, pages: Sequence[int]) -> Short | None:
+        told = self._memory.ask(Populate(list(pages)))
+        return Short(told.pages) if isinstance(told, Lacking) else None
+
+    def discard(self, pages: Sequence[int]) -> None:
+        self._memory.ask(Discard(list(pages)))
+
+    def os_mapped(self, range: Range) -> int:
+        return len(self.os_pages(range))
+
+    def os_pages(self, range: Range) -> dict[int, int]:
+        return self._look(range.base).mapped
+
+    def mappings(self) -> int:
+        return self._look(None).mappings
+
+    def fence(self) -> Latch:
+        """What was asked has been done when the answer came."""
+        return Latch(done=True)
+
+    def attach(self, exported: Exported) -> int:
+        raise DeviceError("attach", "a rank borrows no pages")
+
+    def detach(self, first: int) -> None:
+        raise BrokenPromise(f"no device is attached at {first}")
+
+    def export(self, pages: Sequence[int]) -> Exported:
+        raise DeviceError("export", "a rank lends no pages")
+
+    def close(self) -> None:
+        """Its memory goes with its process."""
+
+    def _look(self, base: int | None) -> Seen:
+        told = self._memory.ask(Look(base))
+        assert isinstance(told, Seen)
+        return told
