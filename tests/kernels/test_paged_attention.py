@@ -19,6 +19,7 @@ from ballast.kernels.paged_attention import (
     scratch_bytes,
     warm_up,
 )
+from tests.kernels.reference import reference
 
 LAYERS = 2
 
@@ -63,27 +64,6 @@ class Cache:
         """K and V (n, kv_heads, head_dim) of the first tokens of a sequence."""
         both = self.blocks()[self.tables[sequence], layer]
         return both[:, 0].flatten(0, 1)[:n], both[:, 1].flatten(0, 1)[:n]
-
-
-def reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    start: int,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    """Causal attention of q (n, heads, dim), which begins at `start`, in float64."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-    scores = torch.einsum("nhd,chd->hnc", q.double(), k) * scale
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    back = start + torch.arange(len(q))[:, None] - torch.arange(len(k))[None]
-    unseen = back < 0 if window is None else (back < 0) | (back >= window)
-    weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)
-    return torch.einsum("hnc,chd->nhd", weights, v)
 
 
 def inputs(

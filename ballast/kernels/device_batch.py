@@ -1,0 +1,241 @@
+"""The sequences of one job as tensors on a GPU: `PagedBatch`'s twin, at addresses that stay.
+
+All that layers share is written once per job: on the host into pinned memory, then by one copy that
+the host does not wait for. The tensors are views of one buffer that belongs to a bucket, so that a
+CUDA graph captured over them is good for every job of the bucket; what a job does not fill does
+nothing. How much there is to do (`counts`) is read by the kernels, on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ballast.core.errors import BrokenPromise
+from ballast.kernels.device_kv import DeviceKv
+from ballast.kernels.device_plan import ITEM_FIELDS, MERGE_FIELDS, Bucket, Plan, Shape, plan
+
+Array = np.ndarray[Any, Any]
+
+ALIGNMENT = 256
+"""Bytes: what a tensor that PyTorch allocates on a GPU is aligned to; kernels load 16 at once."""
+STAGES = 2
+"""Host buffers used in turns: the copy of one may still run when the next job is prepared."""
+NOWHERE = -1
+"""The slot of a row that is padding."""
+
+
+class Attention(Protocol):
+    """One implementation of attention, for the jobs of one bucket."""
+
+    def prepare(self) -> None:
+        """Once per job, after its tensors were filled; never within a captured graph."""
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """As `DeviceBatch.write`, whose checks have passed."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        scale: float,
+        out: Tensor,
+        window: int | None,
+        softcap: float | None,
+    ) -> None:
+        """As `DeviceBatch.attend`, whose checks have passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def n_bytes(self) -> int:
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+class DeviceBatch:
+    """Room for the jobs of one bucket; `fill` says what the next one is.
+
+    Tensors, of which a job fills the beginning: `tokens`, `positions` int64 (T,), `wanted` int64
+    (bucket.wanted,): rows of which the model's output is wanted; int32: `slots` (T,), `bounds`
+    (N + 1,), `lengths` (N,), `table_bounds` (N + 1,), `tables` (blocks,), `few`, `many`, `merges`
+    and `counts` (few, many, merges): see `Plan`. Padding rows are token 0 at position 0, of no
+    sequence; padding sequences have no rows and no keys.
+    """
+
+    def __init__(
+        self,
+        kv: DeviceKv,
+        heads: int,
+        bucket: Bucket,
+        attention: Callable[[DeviceBatch], Attention],
+    ) -> None:
+        self.kv, self.heads, self.bucket = kv, heads, bucket
+        self.shape = Shape(heads, kv.kv_heads, kv.block_tokens)
+        self.few_tokens = 1 if bucket.decodes else self.shape.few
+        """Most new tokens of a sequence that is cut by its keys."""
+        self._fields, n_bytes = _fields(bucket, self.shape)
+        self._device = torch.zeros(n_bytes, dtype=torch.uint8, device=kv.device)
+        self._on_gpu = kv.device.type == "cuda"
+        self._stages = [
+            torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(STAGES)
+        ]
+        self._copied: list[torch.cuda.Event | None] = [None] * STAGES
+        self._next = 0
+        views = {name: self._view(self._device, name) for name in self._fields}
+        self.tokens, self.positions = views["tokens"], views["positions"]
+        self.wanted, self.slots = views["wanted"], views["slots"]
+        self.bounds, self.lengths = views["bounds"], views["lengths"]
+        self.table_bounds, self.tables = views["table_bounds"], views["tables"]
+        self.few, self.many, self.merges = views["few"], views["many"], views["merges"]
+        self.counts = views["counts"]
+        self.n_wanted = self.n_sequences = self.n_items = self.n_tiles = 0
+        self.plan: Plan | None = None
+        self.out = torch.zeros(
+            (bucket.tokens, heads, kv.head_dim), dtype=kv.dtype, device=kv.device
+        )
+        """What all layers attend into, one after the other."""
+        self._attention = attention(self)
+
+    @property
+    def n_tokens(self) -> int:
+        """Rows of the batch, padding included."""
+        return self.bucket.tokens
+
+    def fill(
+        self,
+        tokens: Sequence[int] | Array,
+        starts: Sequence[int],
+        counts: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        wanted: Sequence[int] | Array,
+    ) -> None:
+        """The next job: `counts[i]` new tokens of sequence i, from position `starts[i]`.
+
+        `tokens` (T,): those of all sequences in order; `tables[i]`: blocks of sequence i; `wanted`:
+        rows. Does not wait for the device, unless it is `STAGES` jobs behind. Kernels that are
+        launched on this stream from now on see this job. Raises BrokenPromise where the job does
+        not fit into the bucket, or a sequence not into its blocks.
+        """
+        made = plan(self.shape, starts, counts, tables)
+        self._check(made, len(wanted))
+        stage = self._stages[self._next]
+        copied = self._copied[self._next]
+        if copied is not None:
+            copied.synchronize()
+        host = {name: self._view(stage, name).numpy() for name in self._fields}
+        _put(host["tokens"], tokens)
+        _put(host["positions"], made.positions)
+        _put(host["wanted"], wanted)
+        _put(host["slots"], made.slots, rest=NOWHERE)
+        _put(host["bounds"], made.bounds, rest=int(made.bounds[-1]))
+        _put(host["lengths"], made.lengths)
+        _put(host["table_bounds"], made.table_bounds, rest=int(made.table_bounds[-1]))
+        host["counts"][:] = len(made.few), len(made.many), len(made.merges)
+        for name, rows in (("few", made.few), ("many", made.many), ("merges", made.merges)):
+            host[name][: len(rows)] = rows
+        host["tables"][: len(made.tables)] = made.tables
+        used = self._fields["tables"].offset + made.tables.nbytes
+        self._device[:used].copy_(stage[:used], non_blocking=True)
+        if self._on_gpu:
+            event = self._copied[self._next] or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            self._copied[self._next] = event
+        self._next = (self._next + 1) % STAGES
+        self.plan = made
+        self.n_wanted, self.n_sequences = len(wanted), len(counts)
+        self.n_items, self.n_tiles = len(made.few), len(made.many)
+        self._attention.prepare()
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Put new keys and values, each (T, kv_heads, head_dim), into the blocks of `layer`.
+
+        Of the KV's dtype; any strides, except that a head's elements lie side by side.
+        """
+        self._like(key, self.kv.kv_heads)
+        self._like(value, self.kv.kv_heads)
+        self._attention.write(layer, key, value)
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        scale: float,
+        out: Tensor,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        """softmax(scale * query K^T) V into `out`, for query (T, heads, head_dim).
+
+        `out` is like it, and contiguous. As `PagedBatch.attend`; rows that are padding stay as they
+        were, or are anything.
+        """
+        self._like(query, self.heads)
+        if out.shape != query.shape or out.dtype != query.dtype or not out.is_contiguous():
+            raise BrokenPromise("attention's output is not like its query, and contiguous")
+        self._attention.attend(layer, query, scale, out, window, softcap)
+
+    def _like(self, given: Tensor, heads: int) -> None:
+        shape = (self.n_tokens, heads, self.kv.head_dim)
+        if given.shape != shape or given.dtype != self.kv.dtype or given.stride(2) != 1:
+            raise BrokenPromise(
+                f"attention got {given.dtype} {tuple(given.shape)} {given.stride()}; "
+                f"the batch is {self.kv.dtype} {shape}"
+            )
+
+    def _check(self, made: Plan, wanted: int) -> None:
+        """A job within its bucket's sequences, rows and blocks has no more items than fit."""
+        b = self.bucket
+        asked = (len(made.lengths), len(made.positions), wanted, len(made.tables))
+        room = (b.sequences, b.tokens, b.wanted, b.blocks)
+        if any(a > r for a, r in zip(asked, room, strict=True)):
+            raise BrokenPromise(f"a job of {asked} does not fit into {b}")
+        if b.decodes and len(made.positions) > len(made.lengths):
+            raise BrokenPromise("a sequence has several new tokens in a bucket of decodes")
+
+    def _view(self, memory: Tensor, name: str) -> Tensor:
+        field = self._fields[name]
+        flat = memory[field.offset : field.offset + field.n_bytes]
+        return flat.view(field.dtype).view(field.shape)
+
+
+def _fields(bucket: Bucket, shape: Shape) -> tuple[dict[str, _Field], int]:
+    """Where each tensor is, and how many bytes they take. `tables` comes last: only what a job
+    uses of it is copied, as it may be long."""
+    n, rows = bucket.sequences, bucket.tokens
+    wide, narrow = torch.int64, torch.int32
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "tokens": ((rows,), wide),
+        "positions": ((rows,), wide),
+        "wanted": ((bucket.wanted,), wide),
+        "slots": ((rows,), narrow),
+        "bounds": ((n + 1,), narrow),
+        "lengths": ((n,), narrow),
+        "table_bounds": ((n + 1,), narrow),
+        "counts": ((3,), narrow),
+        "few": ((bucket.items(shape), ITEM_FIELDS), narrow),
+        "many": ((bucket.tiles(shape), ITEM_FIELDS), narrow),
+        "merges": ((n, MERGE_FIELDS), narrow),
+        "tables": ((bucket.blocks,), narrow),
+    }
+    fields: dict[str, _Field] = {}
+    at = 0
+    for name, (sizes, dtype) in shapes.items():
+        fields[name] = field = _Field(at, sizes, dtype)
+        at += -(-field.n_bytes // ALIGNMENT) * ALIGNMENT
+    return fields, at
+
+
+def _put(into: Array, values: Sequence[int] | Array, rest: int = 0) -> None:
+    into[: len(values)] = values
+    into[len(values) :] = rest

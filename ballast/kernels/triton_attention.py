@@ -1,0 +1,167 @@
+"""Paged attention by our Triton kernels: the implementation that is always there on a GPU.
+
+Nothing here has been tuned on a GPU yet: sizes of tiles are what their register and shared memory
+admits. With TRITON_INTERPRET=1 (set before this module is imported) it runs on CPU tensors, slowly,
+which is how it is tested.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ballast.kernels import triton_code as code
+from ballast.kernels.device_batch import DeviceBatch
+from ballast.kernels.device_plan import FEW_ROWS, ITEM_FIELDS, MANY_ROWS, MERGE_FIELDS
+
+PROGRAMS = 4
+"""Programs per multiprocessor that take items in turn, over all KV heads."""
+LOADED = 16
+"""Bytes that one thread loads at once at best, if they are aligned to it."""
+NARROWEST = 16
+"""Rows, keys and elements that a matrix product takes at least."""
+
+
+class TritonAttention:
+    """Attention for one batch, with the partial results that it takes."""
+
+    def __init__(self, batch: DeviceBatch, programs: int | None = None) -> None:
+        """`programs`: how many take the items of cut tiles, over all KV heads."""
+        self._batch = batch
+        kv, shape = batch.kv, batch.shape
+        if programs is None:
+            programs = PROGRAMS * _multiprocessors(kv.device)
+        self._programs = -(-programs // kv.kv_heads)
+        self._few = min(self._programs, batch.bucket.items(shape))
+        rows = batch.few_tokens * shape.group
+        self._partial = torch.empty(
+            (batch.bucket.items(shape), kv.kv_heads, rows, kv.head_dim + 2),
+            dtype=torch.float32,
+            device=kv.device,
+        )
+        self._few_rows = _power(rows, FEW_ROWS)
+        self._many_rows = _power(shape.tile * shape.group, MANY_ROWS)
+        self._dim = _power(kv.head_dim, NARROWEST)
+        self._keys = 64 if kv.dtype.itemsize == 2 and self._dim <= 128 else 32
+        self._dtype = getattr(tl, str(kv.dtype).removeprefix("torch."))
+        # The interpreter would multiply bfloat16 as the integers that it stores them in.
+        interpreted = kv.device.type == "cpu"
+        self._widen = kv.dtype is torch.float32 or interpreted
+
+    def prepare(self) -> None:
+        """Nothing: kernels read what there is to do from the batch's tensors."""
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        batch, kv = self._batch, self._batch.kv
+        keys, values = kv.layer(layer)
+        code.write_code[(batch.n_tokens,)](
+            key,
+            value,
+            keys.data_ptr(),
+            values.data_ptr(),
+            batch.slots,
+            *key.stride()[:2],
+            *value.stride()[:2],
+            keys.stride(0),
+            BLOCK_TOKENS=kv.block_tokens,
+            HEADS=kv.kv_heads,
+            DIM=kv.head_dim,
+            WIDTH=_power(kv.kv_heads * kv.head_dim, 1),
+            DTYPE=self._dtype,
+            ALIGNED=self._aligned(layer),
+        )
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        scale: float,
+        out: Tensor,
+        window: int | None,
+        softcap: float | None,
+    ) -> None:
+        batch = self._batch
+        call = (layer, query, scale, out, window, softcap)
+        self._attend(batch.few, batch.counts[0:], self._few, self._few_rows, *call)
+        if not batch.bucket.decodes:
+            # Not captured: as many programs as there are tiles.
+            self._attend(batch.many, batch.counts[1:], batch.n_tiles, self._many_rows, *call)
+        code.merge_code[(batch.bucket.sequences, batch.kv.kv_heads)](
+            self._partial,
+            out,
+            batch.merges,
+            batch.counts[2:],
+            self._partial.shape[2],
+            HEADS=batch.heads,
+            KV_HEADS=batch.kv.kv_heads,
+            DIM=batch.kv.head_dim,
+            M=self._few_rows,
+            D=self._dim,
+            FIELDS=MERGE_FIELDS,
+        )
+
+    def _attend(
+        self,
+        items: Tensor,
+        count: Tensor,
+        programs: int,
+        rows: int,
+        layer: int,
+        query: Tensor,
+        scale: float,
+        out: Tensor,
+        window: int | None,
+        softcap: float | None,
+    ) -> None:
+        batch, kv = self._batch, self._batch.kv
+        if programs == 0:
+            return
+        keys, values = kv.layer(layer)
+        code.attend_code[(programs, kv.kv_heads)](
+            query,
+            keys.data_ptr(),
+            values.data_ptr(),
+            out,
+            self._partial,
+            items,
+            count,
+            batch.tables,
+            *query.stride()[:2],
+            keys.stride(0),
+            self._partial.shape[2],
+            scale,
+            window or 0,
+            softcap or 0.0,
+            HEADS=batch.heads,
+            KV_HEADS=kv.kv_heads,
+            DIM=kv.head_dim,
+            BLOCK_TOKENS=kv.block_tokens,
+            M=rows,
+            N=self._keys,
+            D=self._dim,
+            FIELDS=ITEM_FIELDS,
+            WINDOW=window is not None,
+            SOFTCAP=softcap is not None,
+            WIDEN=self._widen,
+            DTYPE=self._dtype,
+            ALIGNED=self._aligned(layer),
+            num_warps=8 if rows * self._dim > 64 * 128 else 4,
+        )
+
+    def _aligned(self, layer: int) -> int:
+        """Bytes of which a layer's first K and V are multiples, up to what is loaded at once."""
+        at = [x.data_ptr() for x in self._batch.kv.layer(layer)]
+        return LOADED if not any(a % LOADED for a in at) else self._batch.kv.dtype.itemsize
+
+
+def _power(n: int, least: int) -> int:
+    """The next power of two."""
+    return int(triton.next_power_of_2(max(n, least)))
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
