@@ -78,6 +78,9 @@ class RemoteVm:
     def detach(self, first: int) -> None:
         raise BrokenPromise(f"no device is attached at {first}")
 
+    def forget(self, pages: Sequence[int]) -> None:
+        raise BrokenPromise(f"{len(pages)} pages of no device are forgotten")
+
     def export(self, pages: Sequence[int]) -> Exported:
         raise DeviceError("export", "a rank lends no pages")
 

@@ -113,8 +113,19 @@ class MapBook:
             if self._uses[page]:
                 raise BrokenPromise(f"page {page} is mapped")
 
+    def check_away(self, pages: Sequence[int]) -> None:
+        """All lie on attached devices, and none is mapped."""
+        self.check_pages(pages, attached=True)
+        for page in pages:
+            if page < self._own or self._uses[page]:
+                raise BrokenPromise(f"page {page} is mapped, or our own")
+
     def is_mapped(self, page: int) -> bool:
         return self._uses[page] > 0
+
+    def backing(self, range: Range, at: int, n: int) -> list[int]:
+        """The pages beneath `n` indices; UNBACKED where there is none."""
+        return self._within(range, at, n).tolist()
 
     def pages(self, range: Range) -> dict[int, int]:
         """Index -> page, of those backed."""

@@ -84,7 +84,10 @@ class Borrower:
         self._peers.append(_Peer(lender, epoch, first, exported.n_pages))
 
     def accept(self, lease: Lease) -> str | None:
-        """Pages to use from now on, until they are asked back. Why that is refused, wholly."""
+        """Pages to use from now on, until they are asked back. Why that is refused, wholly.
+
+        On a GPU, export them with each lease, and attach that first.
+        """
         peer = self._peer(lease.lender, lease.epoch)
         if peer is None or lease.borrower != self._device:
             return f"epoch {lease.epoch} of {lease.lender} is not one with {self._device}"
@@ -179,6 +182,7 @@ class Borrower:
         told: list[Lease] = []
         for peer in list(self._peers):
             pages = [page for page in peer.due if not self._pool.holders_of(page)]
+            self._vm.forget(pages)
             self._pool.restore(peer.name, pages)
             by_lease: dict[int, list[int]] = {}
             for page in pages:

@@ -151,6 +151,10 @@ class Vm(Protocol):
         As long as it is attached, or mapped by anyone, its memory outlives its own process.
         """
 
+    def forget(self, pages: Sequence[int]) -> None:
+        """Attached pages, none of them mapped, that are not ours to use until exported again. On a
+        GPU their owner could not give their memory back before; elsewhere nothing changes."""
+
     def os_mapped(self, range: Range) -> int:
         """Pages mapped in the range, of whatever device, as `os_pages` finds them."""
 

@@ -92,8 +92,7 @@ class CudaVm:
     def unmap(self, range: Range, at: int, n: int) -> None:
         self._book.check_unmap(range, at, n)
         self._enter()
-        mapped = self._book.pages(range)
-        self._memory.unmap(range.address(at), [mapped[i] for i in _indices(at, n)])
+        self._memory.unmap(range.address(at), self._book.backing(range, at, n))
         self._book.unmap(range, at, n)
 
     def populate(self, pages: Sequence[int]) -> Short | None:
@@ -139,6 +138,11 @@ class CudaVm:
                 self._memory.drop(self._memory.within(start, n))
                 del self._attached[device]
         self._book.detach(first)
+
+    def forget(self, pages: Sequence[int]) -> None:
+        self._book.check_away(pages)
+        self._enter()
+        self._memory.drop([page for page in pages if page in self._memory])
 
     def os_mapped(self, range: Range) -> int:
         return len(self.os_pages(range))

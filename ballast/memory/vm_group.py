@@ -130,6 +130,9 @@ class GroupVm:
     def detach(self, first: int) -> None:
         raise BrokenPromise(f"no device is attached at {first}")
 
+    def forget(self, pages: Sequence[int]) -> None:
+        raise BrokenPromise(f"{len(pages)} pages of no device are forgotten")
+
     def os_mapped(self, range: Range) -> int:
         return len(self.os_pages(range))
 

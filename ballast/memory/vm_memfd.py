@@ -143,6 +143,9 @@ class MemfdVm:
             os.close(file.fd)
             self._attached.remove(file)
 
+    def forget(self, pages: Sequence[int]) -> None:
+        self._book.check_away(pages)
+
     def os_mapped(self, range: Range) -> int:
         return len(self.os_pages(range))
 

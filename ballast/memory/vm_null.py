@@ -76,6 +76,9 @@ class NullVm:
         self._book.detach(first)
         self._attached = {key: n for key, n in self._attached.items() if n != first}
 
+    def forget(self, pages: Sequence[int]) -> None:
+        self._book.check_away(pages)
+
     def os_mapped(self, range: Range) -> int:
         return len(self._book.pages(range))
 

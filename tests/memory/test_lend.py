@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -20,10 +21,15 @@ from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.tensor import array_at
 from ballast.memory.vm import Exported, Latch, Vm
+from ballast.memory.vm_cuda import CudaVm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.memory.vm_null import NullVm
+from tests.memory.fake_cuda import FakeDriver
 
 PAGE = 64 * KiB
+
+Kind = Callable[[int, int], Vm]
+"""Makes a device of so many pages of so many bytes."""
 
 
 def carried(exported: Exported) -> Exported:
@@ -35,7 +41,7 @@ def carried(exported: Exported) -> Exported:
 class Device:
     """One side: a pool of 8 pages that lends, borrows, and has a range of 16 indices."""
 
-    def __init__(self, kind: type[NullVm] | type[MemfdVm], name: str) -> None:
+    def __init__(self, kind: Kind, name: str) -> None:
         self.vm: Vm = kind(PAGE, 8)
         self.pool = Pool(self.vm, 8)
         self.killed: list[tuple[str, int]] = []
@@ -52,7 +58,7 @@ class Device:
         assert self.range.os_backed() == told == self.range.backed + self.range.aliased
 
 
-def met(kind: type[NullVm] | type[MemfdVm]) -> tuple[Device, Device]:
+def met(kind: Kind) -> tuple[Device, Device]:
     """A lends, B borrows; they have met in epoch 1."""
     a, b = Device(kind, "a"), Device(kind, "b")
     a.lender.meet("b", 1)
@@ -60,18 +66,22 @@ def met(kind: type[NullVm] | type[MemfdVm]) -> tuple[Device, Device]:
     return a, b
 
 
-@pytest.fixture(params=[NullVm, MemfdVm])
+@pytest.fixture(params=[NullVm, MemfdVm, CudaVm])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Device, Device]]:
-    a, b = met(request.param)
+    driver = FakeDriver(devices=2)
+    a, b = met(partial(CudaVm, driver, 0) if request.param is CudaVm else request.param)
     yield a, b
     for side in (a, b):
         side.validate()
         side.vm.close()
+    assert driver.is_clean()
 
 
 def lent(a: Device, b: Device, n: int) -> Lease:
     lease = a.lender.lend("b", n)
     assert isinstance(lease, Lease)
+    if isinstance(a.vm, CudaVm):
+        b.vm.attach(a.vm.export(lease.pages))
     assert b.borrower.accept(lease) is None
     return lease
 

@@ -299,6 +299,36 @@ def test_memory_made_anew_replaces_what_was_lent_before(driver: FakeDriver, cuda
     peer.close()
 
 
+def test_what_is_returned_can_be_stripped_of_its_memory(driver: FakeDriver) -> None:
+    """Else an arena's bytes would be the allocator's and, by the borrower's handles, ours too."""
+    vm, peer = CudaVm(driver, 0, PAGE, 4), CudaVm(driver, 1, PAGE, 4)
+    lender, borrower = Pool(vm, 4), Pool(peer, 4)
+    first = peer.attach(vm.export(()))
+    for _ in range(2):
+        pages = lender.lease("lent", 3)
+        assert isinstance(pages, tuple)
+        assert peer.attach(vm.export(pages)) == first
+        away = [first + page for page in pages]
+        borrower.borrow("a", away)
+        kv = BackedRange(borrower, peer, "kv", 4 * PAGE)
+        kv.alias(0, away, "a")
+        with pytest.raises(BrokenPromise):
+            peer.forget(away)
+        kv.unalias(0, 3, "a")
+        borrower.restore("a", away)
+        peer.forget(away)
+        lender.give_back("lent", pages)
+        kv.close()
+        arena = lender.lease("arena", 4, bare=True)
+        assert isinstance(arena, tuple)
+        assert driver.used == [0, 0]
+        lender.give_back("arena", arena)
+    with pytest.raises(BrokenPromise):
+        peer.forget([0])
+    peer.close()
+    vm.close()
+
+
 def test_what_cannot_be_attached(cuda: CudaVm) -> None:
     apart = FakeDriver(devices=2, peers=False)
     vm, peer = CudaVm(apart, 0, PAGE, 4), CudaVm(apart, 1, PAGE, 4)
