@@ -98,8 +98,9 @@ class DeviceBatch:
         self.table_bounds, self.tables = views["table_bounds"], views["tables"]
         self.few, self.many, self.merges = views["few"], views["many"], views["merges"]
         self.counts = views["counts"]
-        self.n_wanted = self.n_sequences = self.n_items = self.n_tiles = 0
-        self.plan: Plan | None = None
+        self.plan: Plan
+        """The job's; there is none before the first."""
+        self.n_wanted = 0
         self.out = torch.zeros(
             (bucket.tokens, heads, kv.head_dim), dtype=kv.dtype, device=kv.device
         )
@@ -110,6 +111,21 @@ class DeviceBatch:
     def n_tokens(self) -> int:
         """Rows of the batch, padding included."""
         return self.bucket.tokens
+
+    @property
+    def n_sequences(self) -> int:
+        """Of the job."""
+        return len(self.plan.lengths)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the job."""
+        return len(self.plan.positions)
+
+    @property
+    def longest_chunk(self) -> int:
+        """Most new tokens of a sequence of the job."""
+        return int(np.diff(self.plan.bounds).max())
 
     def fill(
         self,
@@ -151,9 +167,7 @@ class DeviceBatch:
             event.record()
             self._copied[self._next] = event
         self._next = (self._next + 1) % STAGES
-        self.plan = made
-        self.n_wanted, self.n_sequences = len(wanted), len(counts)
-        self.n_items, self.n_tiles = len(made.few), len(made.many)
+        self.plan, self.n_wanted = made, len(wanted)
         self._attention.prepare()
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -196,8 +210,9 @@ class DeviceBatch:
     def _check(self, made: Plan, wanted: int) -> None:
         """A job within its bucket's sequences, rows and blocks has no more items than fit."""
         b = self.bucket
-        asked = (len(made.lengths), len(made.positions), wanted, len(made.tables))
-        room = (b.sequences, b.tokens, b.wanted, b.blocks)
+        longest = int(np.diff(made.table_bounds).max())
+        asked = (len(made.lengths), len(made.positions), wanted, len(made.tables), longest)
+        room = (b.sequences, b.tokens, b.wanted, b.blocks, b.longest)
         if any(a > r for a, r in zip(asked, room, strict=True)):
             raise BrokenPromise(f"a job of {asked} does not fit into {b}")
         if b.decodes and len(made.positions) > len(made.lengths):

@@ -63,27 +63,31 @@ class Bucket:
     """What the arrays of a job have room for; jobs of one bucket look alike to a CUDA graph.
 
     `tokens`: rows; `wanted`: rows whose output is wanted; `blocks`: entries of all block tables;
-    `decodes`: every sequence has one new token.
+    `longest`: of one; `decodes`: every sequence has one new token.
     """
 
     sequences: int
     tokens: int
     wanted: int
     blocks: int
+    longest: int
     decodes: bool = False
 
     @classmethod
-    def decode(cls, sequences: int, blocks: int) -> Bucket:
+    def decode(cls, sequences: int, blocks: int, longest: int) -> Bucket:
         """One new token of each of up to `sequences`, rounded up; `blocks` in all, rounded up."""
         n = round_up(sequences)
-        return cls(n, n, n, round_up(blocks, 1024), True)
+        return cls(n, n, n, round_up(blocks, 1024), longest, True)
 
     @classmethod
-    def holding(cls, counts: Sequence[int], wanted: int, blocks: int) -> Bucket:
+    def holding(cls, counts: Sequence[int], wanted: int, blocks: Sequence[int]) -> Bucket:
         """The bucket of a job with prefills: every axis rounded up by itself."""
-        tokens = round_up(sum(counts), 16)
         return cls(
-            round_up(len(counts)), tokens, min(round_up(wanted), tokens), round_up(blocks, 1024)
+            round_up(len(counts)),
+            round_up(sum(counts), 16),
+            round_up(wanted),
+            round_up(sum(blocks), 1024),
+            round_up(max(blocks), 16),
         )
 
     def items(self, shape: Shape) -> int:

@@ -87,7 +87,7 @@ class TritonAttention:
         self._attend(batch.few, batch.counts[0:], self._few, self._few_rows, *call)
         if not batch.bucket.decodes:
             # Not captured: as many programs as there are tiles.
-            self._attend(batch.many, batch.counts[1:], batch.n_tiles, self._many_rows, *call)
+            self._attend(batch.many, batch.counts[1:], len(batch.plan.many), self._many_rows, *call)
         code.merge_code[(batch.bucket.sequences, batch.kv.kv_heads)](
             self._partial,
             out,

@@ -15,10 +15,14 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from ballast.core.errors import ConfigError
+from ballast.kernels.device_attention import NAMES, choose
 from ballast.kernels.device_batch import DeviceBatch
 from ballast.kernels.device_kv import DeviceKv, KvLayout
 from ballast.kernels.device_plan import Bucket
+from ballast.kernels.flashinfer_attention import FlashInferAttention
 from ballast.kernels.triton_attention import TritonAttention
+from ballast.kernels.varlen_attention import VarlenAttention
 from tests.kernels.reference import reference
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
@@ -77,7 +81,7 @@ class Job:
     def batch(
         self, heads: int, make: Callable[[DeviceBatch], Any], bucket: Bucket | None = None
     ) -> DeviceBatch:
-        blocks = sum(map(len, self.tables))
+        blocks = [len(table) for table in self.tables]
         batch = DeviceBatch(self.kv, heads, bucket or Bucket.holding(self.counts, 1, blocks), make)
         self.fill(batch)
         return batch
@@ -203,7 +207,7 @@ def test_neither_batch_nor_place_nor_bucket_change_a_bit_of_a_decode(dtype: torc
         alone = Job.of([ragged[i]], kv_heads=2, dim=32, dtype=dtype)
         alone.kv.cache[alone.tables[0]] = job.kv.cache[job.tables[i]]
         part = tuple(x[i : i + 1] for x in qkv)
-        batch = alone.batch(8, lambda b: TritonAttention(b, 5), Bucket.decode(1 + i, 50))
+        batch = alone.batch(8, lambda b: TritonAttention(b, 5), Bucket.decode(1 + i, 50, 50))
         found = run(alone, batch, part)  # type: ignore[arg-type]
         assert torch.equal(found[0], together[i])
 
@@ -226,7 +230,7 @@ def test_a_bucket_serves_one_job_after_another() -> None:
         Job.of(r, kv_heads=2, dim=16)
         for r in ([(300, 1), (9, 1), (600, 1)], [(20, 1)], [(5, 1), (513, 1)])
     ]
-    bucket = Bucket.decode(3, 100)
+    bucket = Bucket.decode(3, 100, 40)
     kv = DeviceKv(torch.cat([j.kv.cache for j in jobs]))
     batch = DeviceBatch(kv, 4, bucket, TritonAttention)
     addresses = [batch.tokens.data_ptr(), batch.few.data_ptr(), batch.tables.data_ptr()]
@@ -257,3 +261,149 @@ def test_soft_cap_is_accurate_for_small_and_large_scores() -> None:
         out = run(job, batch, (q, k, v), softcap=5.0)[1, 0].double()
         score = 5.0 * torch.tensor(size / 5.0, dtype=torch.float64).tanh()
         torch.testing.assert_close((out[0] / out[1]).log(), score, rtol=3e-6, atol=5e-7)
+
+
+def gathered(cache: torch.Tensor, blocks: torch.Tensor, n: int) -> torch.Tensor:
+    """The first n positions of a sequence, (n, kv_heads, head_dim), from its blocks."""
+    return cache[blocks.long()].flatten(0, 1)[:n]
+
+
+def documented_varlen(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    seqused_k: torch.Tensor,
+    block_table: torch.Tensor,
+    num_splits: int | None,
+) -> None:
+    """What PyTorch's documentation says of `varlen_attn_out`, from its arguments alone."""
+    assert window_size[1] == 0
+    assert enable_gqa == (query.shape[1] != key.shape[2])
+    assert cu_seq_k is not None
+    assert num_splits == 1
+    window = None if window_size[0] == -1 else window_size[0] + 1
+    for i, n in enumerate(seqused_k.tolist()):
+        rows = slice(int(cu_seq_q[i]), int(cu_seq_q[i + 1]))
+        count = rows.stop - rows.start
+        assert count <= max_q
+        assert n <= max_k
+        if count:
+            k, v = gathered(key, block_table[i], n), gathered(value, block_table[i], n)
+            out[rows] = reference(query[rows], k, v, n - count, scale, window).to(out.dtype)
+
+
+class DocumentedWrapper:
+    """What FlashInfer's documentation says of its wrapper, from its arguments alone."""
+
+    def __init__(
+        self,
+        workspace: torch.Tensor,
+        layout: str,
+        use_cuda_graph: bool = False,
+        **buffers: torch.Tensor,
+    ) -> None:
+        assert layout == "NHD"
+        assert bool(buffers) == use_cuda_graph
+        self.rows = len(buffers["qo_indptr_buf"]) if use_cuda_graph else None
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        **more: Any,
+    ) -> None:
+        assert self.rows in (None, len(qo_indptr))
+        assert more["causal"]
+        self.bounds, self.pages = qo_indptr.tolist(), paged_kv_indptr.tolist()
+        assert self.pages[-1] == len(paged_kv_indices)
+        self.indices, self.last = paged_kv_indices, paged_kv_last_page_len.tolist()
+        self.size, self.more = page_size, more
+
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor
+    ) -> None:
+        window = None if self.more["window_left"] == -1 else self.more["window_left"] + 1
+        for i, last in enumerate(self.last):
+            rows = slice(self.bounds[i], self.bounds[i + 1])
+            blocks = self.indices[self.pages[i] : self.pages[i + 1]]
+            n = max(len(blocks) - 1, 0) * self.size + last
+            count = rows.stop - rows.start
+            if count:
+                k, v = (gathered(x, blocks, n) for x in paged_kv_cache)
+                scale, cap = self.more["sm_scale"], self.more["logits_soft_cap"]
+                expected = reference(q[rows], k, v, n - count, scale, window, cap)
+                out[rows] = expected.to(out.dtype)
+
+
+@pytest.mark.skipif(GPU, reason="the real ones are there")
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda b: VarlenAttention(b, documented_varlen),
+        lambda b: FlashInferAttention(b, DocumentedWrapper),
+    ],
+    ids=["varlen", "flashinfer"],
+)
+def test_others_are_told_what_their_documentation_asks_for(
+    make: Callable[[DeviceBatch], Any], softcap: float | None, window: int | None
+) -> None:
+    torch.manual_seed(8)
+    job = Job.of([(40, 30), (30, 1), (0, 9)], kv_heads=2, dim=16)
+    job.tables[1].append(0)  # room for what is to come
+    qkv = inputs(job, 4)
+    compare(job, run(job, job.batch(4, make), qkv, window, softcap), qkv, window, softcap)
+    # A bucket of decodes, one job after the other, the second with fewer sequences.
+    job = Job.of([(40, 1), (0, 1), (90, 1)], kv_heads=2, dim=16)
+    batch = job.batch(4, make, Bucket.decode(4, 20, 8))
+    qkv = inputs(job, 4)
+    compare(job, run(job, batch, qkv, window, softcap), qkv, window, softcap)
+    past = tuple(torch.cat([old, new[:1]]) for old, new in zip(job.past[0], qkv[1:], strict=True))
+    fewer = Job(job.kv, [41], [1], job.tables[:1], [past])  # type: ignore[list-item]
+    fewer.fill(batch)
+    qkv = inputs(fewer, 4)
+    compare(fewer, run(fewer, batch, qkv, window, softcap), qkv, window, softcap)
+
+
+@pytest.mark.skipif(not GPU, reason="PyTorch finds no GPU")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@pytest.mark.parametrize("layout", list(KvLayout))
+@pytest.mark.parametrize("block_tokens", [16, 256])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_every_implementation_that_is_there_equals_the_reference(
+    name: str,
+    dtype: torch.dtype,
+    layout: KvLayout,
+    block_tokens: int,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    torch.manual_seed(9)
+    for ragged in ([(700, 1), (3, 300), (0, 70), (5000, 1)], [(1200, 1), (0, 1), (255, 1)]):
+        job = Job.of(
+            ragged, kv_heads=2, dim=128, block_tokens=block_tokens, dtype=dtype, layout=layout
+        )
+        try:
+            make = choose(job.kv, name)
+        except ConfigError as error:
+            pytest.skip(str(error))
+        qkv = inputs(job, 8)
+        compare(job, run(job, job.batch(8, make), qkv, window, softcap), qkv, window, softcap)
