@@ -30,7 +30,8 @@ from ballast.memory.transfer import HostLink
 from ballast.memory.vm import Range
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.models.gloo import GlooExchange
-from ballast.models.parallel import ParallelModel
+from ballast.models.parallel import Exchange, ParallelModel
+from ballast.models.shared import SharedExchange
 from ballast.transport.ranks import (
     Allow,
     Carry,
@@ -73,8 +74,11 @@ _DONE = Ok()
 class Rank:
     """Memory, host tier, link and models of one rank."""
 
-    def __init__(self, told: JoinGroup, landed: Callable[[TransferDone], None]) -> None:
-        """Returns when all ranks have met."""
+    def __init__(
+        self, told: JoinGroup, shared: int | None, landed: Callable[[TransferDone], None]
+    ) -> None:
+        """`shared`: descriptor of the memory in which ranks meet; None: they meet through gloo, and
+        this returns when all have come."""
         confine_allocator()
         self._told = told
         self._shard = Shard(told.rank, told.ranks)
@@ -86,7 +90,13 @@ class Rank:
         self._workspace = Workspace(told.n_pages * told.page_bytes)
         self._link = HostLink(MonotonicClock(), landed, told.pace)
         self._cap: AllocatorCap | None = None
-        self._exchange = GlooExchange(Path(told.meeting), self._shard)
+        capacity = told.n_pages * told.page_bytes
+        self._exchange: Exchange
+        if told.meeting is not None:
+            self._exchange = GlooExchange(Path(told.meeting), self._shard)
+        else:
+            assert shared is not None
+            self._exchange = SharedExchange(shared, self._shard, capacity)
 
     def do(self, asked: ToRank) -> FromRank:
         """What is asked. Raises DeviceError and BrokenPromise with nothing done."""
@@ -209,7 +219,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         told = memory.next()
         assert isinstance(told, JoinGroup)
-        rank = Rank(told, lambda done: events.say(Landed(done)))
+        shared = memory.take() if told.meeting is None else None
+        rank = Rank(told, shared, lambda done: events.say(Landed(done)))
         memory.say(_DONE)
     except RankGone:
         os._exit(0)

@@ -18,6 +18,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -40,7 +41,8 @@ from ballast.memory.vm_group import GroupVm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.models.fused import FusedModel
 from ballast.models.gloo import GlooExchange
-from ballast.models.parallel import ParallelModel
+from ballast.models.parallel import Exchange, ParallelModel
+from ballast.models.shared import SharedExchange
 from ballast.transport.ranks import (
     Allow,
     Carry,
@@ -110,12 +112,18 @@ class GroupMachine:
         self._ranks = others
         for other in others:
             other.listen(lambda done: self.link.landed(done), self._lost)
-        with tempfile.TemporaryDirectory(prefix="ballast-") as meeting:
-            file = Path(meeting) / "meeting"
+        with ExitStack() as stack:
+            file = shared = None
+            if device.exchange == "gloo":
+                made = stack.enter_context(tempfile.TemporaryDirectory(prefix="ballast-"))
+                file = Path(made) / "meeting"
+            else:
+                shared = os.memfd_create("ballast-meeting")
+                stack.callback(os.close, shared)
             for other in self._ranks:
                 other.memory.tell(
                     JoinGroup(
-                        str(file),
+                        None if file is None else str(file),
                         other.rank,
                         ranks,
                         device.page_bytes,
@@ -126,7 +134,14 @@ class GroupMachine:
                         pace,
                     )
                 )
-            self._exchange = GlooExchange(file, Shard(0, ranks))
+                if shared is not None:
+                    other.memory.give(shared)
+            first = Shard(0, ranks)
+            self._exchange: Exchange
+            if file is not None:
+                self._exchange = GlooExchange(file, first)
+            elif shared is not None:
+                self._exchange = SharedExchange(shared, first, n_pages * device.page_bytes)
             for other in self._ranks:
                 other.memory.answer()
         own = MemfdVm(device.page_bytes, n_pages)

@@ -90,6 +90,8 @@ class DeviceSettings:
     prefix_cache: bool = True
     tensor_parallel: int = 1
     """Ranks, each a process, that share every model of the device, and all that it has, equally."""
+    exchange: str = "shared"
+    """How ranks meet: in `shared` memory, or through `gloo`, which needs none."""
 
     @property
     def parts(self) -> int:

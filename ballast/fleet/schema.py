@@ -174,6 +174,7 @@ class DeviceKeys(Keys):
     step_logits: Count = 64
     prefix_cache: bool = True
     tensor_parallel: Count = 1
+    exchange: Literal["shared", "gloo"] = "shared"
 
     def settings(self, position: int) -> DeviceSettings:
         """Of the device that stands there in the list, counted from 0."""
@@ -187,6 +188,7 @@ class DeviceKeys(Keys):
             step_logits=self.step_logits,
             prefix_cache=self.prefix_cache,
             tensor_parallel=self.tensor_parallel,
+            exchange=self.exchange,
         )
 
 

@@ -67,8 +67,8 @@ class Program:
         self._table = raw[skip : skip + program_code.N_FIELDS]
         self._table[program_code.OPERATIONS] = self._operations.ctypes.data
         self._table[program_code.N_OPERATIONS] = len(self._operations)
-        self._table[program_code.TEAM_SIZE] = _address_in_openmp("omp_get_num_threads")
-        self._table[program_code.YIELD] = _address_in_openmp("sched_yield")
+        self._table[program_code.TEAM_SIZE] = address_in_openmp("omp_get_num_threads")
+        self._table[program_code.YIELD] = address_in_openmp("sched_yield")
         self._address = self._table.ctypes.data
 
     def run(self, workers: int) -> None:
@@ -99,7 +99,7 @@ def _region() -> Region | None:
 
 
 @functools.cache
-def _address_in_openmp(name: str) -> int:
+def address_in_openmp(name: str) -> int:
     """Address of a C function `int (void)`: of PyTorch's OpenMP, or of the C library."""
     if _region() is None and name == "omp_get_num_threads":
         _alone.append(_Question(lambda: 1))

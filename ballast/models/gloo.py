@@ -32,11 +32,13 @@ class GlooExchange:
         self._group = _c10d.ProcessGroupGloo(self._store, shard.rank, shard.ranks, options)
         self._shard = shard
 
-    def all_gather(self, part: Tensor, parts: Tensor) -> None:
+    def all_gather(self, part: Tensor, parts: Tensor) -> Tensor:
         self._group._allgather_base(parts.flatten(0, 1), part).wait()
+        return parts
 
-    def gather(self, part: Tensor, parts: Tensor) -> None:
+    def gather(self, part: Tensor, parts: Tensor) -> Tensor:
         options = _c10d.GatherOptions()
         options.rootRank = 0
         outputs = [list(parts)] if self._shard.rank == 0 else []
         self._group.gather(outputs, [part], options).wait()
+        return parts

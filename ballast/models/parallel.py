@@ -33,11 +33,12 @@ class Exchange(Protocol):
     """How ranks meet. All of them make the same calls in the same order; a call returns when all
     have made it. Whatever it raises, the ranks are out of step for good."""
 
-    def all_gather(self, part: Tensor, parts: Tensor) -> None:
-        """`parts` (ranks, ...) becomes what each rank has in `part` (...), on every rank."""
+    def all_gather(self, part: Tensor, parts: Tensor) -> Tensor:
+        """(ranks, ...): what each rank has in `part` (...); valid until the next call. `parts`, of
+        that shape, is memory that may be used for it."""
 
-    def gather(self, part: Tensor, parts: Tensor) -> None:
-        """The same on rank 0 alone."""
+    def gather(self, part: Tensor, parts: Tensor) -> Tensor:
+        """The same on rank 0; what others get means nothing."""
 
 
 class Followers(Protocol):
@@ -114,15 +115,14 @@ class ParallelModel(FusedModel):
     def _landed(self, n: int) -> None:
         h, ranks = self.spec.hidden, self.spec.ranks
         parts = self._parts[: ranks * n * h].view(ranks, n, h)
-        self._exchange.all_gather(self._landing[:n], parts)
         hidden = self._hidden[:n]
-        for part in parts:
+        for part in self._exchange.all_gather(self._landing[:n], parts):
             hidden += part
 
     def _gather_logits(self, n: int) -> None:
         ranks, vocab, width = self.spec.ranks, self.spec.vocab, self._head_width
         parts = self._head_parts[: ranks * n * width].view(ranks, n, width)
-        self._exchange.gather(self._head_out[:n], parts)
+        parts = self._exchange.gather(self._head_out[:n], parts)
         if self._shard.rank == 0:
             for rank, part in enumerate(parts):
                 tokens = Shard(rank, ranks).tokens(vocab)

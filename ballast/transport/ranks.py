@@ -34,9 +34,10 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class JoinGroup(_Message, frozen=True):
-    """First message: what the rank has, and the file at which the group meets."""
+    """First message: what the rank has, and the file at which the group meets through gloo; None:
+    it meets in shared memory, whose descriptor follows."""
 
-    meeting: str
+    meeting: str | None
     rank: int
     ranks: int
     page_bytes: int
@@ -197,6 +198,8 @@ _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 _LENGTH = struct.Struct("!I")
+_DESCRIPTOR = b"f"
+"""Travels with one."""
 
 
 class RankConnection:
@@ -228,6 +231,13 @@ class RankConnection:
             raise DeviceError(told.call, told.reason)
         return told
 
+    def give(self, fd: int) -> None:
+        """For `LeaderConnection.take`; it stays the caller's, too."""
+        try:
+            socket.send_fds(self._connection, [_DESCRIPTOR], [fd])
+        except OSError as error:
+            raise RankGone(error.strerror or str(error)) from error
+
     def close(self) -> None:
         """What waits at either end hears of it."""
         _close(self._connection)
@@ -246,6 +256,13 @@ class LeaderConnection:
             return _to_rank.decode(_receive(self._connection))
         except msgspec.DecodeError as error:
             raise MalformedMessage(f"malformed message to a rank: {error}") from error
+
+    def take(self) -> int:
+        """A descriptor, which is the caller's."""
+        _, fds, _, _ = socket.recv_fds(self._connection, len(_DESCRIPTOR), 1)
+        if len(fds) != 1:
+            raise RankGone("it gave no descriptor")
+        return fds[0]
 
     def say(self, message: FromRank) -> None:
         _send(self._connection, _encoder.encode(message))

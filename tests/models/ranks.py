@@ -1,7 +1,8 @@
-"""The ranks of a model as threads of this process, joined by gloo."""
+"""The ranks of a model as threads of this process."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,27 +13,37 @@ import torch
 from ballast.core.job import SequenceWork
 from ballast.models.gloo import GlooExchange
 from ballast.models.parallel import ParallelModel
+from ballast.models.shared import SharedExchange
 from ballast.weights.sharding import Shard
 from tests.models.tiny import Served
 
 
 class Group:
-    """`ranks` parts of the model at `path`; `first` runs jobs, and the others with it."""
+    """`ranks` parts of the model at `path`; `first` runs jobs, and the others with it. They meet
+    through gloo at the file `meeting`, or if there is none in shared memory."""
 
-    def __init__(self, path: Path, meeting: Path, ranks: int, **settings: Any) -> None:
+    def __init__(self, path: Path, meeting: Path | None, ranks: int, **settings: Any) -> None:
         self._threads = [ThreadPoolExecutor(1, initializer=alone) for _ in range(ranks)]
         self._running: list[Future[None]] = []
         settings = {"model_impl": "auto", "linear": "auto", **settings}
 
+        shared = os.memfd_create("meeting")
+
         def make(rank: int) -> Served:
             shard = Shard(rank, ranks)
-            joined: dict[str, Any] = {"exchange": GlooExchange(meeting, shard)}
+            exchange = (
+                SharedExchange(shared, shard, 1 << 22)
+                if meeting is None
+                else GlooExchange(meeting, shard)
+            )
+            joined: dict[str, Any] = {"exchange": exchange}
             if rank == 0:
                 joined["followers"] = self
             return Served(path, shard=shard, ranks=joined, **settings)
 
         coming = [t.submit(make, rank) for rank, t in enumerate(self._threads)]
         self.first, *self.others = [c.result() for c in coming]
+        os.close(shared)
 
     def begin(self, model: str, work: Sequence[SequenceWork], *, head: bool) -> None:
         for thread, rank in zip(self._threads[1:], self.others, strict=True):

@@ -21,11 +21,16 @@ from tests.models.tiny import GREEDY, Served, llama
 FAMILIES = ["llama", "llama tied", "llama biases, scaled", "qwen2", "qwen3"]
 
 
+@pytest.fixture(params=[None, "meeting"], ids=["shared", "gloo"])
+def meeting(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
+    return None if request.param is None else tmp_path / request.param
+
+
 @pytest.fixture(params=FAMILIES, ids=lambda v: v.replace(" ", "-"))
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+def pair(request: pytest.FixtureRequest, tmp_path: Path, meeting: Path | None) -> Iterator[Any]:
     """(transformers' model, ours on two ranks)."""
     reference = checkpoint(tmp_path / "model", request.param)
-    group = Group(tmp_path / "model", tmp_path / "meeting", 2)
+    group = Group(tmp_path / "model", meeting, 2)
     yield reference, group
     group.close()
 
@@ -53,9 +58,11 @@ def test_every_rank_has_equal_hidden_states(pair: Any) -> None:
     assert torch.equal(group.first.model._hidden[:40], other.model._hidden[:40])
 
 
-def test_a_row_depends_on_that_row_alone_on_three_ranks(tmp_path: Path) -> None:
+def test_a_row_depends_on_that_row_alone_on_three_ranks(
+    tmp_path: Path, meeting: Path | None
+) -> None:
     llama(tmp_path / "model", num_attention_heads=6, num_key_value_heads=3, hidden_size=96)
-    group = Group(tmp_path / "model", tmp_path / "meeting", 3)
+    group = Group(tmp_path / "model", meeting, 3)
     parts = [tokens_of(n, n).tolist() for n in (3, 17, 5)]
     works = [SequenceWork(str(i), p, 0, [2 * i, 2 * i + 1], GREEDY) for i, p in enumerate(parts)]
     together = group.first.logits(*works)
@@ -64,11 +71,11 @@ def test_a_row_depends_on_that_row_alone_on_three_ranks(tmp_path: Path) -> None:
     assert torch.equal(together, alone)
 
 
-def test_tokens_are_those_of_one_rank(tmp_path: Path) -> None:
+def test_tokens_are_those_of_one_rank(tmp_path: Path, meeting: Path | None) -> None:
     llama(tmp_path / "model")
     prompts = [tokens_of(n, n).tolist() for n in (1, 9, 33)]
     one = Served(tmp_path / "model", model_impl="auto", linear="auto")
-    group = Group(tmp_path / "model", tmp_path / "meeting", 2)
+    group = Group(tmp_path / "model", meeting, 2)
     assert group.first.generate(prompts, 12, chunk=7) == one.generate(prompts, 12, chunk=7)
     one.close()
     group.close()

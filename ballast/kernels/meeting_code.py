@@ -1,0 +1,55 @@
+"""The compiled part of meetings: processes that share memory wait for each other.
+
+Every rank, with one thread, counts the meetings it has come to, in memory that all of them map.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import cfunc, types
+
+from ballast.kernels.intrinsics import ask, fetch_add, int64_at, load_acquire, pause
+
+# Fields of a rank's table.
+COUNTERS = 0
+"""Address of the first rank's counter."""
+RANK = 1
+RANKS = 2
+YIELD = 3
+"""Address of a C function `int (void)` that lets another thread have the core."""
+N_FIELDS = 4
+
+COUNTER_BYTES = 128
+"""From a counter to the next: no two share a cache line, or a pair of lines fetched together."""
+SPINS = 2000
+"""Looks at a counter before the core is offered to others."""
+
+
+def _meet(address):
+    table = int64_at(address)
+    first = table[COUNTERS]
+    due = fetch_add(int64_at(first + table[RANK] * COUNTER_BYTES), 0, 1) + 1
+    for rank in range(table[RANKS]):
+        counter = int64_at(first + rank * COUNTER_BYTES)
+        spins = 0
+        while load_acquire(counter) < due:
+            pause()
+            spins += 1
+            if spins > SPINS:
+                ask(table[YIELD])
+
+
+_compiled: list[Any] = []
+
+
+def address() -> int:
+    """Address of the compiled `void (int64 *table)`, from Numba's cache if it is there.
+
+    Call it from one thread.
+    """
+    if not _compiled:
+        _compiled.append(cfunc(types.void(types.int64), cache=True, error_model="numpy")(_meet))
+    return int(_compiled[0].address)
