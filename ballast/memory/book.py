@@ -85,9 +85,12 @@ class MapBook:
         for page in pages:
             self._uses[page] += 1
 
-    def check_unmap(self, range: Range, at: int, n: int) -> None:
-        if UNBACKED in self._within(range, at, n):
+    def check_unmap(self, range: Range, at: int, n: int) -> array[int]:
+        """The pages that are mapped there."""
+        pages = self._within(range, at, n)
+        if UNBACKED in pages:
             raise BrokenPromise(f"unmapped what is not mapped within {at} .. {at + n}")
+        return pages
 
     def unmap(self, range: Range, at: int, n: int) -> None:
         """The caller has checked."""
@@ -123,10 +126,6 @@ class MapBook:
     def is_mapped(self, page: int) -> bool:
         return self._uses[page] > 0
 
-    def backing(self, range: Range, at: int, n: int) -> list[int]:
-        """The pages beneath `n` indices; UNBACKED where there is none."""
-        return self._within(range, at, n).tolist()
-
     def pages(self, range: Range) -> dict[int, int]:
         """Index -> page, of those backed."""
         return {at: page for at, page in enumerate(self._of(range)) if page != UNBACKED}
@@ -147,7 +146,8 @@ class MapBook:
 
     def _of(self, range: Range) -> array[int]:
         found = self._slots.get(range.base)
-        if found is None or found[0] != range:
+        # Identity first: comparing two ranges costs as much as all else here.
+        if found is None or (found[0] is not range and found[0] != range):
             raise BrokenPromise(f"no such range: {range}")
         return found[1]
 

@@ -6,6 +6,7 @@ import atexit
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ballast.core.clock import Clock
@@ -45,11 +46,16 @@ class CudaLink:
         self._closed = False
         self._context = driver.retain_context(self._device)
         driver.set_current(self._context)
-        self._sides = {
-            direction: _Side(driver, self._context, direction, clock, on_done, chunk_bytes, ahead)
-            for direction in Direction
-        }
+        self._sides: dict[Direction, _Side] = {}
         atexit.register(self.close)
+        try:
+            for way in Direction:
+                self._sides[way] = _Side(
+                    driver, self._context, way, clock, on_done, chunk_bytes, ahead
+                )
+        except DeviceError:
+            self.close()
+            raise
 
     @property
     def bytes_per_second(self) -> float:
@@ -132,7 +138,9 @@ class _Side:
             self._thread.join()
 
     def _run(self) -> None:
-        self._driver.set_current(self._context)
+        with suppress(DeviceError):
+            # Where this fails, so does every copy, and says why.
+            self._driver.set_current(self._context)
         while True:
             with self._wake:
                 while not (self._turns or self._flying or self._closing):
@@ -150,8 +158,10 @@ class _Side:
         for transfer in self._turns.items():
             transfer.error = transfer.error or "link: it was closed during the transfer"
             self._tell(transfer)
-        self._events.close()
-        self._driver.destroy_stream(self._stream)
+        with suppress(DeviceError):
+            # All is told, and nothing in flight; what is not given back goes with the context.
+            self._events.close()
+            self._driver.destroy_stream(self._stream)
 
     def _take(self) -> tuple[Transfer, list[Copy], bool]:
         """The next batch, and whether it is the last of its transfer."""

@@ -90,9 +90,9 @@ class CudaVm:
         self._book.map(range, at, pages)
 
     def unmap(self, range: Range, at: int, n: int) -> None:
-        self._book.check_unmap(range, at, n)
+        pages = self._book.check_unmap(range, at, n)
         self._enter()
-        self._memory.unmap(range.address(at), self._book.backing(range, at, n))
+        self._memory.unmap(range.address(at), pages)
         self._book.unmap(range, at, n)
 
     def populate(self, pages: Sequence[int]) -> Short | None:

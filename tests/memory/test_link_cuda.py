@@ -166,6 +166,18 @@ def test_closing_tells_what_was_not_finished(told: queue.Queue[TransferDone]) ->
     assert driver.is_clean()
 
 
+def test_what_a_driver_may_refuse(told: queue.Queue[TransferDone]) -> None:
+    driver = FakeDriver()
+    driver.fail("new_stream", after=1)
+    with pytest.raises(DeviceError, match="asked for"):
+        CudaLink(driver, 0, Counting(), told.put)
+    assert driver.is_clean()
+    link = CudaLink(driver, 0, Counting(), told.put)
+    driver.fail("destroy_stream")
+    link.close()
+    assert len(driver.streams) == 1
+
+
 def test_senseless_settings(told: queue.Queue[TransferDone]) -> None:
     for bad in ({"chunk_bytes": 0}, {"ahead": 0}):
         with pytest.raises(DeviceError):
