@@ -1,31 +1,48 @@
-"""The pages beneath slabs: which slabs are backed, and how they come and go."""
+"""The pages beneath slabs: which slabs are backed, by whose pages, and how they come and go."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 
 from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.kv.layout import Layout
+from ballast.memory.borrow import Borrower
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.vm import Vm
 
 
 class Backing:
-    """Slabs `0 .. n_slabs` in one range of addresses; the lowest that are not backed come first."""
+    """Slabs `0 .. n_slabs` in one range of addresses; the lowest that are not backed come first.
 
-    def __init__(self, owner: str, layout: Layout, pool: Pool, vm: Vm, n_slabs: int) -> None:
+    A slab is backed by pages of the pool, or, where these are short, by borrowed ones.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        layout: Layout,
+        pool: Pool,
+        vm: Vm,
+        n_slabs: int,
+        borrower: Borrower | None = None,
+    ) -> None:
         self.owner = owner
         self.layout = layout
         self.pages = 0
-        """Pages that back slabs now."""
+        """Pages of the pool that back slabs now."""
+        self.abroad: set[int] = set()
+        """Slabs backed by borrowed pages."""
         self.limit: int | None = None
         self.bound: int | None = None
-        """Most pages, by choice and by construction; lowering them takes nothing away."""
+        """Most pages of the pool, by choice and by construction; lowering them takes nothing away.
+        """
         self._pool = pool
+        self._borrower = borrower
+        self._most_slabs = max(1, n_slabs)
         # A pool smaller than one slab still gets a range; growth is Short for ever.
-        self.range = BackedRange(pool, vm, owner, max(1, n_slabs) * layout.slab_bytes)
+        self.range = BackedRange(pool, vm, owner, self._most_slabs * layout.slab_bytes)
         self._vacant: list[int] = []
         """Heap of the slabs below `_end` that are not backed; all from `_end` on are not."""
         self._end = 0
@@ -39,45 +56,106 @@ class Backing:
 
         Raises DeviceError, without a change, if the operating system refuses to map.
         """
-        pages = n * self.layout.slab_pages
-        most = self.most
-        if most is not None and self.pages + pages > most:
+        size = self.layout.slab_pages
+        own = min(n, self._room // size)
+        if n > own and (self._borrower is None or self._borrower.unused < (n - own) * size):
             return None
-        if self._pool.available(self.owner) < pages:
+        if n > len(self._vacant) + self._most_slabs - self._end:
             return None
         indices = self._claim(n)
+        home, abroad = indices[:own], indices[own:]
         try:
-            short = self.range.back_many(self._runs(indices))
+            done = self._back_home(home) and self._back_abroad(abroad)
         except DeviceError:
-            self._vacate(indices)
+            self._undo(indices)
             raise
-        if short is not None:
-            self._vacate(indices)
+        if not done:
+            self._undo(indices)
             return None
-        self.pages += pages
         return indices
 
     def release(self, indices: Iterable[int]) -> int:
-        """Slabs go back to the pool at once; pages freed."""
+        """Slabs go back at once, to the pool or to be borrowed again; pages freed."""
         ordered = sorted(indices)
-        for at, n in self._runs(ordered):
+        home = [index for index in ordered if index not in self.abroad]
+        for at, n in self._runs(home):
             self.range.release(at, n)
+        self.pages -= len(home) * self.layout.slab_pages
+        if len(home) < len(ordered):
+            self._release_abroad([index for index in ordered if index in self.abroad])
         self._vacate(ordered)
-        pages = len(ordered) * self.layout.slab_pages
-        self.pages -= pages
-        return pages
+        return len(ordered) * self.layout.slab_pages
+
+    def bring_home(self, index: int, copy: Callable[[int], None]) -> bool:
+        """Put pages of the pool beneath a slab on borrowed ones; False, and no change, if limit,
+        pool or machine are short.
+
+        `copy(other)` copies what the slab holds to slab `other`, whose pages then take its place:
+        its addresses stay. Nothing in flight may use the slab.
+        """
+        size = self.layout.slab_pages
+        if self._room < size or not (self._vacant or self._end < self._most_slabs):
+            return False
+        (spare,) = self._claim(1)
+        try:
+            done = self._back_home([spare])
+        except DeviceError:
+            self._vacate([spare])
+            raise
+        if done:
+            copy(spare)
+            self._release_abroad([index])
+            self.range.hand_to(spare * size, size, self.range, index * size)
+        self._vacate([spare])
+        return done
 
     def validate(self, backed: Set[int]) -> None:
         """Raises BrokenPromise unless exactly the slabs `backed` are, by every book there is."""
         pages = self.layout.slab_pages
         for index in backed:
             self.range.pages(index * pages, pages)
-        if self.pages != len(backed) * pages or self.pages != self.range.backed:
+        home = len(backed - self.abroad)
+        if self.pages != home * pages or self.pages != self.range.backed:
             raise BrokenPromise(f"{self.owner}: {self.pages} pages, {self.range.backed} backed")
+        if not self.abroad <= backed or self.range.aliased != len(self.abroad) * pages:
+            raise BrokenPromise(f"{self.owner}: {self.range.aliased} pages are borrowed")
         if self.pages != self._pool.owned(self.owner):
             raise BrokenPromise(f"{self.owner}: the pool counts {self._pool.owned(self.owner)}")
         if sorted([*backed, *self._vacant]) != list(range(self._end)):
             raise BrokenPromise(f"{self.owner}: a slab is lost")
+
+    @property
+    def _room(self) -> int:
+        """Pages that could be leased now, within the limit."""
+        room = self._pool.available(self.owner)
+        return room if self.most is None else max(0, min(room, self.most - self.pages))
+
+    def _back_home(self, indices: Sequence[int]) -> bool:
+        if indices and self.range.back_many(self._runs(indices)) is not None:
+            return False
+        self.pages += len(indices) * self.layout.slab_pages
+        return True
+
+    def _back_abroad(self, indices: Sequence[int]) -> bool:
+        for at, n in self._runs(indices):
+            assert self._borrower is not None
+            if self._borrower.back(self.range, at, n) is not None:
+                return False
+            size = self.layout.slab_pages
+            self.abroad.update(range(at // size, (at + n) // size))
+        return True
+
+    def _release_abroad(self, indices: Sequence[int]) -> None:
+        assert self._borrower is not None
+        for at, n in self._runs(indices):
+            self._borrower.release(self.range, at, n)
+        self.abroad.difference_update(indices)
+
+    def _undo(self, indices: Sequence[int]) -> None:
+        """Some of the slabs were to be backed; those that are not are vacant again."""
+        backed = [i for i in indices if self.range.is_backed(i * self.layout.slab_pages)]
+        self.release(backed)
+        self._vacate([i for i in indices if i not in set(backed)])
 
     def _claim(self, n: int) -> list[int]:
         """The lowest `n` slabs that are not backed, ascending."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
+from itertools import islice
 
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise
@@ -20,6 +21,7 @@ from ballast.kv.backing import Backing
 from ballast.kv.layout import Layout
 from ballast.kv.prefix import PrefixIndex
 from ballast.kv.slabs import Slab, Slabs
+from ballast.memory.borrow import Borrower
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.vm import Vm
@@ -42,10 +44,12 @@ class KvCache:
         prefix: bool = True,
         move: Callable[[int, int], None] | None = None,
         capacity_blocks: int | None = None,
+        borrower: Borrower | None = None,
     ) -> None:
         """`prefix`: whether prefixes are cached. `move(source, target)` copies one block's bytes;
         None where there are none (in virtual time). `capacity_blocks` bounds the cache for ever, in
-        whole slabs; None: every page of the pool may become this model's."""
+        whole slabs; None: every page of the pool may become this model's. `borrower` has pages of
+        other devices, which back slabs where the pool is short."""
         self.spec = spec
         self.layout = Layout.of(spec, vm.page_bytes)
         self.move = move
@@ -53,10 +57,11 @@ class KvCache:
         """Tokens whose KV `match` has found, and, below, those it was asked for; since start."""
         self.asked_tokens = 0
         self._size = self.layout.blocks_per_slab
-        n_slabs = pool.total // self.layout.slab_pages
+        # As much again may be borrowed.
+        n_slabs = pool.total // self.layout.slab_pages * (1 if borrower is None else 2)
         if capacity_blocks is not None:
             n_slabs = min(n_slabs, ceil_div(capacity_blocks, self._size))
-        self._backing = Backing(f"kv:{spec.name}", self.layout, pool, vm, n_slabs)
+        self._backing = Backing(f"kv:{spec.name}", self.layout, pool, vm, n_slabs, borrower)
         if capacity_blocks is not None:
             self._backing.bound = n_slabs * self.layout.slab_pages
         self._slabs = Slabs(self._size)
@@ -83,12 +88,18 @@ class KvCache:
 
     @property
     def pages(self) -> int:
-        """Pages that back blocks now."""
+        """Pages of the pool that back blocks now."""
         return self._backing.pages
 
     @property
+    def borrowed_pages(self) -> int:
+        """Borrowed pages that do."""
+        return len(self._backing.abroad) * self.layout.slab_pages
+
+    @property
     def limit(self) -> int | None:
-        """Most pages that growth may reach (None: no bound); lowering it takes nothing away."""
+        """Most pages of the pool that growth may reach (None: no bound); lowering it takes nothing
+        away."""
         return self._backing.limit
 
     @limit.setter
@@ -97,8 +108,15 @@ class KvCache:
 
     @property
     def cached_pages(self) -> int:
-        """Pages that dropping all cached prefixes would free."""
-        return len(self._slabs.idle) * self.layout.slab_pages
+        """Pages of the pool that dropping all cached prefixes would free."""
+        return len(self._slabs.idle) * self.layout.slab_pages - self.cached_borrowed_pages
+
+    @property
+    def cached_borrowed_pages(self) -> int:
+        """Borrowed pages that it would free."""
+        idle = self._slabs.idle
+        abroad = tuple(self._backing.abroad)  # reports are made by another thread
+        return sum(index in idle for index in abroad) * self.layout.slab_pages
 
     @property
     def loose_pages(self) -> int:
@@ -125,7 +143,8 @@ class KvCache:
         """Pages that growth by `n_blocks` would need now, from the pool or from `cached_pages`.
 
         Growth succeeds if and only if the pool can lease so many, less `cached_pages`, within the
-        limit. Cached prefixes scattered over slabs in use count as room: re-using them is free.
+        limit, or borrowed pages make up for it. Cached prefixes scattered over slabs in use count
+        as room: re-using them is free.
         """
         return self.layout.pages(max(0, n_blocks - self._slabs.at_hand))
 
@@ -133,16 +152,17 @@ class KvCache:
         """What `free(blocks, surrender=True)` would free now: pages, and blocks in slabs that stay.
 
         The pages are apart from `cached_pages`: doing both frees the sum. The blocks are this
-        cache's own, beside the pages.
+        cache's own, beside the pages; those on borrowed pages are among them.
         """
         if self._shared:
             refs = self._refs
             blocks = [b for b in blocks if refs[b] == 1]
         if self._size == 1:
-            return len(blocks) * self.layout.slab_pages, 0
+            n = sum(b in self._backing.abroad for b in blocks) if self._backing.abroad else 0
+            return (len(blocks) - n) * self.layout.slab_pages, n
         of, emptied, stay = self._slabs.of, 0, 0
         for index, n in Counter(map(self._size.__rfloordiv__, blocks)).items():
-            if of[index].used == n:
+            if of[index].used == n and index not in self._backing.abroad:
                 emptied += 1
             else:
                 stay += n
@@ -254,16 +274,13 @@ class KvCache:
     def drop_cached(self, pages: int) -> int:
         """Forget cached prefixes until `pages` are free, or no more can be; pages freed.
 
-        Least recently used slab first; prefixes whose slab others keep in use are left alone, as
-        forgetting them would free no page.
+        Least recently used slab first, those on borrowed pages last; prefixes whose slab others
+        keep in use are left alone, as forgetting them would free no page.
         """
-        dropped: list[Slab] = []
-        idle = iter(self._slabs.idle.values())
-        for _ in range(ceil_div(pages, self.layout.slab_pages)):
-            slab = next(idle, None)
-            if slab is None:
-                break
-            dropped.append(slab)
+        idle: Iterable[Slab] = self._slabs.idle.values()
+        if self._backing.abroad:
+            idle = sorted(idle, key=lambda slab: slab.index in self._backing.abroad)
+        dropped = list(islice(idle, max(0, ceil_div(pages, self.layout.slab_pages))))
         for slab in dropped:
             self._drop(slab)
         return self._give_back(dropped)
@@ -300,12 +317,47 @@ class KvCache:
         """Forget everything and give all pages back. Raises BrokenPromise if a block is in use."""
         if self._refs:
             raise BrokenPromise(f"{self.owner} is cleared while {len(self._refs)} blocks are used")
-        self.drop_cached(self.pages)
+        self.drop_cached(self.pages + self.borrowed_pages)
 
     def close(self) -> None:
         """Clear, and give the addresses back."""
         self.clear()
         self._backing.range.close()
+
+    # -- borrowed pages ---------------------------------------------------------------------------
+
+    def used_with(self, at: int) -> list[int]:
+        """Used blocks of the slab to which the page at index `at` of the range belongs."""
+        return [b for b in self._blocks_with(at) if b in self._refs]
+
+    def forsake(self, at: int) -> bool:
+        """Give up what is cached in that slab; whether that has given the slab back."""
+        slab = self._slabs.home(self._blocks_with(at)[0])
+        if slab.used:
+            return False
+        self._drop(slab)
+        self._give_back([slab])
+        return True
+
+    def bring_home(self, at: int) -> bool:
+        """Put pages of the pool beneath that slab, which is on borrowed ones; blocks keep their
+        numbers and addresses. False, and no change, where pages are short. Nothing in flight may
+        use the slab."""
+        here = self._blocks_with(at)
+        slab = self._slabs.home(here[0])
+        free = set(slab.free)
+
+        def copy(other: int) -> None:
+            if self.move is not None:
+                for block in here:
+                    if block not in free:
+                        self.move(block, block + (other - slab.index) * self._size)
+
+        return self._backing.bring_home(slab.index, copy)
+
+    def _blocks_with(self, at: int) -> Sequence[int]:
+        first = at // self.layout.slab_pages * self._size
+        return range(first, first + self._size)
 
     # -- checks -----------------------------------------------------------------------------------
 

@@ -152,6 +152,23 @@ class Borrower:
         pages = (peer.first + page for page in part.pages)
         return self._ask_back(peer, [p for p in pages if peer.lease_of.get(p) == part.id])
 
+    def wanted(self) -> tuple[Place, ...]:
+        """Where pages are in use that are to be returned."""
+        places = self._places
+        return tuple(places[page] for peer in self._peers for page in peer.due if page in places)
+
+    def knows(self, lender: str, epoch: int) -> bool:
+        """Whether that process has been met, and not forgotten since."""
+        return any((peer.name, peer.epoch) == (lender, epoch) for peer in self._peers)
+
+    def borrowed(self) -> dict[str, int]:
+        """Pages that were lent to this device and are not returned, by lender."""
+        found: dict[str, int] = {}
+        for peer in self._peers:
+            if peer.lease_of:
+                found[peer.name] = found.get(peer.name, 0) + len(peer.lease_of)
+        return found
+
     def offer_back(self, lender: str, n: int) -> int:
         """Return up to `n` unused pages unasked, by the next `settle`; how many it will be."""
         peer = self._peer(lender)

@@ -137,10 +137,16 @@ class Lender:
         self._free(peer, pages)
         return len(pages)
 
-    def recalled(self) -> int:
-        """Pages asked back and not yet here."""
-        leases = (lease for peer in self._peers.values() for lease in peer.leases.values())
+    def recalled(self, peer: str | None = None) -> int:
+        """Pages asked back, of one peer or of all, and not yet here."""
+        found = (p for name, p in self._peers.items() if peer in (None, name))
+        leases = (lease for p in found for lease in p.leases.values())
         return sum(due < math.inf for lease in leases for due in lease.values())
+
+    def lent(self) -> dict[str, int]:
+        """Pages that are out, by peer."""
+        told = {name: sum(map(len, p.leases.values())) for name, p in self._peers.items()}
+        return {name: n for name, n in told.items() if n}
 
     def validate(self) -> None:
         """Raises BrokenPromise unless the ledger shows just these pages as lent."""

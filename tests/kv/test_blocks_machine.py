@@ -21,10 +21,12 @@ from hypothesis.stateful import (
 )
 
 from ballast.core.actions import Short
+from ballast.core.lease import Lease
 from ballast.core.model import ModelSpec
 from ballast.core.units import ceil_div
 from ballast.kv.blocks import KvCache
 from ballast.kv.layout import Layout
+from ballast.memory.borrow import Borrower
 from ballast.memory.pool import Pool
 from ballast.memory.vm_null import NullVm
 
@@ -33,6 +35,8 @@ BLOCK_TOKENS = 2
 # Head dimensions and what they make: four blocks to a page, four to three pages, one to a page, one
 # to three pages, eight to a page.
 GEOMETRIES = [4, 12, 16, 48, 2]
+LENDABLE = 24
+"""Pages of the device that lends."""
 Content = tuple[str, tuple[int, ...]]
 
 
@@ -83,7 +87,14 @@ class Machine(RuleBasedStateMachine):
         n_pages = n_slabs * Layout.of(spec, PAGE).slab_pages + odd_pages
         vm = NullVm(PAGE, n_pages)
         self.pool = Pool(vm, n_pages)
-        self.kv = KvCache(spec, self.pool, vm, prefix=prefix, move=self.move)
+        self.borrower = Borrower(self.pool, vm, "here")
+        self.borrower.meet("there", 1, NullVm(PAGE, LENDABLE).export(()))
+        self.leases: list[Lease] = []
+        self.lent = 0
+        self.kv = KvCache(
+            spec, self.pool, vm, prefix=prefix, move=self.move, borrower=self.borrower
+        )
+        self.moved: list[tuple[int, int]] = []
         self.memory: dict[int, list[Content | None]] = {}
         self.open: list[Sequence] = []
         self.others: list[tuple[int, ...]] = []
@@ -94,6 +105,7 @@ class Machine(RuleBasedStateMachine):
         assert all(target not in s.blocks for s in self.open)
         self.memory[target] = list(self.memory.get(source, [None] * BLOCK_TOKENS))
         self.memory[source] = [None] * BLOCK_TOKENS
+        self.moved.append((source, target))
 
     def forget_unbacked(self) -> None:
         layout = self.kv.layout
@@ -116,6 +128,8 @@ class Machine(RuleBasedStateMachine):
         kv = self.kv
         return (
             kv.pages,
+            kv.borrowed_pages,
+            self.borrower.unused,
             kv.cached_pages,
             kv.cached_blocks,
             kv.used_blocks,
@@ -130,10 +144,8 @@ class Machine(RuleBasedStateMachine):
         kv = self.kv
         n = ceil_div(n_tokens, BLOCK_TOKENS) - len(blocks)
         asked = kv.pages_for(n)
-        fresh = max(0, asked - kv.cached_pages)
-        refused = fresh > self.pool.available(kv.owner) or (
-            kv.limit is not None and fresh > 0 and kv.pages + fresh > kv.limit
-        )
+        fresh = asked - kv.cached_pages - kv.cached_borrowed_pages
+        refused = fresh > 0 and not self.can_back(fresh)
         before, table, pages = self.books(), list(blocks), kv.pages
         short = kv.grow(blocks, n_tokens)
         if refused:
@@ -142,7 +154,8 @@ class Machine(RuleBasedStateMachine):
             # With so many blocks back it would need no page, with one fewer it would.
             assert kv.pages_for(n - short.blocks) == 0 < kv.pages_for(n - short.blocks + 1)
             assert (self.books(), blocks) == (before, table)
-            beyond = kv.limit is not None and kv.pages + fresh > kv.limit
+            most = kv.pages - kv.cached_pages + asked
+            beyond = kv.limit is not None and most > kv.limit
             assert kv.limited(short) == beyond
         else:
             assert short is None
@@ -152,6 +165,13 @@ class Machine(RuleBasedStateMachine):
             for block in blocks[len(table) :]:
                 self.memory[block] = [None] * BLOCK_TOKENS
         return short
+
+    def can_back(self, pages: int) -> bool:
+        """Whole slabs, each on pages of the pool or on borrowed ones."""
+        size = self.kv.layout.slab_pages
+        if self.backed + pages > self.kv.range.n_pages:
+            return False
+        return pages // size <= self.room // size + self.borrower.unused // size
 
     def relax(self) -> None:
         """After a refusal others give way, lest most of a run be spent in want."""
@@ -241,18 +261,20 @@ class Machine(RuleBasedStateMachine):
 
     @rule(pages=st.integers(0, 6))
     def drop_cached(self, pages: int) -> None:
-        before, cached = self.kv.pages, self.kv.cached_pages
-        freed = self.kv.drop_cached(pages)
-        slab = self.kv.layout.slab_pages
-        assert freed == before - self.kv.pages == min(cached, ceil_div(pages, slab) * slab)
+        kv = self.kv
+        before, cached = self.backed, kv.cached_pages + kv.cached_borrowed_pages
+        own = kv.pages - min(kv.cached_pages, ceil_div(pages, slab := kv.layout.slab_pages) * slab)
+        freed = kv.drop_cached(pages)
+        assert kv.pages == own
+        assert freed == before - self.backed == min(cached, ceil_div(pages, slab) * slab)
 
     @rule(pages=st.integers(0, 12), fixed=some)
     def compact(self, pages: int, fixed: list[int]) -> None:
         in_flight = [self.pick(i) for i in fixed if self.open]
         nailed = {b for s in in_flight for b in s.blocks}
-        before, tables = self.kv.pages, [list(s.blocks) for s in in_flight]
+        before, tables = self.backed, [list(s.blocks) for s in in_flight]
         freed = self.kv.compact(self.tables(), pages, fixed=nailed)
-        assert freed == before - self.kv.pages <= pages + self.kv.layout.slab_pages - 1
+        assert freed == before - self.backed <= pages + self.kv.layout.slab_pages - 1
         assert [s.blocks for s in in_flight] == tables
 
     @rule(limit=st.sampled_from([None, None, None, None, None, None, 0, 2, 4, 9]))
@@ -267,7 +289,7 @@ class Machine(RuleBasedStateMachine):
             self.kv.free(s.blocks, surrender=True)
         self.open.clear()
         self.kv.clear()
-        assert self.kv.pages == self.kv.cached_blocks == self.kv.used_blocks == 0
+        assert self.backed == self.kv.cached_blocks == self.kv.used_blocks == 0
         assert self.pool.owned(self.kv.owner) == 0
 
     @precondition(lambda self: not self.others)
@@ -276,6 +298,64 @@ class Machine(RuleBasedStateMachine):
         pages = self.pool.lease("other", max(0, self.pool.free - left))
         if not isinstance(pages, Short):
             self.others.append(pages)
+
+    # -- what another device asks for ---------------------------------------------------------
+
+    @property
+    def backed(self) -> int:
+        return self.kv.pages + self.kv.borrowed_pages
+
+    @property
+    def room(self) -> int:
+        """Pages of the pool that it may have more."""
+        room = self.pool.available(self.kv.owner)
+        limit = self.kv.limit
+        return room if limit is None else max(0, min(room, limit - self.kv.pages))
+
+    @rule(n=st.integers(1, 8), left=st.integers(0, 3))
+    def borrow(self, n: int, left: int) -> None:
+        """And be short of pages of its own."""
+        if not self.others:
+            self.others_lease(left)
+        taken = {page for lease in self.leases for page in lease.pages}
+        pages = [page for page in range(LENDABLE) if page not in taken][:n]
+        if pages:
+            self.lent += 1
+            self.leases.append(Lease(self.lent, 1, "there", "here", tuple(pages)))
+            assert self.borrower.accept(self.leases[-1]) is None
+
+    @precondition(lambda self: self.leases)
+    @rule(i=picks)
+    def asked_back(self, i: int) -> None:
+        """What is cached goes, what fits comes home, and the rest is preempted."""
+        lease = self.leases[i % len(self.leases)]
+        self.borrower.recall(lease)
+        for place in self.borrower.wanted():
+            if place not in self.borrower.wanted():
+                continue  # it went with another of its slab
+            if self.kv.forsake(place.at):
+                continue
+            size, tables = self.kv.layout.slab_pages, [list(s.blocks) for s in self.open]
+            room = self.room >= size and self.backed + size <= self.kv.range.n_pages
+            self.moved.clear()
+            assert self.kv.bring_home(place.at) == room
+            assert self.tables() == tables
+            for there, twin in self.moved:
+                self.memory[there] = self.memory.pop(twin)
+            if not room:
+                users = set(self.kv.used_with(place.at))
+                for s in [s for s in self.open if users & set(s.blocks)]:
+                    self.end(self.open.index(s), True)
+        self.settle()
+        assert lease.id not in [told.id for told in self.leases]
+
+    def settle(self) -> None:
+        for told in self.borrower.settle():
+            (lease,) = [known for known in self.leases if known.id == told.id]
+            left = tuple(page for page in lease.pages if page not in told.pages)
+            self.leases.remove(lease)
+            if left:
+                self.leases.append(lease.part(left))
 
     # -- what must hold -----------------------------------------------------------------------
 
@@ -295,7 +375,10 @@ class Machine(RuleBasedStateMachine):
         self.kv.validate(self.tables())
         self.pool.validate()
         self.kv.range.validate()
-        assert self.kv.range.os_backed() == self.kv.pages
+        self.borrower.validate()
+        assert self.kv.range.os_backed() == self.backed
+        assert self.borrower.in_use == self.kv.borrowed_pages
+        assert self.pool.borrowed() == sum(len(lease.pages) for lease in self.leases)
         assert self.pool.free + self.kv.pages + sum(map(len, self.others)) == self.pool.total
 
 
