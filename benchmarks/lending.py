@@ -30,11 +30,11 @@ from typing import Any
 
 import msgspec
 
+from ballast.core.lease import Returned
 from ballast.core.units import KiB
-from ballast.transport.lending import Returned, decode
-from ballast.transport.zmq import PrivateDirectory
 from benchmarks import lending_worker
 from benchmarks.common import finish, options
+from benchmarks.lending_worker import decode
 
 NAMES = ("cpu:0", "cpu:1")
 PAGE, N_PAGES = 16 * KiB, 48
@@ -53,9 +53,8 @@ class Child:
 
     def __init__(self, context: ForkServerContext, name: str, page: int, n_pages: int) -> None:
         self.name = name
-        self.directory = PrivateDirectory()
         self._pipe, theirs = context.Pipe()
-        arguments = (theirs, name, str(self.directory.path), page, n_pages)
+        arguments = (theirs, name, page, n_pages)
         self._process = context.Process(target=lending_worker.serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
@@ -78,7 +77,6 @@ class Child:
         self._process.kill()
         self._process.join()
         self._pipe.close()
-        self.directory.close()
 
 
 class Pair:
@@ -86,6 +84,7 @@ class Pair:
 
     def __init__(self, context: ForkServerContext, page: int, n_pages: int) -> None:
         self._context, self._page, self._n_pages = context, page, n_pages
+        self.addresses: dict[str, str] = {}
         self.workers = {name: self._child(name) for name in NAMES}
         self.epoch = 0
         self.stamps: dict[str, dict[int, int]] = {name: {} for name in NAMES}
@@ -94,7 +93,7 @@ class Pair:
 
     def _child(self, name: str) -> Child:
         child = Child(self._context, name, self._page, self._n_pages)
-        child.ask("settle")  # it is there, and so is its socket
+        self.addresses[name] = child.ask("address")
         return child
 
     def other(self, name: str) -> str:
@@ -104,7 +103,7 @@ class Pair:
         self.epoch += 1
         for name in NAMES:
             peer = self.workers[self.other(name)]
-            self.workers[name].tell("meet", peer.name, self.epoch, str(peer.directory.path))
+            self.workers[name].tell("meet", peer.name, self.epoch, self.addresses[peer.name])
             peer.tell("serve")
             self.workers[name].hear()
             peer.hear()

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,22 +22,16 @@ import numpy as np
 
 from ballast.core.actions import Short
 from ballast.core.errors import BallastError
-from ballast.core.lease import Lease
+from ballast.core.lease import AskedBack, Lease, Lent, Returned
 from ballast.memory.borrow import Borrower
 from ballast.memory.lend import OWNER, Lender
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.tensor import array_at
 from ballast.memory.vm_memfd import MemfdVm
-from ballast.transport.lending import (
-    AskedBack,
-    Lent,
-    PagesSocket,
-    Returned,
-    decode,
-    encode,
-    fetch_pages,
-)
+from ballast.transport.lending import PagesSocket, fetch_pages
+from ballast.transport.messages import OfLease, decode_to_worker
+from ballast.transport.messages import encode as encode_message
 
 STRIDE = 4096
 SPAN = 16
@@ -48,7 +41,7 @@ SPAN = 16
 class Worker:
     """`commands` are the methods that do not begin with an underscore."""
 
-    def __init__(self, name: str, directory: str, page_bytes: int, n_pages: int) -> None:
+    def __init__(self, name: str, page_bytes: int, n_pages: int) -> None:
         self._vm = MemfdVm(page_bytes, n_pages)
         self._pool = Pool(self._vm, n_pages)
         self._condemned: list[tuple[str, int]] = []
@@ -56,7 +49,7 @@ class Worker:
         self._borrower = Borrower(self._pool, self._vm, name)
         span = SPAN * n_pages * page_bytes
         self._range = BackedRange(self._pool, self._vm, f"kv:{name}", span)
-        self._socket = PagesSocket(Path(directory))
+        self._socket = PagesSocket()
         self._stamps: dict[int, int] = {}
         """Index -> what its page is filled with."""
         self._first = 0
@@ -73,8 +66,11 @@ class Worker:
             time.sleep(1e-4)
         return served
 
-    def meet(self, peer: str, epoch: int, directory: str) -> None:
-        exported = fetch_pages(Path(directory))
+    def address(self) -> str:
+        return self._socket.address
+
+    def meet(self, peer: str, epoch: int, address: str) -> None:
+        exported = fetch_pages(address)
         assert exported.fd is not None
         self._first = self._vm.attach(replace(exported, fd=os.dup(exported.fd)))
         self._borrower.meet(peer, epoch, exported)
@@ -273,9 +269,19 @@ class Worker:
         return found
 
 
-def serve(connection: Connection, name: str, directory: str, page: int, n_pages: int) -> None:
+def encode(word: Lent | AskedBack | Returned) -> bytes:
+    return encode_message(OfLease.of(word))
+
+
+def decode(data: bytes) -> Lent | AskedBack | Returned:
+    message = decode_to_worker(data)
+    assert isinstance(message, OfLease)
+    return message.word
+
+
+def serve(connection: Connection, name: str, page: int, n_pages: int) -> None:
     """The process: until the pipe is closed."""
-    worker = Worker(name, directory, page, n_pages)
+    worker = Worker(name, page, n_pages)
     while True:
         try:
             command, *arguments = msgspec.msgpack.decode(connection.recv_bytes())

@@ -12,13 +12,15 @@ from typing import Any
 
 from ballast.cluster.device import RemoteDevice, WorkerLink
 from ballast.cluster.following import Following
+from ballast.cluster.lending import Acquaintances
 from ballast.cluster.orders import changed, names_of, refusal, undoing
 from ballast.cluster.outlet import OpenRequest, Outlet
 from ballast.cluster.placing import homes_of, named, part_of, placed
 from ballast.cluster.spare import Spare
 from ballast.cluster.suspicion import Suspicions
 from ballast.cluster.together import together
-from ballast.core.command import Add, Order, Outcome, Remove
+from ballast.core.actions import Lend, Recall
+from ballast.core.command import Add, DeviceOrder, Order, Outcome, Remove
 from ballast.core.errors import ConfigError, Unavailable
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
@@ -26,6 +28,7 @@ from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings, ModelSettings, ServerSettings
 from ballast.policy.fleets import placement_of
 from ballast.policy.route import Replica, held_prefix
+from ballast.transport.messages import OfLease, OfPeer
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +49,7 @@ class Controller:
         """Held while a model is added or removed: what follows is judged by what came of it."""
         self.devices: dict[str, RemoteDevice] = {}
         """By name, in the fleet's order; from `start` on."""
+        self._acquaintances = Acquaintances(self.devices)
         self._reports: list[DeviceReport] = []
         self._together: DeviceReport | None = None
         """What these say together."""
@@ -258,6 +262,40 @@ class Controller:
                 found.leaving.discard(model)
             return outcome
 
+    async def lend(self, lender: str, borrower: str, n_bytes: int) -> Outcome:
+        """Have a device lend free pages, so many bytes of them. Raises Unavailable."""
+        device = self.devices.get(lender)
+        way = next(
+            (c for c in self.fleet.lending if (c.lender, c.borrower) == (lender, borrower)), None
+        )
+        if device is None or way is None:
+            return Outcome("refused", f"there is no lending from {lender!r} to {borrower!r}")
+        if way.means is None:
+            return Outcome("refused", f"{lender} cannot lend to {borrower}: {way.why}")
+        if not self._acquaintances.acquainted(lender, borrower):
+            return Outcome("refused", f"{lender} and {borrower} do not know each other yet")
+        report = self.devices[borrower].report
+        assert report is not None  # it has said that it knows the other
+        pages = n_bytes // report.page_bytes
+        if pages < 1:
+            return Outcome("invalid", f"{n_bytes} bytes are less than a page")
+        if sum(report.borrowed.values()) + pages > report.total:
+            return Outcome("refused", f"{borrower} would have borrowed more than it has itself")
+        return await device.command(Lend(borrower, pages, "by an operator"))
+
+    async def recall(
+        self, lender: str, borrower: str, n_bytes: int | None, seconds: float
+    ) -> Outcome:
+        """Have a device ask back what it has lent, or so much of it; returns when it is there, or
+        the borrower has been killed, as it is after so many seconds. Raises Unavailable, as
+        `command`."""
+        device = self.devices.get(lender)
+        report = None if device is None else device.report
+        if device is None or report is None:
+            return Outcome("refused", f"there is no device {lender!r}")
+        pages = None if n_bytes is None else max(1, n_bytes // report.page_bytes)
+        return await device.command(Recall(borrower, pages, seconds, "by an operator"))
+
     async def _command(self, order: Order) -> Outcome:
         refused = refusal(self.fleet, self.specs, order)
         if refused is not None:
@@ -328,6 +366,7 @@ class Controller:
     def take_over(self, device: RemoteDevice, in_flight: Collection[str]) -> None:
         """A device's worker has died: others have its requests from now on, where they serve their
         models; not those that may have been the reason."""
+        self._acquaintances.died(device)
         moved = 0
         for request in device.requests.movable(in_flight):
             wanted = request.submission
@@ -340,7 +379,19 @@ class Controller:
         if moved:
             log.warning("%d requests of %s go on elsewhere", moved, device.name)
 
-    def carried_out(self, device: RemoteDevice, order: Order) -> None:
+    def serving(self, device: RemoteDevice, pages: str) -> None:
+        """Its worker serves: it may lend to others, and borrow."""
+        self._acquaintances.serving(device, pages, self.fleet.lending)
+
+    def said(self, device: RemoteDevice, message: OfLease | OfPeer) -> None:
+        """Of pages that are lent."""
+        self._acquaintances.said(device, message)
+
+    async def buried(self, device: RemoteDevice) -> None:
+        """Its worker has been reaped; returns when nobody uses its memory any more."""
+        await self._acquaintances.buried(device)
+
+    def carried_out(self, device: RemoteDevice, order: DeviceOrder) -> None:
         """A device has done what was ordered: what all of them serve follows."""
         if isinstance(order, Remove) and self._having(order.model):
             return

@@ -15,7 +15,7 @@ from ballast.cluster.prefixes import GivenPrefixes
 from ballast.cluster.requests import OpenRequests
 from ballast.cluster.spare import Spare
 from ballast.cluster.suspicion import Suspicions
-from ballast.core.command import Add, Order, Outcome, Remove
+from ballast.core.command import Add, DeviceOrder, Outcome, Remove
 from ballast.core.errors import BallastError, Unavailable
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
@@ -25,6 +25,8 @@ from ballast.transport.messages import (
     Done,
     DrainDevice,
     Drained,
+    OfLease,
+    OfPeer,
     Outputs,
     Ready,
     Status,
@@ -58,6 +60,8 @@ class WorkerLink(Protocol):
 
     async def receive(self) -> ToServer | None: ...
 
+    def kill(self, why: str) -> None: ...
+
     def epitaph(self) -> str: ...
 
     def in_flight(self) -> frozenset[str]: ...
@@ -71,8 +75,17 @@ class Neighbours(Protocol):
     def take_over(self, device: RemoteDevice, in_flight: Collection[str]) -> None:
         """Its worker has died: others may have its requests, but those that were `in_flight`."""
 
-    def carried_out(self, device: RemoteDevice, order: Order) -> None:
+    def carried_out(self, device: RemoteDevice, order: DeviceOrder) -> None:
         """It has done what was ordered."""
+
+    def serving(self, device: RemoteDevice, pages: str) -> None:
+        """Its worker serves, and gives its memory to others at `pages`, if that is not empty."""
+
+    def said(self, device: RemoteDevice, message: OfLease | OfPeer) -> None:
+        """Of pages that are lent."""
+
+    async def buried(self, device: RemoteDevice) -> None:
+        """Its worker has died and been reaped; returns when another may take its place."""
 
     def decided(self, device: RemoteDevice, moment: float, what: dict[str, Any]) -> None:
         """What, and when on the event loop's clock."""
@@ -138,7 +151,8 @@ class RemoteDevice:
         if found is None or self.report is None:
             return 0
         base, prefixes, salt = found
-        holds = any(m.name == base.name and m.kv_pages for m in self.report.models)
+        here = (m for m in self.report.models if m.name == base.name)
+        holds = any(m.kv_pages or m.borrowed_pages for m in here)
         return prefixes.tokens(submission.prompt, salt) if holds else 0
 
     def remember(self, submission: Submission) -> None:
@@ -176,7 +190,15 @@ class RemoteDevice:
         models = () if self.report is None else self.report.models
         return any(m.name == base.name and m.waiting >= base.max_waiting for m in models)
 
-    async def command(self, order: Order) -> Outcome:
+    def tell(self, message: ToWorker) -> None:
+        """Something that is no order."""
+        self.worker.send(message)
+
+    def kill(self, why: str) -> None:
+        """End the worker that serves; another takes its place."""
+        self.worker.kill(why)
+
+    async def command(self, order: DeviceOrder) -> Outcome:
         """Have it carry out an operator's order; the next worker serves what came of it.
 
         Raises Unavailable where no worker serves, or it dies before it has answered: the next one
@@ -200,7 +222,7 @@ class RemoteDevice:
             return Outcome(specs=dict(self.specs))
         return await self.command(Add(settings))
 
-    def _carried_out(self, order: Order, outcome: Outcome) -> None:
+    def _carried_out(self, order: DeviceOrder, outcome: Outcome) -> None:
         if outcome.code is not None:
             return
         self.specs = outcome.specs
@@ -259,6 +281,8 @@ class RemoteDevice:
                 self._mourn(why)
                 if self._ending:
                     return
+                await self.worker.close()
+                await self._neighbours.buried(self)
                 # Requests can kill only so many workers each; whatever else does may go on.
                 fresh = had_work or clock() - began > STEADY_SECONDS
                 failures = 0 if fresh else failures + 1
@@ -291,6 +315,8 @@ class RemoteDevice:
                 order = self._orders.done(message)
                 if order is not None:
                     self._carried_out(order, message.outcome)
+            case OfLease() | OfPeer():
+                self._neighbours.said(self, message)
             case Drained():
                 self._drained.set()
             case _:
@@ -308,6 +334,7 @@ class RemoteDevice:
         self.down = self.lost = None
         self._drained.clear()
         self.requests.serve(lambda message: self.worker.send(message))
+        self._neighbours.serving(self, ready.pages)
 
     def _mourn(self, why: str) -> None:
         """The worker has died: its requests wait for the next, or go elsewhere."""

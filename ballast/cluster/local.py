@@ -170,9 +170,9 @@ class LocalWorker:
                 ("a job", message.job_seconds),
             ):
                 if seconds > self._stuck_seconds:
-                    self._kill(f"{what} took more than {self._stuck_seconds:g} s")
+                    self.kill(f"{what} took more than {self._stuck_seconds:g} s")
             if message.load_seconds > self._loading_seconds:
-                self._kill(f"nothing more was loaded for {self._loading_seconds:g} s")
+                self.kill(f"nothing more was loaded for {self._loading_seconds:g} s")
         return message
 
     async def _next(self) -> ToServer | None:
@@ -194,9 +194,10 @@ class LocalWorker:
             await asyncio.sleep(tick)
             # Not by the clock: where the server itself was held up, the worker is not to blame.
             self._silence += tick
-        self._kill(f"it said nothing for {silent_seconds:g} s")
+        self.kill(f"it said nothing for {silent_seconds:g} s")
 
-    def _kill(self, why: str) -> None:
+    def kill(self, why: str) -> None:
+        """End it at once; `epitaph` says why."""
         assert self._process is not None
         if self._process.returncode is None and not self._killed_for:
             log.error("worker %d is killed: %s", self.pid, why)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from ballast.core.actions import Change
-from ballast.core.command import Add, Order, Outcome, Remove
+from ballast.core.command import Add, DeviceOrder, Order, Outcome, Remove
 from ballast.core.errors import Unavailable
 from ballast.core.settings import AdapterSettings, FleetSettings, ModelSettings
 from ballast.fleet.levels import change_to
@@ -21,9 +21,9 @@ class PendingOrders:
     def __init__(self, send: Callable[[Command], None]) -> None:
         self._send = send
         self._numbers = itertools.count(1)
-        self._pending: dict[int, tuple[Order, asyncio.Future[Outcome]]] = {}
+        self._pending: dict[int, tuple[DeviceOrder, asyncio.Future[Outcome]]] = {}
 
-    def send(self, order: Order) -> asyncio.Future[Outcome]:
+    def send(self, order: DeviceOrder) -> asyncio.Future[Outcome]:
         """Its outcome, or Unavailable."""
         asked: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         id = next(self._numbers)
@@ -31,7 +31,7 @@ class PendingOrders:
         self._send(Command.of(id, order))
         return asked
 
-    def done(self, message: Done) -> Order | None:
+    def done(self, message: Done) -> DeviceOrder | None:
         """Tell whoever waits, if anybody does; the order that was meant."""
         order, asked = self._pending.pop(message.id, (None, None))
         if asked is not None and not asked.done():
@@ -81,7 +81,7 @@ def undoing(order: Order, fleet: FleetSettings) -> Order | None:
             return None
 
 
-def changed(fleet: FleetSettings, order: Order) -> FleetSettings:
+def changed(fleet: FleetSettings, order: DeviceOrder) -> FleetSettings:
     """What a worker has to be started with after an order was carried out."""
     models = list(fleet.models)
     match order:

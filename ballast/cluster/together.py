@@ -30,8 +30,10 @@ def together(reports: Sequence[DeviceReport]) -> DeviceReport:
     scaled = [_in_pages(r, page) for r in reports]
     models: dict[str, ModelReport] = {}
     owners: Counter[str] = Counter()
+    borrowed: Counter[str] = Counter()
     for report in scaled:
         owners.update(report.owners)
+        borrowed.update(report.borrowed)
         for model in report.models:
             known = models.get(model.name)
             models[model.name] = model if known is None else _sum(known, model)
@@ -46,6 +48,7 @@ def together(reports: Sequence[DeviceReport]) -> DeviceReport:
         models=tuple(models.values()),
         jobs=sum(r.jobs for r in scaled),
         draining=all(r.draining for r in scaled),
+        borrowed=dict(borrowed),
     )
 
 
@@ -61,12 +64,14 @@ def _in_pages(report: DeviceReport, page_bytes: int) -> DeviceReport:
         free=report.free * times,
         reclaiming=report.reclaiming * times,
         owners={owner: n * times for owner, n in report.owners.items()},
+        borrowed={lender: n * times for lender, n in report.borrowed.items()},
         models=tuple(
             replace(
                 m,
                 weight_pages=m.weight_pages * times,
                 kv_pages=m.kv_pages * times,
                 cached_pages=m.cached_pages * times,
+                borrowed_pages=m.borrowed_pages * times,
             )
             for m in report.models
         ),

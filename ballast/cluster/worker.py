@@ -24,27 +24,34 @@ from ballast.cluster.outgoing import Outgoing
 from ballast.cluster.remote import start_ranks
 from ballast.cluster.segments import SegmentClient
 from ballast.core.clock import Clock
-from ballast.core.command import Order, Outcome
-from ballast.core.errors import BallastError
+from ballast.core.command import DeviceOrder, Outcome
+from ballast.core.errors import BallastError, DeviceError
 from ballast.core.event import Arrival, Cancel, Drain, Event, Output, Stop
+from ballast.core.lease import PeerGone, Word
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.settings import FleetSettings
+from ballast.memory.vm import Exported
+from ballast.transport.lending import PagesSocket, fetch_pages
 from ballast.transport.messages import (
     Command,
     Configure,
     Done,
     DrainDevice,
     Drained,
+    Gone,
     Heartbeat,
     Hello,
+    Meet,
     NotReady,
+    OfLease,
     Ready,
     Status,
     StopDevice,
     Submit,
     ToWorker,
     Withdraw,
+    told,
 )
 from ballast.transport.zmq import WorkerSocket
 
@@ -53,6 +60,8 @@ log = logging.getLogger(__name__)
 REPORT_SECONDS = 0.1
 """A changed report is sent this often at most."""
 HEARTBEAT_SECONDS = 0.5
+FETCHES = 3
+"""Times that another worker is asked for its memory before it is taken to have none to lend."""
 SERVING, SPARE, PREPARING = "ballast-worker", "ballast-spare", "ballast-prepare"
 """Names of processes, as operators see them."""
 _LOWEST_PRIORITY = 19
@@ -73,7 +82,13 @@ class Device(Protocol):
 
     def run(self) -> None: ...
 
-    def command(self, order: Order, done: Callable[[Outcome], None]) -> None: ...
+    def export(self) -> Exported | None: ...
+
+    def meet(self, peer: str, epoch: int, exported: Exported) -> None: ...
+
+    def tell_peers(self, say: Callable[[Word], None]) -> None: ...
+
+    def command(self, order: DeviceOrder, done: Callable[[Outcome], None]) -> None: ...
 
     def snapshot(self) -> DeviceReport: ...
 
@@ -110,6 +125,7 @@ class Worker:
         self._clock = clock
         self._segments = segments
         self._outgoing = Outgoing()
+        self._pages = PagesSocket()
         self._thread: threading.Thread | None = None
         self._device: Device | None = None
         self._lock = threading.Lock()
@@ -129,6 +145,7 @@ class Worker:
         """Serve until the device's loop has returned and all it said is sent."""
         socket, outgoing = self._socket, self._outgoing
         socket.also_wake_on(outgoing.fd)
+        socket.also_wake_on(self._pages.fileno())
         socket.send(Hello(os.getpid()))
         while not self.abandoned:
             # Asked before the queue is emptied: what a dead thread has said is in the queue.
@@ -138,6 +155,7 @@ class Worker:
             if over:
                 break
             self._report()
+            self._give_pages()
             if self._thread is not None:
                 self._beat()  # nobody listens to a spare
             socket.wait(HEARTBEAT_SECONDS if self._device is None else REPORT_SECONDS)
@@ -166,6 +184,13 @@ class Worker:
                 self._post(Stop(message.reason))
             case Command():
                 self._command(message)
+            case Meet():
+                # The other end may be slow to answer.
+                threading.Thread(target=self._meet, args=(message,), daemon=True).start()
+            case Gone(peer=peer, epoch=epoch):
+                self._post(PeerGone(peer, epoch))
+            case OfLease():
+                self._post(message.word)
 
     def _post(self, event: Event) -> None:
         with self._lock:
@@ -173,6 +198,26 @@ class Worker:
                 self._device.post(event)
             elif isinstance(event, Drain | Stop):
                 self.abandoned = True  # still loading: nothing was accepted, nothing is lost
+
+    def _meet(self, message: Meet) -> None:
+        for _ in range(FETCHES):
+            try:
+                exported = fetch_pages(message.address)
+                break
+            except DeviceError as error:
+                why = str(error)
+        else:
+            log.warning("no pages can be lent between this device and %s: %s", message.peer, why)
+            return
+        with self._lock:
+            if self._device is not None:
+                self._device.meet(message.peer, message.epoch, exported)
+
+    def _give_pages(self) -> None:
+        with self._lock:
+            exported = None if self._device is None else self._device.export()
+            if exported is not None:
+                self._pages.serve(exported)
 
     def _command(self, command: Command) -> None:
         def done(outcome: Outcome) -> None:
@@ -196,8 +241,10 @@ class Worker:
                 self._code = 1
                 self._outgoing.put(NotReady(f"{error}" or type(error).__name__))
                 return
+            device.tell_peers(lambda word: self._outgoing.put(told(word)))
             with self._lock:
-                self._outgoing.put(Ready(device.specs, device.failed, device.snapshot()))
+                pages = "" if device.export() is None else self._pages.address
+                self._outgoing.put(Ready(device.specs, device.failed, device.snapshot(), pages))
                 self._device = device
                 self._serving = True
             device.run()

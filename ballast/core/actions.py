@@ -124,7 +124,32 @@ class Leave:
     why: str = ""
 
 
-Operation = Activate | Evict | Change | Join | Leave
+@dataclass(frozen=True, slots=True)
+class Lend:
+    """Lend free pages to another device."""
+
+    to: str
+    pages: int
+    why: str = ""
+
+
+RECALL_SECONDS = 30.0
+"""For a borrower to return pages, where nobody says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Ask pages back that were lent to another device, the last ones first."""
+
+    to: str
+    pages: int | None
+    """None: all."""
+    seconds: float
+    """After which the other device's process is killed if it has not returned them."""
+    why: str = ""
+
+
+Operation = Activate | Evict | Change | Join | Leave | Lend | Recall
 """What only operators may ask for, and what they may beside policies."""
 
 

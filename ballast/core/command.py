@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ballast.core.actions import Activate, Change, Evict
+from ballast.core.actions import Activate, Change, Evict, Lend, Recall
 from ballast.core.model import ModelSpec
 from ballast.core.settings import ModelSettings
 
@@ -28,6 +28,9 @@ class Remove:
 
 
 Order = Add | Remove | Change | Activate | Evict
+"""About a model."""
+DeviceOrder = Order | Lend | Recall
+"""What one device may be ordered."""
 
 
 @dataclass(frozen=True, slots=True)

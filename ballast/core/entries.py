@@ -11,6 +11,7 @@ from typing import Any
 
 from ballast.core.cost import StepCosts
 from ballast.core.event import Arrival, Event, JobDone, JobFailed, Operate
+from ballast.core.lease import AskedBack, Lease, Lent, Returned
 from ballast.core.model import ModelSpec
 from ballast.core.settings import DeviceSettings
 
@@ -81,7 +82,15 @@ def describe(event: Event) -> Entry:
             "operation": type(wanted).__name__,
             **dataclasses.asdict(wanted),
         }
+    if isinstance(event, Lent | AskedBack | Returned):
+        return {"event": kind, **describe_lease(event.lease)}
     return {"event": kind, **dataclasses.asdict(event)}
+
+
+def describe_lease(lease: Lease) -> Entry:
+    """A lease as plain data. Which pages it is of depends on more than the story tells."""
+    told = dataclasses.asdict(lease)
+    return {"lease": told.pop("id"), "page_numbers": told.pop("pages"), **told}
 
 
 def both(a: Sink | None, b: Sink | None) -> Sink | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ballast.core.actions import Operation
 from ballast.core.job import Job, Sampled
+from ballast.core.lease import AskedBack, Lent, PeerGone, PeerMet, Returned
 from ballast.core.request import Submission
 
 
@@ -76,7 +77,22 @@ class Operate:
     operation: Operation
 
 
-Event = Arrival | Cancel | JobDone | JobFailed | TransferDone | Timer | Drain | Stop | Operate
+Event = (
+    Arrival
+    | Cancel
+    | JobDone
+    | JobFailed
+    | TransferDone
+    | Timer
+    | Drain
+    | Stop
+    | Operate
+    | PeerMet
+    | PeerGone
+    | Lent
+    | AskedBack
+    | Returned
+)
 
 
 @dataclass(frozen=True, slots=True)

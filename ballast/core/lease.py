@@ -1,4 +1,4 @@
-"""Pages lent from one device to another: what lender and borrower speak of."""
+"""Pages lent from one device to another: what lender, borrower and supervisor say to each other."""
 
 from __future__ import annotations
 
@@ -25,3 +25,69 @@ class Lease:
 
     def part(self, pages: Sequence[int]) -> Lease:
         return replace(self, pages=tuple(pages))
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """Lender to borrower: these pages are yours to use."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class AskedBack:
+    """Lender to borrower: these are to be returned."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """Borrower to lender: these are unmapped."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMet:
+    """Another device's process is there, of so many pages, which can be mapped here."""
+
+    peer: str
+    epoch: int
+    n_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGone:
+    """It has ended: what it had borrowed is free, what it had lent is to be let go of."""
+
+    peer: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class HasMet:
+    """To the supervisor: pages can be lent between this device and the peer."""
+
+    peer: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Condemned:
+    """To the supervisor: the peer has not returned pages in time and has to end."""
+
+    peer: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """To the supervisor: nothing of the peer, which is gone, is mapped here any more."""
+
+    peer: str
+    epoch: int
+
+
+Word = Lent | AskedBack | Returned | HasMet | Condemned | LetGo
+"""What a device has to say; the first three are for another device."""

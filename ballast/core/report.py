@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +15,7 @@ class ModelReport:
     weight_pages: int
     """Pages its weights take now, those that it shares with other models included."""
     kv_pages: int
+    """Of the device itself."""
     cached_pages: int
     waiting: int
     running: int
@@ -30,6 +31,8 @@ class ModelReport:
     """Of all finished requests."""
     cached_tokens: int
     output_tokens: int
+    borrowed_pages: int = 0
+    """Pages of other devices that back its KV."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +50,10 @@ class DeviceReport:
     reclaiming: int
     owners: dict[str, int]
     """Pages by owner, `weights:NAME`, `kv:NAME`, `shared:DIGEST` (weights of several models),
-    `arena:LANE`; in all total - free - reclaiming."""
+    `arena:LANE`, `lent:DEVICE`; in all total - free - reclaiming."""
     models: tuple[ModelReport, ...]
     jobs: int
     """Jobs run since start."""
     draining: bool
+    borrowed: dict[str, int] = field(default_factory=dict)
+    """Pages of other devices that it may use, by device; of no account above."""

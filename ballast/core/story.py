@@ -15,7 +15,7 @@ from contextlib import suppress
 from ballast.core.actions import Action, Operation
 from ballast.core.chains import Chain, digest
 from ballast.core.cost import StepCosts
-from ballast.core.entries import Entry, ModelTold, Sink, Snapshot, describe
+from ballast.core.entries import Entry, ModelTold, Sink, Snapshot, describe, describe_lease
 from ballast.core.event import (
     Arrival,
     Cancelled,
@@ -26,6 +26,7 @@ from ballast.core.event import (
     TokenOut,
 )
 from ballast.core.job import Job
+from ballast.core.lease import Lease
 from ballast.core.model import ModelSpec
 from ballast.core.request import Request, Submission
 
@@ -95,6 +96,14 @@ class Story:
         if self._sink is not None:
             self._last["joining"] = ModelTold(spec=spec, costs=costs)
             self._names(spec)
+
+    def lends(self, lease: Lease) -> None:
+        """The event told last lends pages."""
+        self._last |= describe_lease(lease)
+
+    def vacated(self, at: float, home: int, dropped: int) -> None:
+        """Slabs on borrowed pages that were asked back: put on pages of the device, or dropped."""
+        self._tell({"at": at, "vacated": {"home": home, "dropped": dropped}})
 
     def said(self, outputs: Sequence[Output]) -> None:
         """The event told last has brought these."""

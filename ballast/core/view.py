@@ -84,6 +84,8 @@ class ModelView:
     costs: StepCosts
     shared: tuple[SharedView, ...] = ()
     """Of its weights, what other models contain as well."""
+    cached_borrowed: int = 0
+    """Borrowed pages, of no account above, that dropping cached prefixes would free."""
 
     @property
     def name(self) -> str:
@@ -148,6 +150,8 @@ class DeviceView:
     models: tuple[ModelView, ...]
     """In the fleet's order."""
     shortages: tuple[Shortage, ...] = ()
+    borrowed: int = 0
+    """Pages of other devices that KV may take where free ones are short, and has not."""
 
     @property
     def coming(self) -> int:

@@ -10,25 +10,26 @@ from ballast.dashboard.words import bar
 from ballast.server.state import DeviceNow, ServerNow
 
 # Marks differ also where there are no colours.
-WEIGHTS, SHARED, KV, CACHED, ACTIVATIONS, RECLAIMING, FREE = "█", "▇", "▓", "▒", "#", "~", "·"
+WEIGHTS, SHARED, KV, CACHED, ACTIVATIONS, LENT, RECLAIMING, FREE = "█▇▓▒#>~·"
 _STYLES = {
     WEIGHTS: "blue",
     SHARED: "cyan",
     KV: "green",
     CACHED: "green dim",
     ACTIVATIONS: "yellow",
+    LENT: "red",
     RECLAIMING: "magenta",
     FREE: "bright_black",
 }
 
 
-_SELDOM = ("shared weights", "cached prefixes", "reclaiming")
+_SELDOM = ("shared weights", "cached prefixes", "lent", "reclaiming")
 """Not told of where there are none."""
 
 
 def pool(now: ServerNow | DeviceNow) -> list[tuple[str, int, str]]:
     """What the pages of all devices, or of one, are for: (name, pages, mark); they add up."""
-    held = dict.fromkeys(("weights", "shared", "kv", "arena"), 0)
+    held = dict.fromkeys(("weights", "shared", "kv", "arena", "lent"), 0)
     for owner, pages in now.owners.items():
         kind = owner.partition(":")[0]
         held[kind] = held.get(kind, 0) + pages
@@ -40,6 +41,7 @@ def pool(now: ServerNow | DeviceNow) -> list[tuple[str, int, str]]:
         ("KV", held["kv"] - cached, KV),
         ("cached prefixes", cached, CACHED),
         ("activations", held["arena"], ACTIVATIONS),
+        ("lent", held["lent"], LENT),
         ("reclaiming", now.reclaiming, RECLAIMING),
         ("free", now.free, FREE),
     ]

@@ -118,6 +118,8 @@ def _numbers(now: ServerNow, rates: Rates, width: int) -> list[Text]:
 
 def _pool(name: str, of: ServerNow | DeviceNow, width: int) -> Text:
     size = f" {format_bytes(of.total * of.page_bytes)}, {of.total} pages"
+    if isinstance(of, DeviceNow):
+        size += "".join(f" + {n} of {lender}" for lender, n in of.borrowed.items())
     cells = max(10, width - _INDENT - len(size))
     told = _line((f"{name[: _INDENT - 1]:{_INDENT}}", _FAINT))
     return told.append_text(pool_bar(of, cells)).append(size, _FAINT)

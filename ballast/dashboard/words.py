@@ -108,14 +108,15 @@ def _decided(decision: Mapping[str, Any]) -> Decided:
         details.append(str(why))
     if "pages" in decision:
         pages = decision["pages"]
-        details.append("no bound" if pages is None else counted(pages, "page"))
+        unbounded = "all" if verb == "recall" else "no bound"
+        details.append(unbounded if pages is None else counted(pages, "page"))
     by = decision.get("by")
     if by and f"by an {by}" not in details:  # as the reason, where it has no other
         details.append(f"by an {by}")
     return Decided(
         time=float(decision.get("time", 0.0)),
         verb=verb,
-        model=str(decision.get("model", "")),
+        model=str(decision.get("model", decision.get("to", ""))),
         detail=", ".join(details),
         refused=str(decision.get("refused", "")),
     )

@@ -11,10 +11,12 @@ from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
 from ballast.core.settings import DeviceSettings
 from ballast.core.units import format_bytes
+from ballast.engine.lending import Lending
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 from ballast.kv.blocks import KvCache
 from ballast.memory.arena import Arena
+from ballast.memory.borrow import Borrower
 from ballast.memory.pool import Pool
 from ballast.memory.transfer import Link
 from ballast.memory.vm import Vm
@@ -50,6 +52,7 @@ def build_state(
     the pool first. Raises ConfigError where the budget cannot hold it.
     """
     pool = Pool(vm, settings.budget_bytes // settings.page_bytes)
+    lending = Lending(pool, Borrower(pool, vm, settings.name), settings.name)
     activations = largest_jobs((h.spec for h in hosted), settings)
     arena = Arena(pool, ARENA, activations, settings.budget_bytes)
     if arena.short is not None:
@@ -60,10 +63,19 @@ def build_state(
         )
     shared = find_shared([h.spec for h in hosted], pool, vm.page_bytes)
     models = [
-        build_model(h, settings, pool, link, copy, shared, costs.get(h.spec.name, UNMEASURED))
+        build_model(
+            h,
+            settings,
+            pool,
+            link,
+            copy,
+            shared,
+            lending.borrower,
+            costs.get(h.spec.name, UNMEASURED),
+        )
         for h in hosted
     ]
-    return DeviceState(settings, models, pool, arena, link, clock)
+    return DeviceState(settings, models, pool, arena, link, clock, lending)
 
 
 def build_model(
@@ -73,10 +85,11 @@ def build_model(
     link: Link,
     copy: CopyNow,
     shared: Mapping[str, SharedSegment],
+    borrower: Borrower,
     costs: StepCosts = UNMEASURED,
 ) -> ModelState:
     """A model of which nothing is resident; `shared`: by digest, what is not its own alone."""
-    kv = KvCache(hosted.spec, pool, pool.vm, prefix=settings.prefix_cache)
+    kv = KvCache(hosted.spec, pool, pool.vm, prefix=settings.prefix_cache, borrower=borrower)
     kv.move = _mover(kv, copy)
     weights = WeightsOnDevice(hosted.spec, pool, pool.vm, link, hosted.addresses, shared)
     return ModelState(hosted.spec, weights, kv, costs)
@@ -97,7 +110,8 @@ def build_newcomer(
     specs = [*(m.spec for m in present), hosted.spec]
     new = find_shared(specs, state.pool, state.pool.vm.page_bytes, known)
     shared = {**known, **new}
-    m = build_model(hosted, state.settings, state.pool, state.link, copy, shared, costs)
+    borrower = state.lending.borrower
+    m = build_model(hosted, state.settings, state.pool, state.link, copy, shared, borrower, costs)
     return m, new
 
 

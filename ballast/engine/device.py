@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from ballast.core.clock import Clock
-from ballast.core.command import Order, Outcome
+from ballast.core.command import DeviceOrder, Outcome
 from ballast.core.cost import StepCosts
 from ballast.core.entries import Sink, both
-from ballast.core.errors import BallastError, ConfigError
+from ballast.core.errors import BallastError, ConfigError, DeviceError
 from ballast.core.event import Event, Output
+from ballast.core.lease import PeerMet, Word
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.settings import DeviceSettings, FleetSettings
@@ -34,6 +35,7 @@ from ballast.engine.storyfile import StoryFile
 from ballast.kernels.workspace import Workspace
 from ballast.memory.arena import AllocatorCap, confine_allocator
 from ballast.memory.reserve import PopulatedReserve
+from ballast.memory.vm import Exported
 from ballast.models.served import Served
 from ballast.models.transformers import ServedModel
 from ballast.policy.presets import resolve
@@ -134,7 +136,24 @@ class LiveDevice:
         """Hand an event in, from any thread."""
         self.inbox.post(event)
 
-    def command(self, order: Order, done: Callable[[Outcome], None]) -> None:
+    def export(self) -> Exported | None:
+        """For other processes, so that they can map its pages; None: it lends none. From any
+        thread."""
+        try:
+            return self.vm.export(())
+        except DeviceError:
+            return None
+
+    def meet(self, peer: str, epoch: int, exported: Exported) -> None:
+        """Another process's device may lend and borrow; from any thread."""
+        self.state.lending.exports[peer, epoch] = exported
+        self.post(PeerMet(peer, epoch, exported.n_pages))
+
+    def tell_peers(self, say: Callable[[Word], None]) -> None:
+        """What it has to say to others goes to `say`; before `run`."""
+        self.state.lending.say = say
+
+    def command(self, order: DeviceOrder, done: Callable[[Outcome], None]) -> None:
         """Carry out an operator's order; `done` is called once, by any thread."""
         self._operator.carry_out(order, done)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from ballast.core.actions import Refuse
+from ballast.core.actions import RECALL_SECONDS, Recall, Refuse
 from ballast.core.clock import Clock
 from ballast.core.event import Event, Operate, Output, Timer
 from ballast.core.job import Job, SequenceWork
@@ -16,6 +16,7 @@ from ballast.engine.operate import Answered, Operations
 from ballast.engine.plan import plan
 from ballast.engine.snapshot import snapshot
 from ballast.engine.state import DeviceState
+from ballast.engine.vacate import vacate
 from ballast.policy.presets import Preset
 
 ROUNDS = 8
@@ -105,7 +106,8 @@ class Loop:
     @property
     def until(self) -> float | None:
         """When it turns next, on its clock, if no event comes before."""
-        return _earlier(self._wake_at, self.state.patience.next)
+        told = _earlier(self._wake_at, self.state.patience.next)
+        return _earlier(told, self.state.lending.next)
 
     def leapt(self, job: Job, following: ModelState, steps: int) -> None:
         """In virtual time: `job` and those after it, `steps` in all, have ended. They only decoded;
@@ -145,7 +147,10 @@ class Loop:
         heard = len(outputs)
         if self.operations.pending:
             self.operations.settle(outputs)
+        if self.state.lending.borrower.wanted():
+            vacate(self.state, self.story)
         self._proceed(outputs)
+        self.state.lending.answer()
         self._tell(outputs[heard:])
         self.turn_since = None
 
@@ -166,6 +171,8 @@ class Loop:
         while self._stuck:
             # The last job may have ended what stood in the way of a remedy.
             if not self._decide(outputs):
+                if self._recall():
+                    break
                 self._give_up_on_one(outputs)
                 self._decide(outputs)
             self._dispatch(outputs)
@@ -226,7 +233,19 @@ class Loop:
     def _stuck(self) -> bool:
         """Requests are open, but nothing is in flight and nothing will wake us."""
         state = self.state
-        return bool(state.requests) and not state.in_flight and self._wake_at is None
+        if not state.requests or state.in_flight or state.lending.awaiting:
+            return False
+        return self._wake_at is None
+
+    def _recall(self) -> bool:
+        """No policy helped: the device wants all back that it has lent, if it has."""
+        lending, now = self.state.lending, self.state.now
+        lent = list(lending.lent)
+        for peer in lent:
+            lending.recall(peer, None, now + RECALL_SECONDS)
+            why = "requests find no memory"
+            self.story.decision(now, Recall(peer, None, RECALL_SECONDS, why), None, by="shortage")
+        return bool(lent)
 
     def _give_up_on_one(self, outputs: list[Output]) -> None:
         """No policy helped: the newest request fails, so that what it holds serves the others."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ballast.core.actions import Activate, Change, Evict, Join, Leave, Operation
+from ballast.core.actions import Activate, Change, Evict, Join, Leave, Lend, Operation, Recall
 from ballast.core.event import Operate, Output
 from ballast.core.model import weight_pages
 from ballast.core.story import Story
@@ -40,7 +40,7 @@ class Operations:
         """Do it, or begin to."""
         refused = self._try(event.operation, outputs)
         self._story.decision(self._state.now, event.operation, refused, by="operator")
-        if refused is None and isinstance(event.operation, Activate | Evict | Leave):
+        if refused is None and isinstance(event.operation, Activate | Evict | Leave | Recall):
             self.pending[event.id] = event.operation
         else:
             self._answered(event.id, refused)
@@ -64,6 +64,12 @@ class Operations:
 
     def _try(self, wanted: Operation, outputs: list[Output]) -> Refusal:
         state = self._state
+        if isinstance(wanted, Lend):
+            return self._lend(wanted)
+        if isinstance(wanted, Recall):
+            due = state.now + wanted.seconds
+            out = state.lending.recall(wanted.to, wanted.pages, due)
+            return None if out else f"nothing is lent to {wanted.to}"
         if isinstance(wanted, Join):
             return self._join(wanted.model)
         if isinstance(wanted, Leave) and wanted.at_once and wanted.model in state.models:
@@ -83,6 +89,14 @@ class Operations:
         if m.residency in (there if isinstance(wanted, Activate) else gone):
             return None
         return apply(state, wanted, outputs)
+
+    def _lend(self, wanted: Lend) -> Refusal:
+        lease = self._state.lending.lend(wanted.to, wanted.pages)
+        if isinstance(lease, str):
+            return lease
+        self._story.lends(lease)
+        self._state.asking = True
+        return None
 
     def _join(self, name: str) -> Refusal:
         """All it takes is there, or nothing changes."""
@@ -156,6 +170,9 @@ class Operations:
     def _look(self, wanted: Operation, outputs: list[Output]) -> tuple[bool, Refusal]:
         """Whether it has ended, and why it was not done if so."""
         state = self._state
+        if isinstance(wanted, Recall):
+            return not state.lending.awaits(wanted.to), None
+        assert not isinstance(wanted, Lend)  # which ends at once
         m = state.models.get(wanted.model)
         if m is None:
             return True, None if isinstance(wanted, Leave) else REMOVED

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from ballast.core.actions import Join, Leave, Operation
-from ballast.core.command import Add, Order, Outcome, Remove
+from ballast.core.command import Add, DeviceOrder, Outcome, Remove
 from ballast.core.errors import BallastError, DeviceError
 from ballast.core.event import Operate
 from ballast.core.settings import ModelSettings
@@ -46,7 +46,7 @@ class Operator:
         """Held while `_open` or `_closed` change."""
         self._closed = False
 
-    def carry_out(self, order: Order, done: Callable[[Outcome], None]) -> None:
+    def carry_out(self, order: DeviceOrder, done: Callable[[Outcome], None]) -> None:
         """From any thread; returns at once. `done` is called once, by any thread."""
         match order:
             case Add() | Remove():

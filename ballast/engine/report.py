@@ -19,6 +19,7 @@ def report(state: DeviceState, device: str) -> DeviceReport:
     for m in present:
         owners[m.weights.owner] = 0 if _absent(m) else m.weights.own_pages
         owners[f"kv:{m.spec.name}"] = m.kv.pages
+    owners |= {f"lent:{peer}": n for peer, n in state.lending.lent.items()}
     return DeviceReport(
         device=device,
         now=now,
@@ -30,6 +31,7 @@ def report(state: DeviceState, device: str) -> DeviceReport:
         models=models,
         jobs=state.jobs,
         draining=state.draining,
+        borrowed=state.lending.borrowed,
     )
 
 
@@ -50,6 +52,7 @@ def _model(m: ModelState, now: float) -> ModelReport:
         prompt_tokens=m.prompt_tokens,
         cached_tokens=m.cached_tokens,
         output_tokens=m.output_tokens,
+        borrowed_pages=m.kv.borrowed_pages,
     )
 
 

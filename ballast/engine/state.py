@@ -23,6 +23,7 @@ from ballast.core.event import (
     TransferDone,
 )
 from ballast.core.job import Job, Sampled
+from ballast.core.lease import AskedBack, Lent, PeerGone, PeerMet, Returned
 from ballast.core.model import weight_pages
 from ballast.core.request import Request, State
 from ballast.core.settings import DeviceSettings
@@ -37,6 +38,7 @@ from ballast.core.view import (
 )
 from ballast.engine.admission import finish_reason, fitted, refusal
 from ballast.engine.lanes import Lanes
+from ballast.engine.lending import Heard, Lending
 from ballast.engine.model import ModelState
 from ballast.engine.patience import Patience
 from ballast.memory.arena import Arena
@@ -56,6 +58,7 @@ class DeviceState:
         arena: Arena,
         link: Link,
         clock: Clock,
+        lending: Lending,
     ) -> None:
         self.settings = settings
         self.models: dict[str, ModelState] = {}
@@ -67,6 +70,7 @@ class DeviceState:
         for m in models:
             self.enrol(m)
         self.pool = pool
+        self.lending = lending
         self.link = link
         self.clock = clock
         self.now = clock.now()
@@ -95,6 +99,7 @@ class DeviceState:
             Timer: self._timer,
             Drain: self._drain,
             Stop: self._stop,
+            **dict.fromkeys((PeerMet, PeerGone, Lent, AskedBack, Returned), self._of_peers),
         }
 
     # -- models ---------------------------------------------------------------------------------
@@ -280,10 +285,17 @@ class DeviceState:
         return self.fail_all(m, "model_failed", reason)
 
     def _timer(self, event: Timer) -> list[Output]:
+        self.lending.check(self.now)
         self.asking = True
         reason = "it was not admitted in the time that its model gives requests to wait"
         overdue = self.patience.over(self.now)
         return [self.fail(request, "queue_timeout", reason) for request in overdue]
+
+    def _of_peers(self, event: Heard) -> list[Output]:
+        if self.lending.handle(event):
+            self.freed += 1
+            self.asking = True
+        return []
 
     def _drain(self, event: Drain) -> list[Output]:
         self.draining = True
@@ -450,6 +462,7 @@ class DeviceState:
             link_bytes_per_second=self.link_bytes_per_second,
             models=tuple(self._model_view(m) for m in self.models.values()),
             shortages=tuple(s for m in self.models.values() for s in m.shortages),
+            borrowed=self.lending.borrower.unused,
         )
 
     def _model_view(self, m: ModelState) -> ModelView:
@@ -478,6 +491,7 @@ class DeviceState:
                 shared=tuple(
                     SharedView(s.owner, s.n_pages, self._stay(s)) for s in m.weights.shared
                 ),
+                cached_borrowed=m.kv.cached_borrowed_pages,
             )
         return m.view
 

@@ -17,6 +17,8 @@ class Ground:
     def __init__(self, view: DeviceView) -> None:
         self.coming = view.coming
         self.free = view.free - view.promised
+        self.borrowed = view.borrowed
+        """For KV only."""
         self.taken: dict[str, dict[tuple[str, str], int]] = {}
         """Pages taken of each model, by kind of action and request."""
         self.blocks: dict[str, int] = {}
@@ -44,7 +46,7 @@ class Ground:
 
     def lacks(self, claim: Claim) -> int:
         """Pages that the claim needs beyond what is coming; none where this is not positive."""
-        return self.needs(claim) - self.coming
+        return self.needs(claim) - self.coming - self._borrowable(claim)
 
     def take(self, offer: Offer) -> int:
         """Use an offer up; how many pages that adds to those taken before."""
@@ -65,10 +67,18 @@ class Ground:
     def use(self, claim: Claim) -> None:
         """The claim gets what it needs."""
         needs = self.needs(claim)
+        lent = min(self._borrowable(claim), max(0, needs - max(0, self.coming)))
+        self.borrowed -= lent
+        needs -= lent
         self.coming -= needs
         self.free -= needs
         left = self.blocks.get(claim.model, 0) - claim.blocks
         self.blocks[claim.model] = max(0, left)
+
+    def _borrowable(self, claim: Claim) -> int:
+        """Pages of other devices that the claim may be given, in whole slabs."""
+        slab = self._models[claim.model].slab_pages
+        return 0 if claim.activate else self.borrowed // slab * slab
 
     def activate(self, claim: Claim) -> None:
         """The claim's model comes; segments that it shares with others stay as long as it."""
@@ -114,7 +124,7 @@ def cover(view: DeviceView, claims: Sequence[Claim], sources: Sequence[Source]) 
     for claim in sorted(claims, key=lambda c: (c.order, c.model)):
         covered = _cover_one(view, claim, sources, ground, frozenset())
         if covered is None:
-            ground.coming = ground.free = 0
+            ground.coming = ground.free = ground.borrowed = 0
             continue
         ground, chosen = covered
         actions += chosen
@@ -184,7 +194,7 @@ def activation_claims(view: DeviceView, patience: float) -> tuple[list[Claim], f
             overdue = view.now >= overdue_at
             if not overdue:
                 wake = overdue_at if wake is None else min(wake, overdue_at)
-            pages = m.missing_pages + m.first_pages
+            pages = m.missing_pages + max(0, m.first_pages - view.borrowed)
             claims.append(Claim(m.name, first.order, pages, overdue, activate=True))
     return claims, wake
 

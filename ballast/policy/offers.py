@@ -51,11 +51,13 @@ def cached_prefixes(view: DeviceView, claim: Claim) -> list[Offer]:
     """Cached prefixes nobody uses now, longest unused model first."""
     found = []
     for m in sorted(view.models, key=lambda m: (m.last_used, m.name)):
-        if m.cached_pages > 0:
-            tokens = m.cached_pages * view.page_bytes // m.spec.kv_bytes_per_token
+        # Weights cannot lie on borrowed pages.
+        pages = m.cached_pages + (0 if claim.activate else m.cached_borrowed)
+        if pages > 0:
+            tokens = pages * view.page_bytes // m.spec.kv_bytes_per_token
             price = REUSE * m.costs.prefill_seconds(tokens)
-            action = DropCache(m.name, m.cached_pages, why=f"{claim.model} needs pages")
-            found.append(Offer(m.cached_pages, price, action))
+            action = DropCache(m.name, pages, why=f"{claim.model} needs pages")
+            found.append(Offer(pages, price, action))
     return found
 
 

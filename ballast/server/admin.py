@@ -6,18 +6,35 @@ import asyncio
 from typing import Annotated
 
 from fastapi import FastAPI, Query
+from pydantic import Field
 from starlette.responses import Response
 
-from ballast.core.actions import Activate, Evict
+from ballast.core.actions import RECALL_SECONDS, Activate, Evict
 from ballast.core.errors import UnknownModel
 from ballast.core.model import ModelSpec
 from ballast.fleet.levels import said
-from ballast.fleet.schema import LiveKeys, NamedModelKeys
+from ballast.fleet.schema import Keys, LiveKeys, NamedModelKeys, Size
 from ballast.server.faults import Fault
 from ballast.server.operating import PATIENCE, Operating
 from ballast.server.reading import decisions, models_now
 from ballast.server.responses import answered
 from ballast.server.service import Service
+
+
+class LendKeys(Keys):
+    """What a device is to lend."""
+
+    to: str
+    memory: Size
+
+
+class RecallKeys(Keys):
+    """What it wants back."""
+
+    to: str
+    memory: Size | None = None
+    """None: all."""
+    seconds: Annotated[float, Field(ge=0, le=3600)] = RECALL_SECONDS
 
 
 def add_admin(app: FastAPI, service: Service, operating: Operating) -> None:
@@ -95,6 +112,16 @@ def add_admin(app: FastAPI, service: Service, operating: Operating) -> None:
     ) -> Response:
         await operating.withdraw(spec(name).name, device, patience)
         return answered({"name": name, "device": device, "status": "withdrawn"})
+
+    @app.post("/admin/devices/{name:path}/lend")
+    async def lend(name: str, wanted: LendKeys) -> Response:
+        await operating.lend(name, wanted.to, wanted.memory)
+        return answered({"name": name, "to": wanted.to, "status": "lent"})
+
+    @app.post("/admin/devices/{name:path}/recall")
+    async def recall(name: str, wanted: RecallKeys) -> Response:
+        await operating.recall(name, wanted.to, wanted.memory, wanted.seconds)
+        return answered({"name": name, "to": wanted.to, "status": "recalled"})
 
     @app.get("/admin/story")
     async def story(

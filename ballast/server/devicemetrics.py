@@ -109,6 +109,14 @@ def _devices(devices: Mapping[str, OneDevice]) -> Iterator[Metric]:
     pages = GaugeMetricFamily(
         "ballast:device_bytes", "Its memory, by what has it", labels=("device", "owner")
     )
+    lent = GaugeMetricFamily(
+        "ballast:device_lent_bytes", "Of its memory, lent to others", labels=("device", "borrower")
+    )
+    borrowed = GaugeMetricFamily(
+        "ballast:device_borrowed_bytes",
+        "Others' memory that it may use",
+        labels=("device", "lender"),
+    )
     models = GaugeMetricFamily(
         "ballast:device_residency",
         "1: where a model's weights are, on each device that serves it",
@@ -124,11 +132,16 @@ def _devices(devices: Mapping[str, OneDevice]) -> Iterator[Metric]:
         held = Counter({"free": report.free, "reclaiming": report.reclaiming})
         for (kind, _), n in owned(report).items():
             held[kind] += n
+        for owner, n in report.owners.items():
+            if owner.startswith("lent:"):
+                lent.add_metric((name, owner.removeprefix("lent:")), n * report.page_bytes)
+        for lender, n in report.borrowed.items():
+            borrowed.add_metric((name, lender), n * report.page_bytes)
         for kind, n in held.items():
             pages.add_metric((name, kind), n * report.page_bytes)
         for m in report.models:
             models.add_metric((name, m.name, m.residency), 1)
-    yield from (up, restarts, requests, pages, models)
+    yield from (up, restarts, requests, pages, lent, borrowed, models)
 
 
 def _pool(report: DeviceReport) -> Iterator[Metric]:
@@ -251,11 +264,12 @@ def _served(report: DeviceReport, specs: Mapping[str, ModelSpec], now: float) ->
 
 
 def owned(report: DeviceReport) -> dict[tuple[str, str], int]:
-    """Pages by (kind of owner, model); lanes' activations together, under no model."""
+    """Pages by (kind of owner, model); lanes' activations together, under no model, and so what is
+    lent to other devices."""
     held: dict[tuple[str, str], int] = {}
     for owner, n in report.owners.items():
         kind, _, name = owner.partition(":")
-        key = (kind, "" if kind == "arena" else name)
+        key = (kind, "" if kind in ("arena", "lent") else name)
         held[key] = held.get(key, 0) + n
     return held
 

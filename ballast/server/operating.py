@@ -80,6 +80,15 @@ class Operating:
         """A device serves a model no more, until the next start. Raises Fault or Unavailable."""
         _done(await self._controller.withdraw_model(name, device, patience))
 
+    async def lend(self, lender: str, borrower: str, n_bytes: int) -> None:
+        """A device lends another one memory, until one of them is started anew. Raises Fault or
+        Unavailable."""
+        _done(await self._controller.lend(lender, borrower, n_bytes))
+
+    async def recall(self, lender: str, borrower: str, n_bytes: int | None, seconds: float) -> None:
+        """It wants so much back, or all. Raises Fault or Unavailable."""
+        _done(await self._controller.recall(lender, borrower, n_bytes, seconds))
+
     async def add(self, entry: NamedModelKeys) -> str:
         """A model more; its name. Raises Fault, Unavailable or NotKept."""
         home = Path(self._controller.fleet.home)

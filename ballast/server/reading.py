@@ -106,6 +106,7 @@ def _device(device: RemoteDevice) -> DeviceNow:
         jobs=report.jobs,
         models=list(report.models),
         failed=dict(device.failed),
+        borrowed=report.borrowed,
     )
 
 

@@ -58,6 +58,8 @@ class DeviceNow(msgspec.Struct, frozen=True):
     models: list[ModelReport]
     failed: dict[str, str]
     """Models that it should serve and does not, with the reason."""
+    borrowed: dict[str, int] = {}
+    """Pages of other devices that it may use, by device."""
 
 
 class ServerNow(msgspec.Struct, frozen=True):

@@ -20,14 +20,16 @@ from ballast.core.event import (
     TransferDone,
 )
 from ballast.core.job import Job
+from ballast.core.lease import AskedBack, Lent, PeerGone, PeerMet, Returned
 
-RANK = {
+RANK: dict[type[Event], int] = {
     kind: rank
     for rank, kind in enumerate(
         (JobDone, JobFailed, TransferDone, Operate, Cancel, Arrival, Timer, Drain, Stop)
     )
 }
-"""At equal times, what ended comes before what begins."""
+RANK |= dict.fromkeys((PeerMet, PeerGone, Lent, AskedBack, Returned), RANK[Operate])
+"""At equal times, what ended comes before what begins; other devices' words stay in order."""
 
 
 class EventHeap:

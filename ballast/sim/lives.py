@@ -13,6 +13,7 @@ import msgspec
 from ballast.core.entries import FORMAT, Entry, Snapshot
 from ballast.core.errors import ConfigError
 
+_LEASE = ("lease", "epoch", "lender", "borrower", "page_numbers")
 _FIELDS = {
     "Arrival": ("n", "request", "model", "arrival", "prompt_tokens", "max_tokens"),
     "Cancel": ("request_id",),
@@ -21,6 +22,9 @@ _FIELDS = {
     "Leap": ("job", "model", "steps", "ends"),
     "TransferDone": ("transfer_id", "n_bytes", "seconds"),
     "Operate": ("id", "operation"),
+    "PeerMet": ("peer", "epoch", "n_pages"),
+    "PeerGone": ("peer", "epoch"),
+    **dict.fromkeys(("Lent", "AskedBack", "Returned"), _LEASE),
 }
 """What events cannot do without, beside the time and the turn."""
 _BEGIN = b'{"device":"'

@@ -31,8 +31,9 @@ from ballast.sim.restore import Events, Impossible, Lanes, Unknown
 
 CONTEXT = 6
 """Entries shown before a difference."""
-_PRIVATE = ("blocks", "salt", "turn")
-"""What may differ: by tokens, and by the turns that a leap passed over."""
+_PRIVATE = ("blocks", "salt", "turn", "page_numbers")
+"""What may differ: by tokens, by the turns that a leap passed over, and by which of a device's free
+pages had memory when it lent some."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import TypeVar
 
 import msgspec
 
-from ballast.core import actions, event
+from ballast.core import actions, event, lease
 from ballast.core.entries import Entry, ModelTold
 from ballast.core.event import Embedded, Event, Failed, JobDone, PromptScores, Result
 from ballast.core.job import Job, Sampled
+from ballast.core.lease import Lease, PeerMet, Word
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.engine.build import build_newcomer
 from ballast.engine.loop import Loop
+from ballast.memory.vm import Exported
 from ballast.sim.device import copy_nothing, hosted_nowhere
 from ballast.sim.lives import Life
 from ballast.sim.standins import StandIns
@@ -48,6 +50,11 @@ class Events:
     def __init__(self, life: Life, lanes: Lanes, loop: Loop) -> None:
         self._lanes = lanes
         self._state = loop.state
+        self._lent: dict[int, tuple[int, ...]] = {}
+        """By lease, the pages that were lent."""
+        self._lent_again: dict[int, tuple[int, ...]] = {}
+        """Those that the replay has lent instead."""
+        loop.state.lending.say = self._hear
         self._ready = loop.operations.ready
         self._standins = StandIns(life.entries)
         self._numbers: dict[str, int] = {}
@@ -71,6 +78,10 @@ class Events:
             return event.JobFailed(self.ended_job(told), told["reason"])
         if kind == "Operate":
             return self._operate(told)
+        if kind in _OF_LEASES:
+            return self._of_lease(told)
+        if kind == "PeerMet":
+            return self._met(told)
         if kind == "TransferDone":
             number = told["transfer_id"]
             if all(m.transfer_id != number for m in self._state.models.values()):
@@ -79,6 +90,30 @@ class Events:
         if made is None:
             raise Unknown(f"this version knows no event {kind!r}")
         return _made(made, told)
+
+    def _hear(self, word: Word) -> None:
+        """What the replay says to other devices: what it lends them."""
+        if isinstance(word, lease.Lent):
+            self._lent_again[word.lease.id] = word.lease.pages
+
+    def _of_lease(self, told: Entry) -> Event:
+        """Of a lease by the replay the pages are others, in the same places."""
+        id, pages = told["lease"], told["page_numbers"]
+        if told["event"] == "Returned":
+            instead = dict(zip(self._lent.get(id, ()), self._lent_again.get(id, ()), strict=True))
+            if not instead.keys() >= set(pages):
+                raise Impossible(f"lease {id} has not lent these pages")
+            pages = [instead[page] for page in pages]
+        made = Lease(id, told["epoch"], told["lender"], told["borrower"], tuple(pages))
+        return _OF_LEASES[told["event"]](made)
+
+    def _met(self, told: Entry) -> Event:
+        """A peer without memory."""
+        met = _made(PeerMet, told)
+        page_bytes = self._state.settings.page_bytes
+        exported = Exported((-2, met.epoch), page_bytes, met.n_pages, (), None)
+        self._state.lending.exports[met.peer, met.epoch] = exported
+        return met
 
     def _submission(self, told: Entry) -> Submission:
         n, name, prompt = told["n"], told["model"], told["prompt_tokens"]
@@ -140,6 +175,8 @@ class Events:
         if made is None:
             raise Unknown(f"this version knows no operation {told['operation']!r}")
         operation = _made(made, told)
+        if "lease" in told:
+            self._lent[told["lease"]] = tuple(told["page_numbers"])
         if "joining" in told:
             joining = msgspec.convert(told["joining"], ModelTold)
             spec, costs = joining.spec, joining.costs
@@ -161,9 +198,21 @@ def _ends(told: Entry) -> dict[str, Entry]:
 
 
 _EVENTS: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (event.Cancel, event.TransferDone, event.Drain, event.Stop)
+    kind.__name__: kind
+    for kind in (event.Cancel, event.TransferDone, event.Drain, event.Stop, lease.PeerGone)
+}
+_OF_LEASES: dict[str, Callable[[Lease], Event]] = {
+    kind.__name__: kind for kind in (lease.Lent, lease.AskedBack, lease.Returned)
 }
 _OPERATIONS: dict[str, type[actions.Operation]] = {
     kind.__name__: kind
-    for kind in (actions.Activate, actions.Evict, actions.Change, actions.Join, actions.Leave)
+    for kind in (
+        actions.Activate,
+        actions.Evict,
+        actions.Change,
+        actions.Join,
+        actions.Leave,
+        actions.Lend,
+        actions.Recall,
+    )
 }

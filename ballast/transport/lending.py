@@ -1,77 +1,37 @@
-"""What lender, borrower and supervisor say to each other, and how the memory changes hands.
+"""How the right to map a device's memory gets from its process to another.
 
-Messages go the way all others do; whoever passes them on keeps their order. A descriptor cannot go
-there, and goes once per pair of processes over a Unix socket in a directory that only this user can
-enter (`PagesSocket`, `fetch_pages`). Its right is passed along (SCM_RIGHTS): `pidfd_getfd` needs
-the permission to trace, which many systems deny between two children of one parent, and
+Messages go the way all others do; a descriptor cannot go there, and goes once per pair of processes
+over a Unix socket that only this user is served at (`PagesSocket`, `fetch_pages`). Its address is
+abstract: there is no file to be left behind. The right is passed along (SCM_RIGHTS): `pidfd_getfd`
+needs the permission to trace, which many systems deny between two children of one parent, and
 /proc/PID/fd finds whoever has that number now.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import struct
-from pathlib import Path
-
-import msgspec
 
 from ballast.core.errors import DeviceError
-from ballast.core.lease import Lease
 from ballast.memory.share import receive_pages, send_pages
 from ballast.memory.vm import Exported
-from ballast.transport.messages import MalformedMessage
 
-
-class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    lease: Lease
-
-
-class Lent(_Message, frozen=True):
-    """Lender to borrower: these pages are yours to use."""
-
-
-class AskedBack(_Message, frozen=True):
-    """Lender to borrower: these are to be returned."""
-
-
-class Returned(_Message, frozen=True):
-    """Borrower to lender: these are unmapped."""
-
-
-LendingMessage = Lent | AskedBack | Returned
-"""Of one epoch; whoever receives one of another does nothing, and says so."""
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[LendingMessage] = msgspec.msgpack.Decoder(LendingMessage)
-
-SOCKET = "pages.sock"
 PATIENCE_SECONDS = 2.0
 """For the other end of a connection."""
-
-
-def encode(message: LendingMessage) -> bytes:
-    """The message as MessagePack."""
-    return _encoder.encode(message)
-
-
-def decode(data: bytes) -> LendingMessage:
-    """Raises MalformedMessage where `data` is no such message."""
-    try:
-        return _decoder.decode(data)
-    except msgspec.DecodeError as error:
-        raise MalformedMessage(f"malformed message: {error}") from error
 
 
 class PagesSocket:
     """Where a lender's process is asked for its device; on its own thread, when `fileno` is
     readable."""
 
-    def __init__(self, directory: Path) -> None:
-        """`directory` is entered by this user only. Raises DeviceError."""
+    def __init__(self) -> None:
+        """Raises DeviceError."""
+        self.address = f"ballast-pages-{secrets.token_hex(16)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._socket.bind(str(directory / SOCKET))
+            self._socket.bind(f"\0{self.address}")
             self._socket.listen()
             self._socket.setblocking(False)
         except OSError as error:
@@ -102,8 +62,8 @@ class PagesSocket:
         self._socket.close()
 
 
-def fetch_pages(directory: Path) -> Exported:
-    """The device of the process that serves `directory`: for `Borrower.meet`. Raises DeviceError.
+def fetch_pages(address: str) -> Exported:
+    """The device of the process that serves `address`: for `Borrower.meet`. Raises DeviceError.
 
     Waits until it is served, PATIENCE_SECONDS at most: on a thread of its own where the caller has
     jobs to run meanwhile. A lender that is amid a long job may have to be asked again.
@@ -111,9 +71,11 @@ def fetch_pages(directory: Path) -> Exported:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(PATIENCE_SECONDS)
         try:
-            connection.connect(str(directory / SOCKET))
+            connection.connect(f"\0{address}")
         except OSError as error:
             raise DeviceError("connect", str(error)) from error
+        if not _same_user(connection):
+            raise DeviceError("connect", "another user serves that address")
         return receive_pages(connection)
 
 

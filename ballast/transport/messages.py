@@ -8,13 +8,13 @@ dataclasses carry no tag that would tell them apart.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from ballast import __version__
-from ballast.core.actions import Activate, Change, Evict
-from ballast.core.command import Add, Order, Outcome, Remove
+from ballast.core.actions import Activate, Change, Evict, Lend, Recall
+from ballast.core.command import Add, DeviceOrder, Outcome, Remove
 from ballast.core.errors import BallastError
 from ballast.core.event import (
     Cancelled,
@@ -24,6 +24,16 @@ from ballast.core.event import (
     Output,
     PromptScores,
     TokenOut,
+)
+from ballast.core.lease import (
+    AskedBack,
+    Condemned,
+    HasMet,
+    Lease,
+    Lent,
+    LetGo,
+    Returned,
+    Word,
 )
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
@@ -84,22 +94,62 @@ class Command(_Message, frozen=True):
     change: Change | None = None
     activate: Activate | None = None
     evict: Evict | None = None
+    lend: Lend | None = None
+    recall: Recall | None = None
 
     @classmethod
-    def of(cls, id: int, order: Order) -> Command:
+    def of(cls, id: int, order: DeviceOrder) -> Command:
         return cls(id, **{type(order).__name__.lower(): order})  # type: ignore[arg-type]
 
     @property
-    def order(self) -> Order:
+    def order(self) -> DeviceOrder:
         """Raises MalformedMessage unless there is one."""
-        fields = (self.add, self.remove, self.change, self.activate, self.evict)
+        orders = (self.add, self.remove, self.change, self.activate, self.evict)
+        fields = (*orders, self.lend, self.recall)
         given = [order for order in fields if order is not None]
         if len(given) != 1:
             raise MalformedMessage(f"a command with {len(given)} orders")
         return given[0]
 
 
-ToWorker = Configure | Submit | Withdraw | DrainDevice | StopDevice | Command
+class Meet(_Message, frozen=True):
+    """Another device's worker, with which pages may be lent; it gives its memory at `address`."""
+
+    peer: str
+    epoch: int
+    address: str
+
+
+class Gone(_Message, frozen=True):
+    """That worker has ended, and has been reaped."""
+
+    peer: str
+    epoch: int
+
+
+class OfLease(_Message, frozen=True):
+    """What a lender says to a borrower, or back; passed on in order."""
+
+    what: Literal["Lent", "AskedBack", "Returned"]
+    lease: Lease
+
+    @classmethod
+    def of(cls, word: Lent | AskedBack | Returned) -> OfLease:
+        return cls(type(word).__name__, word.lease)  # type: ignore[arg-type]
+
+    @property
+    def word(self) -> Lent | AskedBack | Returned:
+        return _OF_LEASES[self.what](self.lease)
+
+
+_OF_LEASES: dict[str, type[Lent | AskedBack | Returned]] = {
+    kind.__name__: kind for kind in (Lent, AskedBack, Returned)
+}
+
+
+ToWorker = (
+    Configure | Submit | Withdraw | DrainDevice | StopDevice | Command | Meet | Gone | OfLease
+)
 
 
 # -- from the worker ----------------------------------------------------------------------------
@@ -118,6 +168,8 @@ class Ready(_Message, frozen=True):
     specs: dict[str, ModelSpec]
     failed: dict[str, str]
     report: DeviceReport
+    pages: str = ""
+    """Where it gives its memory to other workers; none: it does not."""
 
 
 class NotReady(_Message, frozen=True):
@@ -150,6 +202,21 @@ class Heartbeat(_Message, frozen=True):
     """How long the present job on its lane has lasted; 0: it is idle."""
     load_seconds: float = 0.0
     """How long it has loaded nothing more, though it is not done; 0: it serves."""
+
+
+class OfPeer(_Message, frozen=True):
+    """What a device has to say of another one's worker."""
+
+    what: Literal["HasMet", "Condemned", "LetGo"]
+    peer: str
+    epoch: int
+
+
+def told(word: Word) -> OfLease | OfPeer:
+    """A device's word as a message."""
+    if isinstance(word, HasMet | Condemned | LetGo):
+        return OfPeer(type(word).__name__, word.peer, word.epoch)  # type: ignore[arg-type]
+    return OfLease.of(word)
 
 
 class Drained(_Message, frozen=True):
@@ -216,7 +283,9 @@ class Outputs(_Message, frozen=True):
         return [w.output for w in self.wrapped]
 
 
-ToServer = Hello | Heartbeat | Ready | NotReady | Status | Outputs | Drained | Done
+ToServer = (
+    Hello | Heartbeat | Ready | NotReady | Status | Outputs | Drained | Done | OfPeer | OfLease
+)
 
 
 M = TypeVar("M")

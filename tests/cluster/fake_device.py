@@ -22,7 +22,7 @@ import msgspec
 from ballast.cluster.segments import SegmentClient
 from ballast.cluster.worker import Progress, Record
 from ballast.core.actions import Change
-from ballast.core.command import Add, Order, Outcome, Remove
+from ballast.core.command import Add, DeviceOrder, Outcome, Remove
 from ballast.core.event import (
     Arrival,
     Cancel,
@@ -37,10 +37,12 @@ from ballast.core.event import (
     Stop,
     TokenOut,
 )
+from ballast.core.lease import Word
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport, ModelReport
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
+from ballast.memory.vm import Exported
 
 HOLD = 1001
 """Two tokens, then nothing until cancelled."""
@@ -118,7 +120,16 @@ class EchoDevice:
     def post(self, event: Event) -> None:
         self._events.put(event)
 
-    def command(self, order: Order, done: Callable[[Outcome], None]) -> None:
+    def export(self) -> None:
+        """It has no memory."""
+
+    def meet(self, peer: str, epoch: int, exported: Exported) -> None:
+        raise NotImplementedError
+
+    def tell_peers(self, say: Callable[[Word], None]) -> None:
+        """It has nothing to say."""
+
+    def command(self, order: DeviceOrder, done: Callable[[Outcome], None]) -> None:
         match order:
             case Add(settings) if "broken" in settings.path:
                 done(Outcome("invalid", "it is broken"))

@@ -66,6 +66,7 @@ def test_pages_of_the_pool_add_up() -> None:
         "KV": 20,
         "cached prefixes": 10,
         "activations": 10,
+        "lent": 0,
         "reclaiming": 5,
         "free": 35,
     }

@@ -53,6 +53,38 @@ def test_balloon_moves_blocks_together_before_it_evicts() -> None:
     assert kinds(decision.actions) == ["Compact", "Activate"]
 
 
+def test_balloon_evicts_nobody_for_what_borrowed_pages_give() -> None:
+    short = (Shortage("a", "r1", 4, False, 16),)
+    a, idle = model("a", kv=5, running=(request(1),)), model("idle")
+    assert kinds(Balloon()(device(a, idle, free=0, shortages=short), None).actions) == ["Evict"]
+    for borrowed in (4, 9):
+        view = device(a, idle, free=0, shortages=short, borrowed=borrowed)
+        assert Balloon()(view, None).actions == ()
+    view = device(a, idle, free=1, shortages=short, borrowed=2)
+    assert kinds(Balloon()(view, None).actions) == ["Evict"]
+
+
+def test_balloon_counts_borrowed_pages_once_and_not_for_weights() -> None:
+    short = tuple(Shortage(name, f"r{i}", 4, False, 16) for i, name in enumerate("ab"))
+    models = [model(name, kv=5, running=(request(i),)) for i, name in enumerate("ab")]
+    view = device(*models, model("idle"), free=0, shortages=short, borrowed=4)
+    assert kinds(Balloon()(view, None).actions) == ["Evict"]
+    wanting = model("w", ABSENT, waiting=(request(9, arrival=10),), first=3)
+    cached = model("c", kv=6, cached_borrowed=6, running=(request(1),))
+    view = device(wanting, cached, free=9, borrowed=20)
+    assert Balloon()(view, None).actions == ()
+    view = device(wanting, cached, free=10, borrowed=20)
+    assert kinds(Balloon()(view, None).actions) == ["Activate"]
+
+
+def test_balloon_drops_what_is_cached_on_borrowed_pages_for_kv() -> None:
+    short = (Shortage("a", "r1", 4, False, 16),)
+    a = model("a", kv=5, running=(request(1),))
+    cached = model("c", kv=6, cached=1, cached_borrowed=3)
+    decision = Balloon()(device(a, cached, free=0, shortages=short), None)
+    assert decision.actions == (DropCache("c", 4, "a needs pages"),)
+
+
 def test_balloon_leaves_idle_models_alone_when_nothing_is_short() -> None:
     decision = Balloon()(device(model("a"), model("b"), free=0), None)
     assert decision.actions == ()

@@ -72,6 +72,7 @@ def model(
     share: float = 1.0,
     pinned: bool = False,
     shared: tuple[SharedView, ...] = (),
+    cached_borrowed: int = 0,
 ) -> ModelView:
     return ModelView(
         spec=spec(name, pages=pages, share=share, pinned=pinned),
@@ -91,6 +92,7 @@ def model(
         last_used=last_used,
         costs=UNMEASURED,
         shared=shared,
+        cached_borrowed=cached_borrowed,
     )
 
 
@@ -102,6 +104,7 @@ def device(
     reclaiming: int = 0,
     now: float = 10.0,
     shortages: tuple[Shortage, ...] = (),
+    borrowed: int = 0,
 ) -> DeviceView:
     return DeviceView(
         now=now,
@@ -114,4 +117,5 @@ def device(
         link_bytes_per_second=1e9,
         models=models,
         shortages=shortages,
+        borrowed=borrowed,
     )

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballast.core.actions import Activate, Change, Evict
-from ballast.core.command import Add, Order, Outcome, Remove
+from ballast.core.actions import Activate, Change, Evict, Lend, Recall
+from ballast.core.command import Add, DeviceOrder, Outcome, Remove
 from ballast.core.event import Cancelled, Failed, Finished, TokenOut
 from ballast.core.report import DeviceReport, ModelReport
 from ballast.core.request import Sampling, Submission
@@ -19,9 +19,12 @@ from ballast.transport.messages import (
     Done,
     DrainDevice,
     Drained,
+    Gone,
     Hello,
     MalformedMessage,
+    Meet,
     NotReady,
+    OfPeer,
     Outputs,
     Ready,
     Status,
@@ -99,6 +102,8 @@ OUTPUTS = [
         Withdraw(("r-0", "r-1")),
         DrainDevice(),
         StopDevice("why"),
+        Meet("cpu:1", 2, "ballast-pages-0"),
+        Gone("cpu:1", 2),
     ],
 )
 def test_messages_to_the_worker_arrive_as_sent(message: ToWorker) -> None:
@@ -114,6 +119,7 @@ def test_messages_to_the_worker_arrive_as_sent(message: ToWorker) -> None:
         Status(REPORT, ({"at": 1.5, "action": "Evict", "model": "a", "pages": None},)),
         Outputs.of(OUTPUTS),
         Drained(),
+        OfPeer("LetGo", "cpu:1", 2),
     ],
 )
 def test_messages_to_the_server_arrive_as_sent(message: ToServer) -> None:
@@ -131,9 +137,11 @@ CHANGE = Change(model="a", slo=Slo(), priority=1, max_waiting=5, queue_seconds=2
         CHANGE,
         Activate("a"),
         Evict("a", "why"),
+        Lend("cpu:1", 3),
+        Recall("cpu:1", None, 2.5),
     ],
 )
-def test_orders_and_what_came_of_them_arrive_as_sent(order: Order) -> None:
+def test_orders_and_what_came_of_them_arrive_as_sent(order: DeviceOrder) -> None:
     arrived = decode_to_worker(encode(Command.of(7, order)))
     assert isinstance(arrived, Command)
     assert (arrived.id, arrived.order) == (7, order)

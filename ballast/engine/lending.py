@@ -1,0 +1,165 @@
+"""What a device lends to others and borrows from them, as its loop hears and says it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+from ballast.core.actions import Short
+from ballast.core.errors import DeviceError, Unavailable
+from ballast.core.lease import (
+    AskedBack,
+    Condemned,
+    HasMet,
+    Lease,
+    Lent,
+    LetGo,
+    PeerGone,
+    PeerMet,
+    Returned,
+    Word,
+)
+from ballast.memory.borrow import Borrower
+from ballast.memory.lend import Lender
+from ballast.memory.pool import Pool
+from ballast.memory.vm import Exported
+
+log = logging.getLogger(__name__)
+
+Heard = Lent | AskedBack | Returned | PeerMet | PeerGone
+"""Events of other devices."""
+
+
+class Lending:
+    """Used by the loop's thread, but for `exports`; what it `say`s must not wait for anything."""
+
+    def __init__(self, pool: Pool, borrower: Borrower, device: str) -> None:
+        self.borrower = borrower
+        self.say: Callable[[Word], None] = _say_nothing
+        self.exports: dict[tuple[str, int], Exported] = {}
+        """By peer and epoch: put in by whoever has fetched it, before `PeerMet`."""
+        self.lent: dict[str, int] = {}
+        """Pages by borrower; replaced, never changed, like what follows."""
+        self.borrowed: dict[str, int] = {}
+        """By lender."""
+        self.next: float | None = None
+        """When `check` is to be called."""
+        self._lender = Lender(pool, device, lambda peer, epoch: self.say(Condemned(peer, epoch)))
+        self._over: dict[str, int] = {}
+        """The last epoch of each peer that is known to be over."""
+        self._left: set[tuple[str, int]] = set()
+        """Peers that are gone and of which something may be mapped."""
+
+    @property
+    def awaiting(self) -> bool:
+        """Whether pages were asked back that have not come."""
+        return self._lender.recalled() > 0
+
+    def awaits(self, peer: str) -> bool:
+        """Whether some of them are with that peer."""
+        return self._lender.recalled(peer) > 0
+
+    def handle(self, event: Heard) -> bool:
+        """Take in what another device said, or that it is there or gone; whether pages came free
+        or can be borrowed."""
+        more = False
+        match event:
+            case PeerMet():
+                self._meet(event)
+            case PeerGone(peer, epoch):
+                more = self._gone(peer, epoch)
+            case Lent(lease):
+                more = _taken(self.borrower.accept(lease))
+            case AskedBack(lease):
+                self.borrower.recall(lease)
+            case Returned(lease):
+                more = _taken(self._lender.returned(lease))
+        self._count()
+        return more
+
+    def lend(self, peer: str, pages: int) -> Lease | str:
+        """Free pages for a peer; why not, if so."""
+        try:
+            lease = self._lender.lend(peer, pages)
+        except Unavailable as error:
+            return str(error)
+        if isinstance(lease, Short):
+            return f"short of {lease.pages} pages"
+        self._count()
+        self.say(Lent(lease))
+        return lease
+
+    def recall(self, peer: str | None, pages: int | None, due: float) -> int:
+        """Ask for so many pages, or all, of a peer, or of all; how many are out of these.
+
+        What was lent last is asked back first.
+        """
+        asked = 0
+        for name in list(self.lent) if peer is None else [peer]:
+            for lease in reversed(self._lender.leases(name)):
+                left = len(lease.pages) if pages is None else pages - asked
+                part = self._lender.recall(lease.part(lease.pages[-left:] if left else ()), due)
+                if part is not None:
+                    asked += len(part.pages)
+                    self.say(AskedBack(part))
+        if asked:
+            self.next = due if self.next is None else min(self.next, due)
+        return asked
+
+    def check(self, now: float) -> None:
+        """Have those killed that are late."""
+        if self.next is not None and now >= self.next:
+            soonest = self._lender.check(now)
+            self.next = soonest if self.awaiting and soonest < float("inf") else None
+
+    def answer(self) -> None:
+        """Say what has been returned, and which dead peers' memory is let go of."""
+        told = self.borrower.settle()
+        for part in told:
+            self.say(Returned(part))
+        if told or self._left:
+            self._count()
+        for peer, epoch in sorted(self._left):
+            if not self.borrower.knows(peer, epoch):
+                self._left.discard((peer, epoch))
+                self.say(LetGo(peer, epoch))
+
+    def validate(self) -> None:
+        """Raises BrokenPromise unless the ledger shows what was lent and borrowed."""
+        self._lender.validate()
+        self.borrower.validate()
+
+    def _meet(self, event: PeerMet) -> None:
+        exported = self.exports.pop((event.peer, event.epoch))
+        try:
+            if event.epoch <= self._over.get(event.peer, -1):
+                raise DeviceError("attach", "its process has ended")
+            self.borrower.meet(event.peer, event.epoch, exported)
+        except DeviceError as error:
+            log.warning("%s cannot be lent to nor borrowed from: %s", event.peer, error)
+            if exported.fd is not None:
+                os.close(exported.fd)
+            return
+        self._lender.meet(event.peer, event.epoch)
+        self.say(HasMet(event.peer, event.epoch))
+
+    def _gone(self, peer: str, epoch: int) -> bool:
+        self._over[peer] = max(epoch, self._over.get(peer, -1))
+        freed = self._lender.gone(peer, epoch)
+        self.borrower.gone(peer, epoch)
+        self._left.add((peer, epoch))
+        return freed > 0
+
+    def _count(self) -> None:
+        self.lent, self.borrowed = self._lender.lent(), self.borrower.borrowed()
+
+
+def _taken(refused: str | None) -> bool:
+    if refused is not None:
+        log.warning("%s", refused)
+    return refused is None
+
+
+def _say_nothing(word: Word) -> None:
+    """In simulations nobody listens."""

@@ -1,0 +1,55 @@
+"""Move out of borrowed pages that are asked back, so that no request notices but by waiting.
+
+What is cached there goes; what is used is copied to pages of the device, for which cached prefixes
+make way; where there are none, the requests are preempted. Blocks that a job in flight uses wait
+for its end.
+"""
+
+from __future__ import annotations
+
+from ballast.core.actions import Preempt
+from ballast.core.story import Story
+from ballast.engine.model import ModelState
+from ballast.engine.state import DeviceState
+
+
+def vacate(state: DeviceState, story: Story) -> None:
+    """As far as it goes now."""
+    ranges = {id(m.kv.range): m for m in state.models.values()}
+    slabs: dict[tuple[str, int], tuple[ModelState, int]] = {}
+    for place in state.lending.borrower.wanted():
+        m = ranges[id(place.range)]
+        slabs[m.spec.name, place.at // m.kv.layout.slab_pages] = m, place.at
+    home = dropped = 0
+    for m, at in slabs.values():
+        if not m.kv.range.is_backed(at):
+            continue  # it went with a request that has just been preempted
+        used = set(m.kv.used_with(at))
+        users = [r for r in m.running if not used.isdisjoint(r.blocks)]
+        if any(r.in_flight for r in users):
+            continue
+        if m.kv.forsake(at):
+            dropped += 1
+        elif m.kv.bring_home(at) or _bring_home_for_cached(state, m, at):
+            home += 1
+        else:
+            for r in reversed(users):
+                state.preempt(m, r)
+                why = "borrowed pages are asked back"
+                story.decision(state.now, Preempt(m.spec.name, r.id, why), None, by="lender")
+        state.touch(m)
+        state.freed += 1
+        state.asking = True
+    if home or dropped:
+        story.vacated(state.now, home, dropped)
+
+
+def _bring_home_for_cached(state: DeviceState, m: ModelState, at: int) -> bool:
+    """In the place of what is cached on the device's own pages."""
+    for other in state.models.values():
+        while other.kv.cached_pages > 0:
+            other.kv.drop_cached(m.kv.layout.slab_pages)
+            state.touch(other)
+            if m.kv.bring_home(at):
+                return True
+    return False

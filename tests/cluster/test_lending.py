@@ -1,0 +1,149 @@
+"""Which workers know each other, whose words are passed on, and when a dead one is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from ballast.cluster import lending
+from ballast.cluster.lending import Acquaintances
+from ballast.core.capability import Lendable, capabilities
+from ballast.core.lease import AskedBack, Lease, Lent, Returned
+from ballast.transport.messages import Gone, Meet, OfLease, OfPeer, ToWorker
+
+ABLE = capabilities([Lendable("a", 64), Lendable("b", 64), Lendable("c", 128), Lendable("d", 64)])
+
+
+class Device:
+    """What it was told, and why it was killed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.down: str | None = None
+        self.heard: list[ToWorker] = []
+        self.killed: list[str] = []
+
+    def tell(self, message: ToWorker) -> None:
+        assert self.down is None
+        self.heard.append(message)
+
+    def kill(self, why: str) -> None:
+        self.killed.append(why)
+
+    def take(self) -> list[ToWorker]:
+        heard, self.heard = self.heard, []
+        return heard
+
+
+class World:
+    def __init__(self) -> None:
+        self.devices = {name: Device(name) for name in "abcd"}
+        self.acquaintances = Acquaintances(self.devices)
+
+    def serving(self, *names: str) -> None:
+        for name in names:
+            self.acquaintances.serving(self.devices[name], f"at-{name}", ABLE)
+
+    def say(self, name: str, what: str, peer: str, epoch: int) -> None:
+        self.acquaintances.said(self.devices[name], OfPeer(what, peer, epoch))  # type: ignore[arg-type]
+
+    def meet(self, a: str, b: str) -> int:
+        """Their epoch."""
+        (epoch,) = {m.epoch for m in self.devices[a].take() if isinstance(m, Meet) and m.peer == b}
+        self.devices[b].take()
+        self.say(a, "HasMet", b, epoch)
+        assert not self.acquaintances.acquainted(a, b)
+        self.say(b, "HasMet", a, epoch)
+        assert self.acquaintances.acquainted(b, a)
+        return epoch
+
+    def die(self, name: str) -> asyncio.Task[None]:
+        self.devices[name].down = "it is dead"
+        self.acquaintances.died(self.devices[name])
+        return asyncio.ensure_future(self.acquaintances.buried(self.devices[name]))
+
+
+def test_all_that_can_lend_are_introduced_once() -> None:
+    world = World()
+    world.serving("a")
+    world.acquaintances.serving(world.devices["d"], "", ABLE)
+    assert world.devices["a"].take() == []
+    world.serving("c", "b")
+    assert world.devices["a"].heard == [Meet("b", 1, "at-b")]
+    assert world.devices["b"].heard == [Meet("a", 1, "at-a")]
+    assert world.devices["c"].heard == world.devices["d"].heard == []
+    world.serving("d")
+    assert world.devices["d"].heard == [Meet("a", 2, "at-a"), Meet("b", 3, "at-b")]
+    assert not world.acquaintances.acquainted("a", "b")
+
+
+def test_words_of_the_present_epoch_are_passed_on() -> None:
+    world = World()
+    world.serving("a", "b")
+    epoch = world.meet("a", "b")
+    a, b = world.devices["a"], world.devices["b"]
+    lease = Lease(0, epoch, "a", "b", (1, 2))
+    for word in (Lent(lease), AskedBack(lease)):
+        world.acquaintances.said(a, OfLease.of(word))
+        assert b.take() == [OfLease.of(word)]
+        world.acquaintances.said(b, OfLease.of(word))  # it is not the borrower's to say
+        assert (a.take(), b.take()) == ([], [])
+    world.acquaintances.said(b, OfLease.of(Returned(lease)))
+    assert a.take() == [OfLease.of(Returned(lease))]
+    world.acquaintances.said(a, OfLease.of(Lent(Lease(1, epoch + 1, "a", "b", (1,)))))
+    world.acquaintances.said(a, OfLease.of(Lent(Lease(1, epoch, "a", "c", (1,)))))
+    assert b.take() == world.devices["c"].take() == []
+    world.say("a", "Condemned", "b", epoch + 1)
+    assert b.killed == []
+    world.say("a", "Condemned", "b", epoch)
+    assert b.killed == ["a waits in vain for pages it has lent"]
+
+
+def test_a_successor_waits_until_the_memory_is_let_go_of_and_meets_anew() -> None:
+    async def scenario() -> None:
+        world = World()
+        world.serving("a", "b")
+        epoch = world.meet("a", "b")
+        buried = world.die("a")
+        await asyncio.sleep(0)
+        assert world.devices["b"].take() == [Gone("a", epoch)]
+        assert not world.acquaintances.acquainted("a", "b")
+        assert not buried.done()
+        world.say("b", "LetGo", "a", epoch)
+        await buried
+        world.devices["a"].down = None
+        world.serving("a")
+        assert world.meet("b", "a") > epoch
+
+    asyncio.run(scenario())
+
+
+def test_both_may_die_at_once() -> None:
+    async def scenario() -> None:
+        world = World()
+        world.serving("a", "b")
+        world.meet("a", "b")
+        first = world.die("a")
+        await asyncio.sleep(0)
+        second = world.die("b")
+        await asyncio.gather(first, second)
+
+    asyncio.run(scenario())
+
+
+def test_whoever_does_not_let_go_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lending, "LET_GO_SECONDS", 0.01)
+
+    async def scenario() -> None:
+        world = World()
+        world.serving("a", "b")
+        world.meet("a", "b")
+        buried = world.die("a")
+        while not world.devices["b"].killed:
+            await asyncio.sleep(0)
+        assert not buried.done()
+        await world.die("b")
+        await buried
+
+    asyncio.run(scenario())

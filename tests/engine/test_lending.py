@@ -1,0 +1,275 @@
+"""Two live devices that lend to each other: no token changes, the books agree, stories replay."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from ballast.bench.inprocess import InProcess
+from ballast.core.actions import Lend, Recall
+from ballast.core.command import DeviceOrder, Outcome
+from ballast.core.event import Output, TokenOut
+from ballast.core.lease import Condemned, HasMet, LetGo, PeerGone, Returned, Word
+from ballast.core.request import Sampling, Submission
+from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
+from ballast.core.units import KiB, MiB
+from ballast.memory.lend import OWNER
+from ballast.sim.lives import read_lives
+from ballast.sim.replay import replay
+from tests.engine.checkpoints import VOCAB, make_llama
+
+DEADLINE = 60.0
+PAGE = 64 * KiB
+LENDER, BORROWER = "cpu:0", "cpu:1"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("model") / "base", 1)
+
+
+@pytest.fixture(scope="module")
+def fleet(path: Path) -> FleetSettings:
+    """Of one device, with room for its weights and six pages of KV."""
+    device = DeviceSettings(
+        budget_bytes=64 * MiB, page_bytes=PAGE, step_tokens=32, step_logits=8, threads=1
+    )
+    models = (ModelSettings(name="base", path=str(path), dtype="float32"),)
+    roomy = FleetSettings(models=models, device=device)
+    with InProcess(roomy) as server:
+        state = server.device.state
+        pages = state.arena.pages + state.models["base"].weights.pages + 6
+    return replace(roomy, device=replace(device, budget_bytes=pages * PAGE))
+
+
+def asked(n: int) -> list[Submission]:
+    return [
+        Submission(
+            id=f"r{i}",
+            model="base",
+            prompt=tuple((11 * k + 5 * i) % VOCAB for k in range(20 + 10 * i)),
+            max_tokens=150,
+            sampling=Sampling(temperature=0.7, seed=i),
+            ignore_eos=True,
+        )
+        for i in range(n)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(fleet: FleetSettings) -> dict[str, list[int]]:
+    """By request, with memory for all of them."""
+    roomy = replace(fleet, device=replace(fleet.device, budget_bytes=64 * MiB))
+    with InProcess(roomy) as server:
+        told = server.generate(asked(10))
+    return {id: answer.tokens for id, answer in told.items()}
+
+
+class Pair:
+    """Two devices and what passes between them, with nobody who would kill."""
+
+    def __init__(self, fleet: FleetSettings, story: Path) -> None:
+        self.servers: dict[str, InProcess] = {}
+        self.words: list[Word] = []
+        self.changed = threading.Condition()
+        self.deaf = False
+        """Whether what is asked back is lost on its way."""
+        for name, budget in ((LENDER, 64 * MiB), (BORROWER, fleet.device.budget_bytes)):
+            device = replace(fleet.device, name=name, budget_bytes=budget)
+            self.servers[name] = InProcess(replace(fleet, device=device, story_path=str(story)))
+        for name, server in self.servers.items():
+            server.device.tell_peers(partial(self._hear, self._other(name)))
+
+    def _other(self, name: str) -> str:
+        return BORROWER if name == LENDER else LENDER
+
+    def _hear(self, other: str, word: Word) -> None:
+        with self.changed:
+            self.words.append(word)
+            self.changed.notify_all()
+        lost = self.deaf and not isinstance(word, Returned)
+        if not lost and not isinstance(word, HasMet | Condemned | LetGo):
+            self.servers[other].device.post(word)
+
+    def wait_for(self, what: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(what, DEADLINE)
+
+    def said(self, kind: type[Word]) -> int:
+        return sum(isinstance(word, kind) for word in self.words)
+
+    def meet(self) -> None:
+        for name, server in self.servers.items():
+            exported = self.servers[self._other(name)].device.export()
+            assert exported is not None
+            assert exported.fd is not None
+            server.device.meet(self._other(name), 1, replace(exported, fd=os.dup(exported.fd)))
+        self.wait_for(lambda: self.said(HasMet) == 2)
+
+    def order(self, order: DeviceOrder, name: str = LENDER) -> Callable[[], Outcome]:
+        """What is returned waits for the outcome."""
+        ended = threading.Event()
+        outcomes: list[Outcome] = []
+
+        def done(outcome: Outcome) -> None:
+            outcomes.append(outcome)
+            ended.set()
+
+        self.servers[name].device.command(order, done)
+
+        def outcome() -> Outcome:
+            assert ended.wait(DEADLINE)
+            return outcomes[0]
+
+        return outcome
+
+    @property
+    def borrower(self) -> InProcess:
+        return self.servers[BORROWER]
+
+    def at_token(self, index: int, of: str) -> threading.Event:
+        reached = threading.Event()
+
+        def listen(now: float, output: Output) -> None:
+            if isinstance(output, TokenOut) and (output.request_id, output.index) == (of, index):
+                reached.set()
+
+        self.borrower.listen = listen
+        return reached
+
+    def validate(self, lent: int) -> None:
+        """Both are quiet: ledgers, ranges and operating system agree, on both sides."""
+        for server in self.servers.values():
+            state = server.device.state
+            state.pool.validate()
+            state.lending.validate()
+            told = server.device.snapshot()
+            assert {o: n for o, n in told.owners.items() if n} == {
+                (o if o != OWNER else f"{OWNER}:{BORROWER}"): n
+                for o, n in state.pool.owners().items()
+            }
+            for m in state.models.values():
+                m.kv.validate([])
+                m.weights.validate()
+                assert m.kv.range.os_backed() == m.kv.pages + m.kv.borrowed_pages
+        lender, borrower = (self.servers[n].device.snapshot() for n in (LENDER, BORROWER))
+        assert lender.owners.get(f"{OWNER}:{BORROWER}", 0) == lent
+        assert borrower.borrowed == ({LENDER: lent} if lent else {})
+
+
+@contextmanager
+def pair(fleet: FleetSettings, tmp_path: Path) -> Iterator[Pair]:
+    """Their stories are replayed at the end."""
+    made = Pair(fleet, tmp_path / "story")
+    with made.servers[LENDER], made.servers[BORROWER]:
+        made.meet()
+        yield made
+    lives = read_lives(tmp_path / "story")
+    assert sorted(life.device for life in lives) == [LENDER, BORROWER]
+    for life in lives:
+        found = replay(life)
+        assert found.difference is None, found.difference
+        assert found.stray is None
+
+
+def settle(made: Pair) -> None:
+    """Both loops have heard all that was said before."""
+    for name in (BORROWER, LENDER):
+        assert made.order(Recall("nobody", None, 1.0), name)().code == "refused"
+
+
+def test_tokens_are_the_same_on_borrowed_pages(
+    fleet: FleetSettings, expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    with pair(fleet, tmp_path) as made:
+        assert made.order(Lend(BORROWER, 60))().code is None
+        settle(made)
+        made.validate(60)
+        reached = made.at_token(100, "r7")
+        for request in asked(10):
+            made.borrower.submit(request)
+        assert reached.wait(DEADLINE)
+        kv = made.borrower.device.state.models["base"].kv
+        assert kv.borrowed_pages > 0
+        outcome = made.order(Recall(BORROWER, 40, 60.0))
+        assert outcome().code is None
+        made.borrower.wait()
+        settle(made)
+        made.validate(20)
+        assert {id: a.tokens for id, a in made.borrower.answers.items()} == expected
+        assert made.order(Recall(BORROWER, None, 60.0))().code is None
+        settle(made)
+        made.validate(0)
+        refused = made.order(Recall(BORROWER, None, 60.0))()
+        assert (refused.code, refused.reason) == ("refused", f"nothing is lent to {BORROWER}")
+
+
+def test_on_borrowed_pages_more_requests_run_at_once(fleet: FleetSettings, tmp_path: Path) -> None:
+    def jobs(lent: int) -> int:
+        (tmp_path / str(lent)).mkdir()
+        with pair(fleet, tmp_path / str(lent)) as made:
+            if lent:
+                assert made.order(Lend(BORROWER, lent))().code is None
+                settle(made)
+            made.borrower.generate(asked(10))
+            return made.borrower.device.snapshot().jobs
+
+    assert jobs(100) < jobs(0)
+
+
+def test_a_dead_lenders_memory_is_let_go_of(
+    fleet: FleetSettings, expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    with pair(fleet, tmp_path) as made:
+        assert made.order(Lend(BORROWER, 60))().code is None
+        settle(made)
+        reached = made.at_token(50, "r7")
+        for request in asked(10):
+            made.borrower.submit(request)
+        assert reached.wait(DEADLINE)
+        made.borrower.device.post(PeerGone(LENDER, 1))
+        made.wait_for(lambda: made.said(LetGo) == 1)
+        made.servers[LENDER].device.post(PeerGone(BORROWER, 1))
+        made.borrower.wait()
+        settle(made)
+        made.validate(0)
+        assert {id: a.tokens for id, a in made.borrower.answers.items()} == expected
+        assert made.said(Returned) == 0
+
+
+def test_whoever_does_not_return_pages_is_condemned_once(
+    fleet: FleetSettings, tmp_path: Path
+) -> None:
+    with pair(fleet, tmp_path) as made:
+        assert made.order(Lend(BORROWER, 8))().code is None
+        made.deaf = True
+        outcome = made.order(Recall(BORROWER, None, 0.05))
+        made.wait_for(lambda: made.said(Condemned) == 1)
+        refused = made.order(Lend(BORROWER, 1))()
+        assert refused.code == "refused"
+        made.servers[LENDER].device.post(PeerGone(BORROWER, 1))
+        assert outcome().code is None
+        made.borrower.device.post(PeerGone(LENDER, 1))
+        settle(made)
+        made.validate(0)
+        assert made.said(Condemned) == 1
+
+
+def test_a_lender_that_is_short_itself_asks_for_all_back(
+    fleet: FleetSettings, expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    with pair(fleet, tmp_path) as made:
+        lender = made.servers[LENDER]
+        free = lender.device.snapshot().free
+        assert made.order(Lend(BORROWER, free))().code is None
+        told = lender.generate(asked(2))
+        assert {id: a.tokens for id, a in told.items()} == {id: expected[id] for id in ("r0", "r1")}
+        settle(made)
+        made.validate(0)

@@ -1,0 +1,177 @@
+"""Two live workers that lend to each other by an operator's order: clients cannot tell."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ballast.cluster.placing import need_of
+from ballast.core.units import KiB, MiB, ceil_div
+from ballast.fleet.file import load_fleet
+from ballast.policy.presets import PRESETS
+from ballast.weights.checkpoint import load_host_model
+from tests.server.process import ServerProcess, server
+from tests.server.test_crash import TOKENS, Stream
+from tests.server.test_devices import ADMIN
+from tests.server.test_lifetime import until
+
+LENDER, BORROWER = "cpu:0", "cpu:1"
+MODEL = "wren-mini"
+
+
+def tight(fleet_file: Path) -> int:
+    """Bytes for the second device's model and three of its requests."""
+    fleet = load_fleet(fleet_file, presets=PRESETS, environ={})
+    (settings,) = (m for m in fleet.models if m.name == MODEL)
+    host = load_host_model(settings)
+    need = need_of(host.spec, [fleet.device], {})
+    kv = 3 * (TOKENS + 20) * host.spec.kv_bytes_per_token
+    most = fleet.device.step_tokens * host.spec.kv_bytes_per_token
+    host.close()
+    pages = ceil_div(need.least - most + kv, fleet.device.page_bytes)
+    return pages * fleet.device.page_bytes
+
+
+@pytest.fixture(scope="module")
+def two(fleet_file: Path) -> Iterator[ServerProcess]:
+    """The first has memory to spare, the second too little for its requests."""
+    fleet = yaml.safe_load(fleet_file.read_text())
+    homes = {"atlas-chat": [LENDER], MODEL: [BORROWER]}
+    for model in fleet["models"]:
+        model["devices"] = homes[model["name"]]
+    (device,) = fleet["devices"]
+    budgets = {LENDER: "48MiB", BORROWER: f"{tight(fleet_file) // KiB}KiB"}
+    fleet["devices"] = [device | {"budget": b, "name": name} for name, b in budgets.items()]
+    fleet["server"] = {"admin_key": "sk-admin"}
+    file = fleet_file.with_name("lent.yaml")
+    file.write_text(yaml.safe_dump(fleet))
+    with server(file) as running:
+        until(lambda: order(running, "lend", memory="1MiB")[0] == 200)
+        assert order(running, "recall") == (200, "recalled")
+        yield running
+
+
+def order(running: ServerProcess, verb: str, **keys: Any) -> tuple[int, str]:
+    answer = running.http.post(
+        f"/admin/devices/{LENDER}/{verb}", json={"to": BORROWER, **keys}, headers=ADMIN
+    )
+    told = answer.json()
+    return answer.status_code, told.get("status") or told["error"]["message"]
+
+
+def devices(running: ServerProcess) -> dict[str, dict[str, Any]]:
+    state = running.http.get("/admin/state", headers=ADMIN).json()
+    return {device["device"]: device for device in state["devices"]}
+
+
+def lent(running: ServerProcess) -> tuple[float, float]:
+    """MiB, as either side has them in its books."""
+    told = devices(running)
+    out = told[LENDER]["owners"].get(f"lent:{BORROWER}", 0)
+    back = told[BORROWER]["borrowed"].get(LENDER, 0)
+    mib = told[LENDER]["page_bytes"] / MiB
+    return out * mib, back * mib
+
+
+def used(running: ServerProcess) -> int:
+    """Borrowed pages with KV on them."""
+    return sum(m["borrowed_pages"] for m in devices(running)[BORROWER]["models"])
+
+
+def pid_of(running: ServerProcess, device: str) -> int:
+    """Workers are told apart by what they serve: one has the weights of the other's model not."""
+    model = MODEL if device == BORROWER else "atlas-chat"
+    found = set()
+    for pid in running.children:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if f"memfd:ballast-{model}" in os.readlink(link):
+                    found.add(pid)
+    (only,) = found
+    return only
+
+
+async def tokens_of(running: ServerProcess, amid: Any = None) -> list[list[str]]:
+    """`amid` is called once all have begun."""
+    streams = [Stream(MODEL, seed, 0.7) for seed in range(24)]
+    async with running.async_client() as client, asyncio.TaskGroup() as group:
+        for stream in streams:
+            group.create_task(stream.run(client))
+        if amid is not None:
+            await streams[0].begun.wait()
+            await asyncio.to_thread(amid)
+    assert all(len(stream.tokens) == TOKENS for stream in streams)
+    return [stream.tokens for stream in streams]
+
+
+@pytest.fixture(scope="module")
+def expected(two: ServerProcess) -> list[list[str]]:
+    return asyncio.run(tokens_of(two))
+
+
+def test_kv_lies_on_borrowed_pages_and_moves_home_when_asked(
+    two: ServerProcess, expected: list[list[str]]
+) -> None:
+    assert order(two, "lend", memory="2MiB") == (200, "lent")
+    until(lambda: lent(two) == (2, 2))
+
+    def amid() -> None:
+        until(lambda: used(two) > 0)
+        assert order(two, "recall", memory="1536KiB") == (200, "recalled")
+        until(lambda: lent(two) == (0.5, 0.5))
+
+    assert asyncio.run(tokens_of(two, amid)) == expected
+    metrics = two.http.get("/metrics", headers=ADMIN).text
+    assert f'ballast:device_lent_bytes{{borrower="{BORROWER}",device="{LENDER}"}}' in metrics
+    assert order(two, "recall") == (200, "recalled")
+    until(lambda: lent(two) == (0, 0))
+    assert order(two, "recall") == (409, f"nothing is lent to {BORROWER}")
+    assert order(two, "lend", memory="1GiB")[0] == 409
+    assert not any(device["restarts"] for device in devices(two).values())
+
+
+def test_a_borrower_that_does_not_answer_is_killed_and_its_requests_go_on(
+    two: ServerProcess, expected: list[list[str]]
+) -> None:
+    assert order(two, "lend", memory="1MiB") == (200, "lent")
+    free = devices(two)[LENDER]["total"]
+
+    def amid() -> None:
+        until(lambda: used(two) > 0)
+        os.kill(pid_of(two, BORROWER), signal.SIGSTOP)
+        assert order(two, "recall", seconds=0.5) == (200, "recalled")
+
+    assert asyncio.run(tokens_of(two, amid)) == expected
+    told = devices(two)
+    assert (told[BORROWER]["restarts"], told[LENDER]["restarts"]) == (1, 0)
+    until(lambda: lent(two) == (0, 0))
+    lender = devices(two)[LENDER]
+    assert sum(lender["owners"].values()) + lender["free"] == free
+    until(lambda: order(two, "lend", memory="1MiB") == (200, "lent"))  # they know each other anew
+    until(lambda: lent(two) == (1, 1))
+    assert order(two, "recall") == (200, "recalled")
+
+
+def test_a_lender_that_dies_is_replaced_once_its_memory_is_let_go_of(
+    two: ServerProcess, expected: list[list[str]]
+) -> None:
+    assert order(two, "lend", memory="1MiB") == (200, "lent")
+    restarts = devices(two)[LENDER]["restarts"]
+
+    def amid() -> None:
+        until(lambda: used(two) > 0)
+        os.kill(pid_of(two, LENDER), signal.SIGKILL)
+        until(lambda: devices(two)[LENDER]["restarts"] == restarts + 1)
+
+    assert asyncio.run(tokens_of(two, amid)) == expected
+    until(lambda: lent(two) == (0, 0))
+    until(lambda: order(two, "lend", memory="1MiB") == (200, "lent"))
+    assert order(two, "recall") == (200, "recalled")

@@ -1,0 +1,168 @@
+"""Two devices in virtual time that lend to each other at random: books agree, stories replay."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from ballast.core.actions import Lend, Operation, Recall
+from ballast.core.event import Event, Failed, Finished, Operate, Output
+from ballast.core.lease import Condemned, HasMet, LetGo, PeerGone, PeerMet, Word
+from ballast.core.link import LinkRates
+from ballast.engine.state import DeviceState
+from ballast.engine.storyfile import StoryFile
+from ballast.policy.presets import resolve
+from ballast.sim.device import Profile, SimDevice
+from ballast.sim.lives import read_lives
+from ballast.sim.replay import replay
+from tests.sim.test_leap import COSTS
+from tests.sim.test_story import conversations
+
+NAMES = ("cpu:0", "cpu:1")
+WAY = 0.01
+"""Seconds from one device to the other."""
+STEP = 0.005
+
+
+class Pair:
+    """The second is short of memory, the first has three times as much."""
+
+    def __init__(self, seed: int, preset: str, path: Path) -> None:
+        self.random = random.Random(seed)
+        fleet, specs, requests = conversations(seed, preset)
+        self.ends: Counter[str] = Counter()
+        self.seen: Counter[str] = Counter()
+        self.now, self.epoch, self.asked = 0.0, 0, 0
+        self.sims: dict[str, SimDevice] = {}
+        self.files: list[StoryFile] = []
+        profile = Profile(
+            costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=3e-4
+        )
+        for name, times in zip(NAMES, (3, 1), strict=True):
+            budget = times * fleet.device.budget_bytes
+            settings = replace(fleet.device, name=name, budget_bytes=budget)
+            self.files.append(StoryFile(path, name))
+            self.sims[name] = SimDevice(
+                settings,
+                specs,
+                resolve(preset),
+                profile,
+                self._said,
+                self.files[-1].write,
+                self._observe,
+                leaps=False,
+            )
+            again = [replace(r, id=f"{r.id}-{i}") for i in range(4) for r in requests]
+            mine = again if times == 1 else requests[:4]
+            self.asked += len(mine)
+            for r in mine:
+                self.sims[name].submit(r)
+        self.last = max(r.arrival for r in requests)
+        for name, sim in self.sims.items():
+            sim.state.lending.say = partial(self._hear, name)
+        self.meet()
+
+    def _said(self, now: float, output: Output) -> None:
+        self.ends["finished"] += isinstance(output, Finished)
+        self.ends["failed"] += isinstance(output, Failed)
+
+    def _observe(self, now: float, state: DeviceState) -> None:
+        state.pool.validate()
+        state.lending.validate()
+        for m in state.models.values():
+            m.kv.validate([r.blocks for r in m.running])
+            self.seen["used"] += m.kv.borrowed_pages > 0
+
+    def post(self, name: str, event: Event) -> None:
+        sim = self.sims[name]
+        sim._heap.schedule(max(self.now, sim.clock.now()) + WAY, event)
+
+    def order(self, name: str, operation: Operation) -> None:
+        self.seen["orders"] += 1
+        self.post(name, Operate(f"order-{self.seen['orders']}", operation))
+
+    def _hear(self, name: str, word: Word) -> None:
+        self.seen[type(word).__name__] += 1
+        (other,) = set(NAMES) - {name}
+        if isinstance(word, Condemned):
+            self.seen["late"] += 1
+        elif not isinstance(word, HasMet | LetGo) and word.lease.epoch == self.epoch:
+            self.post(other, word)
+
+    def meet(self) -> None:
+        self.epoch += 1
+        for name, sim in self.sims.items():
+            (other,) = set(NAMES) - {name}
+            exported = self.sims[other].state.pool.vm.export(())
+            sim.state.lending.exports[other, self.epoch] = exported
+            self.post(name, PeerMet(other, self.epoch, exported.n_pages))
+
+    def part(self) -> None:
+        """As if the process of the other had died, seen from either."""
+        for name in NAMES:
+            (other,) = set(NAMES) - {name}
+            self.post(name, PeerGone(other, self.epoch))
+        self.epoch += 1  # what is on its way is void
+
+    def go(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now += STEP
+            for sim in self.sims.values():
+                sim.advance(self.now)
+
+    def act(self) -> None:
+        lender = self.random.choice([NAMES[0], *NAMES])
+        (other,) = set(NAMES) - {lender}
+        chance = self.random.random()
+        if chance < 0.55:
+            self.order(lender, Lend(other, self.random.randint(1, 30)))
+        elif chance < 0.95:
+            pages = self.random.choice([None, 1, 3, 7])
+            self.order(lender, Recall(other, pages, 1000.0))
+        else:
+            self.part()
+            self.go(2 * WAY + 1.0)
+            self.meet()
+
+    def finish(self) -> None:
+        for name in NAMES:
+            (other,) = set(NAMES) - {name}
+            self.order(name, Recall(other, None, 1000.0))
+        self.go(1.0)
+        for sim in self.sims.values():
+            assert sim.state.lending.lent == sim.state.lending.borrowed == {}
+            sim.finish(self.now)
+        for file in self.files:
+            file.close()
+
+
+@pytest.mark.parametrize("preset", ["static", "swap", "balloon"])
+def test_books_agree_and_stories_replay(preset: str, tmp_path: Path) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(10):
+        pair = Pair(seed, preset, tmp_path / f"{seed}")
+        pair.go(3 * WAY)
+        while pair.now < pair.last + 1.0:
+            pair.act()
+            pair.go(pair.random.choice([0.01, 0.03, 0.1]))
+        while any(sim.open_requests for sim in pair.sims.values()):
+            pair.go(0.1)
+        pair.finish()
+        assert pair.ends.total() == pair.asked
+        seen += pair.seen
+        for life in read_lives(tmp_path / f"{seed}"):
+            found = replay(life)
+            assert found.difference is None, f"seed {seed}: {found.difference}"
+            assert found.stray is None
+            for entry in life.entries:
+                seen.update(entry.get("vacated", {}))
+                seen["preempted"] += entry.get("by") == "lender"
+    wanted = {"used", "Lent", "Returned", "LetGo", "home", "dropped", "preempted"}
+    assert {name for name in wanted if not seen[name]} == set(), seen
+    assert not seen["late"]
