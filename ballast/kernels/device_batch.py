@@ -51,6 +51,25 @@ class Attention(Protocol):
         """As `DeviceBatch.attend`, whose checks have passed."""
 
 
+class Scratch:
+    """Memory that the batches of one model use in turns, as it runs one job at a time.
+
+    What was taken stays where it is; who asks for no more than the most so far gets the same.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: dict[str, Tensor] = {}
+
+    def take(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Of any content that was finite once; shared by all that take it for the same `use`."""
+        n = int(np.prod(shape))
+        kept = self._kept.get(use)
+        if kept is None or len(kept) < n:
+            self._kept[use] = kept = torch.zeros(n, dtype=dtype, device=self._device)
+        return kept[:n].view(shape)
+
+
 @dataclass(frozen=True, slots=True)
 class _Field:
     offset: int
@@ -78,7 +97,9 @@ class DeviceBatch:
         heads: int,
         bucket: Bucket,
         attention: Callable[[DeviceBatch], Attention],
+        scratch: Scratch | None = None,
     ) -> None:
+        """`scratch`: that of the model, if it has other batches."""
         self.kv, self.heads, self.bucket = kv, heads, bucket
         self.shape = Shape(heads, kv.kv_heads, kv.block_tokens)
         self.few_tokens = 1 if bucket.decodes else self.shape.few
@@ -101,9 +122,8 @@ class DeviceBatch:
         self.plan: Plan
         """The job's; there is none before the first."""
         self.n_wanted = 0
-        self.out = torch.zeros(
-            (bucket.tokens, heads, kv.head_dim), dtype=kv.dtype, device=kv.device
-        )
+        self.scratch = scratch or Scratch(kv.device)
+        self.out = self.scratch.take("out", (bucket.tokens, heads, kv.head_dim), kv.dtype)
         """What all layers attend into, one after the other."""
         self._attention = attention(self)
 

@@ -31,7 +31,7 @@ class FlashInferAttention(TritonAttention):
         if wrapper is None:
             wrapper = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
         self._wrapper = wrapper
-        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=batch.kv.device)
+        self._workspace = batch.scratch.take("flashinfer", (WORKSPACE_BYTES,), torch.uint8)
         self._wrappers: dict[_Kind, Any] = {}
 
     def prepare(self) -> None:

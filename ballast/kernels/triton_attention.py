@@ -36,11 +36,8 @@ class TritonAttention:
         self._programs = -(-programs // kv.kv_heads)
         self._few = min(self._programs, batch.bucket.items(shape))
         rows = batch.few_tokens * shape.group
-        self._partial = torch.empty(
-            (batch.bucket.items(shape), kv.kv_heads, rows, kv.head_dim + 2),
-            dtype=torch.float32,
-            device=kv.device,
-        )
+        shape_of_partial = (batch.bucket.items(shape), kv.kv_heads, rows, kv.head_dim + 2)
+        self._partial = batch.scratch.take("partial", shape_of_partial, torch.float32)
         self._few_rows = _power(rows, FEW_ROWS)
         self._many_rows = _power(shape.tile * shape.group, MANY_ROWS)
         self._dim = _power(kv.head_dim, NARROWEST)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,28 @@ NAME = "ballast"
 """The implementation's name in `transformers`."""
 
 
+class Batch(Protocol):
+    """The sequences of a job: `PagedBatch` on a CPU, `DeviceBatch` on a GPU, which see."""
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None: ...
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        scale: float,
+        out: Tensor,
+        *,
+        window: int | None,
+        softcap: float | None,
+    ) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class JobContext:
     """What all layers of one job share. `out` (T, heads, head_dim) is re-used by every layer."""
 
-    batch: PagedBatch
+    batch: Batch
     out: Tensor
 
     @classmethod

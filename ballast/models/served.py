@@ -123,12 +123,16 @@ class Served(ABC):
 
     def rows(self, work: Sequence[SequenceWork]) -> Rows:
         """The rows of a job. Raises BrokenPromise where a sequence is longer than the model's."""
+        self.check(work)
+        return Rows(self._kv, self.spec.n_heads, work)
+
+    def check(self, work: Sequence[SequenceWork]) -> None:
+        """Raises BrokenPromise where a sequence is longer than the model's."""
         for w in work:
             if w.end > self.spec.max_model_len:
                 raise BrokenPromise(
                     f"{w.request_id}: {w.end} tokens, the model has {self.spec.max_model_len}"
                 )
-        return Rows(self._kv, self.spec.n_heads, work)
 
 
 def _scores(work: Sequence[SequenceWork], logits: Tensor) -> list[PromptScores]:
@@ -146,6 +150,16 @@ def _scores(work: Sequence[SequenceWork], logits: Tensor) -> list[PromptScores]:
     return told
 
 
+def wanted_rows(work: Sequence[SequenceWork]) -> list[int]:
+    """Rows of a job of which the model's output is wanted."""
+    wanted: list[int] = []
+    first = 0
+    for w in work:
+        wanted += [first + row for row in w.wanted]
+        first += len(w.tokens)
+    return wanted
+
+
 class Rows:
     """All tokens of a job, one sequence after the other, T in all."""
 
@@ -155,8 +169,7 @@ class Rows:
         self.paged = PagedBatch(kv, heads, starts, counts, [w.blocks for w in work])
         self.n = n = self.paged.n_tokens
         first = np.cumsum(counts) - counts
-        wanted = [at + row for w, at in zip(work, first.tolist(), strict=True) for row in w.wanted]
-        self.wanted = np.array(wanted, np.int64)
+        self.wanted = np.array(wanted_rows(work), np.int64)
         """Rows of which the model's output is wanted."""
         self.tokens = np.fromiter((t for w in work for t in w.tokens), np.int64, n)
         # Position of a row: its index, less where its sequence begins, plus where that starts.

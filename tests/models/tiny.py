@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ import transformers
 from ballast.core.job import SequenceWork
 from ballast.core.request import Sampling
 from ballast.core.settings import ModelSettings
+from ballast.kernels.device_batch import Attention, DeviceBatch
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.models.fused import FusedModel, workspace_bytes
+from ballast.models.on_device import DeviceModel
 from ballast.models.parallel import ParallelModel
 from ballast.models.transformers import ServedModel
 from ballast.weights.checkpoint import load_host_model
@@ -68,9 +70,11 @@ class Served:
         blocks: int = 64,
         shard: Shard = WHOLE,
         ranks: Mapping[str, Any] | None = None,
+        attention: Callable[[DeviceBatch], Attention] | None = None,
         **settings: Any,
     ) -> None:
-        """`shard`: what part of the model, `ranks`: what that takes besides."""
+        """`shard`: what part of the model, `ranks`: what that takes besides. `attention`: served as
+        from a GPU, by this."""
         settings = {"model_impl": "generic", "linear": "plain", **settings}
         asked = ModelSettings(name=path.name, path=str(path), **settings)
         self.host = load_host_model(asked, shard=shard)
@@ -82,8 +86,10 @@ class Served:
         base = -(-self.kv.ctypes.data // 64) * 64
         addresses = [w.ctypes.data for w in self.weights]
         where = (self.host, addresses, base, self.layout)
-        self.model: ServedModel | FusedModel
-        if self.host.fused:
+        self.model: ServedModel | FusedModel | DeviceModel
+        if attention is not None:
+            self.model = DeviceModel(*where, blocks, torch.device("cpu"), attention)
+        elif self.host.fused:
             workspace = Workspace(workspace_bytes(self.spec, ROWS, SAMPLED))
             size = (workspace, ROWS, SAMPLED)
             if ranks is None:

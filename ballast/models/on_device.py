@@ -1,0 +1,120 @@
+"""Any decoder that `transformers` knows, on a GPU: the generic path of `models/transformers.py`.
+
+The module and the attention it calls are the same as on a CPU; what differs is where its parameters
+and the job's tensors are. A job is filled into the batch of its bucket, whose addresses stay: a
+batch of decodes is what a CUDA graph can be captured over. Nothing waits for the device before the
+logits are fetched, to be sampled on the host.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ballast.core.errors import UnsupportedModel
+from ballast.core.job import SequenceWork
+from ballast.core.units import ceil_div
+from ballast.kernels.device_attention import choose
+from ballast.kernels.device_batch import Attention, DeviceBatch, Scratch
+from ballast.kernels.device_kv import DeviceKv, KvLayout
+from ballast.kernels.device_plan import Bucket
+from ballast.kv.layout import Layout
+from ballast.memory.cuda_tensor import device_tensor_at
+from ballast.memory.tensor import tensor_at
+from ballast.models import attention
+from ballast.models.module import placed
+from ballast.models.served import Served, wanted_rows
+from ballast.weights.host import HostModel
+
+CHUNK_BUCKETS = 8
+"""Buckets with prefills whose batches are kept: no graph is captured over them."""
+
+
+class DeviceModel(Served):
+    """Runs the jobs of a model whose weights and KV cache are at addresses of one device."""
+
+    def __init__(
+        self,
+        host: HostModel,
+        segment_addresses: Sequence[int],
+        kv_base: int,
+        layout: Layout,
+        blocks: int,
+        device: torch.device,
+        make: Callable[[DeviceBatch], Attention] | None = None,
+    ) -> None:
+        """`blocks`: of KV, that there are addresses for; `make`: attention, chosen if not given.
+
+        Raises UnsupportedModel where the module keeps state that cannot be set up without its
+        weights, or has adapters, whose kernels are a CPU's; ConfigError as `choose` does.
+        """
+        super().__init__(host, kv_base, layout)
+        if host.adapters:
+            raise UnsupportedModel(f"{self.spec.name}: adapters are not served from a GPU yet")
+        on_gpu = device.type == "cuda"
+        view = partial(device_tensor_at, device=device) if on_gpu else tensor_at
+        self._module: Any = placed(host, segment_addresses, view, device)
+        stride = layout.stride_bytes // self.dtype.itemsize
+        memory = view(kv_base, (blocks * stride,), self.dtype)
+        self._cache = DeviceKv.over(memory, KvLayout.BLOCK_MAJOR, layout.shape, stride)
+        self._make = make or choose(self._cache)
+        self._scratch = Scratch(device)
+        self._decodes: dict[Bucket, DeviceBatch] = {}
+        self._chunks: OrderedDict[Bucket, DeviceBatch] = OrderedDict()
+
+    @torch.inference_mode()
+    def logits(self, work: Sequence[SequenceWork]) -> Tensor:
+        batch = self.batch(work)
+        output = self._forward(self._module, batch, logits_to_keep=batch.wanted)
+        logits: Tensor = output.logits[0, : batch.n_wanted].float().cpu()
+        return logits
+
+    @torch.inference_mode()
+    def hidden(self, work: Sequence[SequenceWork]) -> Tensor:
+        batch = self.batch(work)
+        output = self._forward(self._module.base_model, batch)
+        hidden: Tensor = output.last_hidden_state[0, batch.wanted[: batch.n_wanted]].cpu()
+        return hidden
+
+    def batch(self, work: Sequence[SequenceWork]) -> DeviceBatch:
+        """The batch of the job's bucket, filled with it. Raises BrokenPromise as `check` does."""
+        self.check(work)
+        counts = [len(w.tokens) for w in work]
+        wanted = wanted_rows(work)
+        batch = self._of(self._bucket(work, counts, len(wanted)))
+        tokens = [token for w in work for token in w.tokens]
+        batch.fill(tokens, [w.start for w in work], counts, [w.blocks for w in work], wanted)
+        return batch
+
+    def _bucket(self, work: Sequence[SequenceWork], counts: Sequence[int], wanted: int) -> Bucket:
+        blocks = [len(w.blocks) for w in work]
+        if max(counts) == 1:
+            longest = ceil_div(self.spec.max_model_len, self.spec.block_tokens)
+            return Bucket.decode(len(work), sum(blocks), max(longest, max(blocks)))
+        return Bucket.holding(counts, wanted, blocks)
+
+    def _of(self, bucket: Bucket) -> DeviceBatch:
+        kept = self._decodes if bucket.decodes else self._chunks
+        batch = kept.get(bucket)
+        if batch is None:
+            if not bucket.decodes and len(self._chunks) == CHUNK_BUCKETS:
+                self._chunks.popitem(last=False)
+            batch = DeviceBatch(self._cache, self.spec.n_heads, bucket, self._make, self._scratch)
+            kept[bucket] = batch
+        elif not bucket.decodes:
+            self._chunks.move_to_end(bucket)
+        return batch
+
+    def _forward(self, module: Any, batch: DeviceBatch, **more: Tensor) -> Any:
+        with attention.running(attention.JobContext(batch, batch.out)):
+            return module(
+                input_ids=batch.tokens[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                **more,
+            )
