@@ -95,6 +95,10 @@ def resolved(
     """Settings with these models; relative paths start at `home`. Raises ConfigError."""
     home = home.absolute()
     devices = _devices(keys) or [DeviceSettings(budget_bytes=0)]
+    for i, device in enumerate(devices):
+        if simulated and device.tensor_parallel > 1:
+            allowed = "how long several ranks take is not simulated: 1"
+            raise ConfigError(f"devices[{i}].tensor_parallel", device.tensor_parallel, allowed)
     links = [_link(keys, device.name) for device in devices]
     return FleetSettings(
         models=_models(entries, home, fetch_hub, simulated),

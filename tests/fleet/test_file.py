@@ -436,3 +436,11 @@ def test_models_of_the_catalogue_are_for_simulations_and_these_need_no_devices(h
     fleet = load_fleet(home / "fleet.yaml", presets=PRESETS, simulated=True)
     assert [m.path for m in fleet.models] == ["catalogue:Llama-2-7b", str(home / "m")]
     assert fleet.device.budget_bytes == 0
+
+
+def test_devices_of_several_ranks_are_not_for_simulations(home: Path) -> None:
+    file = home / "fleet.yaml"
+    file.write_text(MINIMAL.replace("64MiB", "64MiB, tensor_parallel: 2"))
+    assert load_fleet(file, presets=PRESETS).device.tensor_parallel == 2
+    with pytest.raises(ConfigError, match=r"devices\[0\].tensor_parallel"):
+        load_fleet(file, presets=PRESETS, simulated=True)

@@ -1,0 +1,114 @@
+"""What ranks say to each other arrives as it was; faults arrive as faults, and an end as an end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from ballast.core.errors import BrokenPromise, DeviceError
+from ballast.core.event import TransferDone
+from ballast.core.job import Scoring, SequenceWork
+from ballast.core.link import LinkRates
+from ballast.core.request import Sampling
+from ballast.core.settings import ModelSettings
+from ballast.transport.messages import MalformedMessage
+from ballast.transport.ranks import (
+    Compute,
+    FromRank,
+    JoinGroup,
+    Landed,
+    LeaderConnection,
+    Load,
+    Map,
+    Ok,
+    RankConnection,
+    RankGone,
+    Refused,
+    ToRank,
+    Unmap,
+)
+
+WORK = SequenceWork("a", [1, 2, 3], 5, [7, 9], Sampling(), scoring=Scoring(6, [2, 3], 1))
+ASKED: list[ToRank] = [
+    JoinGroup(None, 1, 2, 65536, 8, 1, 96, 16, LinkRates.even(1e9)),
+    Load(ModelSettings(name="m", path="p"), 2),
+    Map(1 << 40, 3, [5, 6], True, False),
+    Compute("m", (WORK, WORK), True),
+]
+
+Pair = tuple[RankConnection, LeaderConnection]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    ours, theirs = socket.socketpair()
+    connection, there = RankConnection(ours), LeaderConnection(theirs.detach())
+    yield connection, there
+    connection.close()
+    there._connection.close()
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda m: type(m).__name__)
+def test_messages_arrive_as_they_were(pair: Pair, asked: ToRank) -> None:
+    here, there = pair
+    here.tell(asked)
+    assert there.next() == asked
+    said: FromRank = Landed(TransferDone(4, 10, 0.5, "torn"))
+    there.say(said)
+    assert here.answer() == said
+
+
+def test_a_refusal_is_raised_where_it_was_asked(pair: Pair) -> None:
+    here, there = pair
+
+    def refuse() -> None:
+        for call in ("mmap", None):
+            there.next()
+            there.say(Refused(call, "no room"))
+
+    thread = threading.Thread(target=refuse)
+    thread.start()
+    with pytest.raises(DeviceError, match="mmap: no room"):
+        here.ask(Unmap(0, 0, 1))
+    with pytest.raises(BrokenPromise, match="no room"):
+        here.ask(Unmap(0, 0, 1))
+    thread.join()
+
+
+def test_a_descriptor_comes_between_messages(pair: Pair) -> None:
+    here, there = pair
+    read, write = os.pipe()
+    here.tell(Unmap(1, 2, 3))
+    here.give(write)
+    os.close(write)
+    here.tell(Unmap(4, 5, 6))
+    assert there.next() == Unmap(1, 2, 3)
+    os.write(taken := there.take(), b"x")
+    assert os.read(read, 1) == b"x"
+    assert there.next() == Unmap(4, 5, 6)
+    os.close(taken)
+    os.close(read)
+
+
+def test_an_end_is_noticed_at_the_other(pair: Pair) -> None:
+    here, there = pair
+    there.say(Ok())
+    here.close()
+    with pytest.raises(RankGone):
+        there.next()
+    with pytest.raises(RankGone):
+        there.say(Ok())
+
+
+def test_what_follows_no_schema_is_refused() -> None:
+    ours, theirs = socket.socketpair()
+    connection = RankConnection(ours)
+    theirs.sendall(b"\0\0\0\x01\x90")
+    with pytest.raises(MalformedMessage):
+        connection.answer()
+    connection.close()
+    theirs.close()
