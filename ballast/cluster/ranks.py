@@ -29,6 +29,7 @@ from ballast.core.clock import Clock
 from ballast.core.errors import BallastError, BrokenPromise, ConfigError, DeviceError
 from ballast.core.event import Event
 from ballast.core.job import SequenceWork
+from ballast.core.link import LinkRates
 from ballast.core.request import Sampling
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.engine.machine import CpuMachine, Machine
@@ -74,9 +75,11 @@ def machine_of(
 ) -> Machine:
     """Of one process, or of several, as the fleet's device says. `ranks`: as `start_ranks` has
     begun to start them, if it has; their start then goes on beside the caller's own."""
-    if fleet.of_one_device("this command").tensor_parallel > 1:
-        return GroupMachine(fleet, clock, post, ranks or start_ranks(fleet))
-    return CpuMachine(fleet, clock, post)
+    whole = fleet.of_one_device("this command")
+    if whole.tensor_parallel == 1:
+        return CpuMachine(fleet, clock, post)
+    part = of_one_rank(whole)
+    return GroupMachine(part, fleet.link.pace, clock, post, ranks or start_ranks(fleet))
 
 
 def of_one_rank(device: DeviceSettings) -> DeviceSettings:
@@ -97,18 +100,18 @@ class GroupMachine:
 
     def __init__(
         self,
-        fleet: FleetSettings,
+        device: DeviceSettings,
+        link: LinkRates | None,
         clock: Clock,
         post: Callable[[Event], None],
         others: Sequence[RemoteRank],
     ) -> None:
-        """Returns when all ranks have met. Raises DeviceError, ConfigError."""
-        whole = fleet.of_one_device("this command")
-        self.device = device = of_one_rank(whole)
+        """`device`: of one rank; `link`: the pace of all. Returns when all ranks are there."""
+        self.device = device
         self._closing = False
         ranks = device.tensor_parallel
         n_pages = device.budget_bytes // device.page_bytes
-        pace = None if fleet.link.pace is None else share_of(fleet.link.pace, ranks)
+        pace = None if link is None else share_of(link, ranks)
         self._ranks = others
         for other in others:
             other.listen(lambda done: self.link.landed(done), self._lost)
