@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
 
@@ -43,6 +44,8 @@ class Lending:
         """Pages by borrower; replaced, never changed, like what follows."""
         self.borrowed: dict[str, int] = {}
         """By lender."""
+        self.alone = True
+        """Nothing was ever heard of another device."""
         self.next: float | None = None
         """When `check` is to be called."""
         self._lender = Lender(pool, device, lambda peer, epoch: self.say(Condemned(peer, epoch)))
@@ -63,7 +66,7 @@ class Lending:
     def handle(self, event: Heard) -> bool:
         """Take in what another device said, or that it is there or gone; whether pages came free
         or can be borrowed."""
-        more = False
+        self.alone = more = False
         match event:
             case PeerMet():
                 self._meet(event)
@@ -110,8 +113,9 @@ class Lending:
     def check(self, now: float) -> None:
         """Have those killed that are late."""
         if self.next is not None and now >= self.next:
-            soonest = self._lender.check(now)
-            self.next = soonest if self.awaiting and soonest < float("inf") else None
+            # In virtual time it is called at the very moment.
+            soonest = self._lender.check(math.nextafter(now, math.inf))
+            self.next = soonest if self.awaiting and soonest < math.inf else None
 
     def answer(self) -> None:
         """Say what has been returned, and which dead peers' memory is let go of."""

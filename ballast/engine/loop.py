@@ -147,10 +147,12 @@ class Loop:
         heard = len(outputs)
         if self.operations.pending:
             self.operations.settle(outputs)
-        if self.state.lending.borrower.wanted():
+        lending = self.state.lending
+        if not lending.alone and lending.borrower.wanted():
             vacate(self.state, self.story)
         self._proceed(outputs)
-        self.state.lending.answer()
+        if not lending.alone:
+            lending.answer()
         self._tell(outputs[heard:])
         self.turn_since = None
 
