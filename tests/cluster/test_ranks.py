@@ -13,9 +13,12 @@ from ballast.core.errors import ConfigError, DeviceError
 from ballast.core.event import Finished
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
+from ballast.core.units import ceil_div
+from ballast.engine.build import largest_jobs
 from ballast.engine.inbox import MonotonicClock
 from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
+from ballast.weights.checkpoint import read_spec
 from tests.engine.checkpoints import make_base_and_tuned, make_llama
 from tests.sim.test_live_story import PAGE, asked, fleet, follow
 
@@ -30,10 +33,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def over_ranks(settings: FleetSettings, pages: int) -> FleetSettings:
     """`pages` beside the arena, on two ranks."""
-    roomy = replace(settings, story_path=None)
-    device = replace(settings.device, tensor_parallel=2, threads=2, budget_bytes=64 << 20)
-    with InProcess(replace(roomy, device=device)) as server:
-        pages += server.device.state.arena.pages
+    device = replace(settings.device, tensor_parallel=2, threads=2)
+    dividing = [m for m in settings.models if m.name != "odd"]
+    pages += ceil_div(largest_jobs([read_spec(m, ranks=2) for m in dividing], device), PAGE)
     return replace(settings, device=replace(device, budget_bytes=2 * pages * PAGE))
 
 
