@@ -296,6 +296,17 @@ class Controller:
         pages = None if n_bytes is None else max(1, n_bytes // report.page_bytes)
         return await device.command(Recall(borrower, pages, seconds, "by an operator"))
 
+    def homes(self, model: str) -> list[str]:
+        """Devices that are to serve a model, but for those that it leaves."""
+        return [d.name for d in self._having(model) if model not in d.leaving]
+
+    def name_homes(self, model: str, devices: Sequence[str]) -> None:
+        """An operator has said where a model is: as if the fleet file named these devices."""
+        models = (
+            replace(m, devices=tuple(devices)) if m.name == model else m for m in self.fleet.models
+        )
+        self.fleet = replace(self.fleet, models=tuple(models))
+
     async def _command(self, order: Order) -> Outcome:
         refused = refusal(self.fleet, self.specs, order)
         if refused is not None:

@@ -16,7 +16,7 @@ from pydantic import Field
 from ballast.core.settings import AdapterSettings, ModelSettings
 from ballast.fleet.file import numbered
 from ballast.fleet.levels import Levels, T, keys_of, levels_of, said, with_levels
-from ballast.fleet.schema import Keys, LiveKeys, Name, NamedModelKeys
+from ballast.fleet.schema import DeviceName, Keys, LiveKeys, Name, NamedModelKeys
 
 
 class Edit(Keys):
@@ -25,6 +25,17 @@ class Edit(Keys):
     was: LiveKeys
     """What they were before the first change of each."""
     now: LiveKeys
+
+
+Devices = Annotated[tuple[DeviceName, ...], Field(strict=False)]
+
+
+class Homes(Keys):
+    """Devices of one model."""
+
+    was: Devices
+    """What the file said before the first change; none where it leaves the choice."""
+    now: Devices
 
 
 class Changes(Keys):
@@ -37,12 +48,14 @@ class Changes(Keys):
     """Whole entries, as the file would have them; its `defaults` do not count."""
     changed: dict[Name, Edit] = Field(default_factory=dict)
     """Models and adapters of the file, or added ones."""
+    homes: dict[Name, Homes] = Field(default_factory=dict)
+    """Models that operators have placed on devices, or withdrawn from some."""
 
     def adding(self, entry: NamedModelKeys, instead: Iterable[str]) -> Changes:
         """A model more; `instead`: names of the file that it stands in for, and its adapters."""
         left = self.removing((entry.name,), ())
         removed = dict.fromkeys((*left.removed, *instead))
-        return _made(tuple(removed), (*left.added, entry), left.changed)
+        return _made(tuple(removed), (*left.added, entry), left.changed, left.homes)
 
     def removing(self, names: Collection[str], file: Collection[str]) -> Changes:
         """Without a model and its adapters, all in `names`; `file`: the names that the file has."""
@@ -51,6 +64,7 @@ class Changes(Keys):
             tuple(removed),
             tuple(e for e in self.added if e.name not in names),
             {n: e for n, e in self.changed.items() if n not in names},
+            {n: h for n, h in self.homes.items() if n not in names},
         )
 
     def changing(self, model: ModelSettings | AdapterSettings, values: Levels) -> Changes:
@@ -61,6 +75,18 @@ class Changes(Keys):
         now = ({} if edit is None else said(edit.now)) | dict(values)
         return self._with_edit(model.name, was, now)
 
+    def homing(self, model: ModelSettings, devices: Iterable[str]) -> Changes:
+        """A model, so far as in `model`, is on these devices by an operator's word."""
+        known = self.homes.get(model.name)
+        return self._with_homes(
+            model.name, model.devices if known is None else known.was, tuple(devices)
+        )
+
+    def homed_as(self, name: str, before: Changes) -> Changes:
+        """As `before` about the devices of one model."""
+        known = before.homes.get(name)
+        return self._with_homes(name, *((), ()) if known is None else (known.was, known.now))
+
     def restoring(self, names: Collection[str], before: Changes) -> Changes:
         """As `before` about these names, as it is now about all others."""
         others = self.removing(names, ())
@@ -69,6 +95,7 @@ class Changes(Keys):
             + tuple(n for n in before.removed if n in names),
             others.added + tuple(e for e in before.added if e.name in names),
             others.changed | {n: e for n, e in before.changed.items() if n in names},
+            others.homes | {n: h for n, h in before.homes.items() if n in names},
         )
 
     def _with_edit(self, name: str, was: Levels, now: Levels) -> Changes:
@@ -80,13 +107,23 @@ class Changes(Keys):
                 was=keys_of({key: was[key] for key in real}),
                 now=keys_of({key: now[key] for key in real}),
             )
-        return _made(self.removed, self.added, changed)
+        return _made(self.removed, self.added, changed, self.homes)
+
+    def _with_homes(self, name: str, was: tuple[str, ...], now: tuple[str, ...]) -> Changes:
+        """With those of one model, as far as they change anything."""
+        homes = {n: h for n, h in self.homes.items() if n != name}
+        if set(now) != set(was):
+            homes[name] = Homes(was=was, now=now)
+        return _made(self.removed, self.added, self.changed, homes)
 
 
 def _made(
-    removed: tuple[str, ...], added: tuple[NamedModelKeys, ...], changed: dict[str, Edit]
+    removed: tuple[str, ...],
+    added: tuple[NamedModelKeys, ...],
+    changed: dict[str, Edit],
+    homes: dict[str, Homes],
 ) -> Changes:
-    return Changes(version=1, removed=removed, added=added, changed=changed)
+    return Changes(version=1, removed=removed, added=added, changed=changed, homes=homes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +162,7 @@ def merged(file: Sequence[NamedModelKeys], changes: Changes) -> Entries:
             continue
         added.append(entry)
         entries.append((f"{entry.name} (added by an operator)", entry))
-    kept = _made(removed, tuple(added), changes.changed)
+    kept = _made(removed, tuple(added), changes.changed, changes.homes)
     return Entries(tuple(entries), kept, tuple(notes))
 
 
@@ -158,3 +195,27 @@ def changed(
         notes.append(f"{name} was changed; there is no such model any more")
         kept = kept._with_edit(name, {}, {})
     return found, kept, tuple(notes)
+
+
+def rehomed(
+    models: Sequence[ModelSettings], changes: Changes, devices: Collection[str]
+) -> tuple[tuple[ModelSettings, ...], Changes, tuple[str, ...]]:
+    """The models on the devices that operators chose, of those there are; the changes that still
+    count; notes."""
+    there = {m.name: m for m in models}
+    kept, notes = changes, list[str]()
+    for name, homes in changes.homes.items():
+        model = there.get(name)
+        missing = [device for device in homes.now if device not in devices]
+        if model is not None and model.devices == homes.was and not missing:
+            there[name] = replace(model, devices=homes.now)
+            continue
+        if model is None:
+            why = "there is no such model any more"
+        elif model.devices != homes.was:
+            why = "the fleet file's count"
+        else:
+            why = f"there is no {missing[0]} any more"
+        notes.append(f"the devices of {name} were changed; {why}")
+        kept = kept._with_homes(name, (), ())
+    return tuple(there.values()), kept, tuple(notes)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ballast.core.errors import ConfigError, NotKept
 from ballast.core.settings import FleetSettings
-from ballast.fleet.changes import Changes, changed, merged
+from ballast.fleet.changes import Changes, changed, merged, rehomed
 from ballast.fleet.file import read_keys, resolved
 from ballast.fleet.hub import fetch
 from ballast.fleet.kept import Kept
@@ -69,10 +69,11 @@ class Source:
             raise ConfigError("models", [m.name for m in keys.models], allowed)
         fleet = resolved(keys, entries.entries, self.file.parent, self._fetch_hub)
         models, changes, notes = changed(fleet.models, entries.changes)
+        models, changes, moved = rehomed(models, changes, fleet.devices)
         return Reading(
             self._adjust(replace(fleet, models=models)),
             changes,
-            entries.notes + notes,
+            entries.notes + notes + moved,
             frozenset(m.name for m in keys.models),
         )
 

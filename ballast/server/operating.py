@@ -25,6 +25,7 @@ from ballast.fleet.file import entry_settings
 from ballast.fleet.levels import Levels, change_to, foreign, with_levels
 from ballast.fleet.schema import NamedModelKeys
 from ballast.fleet.source import Reading, Source
+from ballast.policy.fleets import placement_of
 from ballast.server.faults import Fault
 from ballast.server.keys import warn_of_keys
 from ballast.server.service import Service
@@ -73,11 +74,36 @@ class Operating:
         return _done(await self._controller.command(wanted, device))
 
     async def place(self, name: str, device: str) -> None:
-        """One more device serves a model, until the next start. Raises Fault or Unavailable."""
-        _done(await self._controller.place(name, device))
+        """One more device serves a model. Raises Fault, Unavailable or NotKept."""
+        async with self._models:
+            homes = self._controller.homes(name)
+            _done(await self._controller.place(name, device))
+            try:
+                await self._keep_homes(name, [*homes, device])
+            except NotKept:
+                undoing = self._withdraw(name, device, 0.0)
+                await self._try(f"withdrawing {name}, which cannot be kept", undoing)
+                raise
 
     async def withdraw(self, name: str, device: str, patience: float) -> None:
-        """A device serves a model no more, until the next start. Raises Fault or Unavailable."""
+        """A device serves a model no more. Raises Fault, Unavailable or NotKept."""
+        async with self._models:
+            homes = self._controller.homes(name)
+            if device not in homes or len(homes) < 2:
+                await self._withdraw(name, device, patience)  # it says why not
+                return
+            before, model = self._source.changes, self._settings(name)
+            assert isinstance(model, ModelSettings)
+            await self._keep_homes(name, [home for home in homes if home != device])
+            try:
+                await self._withdraw(name, device, patience)
+            except BaseException:
+                async with self._records:
+                    await self._restore({name}, self._source.changes.homed_as(name, before))
+                self._controller.name_homes(name, model.devices)
+                raise
+
+    async def _withdraw(self, name: str, device: str, patience: float) -> None:
         _done(await self._controller.withdraw_model(name, device, patience))
 
     async def lend(self, lender: str, borrower: str, n_bytes: int) -> None:
@@ -88,6 +114,17 @@ class Operating:
     async def recall(self, lender: str, borrower: str, n_bytes: int | None, seconds: float) -> None:
         """It wants so much back, or all. Raises Fault or Unavailable."""
         _done(await self._controller.recall(lender, borrower, n_bytes, seconds))
+
+    async def _keep_homes(self, name: str, devices: list[str]) -> None:
+        """Where a model is from now on; one that the fleet's policy moves is its affair. Raises
+        NotKept."""
+        model = self._settings(name)
+        assert isinstance(model, ModelSettings)
+        follows = placement_of(self._controller.fleet.placement).policy is not None
+        if model.devices or not follows:
+            async with self._records:
+                await self._keep(self._source.changes.homing(model, devices))
+            self._controller.name_homes(name, devices)
 
     async def add(self, entry: NamedModelKeys) -> str:
         """A model more; its name. Raises Fault, Unavailable or NotKept."""
@@ -234,8 +271,11 @@ class Operating:
 
     async def _undo(self, names: set[str], before: Changes) -> None:
         """What was recorded about these names has not been done."""
+        await self._restore(names, self._source.changes.restoring(names, before))
+
+    async def _restore(self, names: set[str], changes: Changes) -> None:
         try:
-            await self._keep(self._source.changes.restoring(names, before))
+            await self._keep(changes)
         except NotKept as error:
             log.error("%s: at the next start, %s will be as was asked", error, ", ".join(names))
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballast.core.settings import AdapterSettings, ModelSettings
-from ballast.fleet.changes import Changes, changed, merged
+from ballast.fleet.changes import Changes, changed, merged, rehomed
 from ballast.fleet.levels import Levels, change_to, foreign, keys_of, levels_of, said, with_levels
 from ballast.fleet.schema import LiveKeys, NamedModelKeys
 
@@ -112,6 +112,44 @@ def test_a_second_change_remembers_what_was_before_the_first() -> None:
     assert said(twice.changed["a"].now) == {"priority": 2, "pinned": True}
     latest = with_levels(model, {"priority": 2, "pinned": True})
     assert twice.changing(latest, {"priority": 0, "pinned": False}) == Changes(version=1)
+
+
+def test_devices_stand_until_the_file_says_otherwise() -> None:
+    model, other = settings("a"), settings("b", devices=("x",))
+    once = Changes().homing(model, ("x", "y")).homing(other, ("y",))
+    found, kept, notes = rehomed([model, other], once, ("x", "y"))
+    assert [m.devices for m in found] == [("x", "y"), ("y",)]
+    assert (kept, notes) == (once, ())
+    reread = Changes.model_validate_json(once.model_dump_json(exclude_unset=True))
+    assert reread.homes == once.homes
+    twice = once.homing(found[0], ("y",))
+    assert (twice.homes["a"].was, twice.homes["a"].now) == ((), ("y",))
+    assert twice.homing(found[1], ("x",)).homes.keys() == {"a"}
+    both = Changes().homing(settings("a", devices=("x", "y")), ("y",))
+    assert both.homing(settings("a", devices=("y",)), ("y", "x")).homes == {}
+
+    for file, devices, why in (
+        ([settings("a", devices=("y",)), other], ("x", "y"), "the fleet file's count"),
+        ([other], ("x", "y"), "there is no such model any more"),
+        ([model, other], ("x", "z"), "there is no y any more"),
+    ):
+        found, kept, notes = rehomed(file, twice, devices)
+        assert notes[0] == f"the devices of a were changed; {why}"
+        assert "a" not in kept.homes
+        assert [m.devices for m in found if m.name == "a"] == [
+            m.devices for m in file if m.name == "a"
+        ]
+
+
+def test_devices_go_with_their_model_and_come_back_with_what_was_not_done() -> None:
+    before = Changes().homing(settings("a"), ("x",)).homing(settings("b"), ("x",))
+    gone = before.removing({"b", "c"}, NAMES)
+    assert gone.homes.keys() == {"a"}
+    assert gone.restoring({"b"}, before) == before
+    moved = before.homing(settings("a"), ("y",)).homing(settings("c"), ("y",))
+    assert moved.homed_as("a", before).homed_as("c", before) == before
+    assert moved.changing(settings("a"), {"priority": 1}).homes == moved.homes
+    assert moved.adding(entry("d"), ()).homes == moved.homes
 
 
 def test_what_was_not_done_is_taken_back_and_nothing_else() -> None:

@@ -110,6 +110,49 @@ def test_what_cannot_be_kept_is_not_made_and_what_is_refused_is_not_kept(file: P
         assert record.read_text() == before
 
 
+def homes(of: ServerProcess) -> dict[str, list[str]]:
+    return {m["report"]["name"]: m["devices"] for m in order(of, "GET", "state").json()["models"]}
+
+
+def moved(of: ServerProcess, how: str, model: str, device: str) -> int:
+    return order(of, "POST", f"models/{model}/{how}?device={device}").status_code
+
+
+@pytest.mark.parametrize("placement", ["weights", "follow"])
+def test_where_operators_put_models_survives_a_kill_unless_the_policy_moves_them(
+    file: Path, placement: str
+) -> None:
+    """The file names the devices of one model, and leaves the other's to the server."""
+    edit(file, f"name: {OTHER}", f'name: {OTHER}\n    devices: ["cpu:0", "cpu:1"]')
+    edit(
+        file,
+        "devices:\n",
+        f"placement: {placement}\ndevices:\n  - {{budget: 64MiB, name: 'cpu:1'}}\n",
+    )
+    with server(file, "--echo", "--changes", str(kept(file))) as first:
+        (chosen,) = homes(first)[MODEL]
+        other = {"cpu:0": "cpu:1", "cpu:1": "cpu:0"}[chosen]
+        assert moved(first, "withdraw", OTHER, "cpu:0") == 200
+        assert moved(first, "withdraw", OTHER, "cpu:1") == 409
+        assert moved(first, "place", MODEL, other) == 200
+        first.signal(signal.SIGHUP)
+        until(lambda: "the fleet file was read" in first.output)
+        assert "counts once" not in first.output
+        first.signal(signal.SIGKILL)
+        first.wait()
+    with server(file, "--echo", "--changes", str(kept(file))) as second:
+        expected = {chosen, other} if placement == "weights" else {chosen}
+        assert (set(homes(second)[MODEL]), homes(second)[OTHER]) == (expected, ["cpu:1"])
+        record = kept(file).read_text()
+        kept(file).write_text(record + " ")  # somebody else's change
+        assert moved(second, "place", OTHER, "cpu:0") == 507
+        assert homes(second)[OTHER] == ["cpu:1"]
+        kept(file).write_text(record)
+        assert moved(second, "place", OTHER, "cpu:0") == 200
+        told = order(second, "GET", "models").json()["changes"]["homes"]
+        assert told.keys() == ({MODEL} if placement == "weights" else set())
+
+
 def test_a_damaged_file_of_changes_is_named(file: Path) -> None:
     kept(file).write_text("{")
     with pytest.raises(RuntimeError, match=r"fleet\.changes\.json' is not allowed; it is damaged"):
