@@ -1,0 +1,150 @@
+"""The commands that measure this machine, and what it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ballast.cli_common import FleetFile, StoryTo, load, with_preset, write_json
+from ballast.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ballast.bench.report import Report
+
+
+def bench(
+    fleet_file: FleetFile,
+    workload: Annotated[
+        str, typer.Option(help="bursty, poisson, gamma, or a trace file.")
+    ] = "bursty",
+    preset: Annotated[
+        str | None, typer.Option(help="One or more, comma separated; default: the fleet file's.")
+    ] = None,
+    rate: Annotated[float, typer.Option(help="Requests per second, on average.")] = 2.0,
+    seconds: Annotated[float, typer.Option(help="Length of the workload.")] = 60.0,
+    most_tokens: Annotated[int, typer.Option(help="Longest prompt and output together.")] = 512,
+    seed: Annotated[int, typer.Option(help="Of the workload.")] = 0,
+    url: Annotated[
+        str | None, typer.Option(help="A server that runs already, instead of this process.")
+    ] = None,
+    virtual: Annotated[bool, typer.Option("--virtual", help="In virtual time.")] = False,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            help="With --virtual: a device, as H100-80G, or a file by `ballast profile`; default: "
+            "this machine, measured now."
+        ),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the reports here.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the reports here.")] = None,
+    story: StoryTo = None,
+) -> None:
+    """Replay a workload open loop: latencies, service levels, memory by owner; presets compared."""
+    from rich.console import Console
+
+    from ballast.bench.choose import slos_of, workload_of
+    from ballast.bench.run import compare_live, compare_virtual, replay_http
+    from ballast.sim.profile import device_profile
+
+    if profile is not None and not virtual:
+        raise ConfigError("--profile", profile, "it goes with --virtual")
+    if story is not None and url is not None:
+        raise ConfigError("--story", str(story), "with --url it is the server's: `serve --story`")
+    device = None if profile is None else device_profile(profile)
+    fleet = load(fleet_file)
+    names = list(slos_of(fleet))
+    work = workload_of(
+        workload, names, rate=rate, seconds=seconds, most_tokens=most_tokens, seed=seed
+    )
+    console = Console()
+    console.print(f"{len(work.requests)} requests: {work.describe()}")
+    presets = preset.split(",") if preset else [fleet.preset]
+    for name in presets:
+        with_preset(fleet, name)
+    if url is not None:
+        show_reports([replay_http(url, fleet, work)], console, json, png)
+    elif virtual:
+        show_reports(list(compare_virtual(fleet, work, presets, device, story)), console, json, png)
+    else:
+        show_reports(list(compare_live(fleet, work, presets, story)), console, json, png)
+
+
+def demo(
+    directory: Annotated[Path, typer.Option(help="Where the fleet is, or will be made.")] = Path(
+        "fleets/demo"
+    ),
+    seconds: Annotated[float, typer.Option(help="Length of the workload.")] = 45.0,
+    rate: Annotated[float, typer.Option(help="Requests per second, on average.")] = 3.0,
+    steps: Annotated[int | None, typer.Option(help="Training steps, where it is made.")] = None,
+) -> None:
+    """Eight small models, one memory budget, a bursty workload: live, then in virtual time."""
+    from rich.console import Console
+
+    from ballast.bench.demo import run_demo
+
+    run_demo(directory, seconds, rate, steps, Console(), load)
+
+
+def profile(
+    fleet_file: FleetFile,
+    to: Annotated[Path, typer.Option(help="The profile's file.")] = Path("profile.toml"),
+    device: Annotated[str, typer.Option(help="What the profile calls this machine.")] = "here",
+    rounds: Annotated[int, typer.Option(min=1, help="More are slower and steadier.")] = 4,
+) -> None:
+    """Measure what jobs of a fleet's models cost here, for simulations. Needs an idle machine."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from ballast.bench.others import DISTURBED, Others
+    from ballast.core.units import format_bytes
+    from ballast.sim.calibrate import calibrate
+    from ballast.sim.profile import profile_of
+    from ballast.sim.toml_file import as_toml
+
+    fleet = load(fleet_file)
+    with Others() as others:
+        measured = profile_of(device, calibrate(fleet, rounds), fleet.device)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    to.write_text(as_toml(measured, "Written by ballast profile."), encoding="utf-8")
+    table = Table()
+    for column in ("model", "decode step, ms", "prefill of 128 tokens, ms"):
+        table.add_column(column)
+    for row in measured.measured:
+        costs = measured.costs(row.model)
+        step = costs.base + costs.per_sequence
+        table.add_row(row.model, f"{1e3 * step:.3g}", f"{1e3 * costs.prefill_seconds(128):.3g}")
+    console = Console()
+    console.print(table)
+    rates = measured.link.rates
+    link = " to the device, ".join(f"{format_bytes(r)}/s" for r in (rates.to_device, rates.to_host))
+    link += f" to the host, {format_bytes(rates.mixed)}/s both together"
+    console.print(f"link {link}; {1e3 * measured.overhead_seconds:.2g} ms more at every job")
+    if others.cores > DISTURBED:
+        console.print(
+            f"other processes took {others.cores:.1f} cores meanwhile: measure again when idle"
+        )
+    console.print(f"next: ballast bench {fleet_file} --virtual --profile {to}", soft_wrap=True)
+
+
+def show_reports(
+    reports: Sequence[Report], console: Console, json: Path | None, png: Path | None
+) -> None:
+    """Tables on the console; JSON and a picture where asked for."""
+    from ballast.bench.plot import plot
+    from ballast.bench.show import comparison_table, report_table
+
+    for report in reports:
+        console.print(report_table(report))
+    if len(reports) > 1:
+        console.print(comparison_table(reports))
+    if json is not None:
+        write_json(json, [report.to_json() for report in reports])
+    if png is not None:
+        png.parent.mkdir(parents=True, exist_ok=True)
+        plot(reports, png)
+        console.print(f"drawn: {png}")

@@ -1,0 +1,47 @@
+"""What commands of several groups take, load, show and write."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ballast.core.settings import FleetSettings
+
+FleetFile = Annotated[Path, typer.Argument(metavar="FLEET.yaml", help="The fleet file.")]
+StoryTo = Annotated[
+    Path | None,
+    typer.Option(
+        "--story",
+        help="Write all that happens to this file; of several presets, to one each, with the "
+        "preset in its name.",
+    ),
+]
+
+
+def load(file: Path, *, simulated: bool = False) -> FleetSettings:
+    """The fleet file, resolved against the presets there are."""
+    from ballast.fleet.file import load_fleet
+    from ballast.policy.presets import PRESETS
+
+    return load_fleet(file, presets=PRESETS, simulated=simulated)
+
+
+def with_preset(fleet: FleetSettings, preset: str | None) -> FleetSettings:
+    """The fleet under another preset, whose options are its defaults. Raises ConfigError."""
+    from ballast.policy.presets import resolve
+
+    if preset is not None and preset != fleet.preset:
+        fleet = replace(fleet, preset=preset, options={})
+    resolve(fleet.preset, fleet.options)
+    return fleet
+
+
+def write_json(file: Path, document: object) -> None:
+    """Indented; creates the folder."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(dumps(document, indent=2) + "\n", encoding="utf-8")

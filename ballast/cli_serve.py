@@ -1,0 +1,152 @@
+"""The commands about a server: check the machine, serve, watch."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ballast.cli_common import FleetFile, load, with_preset
+from ballast.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ballast.core.settings import FleetSettings, ServerSettings
+
+
+def doctor(
+    fleet_file: Annotated[
+        Path | None, typer.Argument(metavar="[FLEET.yaml]", help="Also check this fleet.")
+    ] = None,
+) -> None:
+    """Check this machine, and optionally a fleet file; exit code 1 if something cannot work."""
+    from rich.console import Console
+
+    from ballast.bench.doctor import examine, table
+    from ballast.bench.finding import Verdict
+    from ballast.engine.inbox import MonotonicClock
+
+    fleet = None if fleet_file is None else load(fleet_file)
+    findings = list(examine(fleet, MonotonicClock()))
+    Console().print(table(findings))
+    if any(finding.verdict is Verdict.FAIL for finding in findings):
+        raise typer.Exit(1)
+
+
+def serve(
+    fleet_file: FleetFile,
+    host: Annotated[str, typer.Option(help="Address to bind; loopback by default.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    preset: Annotated[str | None, typer.Option(help="Instead of the fleet file's.")] = None,
+    story: Annotated[
+        Path | None,
+        typer.Option(help="Append every event and decision to this file, as JSON lines."),
+    ] = None,
+    drain_seconds: Annotated[
+        float | None,
+        typer.Option(min=0, help="For open requests, after SIGTERM; default: the file's."),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="BALLAST_API_KEY", help="A key that opens all models, beside any."),
+    ] = None,
+    changes: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="BALLAST_CHANGES",
+            help="Keep operators' changes here; default: FLEET.changes.json.",
+        ),
+    ] = None,
+    no_changes: Annotated[
+        bool, typer.Option("--no-changes", help="Forget operators' changes at the end.")
+    ] = False,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[
+        str, typer.Option(envvar="BALLAST_LOG_FORMAT", help="text or json.")
+    ] = "text",
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(help="Send traces to this OpenTelemetry collector: http://HOST:4318."),
+    ] = None,
+) -> None:
+    """Serve a fleet over HTTP (the OpenAI API)."""
+    from ballast.cluster.logs import set_up
+    from ballast.fleet.source import Source
+    from ballast.policy.presets import PRESETS
+    from ballast.server.serve import serve as run
+
+    set_up("server", log_format, log_level)
+
+    def adjust(fleet: FleetSettings) -> FleetSettings:
+        """What the command line says instead of the file."""
+        fleet = with_preset(fleet, preset)
+        if story is not None:
+            fleet = replace(fleet, story_path=str(story))
+        return replace(fleet, server=_with_options(fleet.server, drain_seconds, api_key))
+
+    kept = None if no_changes else changes or fleet_file.with_suffix(".changes.json")
+    source = Source(fleet_file, presets=PRESETS, changes=kept, adjust=adjust)
+    raise typer.Exit(run(source, host, port, otlp_endpoint=otlp_endpoint))
+
+
+def _with_options(
+    server: ServerSettings, drain_seconds: float | None, api_key: str | None
+) -> ServerSettings:
+    """With what the command line adds. Raises ConfigError."""
+    from ballast.core.settings import KeySettings
+
+    if drain_seconds is not None:
+        server = replace(server, drain_seconds=drain_seconds)
+    if api_key:
+        secret = KeySettings(name="default", key=api_key)
+        taken = [k.name for k in server.keys if k.name == secret.name or k.key == api_key]
+        if taken or server.admin_key == api_key:
+            where = taken[0] if taken else "admin_key"
+            raise ConfigError("--api-key", "(hidden)", f"the fleet file has it already: {where}")
+        server = replace(server, keys=(*server.keys, secret))
+    return server
+
+
+def top(
+    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
+    key: Annotated[
+        str | None,
+        typer.Option(
+            envvar=["BALLAST_ADMIN_KEY", "BALLAST_API_KEY"],
+            help="The admin key, where there is one; else any key, where there are some.",
+        ),
+    ] = None,
+    interval: Annotated[float, typer.Option(min=0.05, help="Seconds between readings.")] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="One frame, as text; so too where there is no terminal.")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Readings as lines of JSON; with --once, one.")
+    ] = False,
+) -> None:
+    """Watch a server: memory, models, queues, latencies and the last decisions.
+
+    With --once and --json, exit code 1 if the server does not answer or refuses the key.
+    """
+    import asyncio
+
+    from rich.console import Console
+
+    from ballast.dashboard import top as screen
+    from ballast.dashboard.reader import Unreadable
+
+    console = Console(highlight=False)
+    try:
+        if json:
+            asyncio.run(screen.lines(url, key, interval, forever=not once))
+        elif once or not console.is_terminal:
+            asyncio.run(screen.once(url, key, interval, console))
+        else:
+            asyncio.run(screen.live(url, key, interval, console))
+    except Unreadable as error:
+        print(f"ballast: {url}: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None

@@ -1,0 +1,188 @@
+"""The commands that serve in virtual time, on devices that need not be here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ballast.cli_common import FleetFile, StoryTo, load, write_json
+from ballast.core.errors import ConfigError
+
+Devices = Annotated[
+    str, typer.Option(help="As 4xH100-80G,2xL4: how many of which device, or profile's file.")
+]
+Workload = Annotated[
+    str, typer.Option("--workload", help="bursty, poisson, gamma, or a trace file.")
+]
+Presets = Annotated[
+    str | None,
+    typer.Option("--preset", help="One or more, comma separated; default: the fleet file's."),
+]
+Rate = Annotated[
+    float | None,
+    typer.Option(help="Requests per second, on average; default: a trace's own, else 2."),
+]
+Seconds = Annotated[float, typer.Option(help="Length of the workload, in virtual time.")]
+MostTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="Longest prompt and output together; default: 4096, less where a model holds less."
+    ),
+]
+Lanes = Annotated[
+    int, typer.Option(min=1, help="Most jobs that run at the same time on one device.")
+]
+Seed = Annotated[int, typer.Option(help="Of the workload.")]
+Placed = Annotated[
+    str,
+    typer.Option(
+        "--placement",
+        help="weights, work, follow or both: by weights, or by expected work as well; for good, or "
+        "as the load goes.",
+    ),
+]
+
+
+def simulate(
+    fleet_file: FleetFile,
+    devices: Devices,
+    workload: Workload = "bursty",
+    preset: Presets = None,
+    placement: Placed = "work",
+    lanes: Lanes = 1,
+    rate: Rate = None,
+    seconds: Seconds = 600.0,
+    most_tokens: MostTokens = None,
+    seed: Seed = 0,
+    json: Annotated[Path | None, typer.Option(help="Write the reports here.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with pictures here.")] = None,
+    story: StoryTo = None,
+) -> None:
+    """Serve a fleet in virtual time on devices that need not be here; presets side by side."""
+    from rich.console import Console
+
+    from ballast.bench.asked import Asked
+    from ballast.bench.show import runs_table, sizes_text
+    from ballast.bench.simulating import simulate_presets, simulation_json
+    from ballast.policy.fleets import placement_of
+    from ballast.sim.cluster import kinds_of
+
+    kinds, placed = kinds_of(devices, lanes), placement_of(placement)
+    work = (workload, rate, seconds, most_tokens, seed)
+    asked = Asked.of(load(fleet_file, simulated=True), preset, *work)
+    console = Console()
+    console.print(asked.described(), markup=False, highlight=False, soft_wrap=True)
+    with arrivals_bar(len(asked.workload.requests)) as progress:
+        runs = list(
+            simulate_presets(
+                asked.fleet,
+                asked.specs,
+                kinds,
+                asked.workload,
+                asked.presets,
+                placed,
+                progress,
+                story=story,
+            )
+        )
+    console.print(runs_table(runs))
+    sizes = sizes_text(asked.specs, runs[0])
+    console.print(sizes, soft_wrap=True)
+    if json is not None:
+        write_json(json, simulation_json(kinds, asked.specs, asked.workload, placed, runs))
+    if html is not None:
+        from ballast.bench.page import page
+
+        html.parent.mkdir(parents=True, exist_ok=True)
+        title = f"{fleet_file.name} on {devices}"
+        html.write_text(page(title, (asked.described(), sizes), runs), encoding="utf-8")
+        console.print(f"drawn: {html}", soft_wrap=True)
+
+
+def plan(
+    fleet_file: FleetFile,
+    devices: Annotated[str, typer.Option(help="The kind, as H100-80G, or a profile's file.")],
+    workload: Workload = "bursty",
+    target: Annotated[float, typer.Option(help="Share of requests within service levels.")] = 0.99,
+    each: Annotated[
+        bool, typer.Option("--each", help="Of every model's requests, not of all together.")
+    ] = False,
+    preset: Presets = None,
+    placement: Placed = "work",
+    lanes: Lanes = 1,
+    rate: Rate = None,
+    seconds: Seconds = 600.0,
+    most_tokens: MostTokens = None,
+    most_devices: Annotated[
+        int,
+        typer.Option(help="Where the search ends; with --placement weights, at most one each."),
+    ] = 1024,
+    seed: Seed = 0,
+    json: Annotated[Path | None, typer.Option(help="Write what was tried here.")] = None,
+) -> None:
+    """The fewest devices with which a fleet meets its service levels, under each preset."""
+    from rich.console import Console
+
+    from ballast.bench.asked import Asked
+    from ballast.bench.planning import plan_preset
+    from ballast.bench.show import plans_table
+    from ballast.policy.fleets import placement_of
+    from ballast.sim.cluster import kinds_of
+
+    kinds, placed = kinds_of(devices, lanes), placement_of(placement)
+    if len(kinds) > 1 or kinds[0].number > 1:
+        raise ConfigError("--devices", devices, "one kind without a number, which is sought")
+    work = (workload, rate, seconds, most_tokens, seed)
+    asked = Asked.of(load(fleet_file, simulated=True), preset, *work)
+    console = Console()
+    console.print(asked.described(), markup=False, highlight=False, soft_wrap=True)
+    with arrivals_bar(len(asked.workload.requests)) as progress:
+        plans = [
+            plan_preset(
+                asked.fleet,
+                asked.specs,
+                kinds[0],
+                asked.workload,
+                name,
+                target,
+                placed,
+                each=each,
+                most=most_devices,
+                progress=progress,
+            )
+            for name in asked.presets
+        ]
+    console.print(plans_table(plans, target, each))
+    if json is not None:
+        document = {
+            "device": kinds[0].profile.device,
+            "lanes": kinds[0].lanes,
+            "target": target,
+            "each": each,
+            "placement": placed.name,
+            "workload": asked.workload.describe(),
+            "presets": [plan.to_json() for plan in plans],
+        }
+        write_json(json, document)
+
+
+@contextmanager
+def arrivals_bar(requests: int) -> Iterator[Callable[[str, int], None]]:
+    """A bar on a terminal's stderr for each run that is named: its requests' arrivals."""
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+    tasks: dict[str, TaskID] = {}
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+
+        def progress(what: str, sent: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=requests)
+            bar.update(tasks[what], completed=sent)
+
+        yield progress
