@@ -183,12 +183,9 @@ def main() -> None:
         fewer = replace(roomy, device=replace(roomy.device, threads=few))
         profiles = {few: calibrate(fewer, rounds=2), cores: setting.profile}
         # The quick form takes the levels from virtual time.
-        ample = setting.under(PRESET, ROOMY, 1e12)
-        low = (work.scale_rate(LOW_LOAD), no_levels(setting))
-        if args.quick or args.virtual_only:
-            slos = service_levels(setting.virtual(ample, *low).report)
-        else:
-            slos = service_levels(asyncio.run(run_servers([ample], *low, name="low")).report)
+        run = setting.virtual if args.quick or args.virtual_only else setting.live
+        low = setting.under(PRESET, ROOMY, 1e12), work.scale_rate(LOW_LOAD), no_levels(setting)
+        slos = service_levels(run(*low).report)
         bench = Bench(setting, slos, profiles, console)
         virtual = {name: bench.virtual(servers) for name, servers in variants.items()}
         console.print({name: search.rate for name, search in virtual.items()})

@@ -134,7 +134,7 @@ def test_devices_stand_until_the_file_says_otherwise() -> None:
         ([model, other], ("x", "z"), "there is no y any more"),
     ):
         found, kept, notes = rehomed(file, twice, devices)
-        assert notes[0] == f"the devices of a were changed; {why}"
+        assert f"the devices of a were changed; {why}" in notes
         assert "a" not in kept.homes
         assert [m.devices for m in found if m.name == "a"] == [
             m.devices for m in file if m.name == "a"

@@ -127,7 +127,7 @@ def test_where_operators_put_models_survives_a_kill_unless_the_policy_moves_them
     edit(
         file,
         "devices:\n",
-        f"placement: {placement}\ndevices:\n  - {{budget: 64MiB, name: 'cpu:1'}}\n",
+        f"placement: {placement}\ndevices:\n  - {{budget: 64MiB}}\n",
     )
     with server(file, "--echo", "--changes", str(kept(file))) as first:
         (chosen,) = homes(first)[MODEL]
@@ -135,8 +135,8 @@ def test_where_operators_put_models_survives_a_kill_unless_the_policy_moves_them
         assert moved(first, "withdraw", OTHER, "cpu:0") == 200
         assert moved(first, "withdraw", OTHER, "cpu:1") == 409
         assert moved(first, "place", MODEL, other) == 200
-        first.signal(signal.SIGHUP)
-        until(lambda: "the fleet file was read" in first.output)
+        edit(file, "preset: balloon", "preset: swap")
+        reload(first, lambda: "preset counts at a restart" in first.output)
         assert "counts once" not in first.output
         first.signal(signal.SIGKILL)
         first.wait()
