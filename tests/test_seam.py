@@ -29,6 +29,8 @@ FORBIDDEN_MODULES = (
     "ballast.sim",
     "ballast.engine.inbox",
     "ballast.engine.runner",
+    "ballast.engine.runner_cuda",
+    "ballast.engine.machine_cuda",
     "ballast.engine.device",
     "ballast.memory.vm_memfd",
     "ballast.memory.vm_null",

@@ -23,6 +23,7 @@ from ballast.core.event import (
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.engine.device import LiveDevice
+from ballast.engine.machine import MakeMachine
 
 
 @dataclass(slots=True)
@@ -52,13 +53,17 @@ class InProcess:
     """
 
     def __init__(
-        self, fleet: FleetSettings, *, costs: Mapping[str, StepCosts] | None = None
+        self,
+        fleet: FleetSettings,
+        *,
+        costs: Mapping[str, StepCosts] | None = None,
+        make_machine: MakeMachine = machine_of,
     ) -> None:
         self.answers: dict[str, Answer] = {}
         self.listen: Callable[[float, Output], None] | None = None
         self._ended = threading.Condition()
         self._open = 0
-        self.device = LiveDevice(fleet, self._hear, costs=costs, make_machine=machine_of)
+        self.device = LiveDevice(fleet, self._hear, costs=costs, make_machine=make_machine)
         self._crash: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="loop", daemon=True)
 

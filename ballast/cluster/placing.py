@@ -89,16 +89,20 @@ def part_of(fleet: FleetSettings, name: str, models: Collection[str], cores: int
     return replace(
         fleet,
         models=tuple(m for m in fleet.models if m.name in models),
-        device=replace(device, threads=device.threads or _share(fleet, cores)),
+        device=device
+        if device.gpu is not None
+        else replace(device, threads=_share_of(device, fleet, cores)),
         link=link,
         others=(),
         other_links=(),
     )
 
 
-def _share(fleet: FleetSettings, cores: int) -> int:
-    """Threads for each of the devices that name no number."""
-    devices = [device for device, _ in fleet.devices.values()]
+def _share_of(own: DeviceSettings, fleet: FleetSettings, cores: int) -> int:
+    """Threads for a device: as many as it names, or its share of what the others leave."""
+    if own.threads is not None:
+        return own.threads
+    devices = [device for device, _ in fleet.devices.values() if device.gpu is None]
     named = [d.threads for d in devices if d.threads is not None]
     return max(1, (cores - sum(named)) // (len(devices) - len(named)))
 

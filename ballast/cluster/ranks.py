@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -32,17 +32,20 @@ from ballast.core.job import SequenceWork
 from ballast.core.link import LinkRates
 from ballast.core.request import Sampling
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
-from ballast.engine.machine import CpuMachine, Machine
+from ballast.engine.machine import Cap, CpuMachine, Machine
+from ballast.engine.machine_cuda import CudaMachine
+from ballast.engine.runner import CpuRunner, Executor, LaneRunner, Record
 from ballast.kernels.workspace import Workspace
-from ballast.kv.layout import Layout
+from ballast.kv.blocks import KvCache
+from ballast.memory.arena import AllocatorCap
 from ballast.memory.copies import Copy, copy_now
 from ballast.memory.link_group import GroupLink, share_of
 from ballast.memory.transfer import HostLink
 from ballast.memory.vm_group import GroupVm
 from ballast.memory.vm_memfd import MemfdVm
-from ballast.models.fused import FusedModel
 from ballast.models.gloo import GlooExchange
 from ballast.models.parallel import Exchange, ParallelModel
+from ballast.models.served import Served
 from ballast.models.shared import SharedExchange
 from ballast.transport.ranks import (
     Allow,
@@ -73,9 +76,11 @@ def machine_of(
     post: Callable[[Event], None],
     ranks: Sequence[RemoteRank] = (),
 ) -> Machine:
-    """Of one process, or of several, as the fleet's device says. `ranks`: as `start_ranks` has
+    """Of a GPU, one process, or several, as the fleet's device says. `ranks`: as `start_ranks` has
     begun to start them, if it has; their start then goes on beside the caller's own."""
     whole = fleet.of_one_device("this command")
+    if whole.gpu is not None:
+        return CudaMachine(fleet, clock, post)
     if whole.tensor_parallel == 1:
         return CpuMachine(fleet, clock, post)
     part = of_one_rank(whole)
@@ -196,21 +201,35 @@ class GroupMachine:
                 other.models.ask(Unload(host.spec.name))
         host.close()
 
-    def fused(
+    def executors(
         self,
         host: HostModel,
         segments: Sequence[int],
-        kv: int,
-        layout: Layout,
-        workspace: Workspace,
-    ) -> FusedModel:
-        places = [self.vm.where(address) for address in (*segments, kv)]
+        kv: KvCache,
+        workspaces: Sequence[Workspace],
+    ) -> tuple[Served, ...]:
+        places = [self.vm.where(address) for address in (*segments, kv.base)]
         for i, other in enumerate(self._ranks, 1):
             *theirs, their_kv = (place[i] for place in places)
             other.models.ask(Serve(host.spec.name, tuple(theirs), their_kv))
         rows, sampled = self.device.step_tokens, self.device.step_logits
-        where = (segments, kv, layout, workspace, rows, sampled)
-        return ParallelModel(host, *where, exchange=self._exchange, followers=self)
+        (workspace,) = workspaces
+        where = (segments, kv.base, kv.layout, workspace, rows, sampled)
+        return (ParallelModel(host, *where, exchange=self._exchange, followers=self),)
+
+    def cap(self, n_bytes: int) -> Cap:
+        return AllocatorCap(n_bytes)
+
+    def runner(
+        self,
+        executors: Mapping[str, Sequence[Executor]],
+        post: Callable[[Event], None],
+        clock: Clock,
+        device: DeviceSettings,
+        cap: Cap,
+        record: Record | None,
+    ) -> LaneRunner:
+        return CpuRunner(executors, post, clock, device.threads, device.lanes, cap, record)
 
     def allow(self, n_bytes: int) -> None:
         for other in self._ranks:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ballast.core.units import format_bytes
 
-CPU, GROUP = "cpu", "tensor-parallel"
+CPU, GROUP, CUDA = "cpu", "tensor-parallel", "cuda"
 MAP = "map"
 """The borrower maps the lender's memfd."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ballast.core.capability import CPU, GROUP, Capability, Lendable, capabilities
+from ballast.core.capability import CPU, CUDA, GROUP, Capability, Lendable, capabilities
 from ballast.core.errors import ConfigError
 from ballast.core.link import LinkRates
 from ballast.core.units import KiB, MiB
@@ -92,6 +92,12 @@ class DeviceSettings:
     """Ranks, each a process, that share every model of the device, and all that it has, equally."""
     exchange: str = "shared"
     """How ranks meet: in `shared` memory, or through `gloo`, which needs none."""
+
+    @property
+    def gpu(self) -> int | None:
+        """Which, as CUDA counts in this process; None: the device is this machine's CPU."""
+        kind, _, number = self.name.partition(":")
+        return int(number) if kind == CUDA and number.isdecimal() else None
 
     @property
     def parts(self) -> int:
@@ -197,15 +203,16 @@ class FleetSettings:
     def lending(self) -> tuple[Capability, ...]:
         """Which of its devices, all of one host, can lend pages to which."""
         devices = (self.device, *self.others)
-        return capabilities(
-            [
-                Lendable(d.name, d.page_bytes, CPU if d.tensor_parallel == 1 else GROUP)
-                for d in devices
-            ]
-        )
+        return capabilities([Lendable(d.name, d.page_bytes, _kind(d)) for d in devices])
 
     def of_one_device(self, what: str) -> DeviceSettings:
         """Its device. Raises ConfigError where there are several, which `what` cannot use."""
         if self.others:
             raise ConfigError("devices", list(self.devices), f"{what} takes one device so far")
         return self.device
+
+
+def _kind(device: DeviceSettings) -> str:
+    if device.gpu is not None:
+        return CUDA
+    return CPU if device.tensor_parallel == 1 else GROUP

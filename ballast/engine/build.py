@@ -10,7 +10,7 @@ from ballast.core.cost import UNMEASURED, StepCosts, activation_bytes
 from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
 from ballast.core.settings import DeviceSettings
-from ballast.core.units import format_bytes
+from ballast.core.units import MiB, format_bytes
 from ballast.engine.lending import Lending
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
@@ -25,6 +25,9 @@ from ballast.weights.shared import SharedSegment, find_shared
 
 ARENA = "arena:lanes"
 """Owner of the pages that stand for activations."""
+GPU_LANE_BYTES = 128 * MiB
+"""On a GPU, beside what tensors take: cuBLAS workspaces (32 MiB a stream on Hopper), scores of
+attention that no kernel computes, what the allocator rounds up. Not measured on a GPU yet."""
 CopyNow = Callable[[int, int, int], None]
 """(destination address, source address, bytes): a copy that has ended when it returns."""
 
@@ -117,9 +120,12 @@ def build_newcomer(
 
 def largest_jobs(specs: Iterable[ModelSpec], settings: DeviceSettings) -> int:
     """Bytes of activations that jobs of the models may take: on each lane the largest of any."""
-    return settings.lanes * max(
+    largest = max(
         (activation_bytes(s, settings.step_tokens, settings.step_logits) for s in specs), default=0
     )
+    if settings.gpu is not None:
+        largest += GPU_LANE_BYTES
+    return settings.lanes * largest
 
 
 def _mover(kv: KvCache, copy: CopyNow) -> Callable[[int, int], None]:

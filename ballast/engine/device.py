@@ -1,4 +1,4 @@
-"""A live CPU device: memory, host tier, models and the loop, behind five methods."""
+"""A live device: memory, host tier, models and the loop, behind five methods."""
 
 from __future__ import annotations
 
@@ -30,14 +30,13 @@ from ballast.engine.machine import CpuMachine, MakeMachine
 from ballast.engine.model import ModelState
 from ballast.engine.operator import Operator
 from ballast.engine.report import report
-from ballast.engine.runner import CpuRunner, Record
+from ballast.engine.runner import Record
 from ballast.engine.storyfile import StoryFile
 from ballast.kernels.workspace import Workspace
-from ballast.memory.arena import AllocatorCap, confine_allocator
+from ballast.memory.arena import confine_allocator
 from ballast.memory.reserve import PopulatedReserve
 from ballast.memory.vm import Exported
 from ballast.models.served import Served
-from ballast.models.transformers import ServedModel
 from ballast.policy.presets import resolve
 from ballast.weights.host import Exchange, HostModel, HostTier
 
@@ -45,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class LiveDevice:
-    """Serves a fleet on this machine's CPU.
+    """Serves a fleet on a device of this machine.
 
     `outbox` gets outputs on the loop's thread and must not block. Checkpoints are loaded by the
     constructor; a model that fails to load is listed in `failed`, with the reason, and does not
@@ -98,16 +97,10 @@ class LiveDevice:
         }
         """By model, what runs it on each lane."""
         # Between jobs the C allocator keeps no more than the arena stands for.
-        self.cap = AllocatorCap(self.state.arena.pages * device.page_bytes)
+        self.cap = self.machine.cap(self.state.arena.pages * device.page_bytes)
         self.machine.allow(self.cap.n_bytes)
-        self.runner = CpuRunner(
-            self.executors,
-            self.post,
-            self.clock,
-            device.threads,
-            device.lanes,
-            self.cap,
-            record,
+        self.runner = self.machine.runner(
+            self.executors, self.post, self.clock, device, self.cap, record
         )
         self._story_file = StoryFile(fleet.story_path, device.name) if fleet.story_path else None
         self.story = Story(
@@ -207,15 +200,9 @@ class LiveDevice:
         return hosts
 
     def executors_of(self, host: HostModel, m: ModelState) -> tuple[Served, ...]:
-        """What runs a model on each lane: the fast path where it has one, all of a lane's in one
-        workspace. It runs on one lane at a time, so what is not bound to one is there once."""
+        """What runs a model on each lane, all of a lane's in one workspace."""
         segments = [m.weights.segment_address(i) for i in range(len(host.spec.segment_bytes))]
-        where = (segments, m.kv.base, m.kv.layout)
-        made: tuple[Served, ...]
-        if not host.fused:
-            made = (ServedModel(host, *where),) * len(self.workspaces)
-        else:
-            made = tuple(self.machine.fused(host, *where, w) for w in self.workspaces)
+        made = self.machine.executors(host, segments, m.kv, self.workspaces)
         for executor in made:
             executor.grammars = made[0].grammars
         made[0].grammars.aside = self.aside
@@ -246,7 +233,7 @@ class LiveDevice:
 
 def _with_parts(device: DeviceSettings) -> DeviceSettings:
     """Several lanes need to know what they divide. Raises ConfigError where that is too little."""
-    if device.lanes == 1:
+    if device.lanes == 1 or device.gpu is not None:
         return device
     threads = device.threads or torch.get_num_threads()
     if threads < device.lanes:

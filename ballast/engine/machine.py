@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from ballast.core.clock import Clock
 from ballast.core.errors import ConfigError
 from ballast.core.event import Event
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
+from ballast.engine.runner import CpuRunner, Executor, Keeper, LaneRunner, Record
 from ballast.kernels.workspace import Workspace
-from ballast.kv.layout import Layout
+from ballast.kv.blocks import KvCache
+from ballast.memory.arena import AllocatorCap
 from ballast.memory.copies import copy_now
 from ballast.memory.transfer import HostLink, Link
 from ballast.memory.vm import Vm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.models.fused import FusedModel
+from ballast.models.served import Served
+from ballast.models.transformers import ServedModel
 from ballast.weights.checkpoint import THREADS, load_host_model
 from ballast.weights.host import HostModel, HostTier
+
+
+class Cap(Keeper, Protocol):
+    """On what jobs allocate beside pages; `ballast.memory.arena.AllocatorCap` says of each."""
+
+    @property
+    def n_bytes(self) -> int: ...
+
+    def aside(self) -> AbstractContextManager[None]: ...
+
+    def pause(self) -> None: ...
+
+    def renew(self, n_bytes: int, forget: Callable[[], None]) -> None: ...
 
 
 class Machine(Protocol):
@@ -42,15 +60,28 @@ class Machine(Protocol):
     def copy(self, dst: int, src: int, n_bytes: int) -> None:
         """From one place of the device to another; has ended when it returns."""
 
-    def fused(
+    def executors(
         self,
         host: HostModel,
         segments: Sequence[int],
-        kv: int,
-        layout: Layout,
-        workspace: Workspace,
-    ) -> FusedModel:
-        """What runs a model whose segments, and block 0 of its KV, are at these addresses."""
+        kv: KvCache,
+        workspaces: Sequence[Workspace],
+    ) -> tuple[Served, ...]:
+        """What runs a model on each lane, which has one of `workspaces`; `segments`: where its
+        weights are. It runs on one lane at a time, so what is not bound to one is there once."""
+
+    def cap(self, n_bytes: int) -> Cap:
+        """On what jobs allocate; made once, after the models."""
+
+    def runner(
+        self,
+        executors: Mapping[str, Sequence[Executor]],
+        post: Callable[[Event], None],
+        clock: Clock,
+        device: DeviceSettings,
+        cap: Cap,
+        record: Record | None,
+    ) -> LaneRunner: ...
 
     def allow(self, n_bytes: int) -> None:
         """What activations may take between jobs, from now on."""
@@ -81,16 +112,32 @@ class CpuMachine:
     def copy(self, dst: int, src: int, n_bytes: int) -> None:
         copy_now(dst, src, n_bytes)
 
-    def fused(
+    def executors(
         self,
         host: HostModel,
         segments: Sequence[int],
-        kv: int,
-        layout: Layout,
-        workspace: Workspace,
-    ) -> FusedModel:
+        kv: KvCache,
+        workspaces: Sequence[Workspace],
+    ) -> tuple[Served, ...]:
+        where = (segments, kv.base, kv.layout)
+        if not host.fused:
+            return (ServedModel(host, *where),) * len(workspaces)
         rows, sampled = self.device.step_tokens, self.device.step_logits
-        return FusedModel(host, segments, kv, layout, workspace, rows, sampled)
+        return tuple(FusedModel(host, *where, w, rows, sampled) for w in workspaces)
+
+    def cap(self, n_bytes: int) -> Cap:
+        return AllocatorCap(n_bytes)
+
+    def runner(
+        self,
+        executors: Mapping[str, Sequence[Executor]],
+        post: Callable[[Event], None],
+        clock: Clock,
+        device: DeviceSettings,
+        cap: Cap,
+        record: Record | None,
+    ) -> LaneRunner:
+        return CpuRunner(executors, post, clock, device.threads, device.lanes, cap, record)
 
     def allow(self, n_bytes: int) -> None:
         """The cap of this process is the device's own."""

@@ -1,11 +1,13 @@
-"""The live runner on CPU: a lane is a thread that runs one job at a time."""
+"""The live runner: a lane is a thread that runs one job at a time."""
 
 from __future__ import annotations
 
 import logging
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -38,8 +40,8 @@ Record = Callable[[Iterable[str]], object]
 """Is told the ids of the requests that are in flight from now on."""
 
 
-class CpuRunner:
-    """Runs jobs, each on the thread of its lane, with its part of the intra-op threads.
+class LaneRunner(ABC):
+    """Runs jobs, each on the thread of its lane; what part of the device it has, says `running`.
 
     Reports through `post`, from lanes' threads.
     """
@@ -49,17 +51,15 @@ class CpuRunner:
         executors: Mapping[str, Sequence[Executor]],
         post: Callable[[Event], None],
         clock: Clock,
-        threads: int | None,
         lanes: int = 1,
         keeper: Keeper | None = None,
         record: Record | None = None,
     ) -> None:
-        """`executors`: of each model, what runs it on each lane. `threads`: of a job that has all
-        of the device; None: PyTorch's choice. `record` is called before and after each job."""
+        """`executors`: of each model, what runs it on each lane. `record` is called before and
+        after each job."""
         self._executors = executors
         self._post = post
         self._clock = clock
-        self._threads = threads
         self._keeper = keeper
         self._record = record
         self._change = threading.Condition()
@@ -91,15 +91,16 @@ class CpuRunner:
         for lane in self._lanes:
             lane.join()
 
+    @abstractmethod
+    def running(self, job: Job) -> AbstractContextManager[object]:
+        """Entered on the job's lane, around its work; when it is left, all of that has ended."""
+
     def _work(self, lane: int) -> None:
-        threads = None
         while (job := self._jobs[lane].get()) is not None:
-            wanted = job.parts or self._threads
-            if wanted is not None and wanted != threads:
-                torch.set_num_threads(threads := wanted)
             begun = self._begin(job)
             try:
-                results = tuple(self._executors[job.model][lane].run(job.work))
+                with self.running(job):
+                    results = tuple(self._executors[job.model][lane].run(job.work))
             except Exception as error:  # the fleet outlives a job that breaks
                 log.exception("job %d of %s failed", job.id, job.model)
                 self._post(JobFailed(job, f"{type(error).__name__}: {error}"))
@@ -133,3 +134,30 @@ class CpuRunner:
         if self._record is not None:
             jobs = (job for job, _ in self._running.values())
             self._record(w.request_id for job in jobs for w in job.work)
+
+
+class CpuRunner(LaneRunner):
+    """A job has some of the intra-op threads."""
+
+    def __init__(
+        self,
+        executors: Mapping[str, Sequence[Executor]],
+        post: Callable[[Event], None],
+        clock: Clock,
+        threads: int | None,
+        lanes: int = 1,
+        keeper: Keeper | None = None,
+        record: Record | None = None,
+    ) -> None:
+        """`threads`: of a job that has all of the device; None: PyTorch's choice."""
+        self._threads = threads
+        self._set: dict[int, int] = {}
+        """Of each lane's thread, as PyTorch keeps it."""
+        super().__init__(executors, post, clock, lanes, keeper, record)
+
+    def running(self, job: Job) -> AbstractContextManager[object]:
+        wanted = job.parts or self._threads
+        if wanted is not None and wanted != self._set.get(job.lane):
+            torch.set_num_threads(wanted)
+            self._set[job.lane] = wanted
+        return nullcontext()

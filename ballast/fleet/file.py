@@ -121,7 +121,9 @@ def _devices(keys: FleetKeys) -> list[DeviceSettings]:
 
 def _link(keys: FleetKeys, device: str) -> LinkSettings:
     named = {link.device: link for link in keys.links}
-    link = named.get(device, named.get(None))
+    # That of no device in particular paces CPUs alone.
+    everyone = None if device.startswith("cuda") else named.get(None)
+    link = named.get(device, everyone)
     return LinkSettings(
         device=device,
         bytes_per_second=None if link is None else link.bandwidth,
@@ -241,6 +243,8 @@ def _check_devices(keys: FleetKeys) -> None:
             allowed = f"devices[{names[device.name]}] has that name already"
             raise ConfigError(f"devices[{i}].name", device.name, allowed)
         names[device.name] = i
+        if device.name.startswith("cuda"):
+            _check_gpu(keys, device, f"devices[{i}]")
         if device.tensor_parallel > 1:
             _check_group(keys, device, f"devices[{i}]")
         if device.page_bytes * device.tensor_parallel > device.budget_bytes:
@@ -263,6 +267,22 @@ def _check_devices(keys: FleetKeys) -> None:
         if len(set(model.devices)) < len(model.devices):
             allowed = "each device is named once"
             raise ConfigError(f"models[{i}].devices", list(model.devices), allowed)
+
+
+def _check_gpu(keys: FleetKeys, device: DeviceSettings, at: str) -> None:
+    if device.gpu is None:
+        allowed = "a GPU is called cuda: and its number, for example cuda:0"
+        raise ConfigError(f"{at}.name", device.name, allowed)
+    if device.threads is not None:
+        allowed = "a GPU has none; `lanes` divide its multiprocessors"
+        raise ConfigError(f"{at}.threads", device.threads, allowed)
+    if device.tensor_parallel > 1:
+        allowed = "1: groups of ranks are of CPU devices so far"
+        raise ConfigError(f"{at}.tensor_parallel", device.tensor_parallel, allowed)
+    for i, link in enumerate(keys.links):
+        if link.device == device.name and link.bandwidth is not None:
+            allowed = "a GPU's link is as fast as it is: only links of CPU devices are paced"
+            raise ConfigError(f"links[{i}].bandwidth", link.bandwidth, allowed)
 
 
 def _check_group(keys: FleetKeys, device: DeviceSettings, at: str) -> None:

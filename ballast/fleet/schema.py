@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -14,9 +15,11 @@ from ballast.core.settings import (
     ServerSettings,
     Slo,
 )
-from ballast.core.units import parse_bytes
+from ballast.core.units import MiB, parse_bytes
 
 OS_PAGE = 4096
+GPU_PAGE = 2 * MiB
+"""What drivers map at once on every GPU so far; the device says if it is not enough."""
 
 
 def _size(value: Any) -> int:
@@ -165,9 +168,10 @@ class DeviceKeys(Keys):
     """One entry of `devices`."""
 
     name: DeviceName | None = None
-    """None: `cpu:` and its place among the devices."""
+    """None: `cpu:` and its place among the devices; `cuda:N`: a GPU, as CUDA counts."""
     budget: Size
-    page: PageSize = 256 * 1024
+    page: PageSize | None = None
+    """None: 256 KiB; of a GPU, 2 MiB."""
     threads: Count | None = None
     lanes: Count = 1
     step_tokens: Count = 512
@@ -178,10 +182,11 @@ class DeviceKeys(Keys):
 
     def settings(self, position: int) -> DeviceSettings:
         """Of the device that stands there in the list, counted from 0."""
-        return DeviceSettings(
-            name=self.name or f"cpu:{position}",
-            budget_bytes=self.budget,
-            page_bytes=self.page,
+        name = self.name or f"cpu:{position}"
+        plain = DeviceSettings(name=name, budget_bytes=self.budget)
+        return replace(
+            plain,
+            page_bytes=self.page or (plain.page_bytes if plain.gpu is None else GPU_PAGE),
             threads=self.threads,
             lanes=self.lanes,
             step_tokens=self.step_tokens,

@@ -121,6 +121,9 @@ class Driver(Protocol):
     def copy_to_host(self, target: int, source: int, n_bytes: int, stream: int) -> None:
         """To an address of the host; in the order of the stream. *Current*."""
 
+    def copy_within(self, target: int, source: int, n_bytes: int, stream: int) -> None:
+        """From one place of the device to another; in the order of the stream. *Current*."""
+
     def pin(self, address: int, n_bytes: int, read_only: bool) -> None:
         """Page-lock memory of the host that is mapped already, for all contexts. *Current*."""
 

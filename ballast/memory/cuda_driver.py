@@ -151,6 +151,9 @@ class CudaDriver:
     def copy_to_host(self, target: int, source: int, n_bytes: int, stream: int) -> None:
         self._call("cuMemcpyDtoHAsync", target, source, n_bytes, stream)
 
+    def copy_within(self, target: int, source: int, n_bytes: int, stream: int) -> None:
+        self._call("cuMemcpyDtoDAsync", target, source, n_bytes, stream)
+
     def pin(self, address: int, n_bytes: int, read_only: bool) -> None:
         flags = _PORTABLE | (_READ_ONLY if read_only else 0)
         self._call("cuMemHostRegister", address, n_bytes, flags)

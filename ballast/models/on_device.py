@@ -3,13 +3,14 @@
 The module and the attention it calls are the same as on a CPU; what differs is where its parameters
 and the job's tensors are. A job is filled into the batch of its bucket, whose addresses stay: a
 batch of decodes is what a CUDA graph can be captured over. Nothing waits for the device before the
-logits are fetched, to be sampled on the host.
+tokens are fetched. Logits stay there as long as nobody asks for more than the likeliest token; what
+else depends on them is computed on the host, by the one function that all devices share.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from ballast.core.errors import UnsupportedModel
 from ballast.core.job import SequenceWork
+from ballast.core.request import Sampling
 from ballast.core.units import ceil_div
+from ballast.kernels import sampling
 from ballast.kernels.device_attention import choose
 from ballast.kernels.device_batch import Attention, DeviceBatch, Scratch
 from ballast.kernels.device_kv import DeviceKv, KvLayout
@@ -71,7 +74,7 @@ class DeviceModel(Served):
     def logits(self, work: Sequence[SequenceWork]) -> Tensor:
         batch = self.batch(work)
         output = self._forward(self._module, batch, logits_to_keep=batch.wanted)
-        logits: Tensor = output.logits[0, : batch.n_wanted].float().cpu()
+        logits: Tensor = output.logits[0, : batch.n_wanted].float()
         return logits
 
     @torch.inference_mode()
@@ -80,6 +83,36 @@ class DeviceModel(Served):
         output = self._forward(self._module.base_model, batch)
         hidden: Tensor = output.last_hidden_state[0, batch.wanted[: batch.n_wanted]].cpu()
         return hidden
+
+    @torch.inference_mode()
+    def choose(
+        self,
+        logits: Tensor,
+        params: Sequence[Sampling],
+        positions: Sequence[int],
+        shapes: Mapping[int, sampling.Shape],
+    ) -> tuple[list[int], dict[int, sampling.Scores]]:
+        """Only rows of which more is asked than the likeliest token leave the device. (`argmax` is
+        the first of equals, there as here.)"""
+        more = [
+            i
+            for i, p in enumerate(params)
+            if p.temperature > 0.0 or p.logprobs is not None or i in shapes
+        ]
+        if len(more) == len(params):
+            return sampling.sample(logits.cpu(), params, positions, shapes)
+        tokens: list[int] = logits.argmax(-1).tolist()
+        if not more:
+            return tokens, {}
+        chosen, scores = sampling.sample(
+            logits[more].cpu(),
+            [params[i] for i in more],
+            [positions[i] for i in more],
+            {at: shapes[i] for at, i in enumerate(more) if i in shapes},
+        )
+        for i, token in zip(more, chosen, strict=True):
+            tokens[i] = token
+        return tokens, {more[at]: told for at, told in scores.items()}
 
     def batch(self, work: Sequence[SequenceWork]) -> DeviceBatch:
         """The batch of the job's bucket, filled with it. Raises BrokenPromise as `check` does."""

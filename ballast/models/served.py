@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 from ballast.core.errors import BrokenPromise, InvalidRequest
 from ballast.core.event import Embedded, Failed, PromptScores, Result
 from ballast.core.job import Sampled, SequenceWork
+from ballast.core.request import Sampling
 from ballast.kernels import sampling
 from ballast.kernels.paged_attention import KvArray, PagedBatch
 from ballast.kv.layout import Layout
@@ -77,6 +78,7 @@ class Served(ABC):
         logits = self.logits(work)
         sampled = [w for w in work if w.sample is not None]
         if any(w.scoring is not None for w in work):
+            logits = logits.cpu()
             results += _scores(work, logits)
             ends = (np.cumsum([len(w.wanted) for w in work]) - 1).tolist()
             logits = logits[[e for w, e in zip(work, ends, strict=True) if w.sample is not None]]
@@ -84,7 +86,7 @@ class Served(ABC):
             return results
         shapes, failed = self._shapes(sampled)
         params = [w.sample for w in sampled if w.sample is not None]
-        tokens, scores = sampling.sample(logits, params, [w.end for w in sampled], shapes)
+        tokens, scores = self.choose(logits, params, [w.end for w in sampled], shapes)
         for i, w in enumerate(sampled):
             if i in failed:
                 results.append(failed[i])
@@ -93,6 +95,16 @@ class Served(ABC):
             logprob, top = scores.get(i, UNSCORED)
             results.append(Sampled(w.request_id, tokens[i], logprob, top, ends))
         return results
+
+    def choose(
+        self,
+        logits: Tensor,
+        params: Sequence[Sampling],
+        positions: Sequence[int],
+        shapes: Mapping[int, sampling.Shape],
+    ) -> tuple[list[int], dict[int, sampling.Scores]]:
+        """As `sampling.sample`; in `run`, where `logits` are as `logits` returned them."""
+        return sampling.sample(logits, params, positions, shapes)
 
     def _embedded(self, work: Sequence[SequenceWork]) -> list[Embedded]:
         unit = torch.nn.functional.normalize(self.hidden(work).float(), dim=-1).numpy()

@@ -444,3 +444,26 @@ def test_devices_of_several_ranks_are_not_for_simulations(home: Path) -> None:
     assert load_fleet(file, presets=PRESETS).device.tensor_parallel == 2
     with pytest.raises(ConfigError, match=r"devices\[0\].tensor_parallel"):
         load_fleet(file, presets=PRESETS, simulated=True)
+
+
+def test_a_gpu_is_named_by_its_number(home: Path) -> None:
+    one = "budget: 64MiB"
+    links = "links: [{bandwidth: 4GB/s}]"
+    text = MINIMAL.replace(one, 'name: "cuda:1", lanes: 2, budget: 64MiB') + links
+    fleet = load(home, text)
+    assert (fleet.device.gpu, fleet.device.page_bytes) == (1, 2 * MiB)
+    assert fleet.device.parts == 2
+    assert fleet.link.bytes_per_second is None, "what paces CPUs does not pace a GPU"
+    assert load(home, MINIMAL).device.gpu is None
+    for wrong, key in (
+        ('name: "cuda:x"', "name"),
+        ('name: "cuda"', "name"),
+        ('name: "cuda:0", threads: 2', "threads"),
+        ('name: "cuda:0", tensor_parallel: 2', "tensor_parallel"),
+    ):
+        found = fault(home, MINIMAL.replace(one, f"{wrong}, budget: 64MiB"))
+        assert found.key == f"devices[0].{key}"
+    link = 'links: [{device: "cuda:1", bandwidth: 4GB/s}]'
+    assert fault(home, MINIMAL.replace(one, 'name: "cuda:1", budget: 64MiB') + link).key == (
+        "links[0].bandwidth"
+    )

@@ -24,7 +24,17 @@ from ballast.memory.cuda_calls import Attribute
 
 _NEEDS_CONTEXT = {
     *("free_and_total", "map", "unmap", "set_access", "new_stream", "priorities", "new_event"),
-    *("copy_to_device", "copy_to_host", "pin", "finish", "wait_for", "record", "is_done", "wait"),
+    *(
+        "copy_to_device",
+        "copy_to_host",
+        "copy_within",
+        "pin",
+        "finish",
+        "wait_for",
+        "record",
+        "is_done",
+        "wait",
+    ),
 }
 
 
@@ -373,6 +383,11 @@ class FakeDriver:
 
     def copy_to_host(self, target: int, source: int, n_bytes: int, stream: int) -> None:
         self._copy(target, source, n_bytes, stream, device_address=source)
+
+    def copy_within(self, target: int, source: int, n_bytes: int, stream: int) -> None:
+        if not self._accessible(source, n_bytes):
+            raise DeviceError("cuMemcpyDtoDAsync", "CUDA_ERROR_INVALID_VALUE: invalid argument")
+        self._copy(target, source, n_bytes, stream, device_address=target)
 
     def pin(self, address: int, n_bytes: int, read_only: bool) -> None:
         if n_bytes <= 0 or address % sys.PAGESIZE or n_bytes % sys.PAGESIZE:

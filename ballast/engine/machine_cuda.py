@@ -1,0 +1,201 @@
+"""A GPU as a live device: pages are handles of the driver, copies and jobs go to streams."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+
+from ballast.core.clock import Clock
+from ballast.core.errors import ConfigError, DeviceError
+from ballast.core.event import Event
+from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
+from ballast.core.units import format_bytes
+from ballast.engine.machine import Cap
+from ballast.engine.runner import Executor, LaneRunner, Record
+from ballast.engine.runner_cuda import AllocatorOnDevice, Compute, CudaRunner, TorchOnGpu
+from ballast.engine.streams_cuda import PlainStreams
+from ballast.kernels.plain_attention import PlainAttention
+from ballast.kernels.workspace import Workspace
+from ballast.kv.blocks import KvCache
+from ballast.memory.cuda_calls import Driver
+from ballast.memory.cuda_driver import CudaDriver
+from ballast.memory.cuda_pins import Pins
+from ballast.memory.link_cuda import CudaLink
+from ballast.memory.vm_cuda import CudaVm
+from ballast.models.on_device import DeviceModel
+from ballast.models.served import Served
+from ballast.weights.checkpoint import THREADS, load_host_model
+from ballast.weights.host import HostModel, HostTier, whole_pages
+
+NO_ADAPTERS = "adapters are not served on a GPU so far"
+
+
+class CudaMachine:
+    """Implements `Machine`: this process, and one GPU or MIG slice."""
+
+    def __init__(
+        self,
+        fleet: FleetSettings,
+        clock: Clock,
+        post: Callable[[Event], None],
+        driver: Driver | None = None,
+        compute: Compute | None = None,
+    ) -> None:
+        """`driver` and `compute` stand in for the real ones.
+
+        Raises ConfigError where there is no such GPU, or it cannot have such pages.
+        """
+        self.device = device = fleet.of_one_device("this command")
+        ordinal = device.gpu
+        if ordinal is None:
+            raise ConfigError("devices", device.name, "a GPU is called cuda: and its number")
+        self._driver = driver = driver or _driver(device.name)
+        if ordinal >= (n := driver.count()):
+            allowed = f"CUDA shows {n} device(s) to this process, counted from cuda:0"
+            raise ConfigError("devices", device.name, allowed)
+        number = driver.device(ordinal)
+        least = driver.granularity(number)
+        if device.page_bytes % least:
+            allowed = f"a multiple of {format_bytes(least)}, what its driver maps at once"
+            raise ConfigError(f"page of {device.name}", format_bytes(device.page_bytes), allowed)
+        self._compute = compute or TorchOnGpu(ordinal)
+        self._number, self._context = number, driver.retain_context(number)
+        driver.set_current(self._context)
+        n_pages = device.budget_bytes // device.page_bytes
+        self.vm = CudaVm(driver, ordinal, device.page_bytes, n_pages)
+        self.link = CudaLink(driver, ordinal, clock, post)
+        self._pins = Pins(driver, ordinal)
+        self._pinned: Counter[int] = Counter()
+        """By address of a segment in host memory: models of this device that have it."""
+        self._copies = driver.new_stream()
+        self._streams = PlainStreams(driver, device.lanes)
+        for stream in self._streams.all:
+            self.vm.watch(stream)
+
+    def load(self, settings: ModelSettings, tier: HostTier, threads: int = THREADS) -> HostModel:
+        """As stored, and page-locked. Raises ConfigError for what only CPUs have."""
+        for key, only in (("model_impl", "fused"), ("linear", "packed")):
+            if getattr(settings, key) == only:
+                allowed = f"{self.device.name} is a GPU: that is of CPUs"
+                raise ConfigError(f"{settings.name}: {key}", only, allowed)
+        plain = replace(settings, model_impl="generic", linear="plain", adapters=())
+        host = load_host_model(plain, tier, threads)
+        host.failed = {**host.failed, **{a.name: NO_ADAPTERS for a in settings.adapters}}
+        try:
+            for segment, address in zip(host.segments, host.addresses, strict=True):
+                if not self._pinned[address]:
+                    self._pins.pin(address, whole_pages(segment))
+                self._pinned[address] += 1
+        except DeviceError:
+            self.unload(host)
+            raise
+        return host
+
+    def unload(self, host: HostModel) -> None:
+        for address in host.addresses:
+            if self._pinned[address] == 1:
+                self._pins.unpin(address)
+            if self._pinned[address]:
+                self._pinned[address] -= 1
+        host.close()
+
+    def copy(self, dst: int, src: int, n_bytes: int) -> None:
+        self._driver.set_current(self._context)
+        self._driver.copy_within(dst, src, n_bytes, self._copies)
+        self._driver.finish(self._copies)
+
+    def executors(
+        self,
+        host: HostModel,
+        segments: Sequence[int],
+        kv: KvCache,
+        workspaces: Sequence[Workspace],
+    ) -> tuple[Served, ...]:
+        """Of `workspaces` only the number matters: PyTorch's allocator gives what a job needs."""
+        there = self._compute.device
+        # Triton compiles for nothing but GPUs.
+        make = None if there.type == "cuda" and find_spec("triton") else PlainAttention
+        blocks = kv.range.range.n_bytes // kv.layout.stride_bytes
+        made = DeviceModel(host, segments, kv.base, kv.layout, blocks, there, make)
+        return (made,) * len(workspaces)
+
+    def cap(self, n_bytes: int) -> Cap:
+        return DeviceCap(self._compute.allocator(n_bytes))
+
+    def runner(
+        self,
+        executors: Mapping[str, Sequence[Executor]],
+        post: Callable[[Event], None],
+        clock: Clock,
+        device: DeviceSettings,
+        cap: Cap,
+        record: Record | None,
+    ) -> LaneRunner:
+        return CudaRunner(
+            executors,
+            post,
+            clock,
+            self._driver,
+            self._context,
+            self._compute,
+            self._streams,
+            device.lanes,
+            cap,
+            record,
+        )
+
+    def allow(self, n_bytes: int) -> None:
+        """The cap of this process is the device's own."""
+
+    def close(self) -> None:
+        self._driver.set_current(self._context)
+        self._pins.close()
+        self._streams.close()
+        self._driver.destroy_stream(self._copies)
+        self._driver.release_context(self._number)
+
+
+class DeviceCap:
+    """Implements `Cap` for the memory of a GPU; what jobs allocate on the host is no part of it."""
+
+    def __init__(self, allocator: AllocatorOnDevice) -> None:
+        self._allocator = allocator
+        self._next: int | None = None
+        """Bytes from the next moment on in which no job runs."""
+
+    @property
+    def n_bytes(self) -> int:
+        return self._allocator.n_bytes
+
+    @property
+    def renewing(self) -> bool:
+        return self._next is not None
+
+    def check(self, *, alone: bool = True) -> bool:
+        """Within the cap again, if what is kept unused allows it; whether it is."""
+        if self._next is not None and alone:
+            n_bytes, self._next = self._next, None
+            return self._allocator.resize(n_bytes)
+        return self._allocator.check()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        yield
+
+    def pause(self) -> None:
+        """What is loaded beside jobs is in the host's memory."""
+
+    def renew(self, n_bytes: int, forget: Callable[[], None]) -> None:
+        forget()
+        self._next = n_bytes
+
+
+def _driver(name: str) -> CudaDriver:
+    try:
+        return CudaDriver()
+    except DeviceError as error:
+        allowed = f"this machine has no GPU that CUDA can use: {error}"
+        raise ConfigError("devices", name, allowed) from error

@@ -1,0 +1,67 @@
+"""A GPU for the live engine that is none: the driver's stand-in, and tensors of host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+
+from ballast.bench import inprocess
+from ballast.core.clock import Clock
+from ballast.core.event import Event
+from ballast.core.settings import FleetSettings
+from ballast.engine.machine_cuda import CudaMachine
+from ballast.engine.runner_cuda import AllocatorOnDevice
+from tests.memory.fake_cuda import FakeDriver
+
+
+class Allocator:
+    """Counts nothing; remembers what it was told."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self.n_bytes = n_bytes
+        self.checks = 0
+
+    def resize(self, n_bytes: int) -> bool:
+        self.n_bytes = n_bytes
+        return self.check()
+
+    def check(self) -> bool:
+        self.checks += 1
+        return True
+
+
+class OnHost:
+    """Implements `Compute`: launches end at once, on the CPU."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.streams: list[int] = []
+        """That work went to, in order."""
+
+    def on(self, stream: int) -> AbstractContextManager[object]:
+        self.streams.append(stream)
+        return nullcontext()
+
+    def allocator(self, n_bytes: int) -> AllocatorOnDevice:
+        return Allocator(n_bytes)
+
+
+def serving(
+    fleet: FleetSettings, driver: FakeDriver, compute: OnHost | None = None
+) -> inprocess.InProcess:
+    """The fleet's device in this process, as a GPU."""
+    used = compute or OnHost()
+
+    def make(fleet: FleetSettings, clock: Clock, post: Callable[[Event], None]) -> CudaMachine:
+        return CudaMachine(fleet, clock, post, driver, used)
+
+    return inprocess.InProcess(fleet, make_machine=make)
+
+
+def on_gpu(fleet: FleetSettings, lanes: int = 1) -> FleetSettings:
+    device = replace(fleet.device, name="cuda:0", threads=None, lanes=lanes)
+    return replace(fleet, device=device)

@@ -1,0 +1,162 @@
+"""The live engine on a GPU's memory, as far as that goes without one: the driver is a stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ballast.bench.inprocess import InProcess
+from ballast.core.errors import ConfigError, DeviceError
+from ballast.core.event import Failed, Finished
+from ballast.core.settings import FleetSettings, ModelSettings
+from ballast.core.units import KiB, MiB
+from ballast.engine.build import GPU_LANE_BYTES
+from ballast.memory.cuda_calls import Attribute
+from tests.engine.checkpoints import make_llama
+from tests.engine.gpus import OnHost, on_gpu, serving
+from tests.engine.test_live import asked, fleet, need, paths  # noqa: F401
+from tests.memory.fake_cuda import FakeDriver
+
+
+@pytest.fixture
+def driver() -> Iterator[FakeDriver]:
+    made = FakeDriver(n_bytes=1 << 30)
+    yield made
+    assert made.is_clean(), "something is left of the device"
+
+
+def tight(paths: dict[str, Path], lanes: int = 1, preset: str = "balloon") -> FleetSettings:  # noqa: F811
+    """Two of three models and four long requests fit."""
+    on_cpu = fleet(paths, need(paths), preset)
+    device = on_cpu.device
+    with InProcess(fleet(paths)) as server:
+        arena = server.device.state.arena.pages * device.page_bytes
+    more = lanes * GPU_LANE_BYTES + (lanes - 1) * arena + 4 * device.page_bytes
+    return on_gpu(
+        replace(on_cpu, device=replace(device, budget_bytes=device.budget_bytes + more)), lanes
+    )
+
+
+@pytest.mark.parametrize(("preset", "lanes"), [("swap", 1), ("balloon", 2)])
+def test_under_pressure_its_tokens_are_those_of_the_cpu(
+    paths: dict[str, Path],  # noqa: F811
+    driver: FakeDriver,
+    preset: str,
+    lanes: int,
+) -> None:
+    requests = [*asked(3), *(replace(r, id=f"{r.id}-warm") for r in asked(2, 0.8))]
+    requests.append(
+        replace(requests[0], id="plain", sampling=replace(requests[0].sampling, logprobs=None))
+    )
+    generic = fleet(paths)
+    models = tuple(replace(m, model_impl="generic", linear="plain") for m in generic.models)
+    with InProcess(replace(generic, models=models)) as server:
+        alone = server.generate(requests)
+    compute = OnHost()
+    with serving(tight(paths, lanes, preset), driver, compute) as server:
+        answers = server.generate(requests)
+        device = server.device
+        report, state = device.snapshot(), device.state
+        for m in state.models.values():
+            m.kv.validate([])
+            assert m.kv.range.os_backed() == state.pool.owned(f"kv:{m.spec.name}") == m.kv.pages
+            weights = state.pool.owned(f"weights:{m.spec.name}")
+            assert m.weights.range.os_backed() == weights
+        state.arena.validate()
+        state.pool.validate()
+        arena = state.arena.pages * device.vm.page_bytes
+        assert device.machine.vm.physical_bytes() <= device.fleet.device.budget_bytes - arena
+        assert driver.pinned, "weights in host memory are page-locked"
+    for id, answer in answers.items():
+        assert answer.tokens == alone[id].tokens, id
+        assert answer.logprobs == pytest.approx(alone[id].logprobs, abs=1e-4)
+    assert sum(m.evictions for m in report.models) > 0
+    assert len(set(compute.streams)) == lanes
+
+
+def test_a_model_comes_and_goes(paths: dict[str, Path], driver: FakeDriver) -> None:  # noqa: F811
+    from ballast.core.command import Add, Outcome, Remove
+
+    first = fleet({"a": paths["a"]})
+    budget = first.device.budget_bytes + GPU_LANE_BYTES
+    settings = on_gpu(replace(first, device=replace(first.device, budget_bytes=budget)))
+    with serving(settings, driver) as server:
+        told: list[Outcome] = []
+
+        def carry_out(order: Add | Remove) -> None:
+            server.device.command(order, told.append)
+            server.device._operator._thread.submit(lambda: None).result()
+
+        before = len(driver.pinned)
+        carry_out(Add(ModelSettings(name="b", path=str(paths["b"]), dtype="float32")))
+        assert len(driver.pinned) > before
+        assert all(a.finished for a in server.generate(asked(2, models=("a", "b"))).values())
+        carry_out(Remove("b", patience=5.0))
+        assert len(driver.pinned) == before
+        assert [o.code for o in told] == [None, None]
+        assert isinstance(server.generate(asked(1, models=("a",)))["a0"].end, Finished)
+
+
+def test_a_job_that_breaks_off_fails_its_requests_only(
+    paths: dict[str, Path],  # noqa: F811
+    driver: FakeDriver,
+) -> None:
+    plain = fleet(paths)
+    budget = plain.device.budget_bytes + GPU_LANE_BYTES
+    settings = on_gpu(replace(plain, device=replace(plain.device, budget_bytes=budget)))
+    with serving(settings, driver) as server:
+        victim = server.device.executors["b"][0]
+
+        def broken(work: object) -> list[object]:
+            raise DeviceError("cuEventSynchronize", "CUDA_ERROR_ASSERT")
+
+        victim.run = broken  # type: ignore[method-assign, assignment]
+        answers = server.generate(asked(2))
+    for key, answer in answers.items():
+        assert isinstance(answer.end, Failed if key.startswith("b") else Finished)
+
+
+def test_what_a_gpu_cannot_have_is_said(paths: dict[str, Path]) -> None:  # noqa: F811
+    settings = on_gpu(fleet({"a": paths["a"]}))
+
+    def refused(fleet: FleetSettings, driver: FakeDriver, match: str) -> None:
+        with pytest.raises(ConfigError, match=match):
+            serving(fleet, driver)
+
+    refused(settings, FakeDriver(granularity=2 * MiB), "2MiB")
+    refused(
+        replace(settings, device=replace(settings.device, name="cuda:3")),
+        FakeDriver(),
+        r"1 device\(s\)",
+    )
+    with pytest.raises(ConfigError, match="no GPU that CUDA can use"):
+        InProcess(settings)
+    with pytest.raises(DeviceError, match="VIRTUAL_MEMORY"):
+        serving(settings, FakeDriver(attributes={Attribute.MAPS_MEMORY: 0}))
+
+
+def test_what_only_cpus_run_is_refused_model_by_model(
+    paths: dict[str, Path],  # noqa: F811
+    driver: FakeDriver,
+) -> None:
+    first = fleet({"a": paths["a"], "b": paths["b"]})
+    a, b = first.models
+    budget = first.device.budget_bytes + GPU_LANE_BYTES
+    device = replace(first.device, budget_bytes=budget)
+    settings = replace(first, models=(a, replace(b, linear="packed")), device=device)
+    with serving(on_gpu(settings), driver) as server:
+        assert "linear" in server.device.failed["b"]
+        assert set(server.device.specs) == {"a"}
+
+
+def test_bfloat16_runs(tmp_path: Path, driver: FakeDriver) -> None:
+    settings = fleet({"a": make_llama(tmp_path / "a", 3)})
+    models = tuple(replace(m, dtype="bfloat16") for m in settings.models)
+    budget = 64 * MiB + GPU_LANE_BYTES
+    device = replace(settings.device, budget_bytes=budget, page_bytes=128 * KiB)
+    with serving(on_gpu(replace(settings, models=models, device=device)), driver) as server:
+        answers = server.generate(asked(3, models=("a",)))
+    assert all(len(a.tokens) == 40 for a in answers.values())
