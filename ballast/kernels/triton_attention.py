@@ -36,12 +36,11 @@ class TritonAttention:
         self._programs = -(-programs // kv.kv_heads)
         self._few = min(self._programs, batch.bucket.items(shape))
         rows = batch.few_tokens * shape.group
-        shape_of_partial = (batch.bucket.items(shape), kv.kv_heads, rows, kv.head_dim + 2)
+        shape_of_partial = (batch.bucket.items(shape), kv.kv_heads, rows, kv.head_dim + 4)
         self._partial = batch.scratch.take("partial", shape_of_partial, torch.float32)
         self._few_rows = _power(rows, FEW_ROWS)
         self._many_rows = _power(shape.tile * shape.group, MANY_ROWS)
         self._dim = _power(kv.head_dim, NARROWEST)
-        self._keys = 64 if kv.dtype.itemsize == 2 and self._dim <= 128 else 32
         self._dtype = getattr(tl, str(kv.dtype).removeprefix("torch."))
         # The interpreter would multiply bfloat16 as the integers that it stores them in.
         interpreted = kv.device.type == "cpu"
@@ -136,7 +135,6 @@ class TritonAttention:
             DIM=kv.head_dim,
             BLOCK_TOKENS=kv.block_tokens,
             M=rows,
-            N=self._keys,
             D=self._dim,
             FIELDS=ITEM_FIELDS,
             WINDOW=window is not None,
@@ -144,13 +142,28 @@ class TritonAttention:
             WIDEN=self._widen,
             DTYPE=self._dtype,
             ALIGNED=self._aligned(layer),
-            num_warps=8 if rows * self._dim > 64 * 128 else 4,
+            **sizes(rows, self._dim, kv.dtype),
         )
 
     def _aligned(self, layer: int) -> int:
         """Bytes of which a layer's first K and V are multiples, up to what is loaded at once."""
         at = [x.data_ptr() for x in self._batch.kv.layer(layer)]
         return LOADED if not any(a % LOADED for a in at) else self._batch.kv.dtype.itemsize
+
+
+def sizes(rows: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Keys at once, warps and stages of `attend_code` for rows and elements at once.
+
+    So that shared memory is within the 99 KiB that a block has on the GPUs with least of it from
+    compute capability 8.0, which a test has Triton's compiler say.
+    """
+    n_bytes = rows * dim * dtype.itemsize
+    wide = dim * dtype.itemsize
+    return {
+        "N": 64 if wide <= 256 else 32 if wide <= 512 else 16,
+        "num_warps": 8 if n_bytes > 64 * 128 * 2 else 4,
+        "num_stages": 1 if n_bytes > 64 * 128 * 4 else 2,
+    }
 
 
 def _power(n: int, least: int) -> int:

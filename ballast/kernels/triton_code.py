@@ -91,8 +91,9 @@ def attend_code(
 ):
     """Programs (any number, KV_HEADS). M rows, N keys, D >= DIM elements at once, powers of two.
 
-    `partial` (slots, KV_HEADS, partial_rows, DIM + 2) float32: per row its sum, its largest score
-    (base 2) and its sum of weights. `WIDEN`: multiply in float32.
+    `partial` (slots, KV_HEADS, partial_rows, DIM + 4) float32: per row its sum, its largest score
+    (base 2) and its sum of weights, and two of nothing, which keep rows aligned. `WIDEN`: multiply
+    in float32.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     keys = tl.multiple_of(keys.to(tl.pointer_type(DTYPE)), ALIGNED)
@@ -166,7 +167,7 @@ def attend_code(
             tl.store(out + place, result.to(out.dtype.element_ty), mask=filled)
         else:
             line = (slot.to(tl.int64) * KV_HEADS + kv_head) * partial_rows + r
-            to = partial + line * (DIM + 2)
+            to = partial + line * (DIM + 4)
             tl.store(to[:, None] + d[None, :], total, mask=filled)
             tl.store(to + DIM, largest, mask=real)
             tl.store(to + DIM + 1, weight, mask=real)
@@ -206,7 +207,7 @@ def merge_code(
         total = tl.zeros([M, D], tl.float32)
         for s in range(slots):
             line = ((slot + s).to(tl.int64) * KV_HEADS + kv_head) * partial_rows + r
-            at = partial + line * (DIM + 2)
+            at = partial + line * (DIM + 4)
             theirs = tl.load(at + DIM, mask=real, other=NOTHING)
             now = tl.maximum(largest, theirs)
             base = tl.where(now == NOTHING, 0.0, now)

@@ -1,4 +1,7 @@
-"""Runs `device_cases.py`: in Triton's interpreter, and on a GPU where there is one."""
+"""Runs `device_cases.py` in Triton's interpreter, and on a GPU where there is one.
+
+And asks Triton's compiler what it makes of the kernels for GPUs, for which it needs none.
+"""
 
 from __future__ import annotations
 
@@ -35,3 +38,70 @@ def test_cases_hold_in_the_interpreter() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no GPU")
 def test_cases_hold_on_a_gpu() -> None:
     run_cases(TRITON_INTERPRET="0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "dim", "rows", "capability"),
+    [
+        ("bf16", 128, 16, 80),
+        ("bf16", 128, 64, 90),
+        ("bf16", 128, 64, 100),
+        ("fp16", 256, 64, 90),
+        ("fp32", 128, 16, 80),
+        ("fp32", 256, 64, 80),
+    ],
+)
+def test_what_a_gpu_gets_is_vectorised_and_fits_its_shared_memory(
+    dtype: str, dim: int, rows: int, capability: int
+) -> None:
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from ballast.kernels.triton_attention import sizes
+    from ballast.kernels.triton_code import attend_code
+
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    chosen = sizes(rows, dim, kinds[dtype])
+    options = {name: chosen.pop(name) for name in ("num_warps", "num_stages")}
+    constants = {
+        "HEADS": 32,
+        "KV_HEADS": 8,
+        "DIM": dim,
+        "D": dim,
+        "BLOCK_TOKENS": 16,
+        "M": rows,
+        "FIELDS": 7,
+        "WINDOW": True,
+        "SOFTCAP": True,
+        "WIDEN": dtype == "fp32",
+        "DTYPE": getattr(tl, str(kinds[dtype]).removeprefix("torch.")),
+        "ALIGNED": 16,
+        **chosen,
+    }
+    kinds_of = {
+        **dict.fromkeys(attend_code.arg_names, "i32"),
+        **dict.fromkeys(("query", "out"), f"*{dtype}"),
+        **dict.fromkeys(("keys", "values"), "i64"),
+        **dict.fromkeys(("items", "count", "tables"), "*i32"),
+        **dict.fromkeys(("scale", "softcap"), "fp32"),
+        "partial": "*fp32",
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    names = list(attend_code.arg_names)
+    aligned = ("query", "keys", "values", "out", "query_token", "query_head", "block_stride")
+    source = ASTSource(
+        attend_code,
+        kinds_of,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert made.metadata.shared <= 99 * 1024
+    # K and V are loaded 16 bytes at once, though their address comes as a number.
+    copies = made.asm["ptx"].count("cp.async.cg.shared.global")
+    whole = made.asm["ptx"].count("ld.global.v4") + made.asm["ptx"].count("ld.global.v2.b64")
+    assert copies + whole > 0
+    assert "ld.global.b16" not in made.asm["ptx"]
