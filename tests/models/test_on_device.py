@@ -11,12 +11,12 @@ import torch
 from ballast.core.errors import BrokenPromise
 from ballast.core.job import SequenceWork
 from ballast.core.settings import ModelSettings
+from ballast.kernels.plain_attention import PlainAttention
 from ballast.kv.layout import Layout
 from ballast.memory.tensor import tensor_at
 from ballast.models.on_device import DeviceModel
 from ballast.weights.checkpoint import load_host_model
 from benchmarks.families import config, make
-from tests.kernels.reference import PlainAttention
 from tests.models.tiny import GREEDY, Served, llama
 
 
