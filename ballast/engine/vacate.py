@@ -1,13 +1,14 @@
 """Move out of borrowed pages that are asked back, so that no request notices but by waiting.
 
 What is cached there goes; what is used is copied to pages of the device, for which cached prefixes
-make way; where there are none, the requests are preempted. Blocks that a job in flight uses wait
+make way; where there are none, requests are preempted. Blocks that a job in flight uses wait
 for its end.
 """
 
 from __future__ import annotations
 
 from ballast.core.actions import Preempt
+from ballast.core.request import Request
 from ballast.core.story import Story
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
@@ -33,15 +34,27 @@ def vacate(state: DeviceState, story: Story) -> None:
         elif m.kv.bring_home(at) or _bring_home_for_cached(state, m, at):
             home += 1
         else:
-            for r in reversed(users):
-                state.preempt(m, r)
-                why = "borrowed pages are asked back"
-                story.decision(state.now, Preempt(m.spec.name, r.id, why), None, by="lender")
+            home += _preempt(state, m, at, users, story)
         state.touch(m)
         state.freed += 1
         state.asking = True
     if home or dropped:
         story.vacated(state.now, home, dropped)
+
+
+def _preempt(
+    state: DeviceState, m: ModelState, at: int, users: list[Request], story: Story
+) -> bool:
+    """Of the slab's requests the youngest, until it is empty, or there is room for what is left."""
+    for r in reversed(users):
+        state.preempt(m, r)
+        why = "borrowed pages are asked back"
+        story.decision(state.now, Preempt(m.spec.name, r.id, why), None, by="lender")
+        if not m.kv.range.is_backed(at) or m.kv.forsake(at):
+            break
+        if m.kv.bring_home(at):
+            return True
+    return False
 
 
 def _bring_home_for_cached(state: DeviceState, m: ModelState, at: int) -> bool:
