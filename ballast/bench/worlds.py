@@ -20,6 +20,7 @@ from ballast.bench.replay import EngineTarget, Replayed, replay
 from ballast.bench.report import Report
 from ballast.core.cost import StepCosts
 from ballast.core.entries import Sink, both
+from ballast.core.errors import Unavailable
 from ballast.core.event import Drain, Output, Stop
 from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings, Slo
@@ -52,7 +53,10 @@ def run_live(
     timeout: float = 120.0,
     progress: bool = False,
 ) -> Ran:
-    """Open loop, on this machine, in this process. The device is made for the run."""
+    """Open loop, on this machine, in this process. The device is made for the run.
+
+    Raises Unavailable where it cannot serve one of the models.
+    """
     clock = MonotonicClock()
     target = EngineTarget(clock)
     entries: list[dict[str, Any]] = []
@@ -61,6 +65,8 @@ def run_live(
     loop = threading.Thread(target=device.run, name="loop", daemon=True)
     loop.start()
     try:
+        for model, why in device.failed.items():
+            raise Unavailable(f"{model} is not served: {why}")
         device.populate()
         prompts = prompts_of(vocabularies_of(device.specs.values()))
         done = asyncio.run(replay(workload, target, prompts, timeout=timeout, progress=progress))
