@@ -16,7 +16,7 @@ from ballast.core.units import format_bytes
 from ballast.engine.machine import Cap
 from ballast.engine.runner import Executor, LaneRunner, Record
 from ballast.engine.runner_cuda import AllocatorOnDevice, Compute, CudaRunner, TorchOnGpu
-from ballast.engine.streams_cuda import PlainStreams
+from ballast.engine.streams_cuda import lane_streams
 from ballast.kernels.plain_attention import PlainAttention
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
@@ -71,7 +71,7 @@ class CudaMachine:
         self._pinned: Counter[int] = Counter()
         """By address of a segment in host memory: models of this device that have it."""
         self._copies = driver.new_stream()
-        self._streams = PlainStreams(driver, device.lanes)
+        self._streams = lane_streams(driver, number, device.lanes)
         for stream in self._streams.all:
             self.vm.watch(stream)
 

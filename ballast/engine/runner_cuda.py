@@ -12,6 +12,7 @@ from ballast.core.clock import Clock
 from ballast.core.event import Event
 from ballast.core.job import Job
 from ballast.engine.runner import Executor, Keeper, LaneRunner, Record
+from ballast.engine.streams_cuda import Streams
 from ballast.memory.cuda_calls import Driver
 from ballast.memory.cuda_cap import CachingCap
 from ballast.memory.cuda_events import Events
@@ -53,15 +54,6 @@ class TorchOnGpu:
 
     def allocator(self, n_bytes: int) -> AllocatorOnDevice:
         return CachingCap(self.device.index or 0, n_bytes)
-
-
-class Streams(Protocol):
-    """Of the lanes."""
-
-    def take(self, job: Job) -> int:
-        """The stream that a job goes to, which nothing else uses until it is given back."""
-
-    def give_back(self, job: Job) -> None: ...
 
 
 class CudaRunner(LaneRunner):

@@ -1,20 +1,55 @@
-"""Streams for the lanes of a GPU, each with its part of the multiprocessors where that can be."""
+"""Streams for the lanes of a GPU, each with its part of the multiprocessors where that can be.
+
+With green contexts the multiprocessors are split once, into as many groups as there are lanes; each
+run of neighbouring groups has a stream whose work runs there and nowhere else. A job alone has the
+stream of the whole device, those at the same time have runs that do not overlap. Else each lane has
+a stream, and the hardware divides what there is.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Sequence
+from typing import Protocol
 
+from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.job import Job
 from ballast.memory.cuda_calls import Driver
 
 log = logging.getLogger(__name__)
 
 
+class Streams(Protocol):
+    """Of the lanes; from any of their threads."""
+
+    @property
+    def all(self) -> Sequence[int]: ...
+
+    def take(self, job: Job) -> int:
+        """The stream that a job goes to, which no other job uses until it is given back."""
+
+    def give_back(self, job: Job) -> None:
+        """All its work has ended."""
+
+    def close(self) -> None: ...
+
+
+def lane_streams(driver: Driver, device: int, lanes: int) -> Streams:
+    """Fixed parts where the driver and the device have them. A context is current."""
+    if lanes == 1:
+        return PlainStreams(driver, lanes)
+    try:
+        return GreenStreams(driver, device, lanes)
+    except DeviceError as error:
+        log.warning("lanes share all multiprocessors: %s", error)
+        return PlainStreams(driver, lanes)
+
+
 class PlainStreams:
     """A stream for each lane; the first goes before the others where both have work."""
 
     def __init__(self, driver: Driver, lanes: int) -> None:
-        """A context is current."""
         self._driver = driver
         _, greatest = driver.priorities()
         self.all = [
@@ -31,3 +66,58 @@ class PlainStreams:
         for stream in self.all:
             self._driver.destroy_stream(stream)
         self.all = []
+
+
+class GreenStreams:
+    """Runs of groups, by (first group, groups); `Job.parts` counts groups."""
+
+    def __init__(self, driver: Driver, device: int, lanes: int) -> None:
+        """Raises DeviceError, with nothing left behind, where contexts cannot be had."""
+        self._driver, self._groups = driver, lanes
+        self._contexts: list[int] = []
+        self._streams: dict[tuple[int, int], int] = {}
+        self._taken: dict[int, range] = {}
+        """Groups of the job on each lane."""
+        self._lock = threading.Lock()
+        try:
+            split = driver.split(device, lanes)
+            for n in range(1, lanes):
+                for first in range(lanes - n + 1):
+                    self._contexts.append(driver.green_context(device, split, first, n))
+                    self._streams[first, n] = driver.green_stream(self._contexts[-1])
+            self._streams[0, lanes] = driver.new_stream()
+        except DeviceError:
+            self.close()
+            raise
+
+    @property
+    def all(self) -> list[int]:
+        return list(self._streams.values())
+
+    def take(self, job: Job) -> int:
+        """On as many groups as the job has parts; fewer where those free are not neighbours."""
+        wanted = job.parts or self._groups
+        with self._lock:
+            used = {group for run in self._taken.values() for group in run}
+            free = [
+                (first, n)
+                for first, n in self._streams
+                if n <= wanted and used.isdisjoint(range(first, first + n))
+            ]
+            if not free:
+                raise BrokenPromise(f"job {job.id}: no multiprocessors are free")
+            # The widest; of equals, the one that leaves the others together.
+            first, n = max(free, key=lambda run: (run[1], -run[0]))
+            self._taken[job.lane] = range(first, first + n)
+            return self._streams[first, n]
+
+    def give_back(self, job: Job) -> None:
+        with self._lock:
+            del self._taken[job.lane]
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            self._driver.destroy_stream(stream)
+        for context in self._contexts:
+            self._driver.destroy_green(context)
+        self._streams, self._contexts = {}, []

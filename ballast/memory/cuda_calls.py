@@ -95,6 +95,20 @@ class Driver(Protocol):
 
     def destroy_stream(self, stream: int) -> None: ...
 
+    def split(self, device: int, groups: int) -> int:
+        """So many disjoint groups of equally many multiprocessors; what is over is in none. The
+        number of the split, which stays. Raises DeviceError where there are too few."""
+
+    def green_context(self, device: int, split: int, first: int, n: int) -> int:
+        """A context that runs on groups `first .. first + n` of a split, and nowhere else; it
+        shares memory and modules with the primary one, which is retained meanwhile."""
+
+    def destroy_green(self, context: int) -> None:
+        """After all its streams."""
+
+    def green_stream(self, context: int) -> int:
+        """A stream as `new_stream` makes them, whose work runs in that context."""
+
     def finish(self, stream: int) -> None:
         """Return when all work of the stream has ended."""
 

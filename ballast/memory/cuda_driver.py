@@ -11,6 +11,8 @@ from ballast.memory.cuda_calls import Attribute
 _OUT_OF_MEMORY = 2
 _INVALID_VALUE = 1
 _NOT_READY = 600
+_GROUP = 8
+"""Multiprocessors."""
 _PORTABLE, _READ_ONLY = 0x01, 0x08
 """Flags of cuMemHostRegister."""
 
@@ -24,6 +26,7 @@ class CudaDriver:
         Raises DeviceError without that package, without a driver, or where it does not start.
         """
         self._api = _bindings() if api is None else api
+        self._splits: list[list[Any]] = []
         self._call("cuInit", 0)
 
     def version(self) -> tuple[int, int]:
@@ -117,6 +120,36 @@ class CudaDriver:
 
     def destroy_stream(self, stream: int) -> None:
         self._call("cuStreamDestroy", stream)
+
+    def split(self, device: int, groups: int) -> int:
+        kind = self._api.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+        whole = self._call("cuDeviceGetDevResource", device, kind)
+        # Bindings of CUDA 12 do not tell the two sizes; 8 is what Hopper and later need.
+        step = int(getattr(whole.sm, "smCoscheduledAlignment", 0)) or _GROUP
+        least = int(getattr(whole.sm, "minSmPartitionSize", 0)) or step
+        count = int(whole.sm.smCount)
+        each = count // groups // step * step
+        call = "cuDevSmResourceSplitByCount"
+        if each < least:
+            raise DeviceError(call, f"{count} multiprocessors are too few for {groups} groups")
+        found, n, _ = self._call(call, groups, whole, 0, each)
+        if n < groups:
+            raise DeviceError(call, f"{n} groups of {each} multiprocessors where {groups} fit")
+        self._splits.append(list(found))
+        return len(self._splits) - 1
+
+    def green_context(self, device: int, split: int, first: int, n: int) -> int:
+        groups = self._splits[split][first : first + n]
+        made_of = self._call("cuDevResourceGenerateDesc", groups, n)
+        flag = int(self._api.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM)
+        return self._int("cuGreenCtxCreate", made_of, device, flag)
+
+    def destroy_green(self, context: int) -> None:
+        self._call("cuGreenCtxDestroy", context)
+
+    def green_stream(self, context: int) -> int:
+        apart = int(self._api.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        return self._int("cuGreenCtxStreamCreate", context, apart, 0)
 
     def finish(self, stream: int) -> None:
         self._call("cuStreamSynchronize", stream)

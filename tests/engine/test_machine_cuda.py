@@ -74,7 +74,7 @@ def test_under_pressure_its_tokens_are_those_of_the_cpu(
         assert answer.tokens == alone[id].tokens, id
         assert answer.logprobs == pytest.approx(alone[id].logprobs, abs=1e-4)
     assert sum(m.evictions for m in report.models) > 0
-    assert len(set(compute.streams)) == lanes
+    assert lanes <= len(set(compute.streams)) <= lanes * (lanes + 1) // 2
 
 
 def test_a_model_comes_and_goes(paths: dict[str, Path], driver: FakeDriver) -> None:  # noqa: F811

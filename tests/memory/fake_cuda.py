@@ -111,6 +111,7 @@ class FakeDriver:
         granularity: int = 64 << 10,
         peers: bool = True,
         attributes: dict[Attribute, int] | None = None,
+        groups: int = 8,
     ) -> None:
         self.n_bytes, self.n_devices, self.grain, self.peers = n_bytes, devices, granularity, peers
         self.attributes = dict.fromkeys(Attribute, 1) | (attributes or {})
@@ -125,6 +126,14 @@ class FakeDriver:
         self.streams: dict[int, list[Work]] = {}
         self.events: dict[int, Event] = {}
         self.pinned: dict[int, tuple[int, bool]] = {}
+        self.groups = groups
+        """Most that the multiprocessors can be split into."""
+        self.splits: dict[int, tuple[int, int]] = {}
+        """Device and groups of each."""
+        self.greens: dict[int, tuple[int, int, int]] = {}
+        """Split, first group and groups of each context."""
+        self.green_streams: dict[int, int] = {}
+        """Stream -> green context."""
         self._mine: dict[tuple[int, int], int] = {}
         """Memory made here: memfd -> device."""
         self._current = threading.local()
@@ -153,7 +162,15 @@ class FakeDriver:
 
     def is_clean(self) -> bool:
         """Nothing is left of whoever used it."""
-        left = (self.reserved, self.mappings, self.handles, self.streams, self.events, self.pinned)
+        left = (
+            self.greens,
+            self.reserved,
+            self.mappings,
+            self.handles,
+            self.streams,
+            self.events,
+            self.pinned,
+        )
         return not any((*left, *self.used, *self.contexts.values()))
 
     def version(self) -> tuple[int, int]:
@@ -332,7 +349,37 @@ class FakeDriver:
     def destroy_stream(self, stream: int) -> None:
         self._known_stream(stream)
         self.run(stream)
+        self.green_streams.pop(stream, None)
         del self.streams[stream]
+
+    def split(self, device: int, groups: int) -> int:
+        self._known_device(device)
+        if groups > self.groups:
+            raise DeviceError("cuDevSmResourceSplitByCount", "too few multiprocessors")
+        split = next(self._numbers)
+        self.splits[split] = device, groups
+        return split
+
+    def green_context(self, device: int, split: int, first: int, n: int) -> int:
+        on, groups = self.splits.get(split, (-1, 0))
+        if on != device or first < 0 or n < 1 or first + n > groups:
+            raise Misuse(f"groups {first} .. {first + n} of {groups} on {device}")
+        context = next(self._numbers)
+        self.greens[context] = split, first, n
+        return context
+
+    def destroy_green(self, context: int) -> None:
+        if context not in self.greens or context in self.green_streams.values():
+            raise Misuse(f"destroyed green context {context}, which is not there or has streams")
+        del self.greens[context]
+
+    def green_stream(self, context: int) -> int:
+        if context not in self.greens:
+            raise Misuse(f"green context {context} is not there")
+        stream = next(self._numbers)
+        self.streams[stream] = []
+        self.green_streams[stream] = context
+        return stream
 
     def finish(self, stream: int) -> None:
         self._known_stream(stream)

@@ -49,6 +49,8 @@ def test_every_call_takes_these_arguments(api: Answering) -> None:
     real = api.real
     uuid, properties = real.CUuuid(), real.CUmemAllocationProp()
     properties.location.id = 1
+    whole = real.CUdevResource()
+    whole.sm.smCount = 132
     api.answers = {
         "cuDriverGetVersion": (0, 12090),
         "cuDeviceGetUuid": (0, uuid),
@@ -56,6 +58,8 @@ def test_every_call_takes_these_arguments(api: Answering) -> None:
         "cuMemGetInfo": (0, 5, 9),
         "cuCtxGetStreamPriorityRange": (0, 0, -5),
         "cuMemGetAllocationPropertiesFromHandle": (0, properties),
+        "cuDeviceGetDevResource": (0, whole),
+        "cuDevSmResourceSplitByCount": (0, [whole, whole], 2, whole),
     }
     d: Driver = CudaDriver(api)
     assert d.version() == (12, 9)
@@ -83,6 +87,15 @@ def test_every_call_takes_these_arguments(api: Answering) -> None:
     assert d.new_stream(-1) == 7
     assert d.priorities() == (0, -5)
     d.destroy_stream(7)
+    assert d.split(0, 2) == 0
+    assert api.calls[-1] == ("cuDevSmResourceSplitByCount", (2, whole, 0, 64))
+    with pytest.raises(DeviceError, match="132 multiprocessors are too few for 17 groups"):
+        d.split(0, 17)
+    with pytest.raises(DeviceError, match="2 groups of 40"):
+        d.split(0, 3)
+    assert d.green_context(0, 0, 0, 2) == 7
+    assert d.green_stream(7) == 7
+    d.destroy_green(7)
     d.finish(7)
     d.wait_for(7, 8)
     assert d.new_event() == 7
@@ -92,11 +105,13 @@ def test_every_call_takes_these_arguments(api: Answering) -> None:
     d.wait(8)
     d.copy_to_device(1 << 40, 1 << 41, 64, 7)
     d.copy_to_host(1 << 41, 1 << 40, 64, 7)
+    d.copy_within(1 << 41, 1 << 40, 64, 7)
     d.pin(1 << 41, 4096, True)
     d.unpin(1 << 41)
     public = {name for name in vars(CudaDriver) if not name.startswith("_")}
     assert public == {name for name in vars(Driver) if not name.startswith("_")}
-    assert len({name for name, _ in api.calls}) == len(public) + 1  # and cuInit
+    # And cuInit; of two methods, what says of what.
+    assert len({name for name, _ in api.calls}) == len(public) + 3
 
 
 def test_memory_is_asked_for_on_the_device_and_to_be_exported(api: Answering) -> None:
