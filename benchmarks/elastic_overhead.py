@@ -8,9 +8,11 @@ never asked again. Both run in turns, in one process; ratios are round by round.
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from ballast.core.event import Finished, Output
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB, ceil_div
+from ballast.fleet.schema import GPU_PAGE
 from benchmarks.common import finish, interleave, options
 from benchmarks.exactness import make_llama
 
@@ -34,9 +37,9 @@ CEILING = 1.1
 class Load:
     """A closed loop on one device, kept from round to round."""
 
-    def __init__(self, path: Path, budget: int, *, once: bool) -> None:
+    def __init__(self, path: Path, device: DeviceSettings, budget: int, *, once: bool) -> None:
         model = ModelSettings(name=NAME, path=str(path), dtype="bfloat16")
-        device = DeviceSettings(budget_bytes=budget, page_bytes=PAGE, prefix_cache=False)
+        device = replace(device, budget_bytes=budget, prefix_cache=False)
         self.server = InProcess(FleetSettings(models=(model,), device=device))
         self.pages = 0
         """Given back to the pool since the last round began, by the KV cache."""
@@ -112,11 +115,11 @@ class Load:
         self.server.__exit__(None, None, None)
 
 
-def need(path: Path) -> tuple[int, int]:
+def need(path: Path, device: DeviceSettings) -> tuple[int, int]:
     """(bytes that cannot be KV, bytes of KV of CONCURRENT requests at their longest)."""
     settings = FleetSettings(
         models=(ModelSettings(name=NAME, path=str(path), dtype="bfloat16"),),
-        device=DeviceSettings(budget_bytes=512 * MiB, page_bytes=PAGE),
+        device=device,
     )
     with InProcess(settings) as server:
         state = server.device.state
@@ -127,7 +130,12 @@ def need(path: Path) -> tuple[int, int]:
 
 
 def main() -> None:
-    args = options(__doc__)
+    def extra(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--device", default="cpu:0", metavar="NAME", help="cuda:0: a GPU")
+
+    args = options(__doc__, extra=extra)
+    device = DeviceSettings(name=args.device, budget_bytes=1024 * MiB)
+    device = replace(device, page_bytes=PAGE if device.gpu is None else GPU_PAGE)
     rounds, requests = (6, 96) if args.quick else (10, 192)
     with tempfile.TemporaryDirectory() as scratch:
         path = make_llama(
@@ -139,10 +147,10 @@ def main() -> None:
             num_attention_heads=8,
             num_key_value_heads=8,
         )
-        fixed, kv = need(path)
-        elastic = Load(path, fixed + int(CEILING * kv), once=False)
+        fixed, kv = need(path, device)
+        elastic = Load(path, device, fixed + int(CEILING * kv), once=False)
         # Anchors take a block of each slab: the reference gets the room they cost.
-        once = Load(path, fixed + 2 * kv, once=True)
+        once = Load(path, device, fixed + 2 * kv, once=True)
         samples = interleave(
             {"elastic": lambda: elastic.round(requests), "once": lambda: once.round(requests)},
             rounds,
@@ -159,7 +167,7 @@ def main() -> None:
         "p99_tpot_ratios": [float(x) for x in tpot],
         "page_hand_overs_per_second": float(np.median(elastic.rates[1:])),
         "tokens_per_second": samples["elastic"].median,
-        "page_bytes": PAGE,
+        "page_bytes": device.page_bytes,
         "preemptions": preemptions,
         "goal_met": ratio.median >= 0.98 and float(np.median(elastic.rates[1:])) >= 100,
     }
