@@ -1,7 +1,8 @@
 """What a GPU does with all of this: tests, exactness, and the figures of docs/gpu.md.
 
-One GPU, 10 minutes, no network; neither FastAPI nor pyzmq nor OR-Tools is needed. Weights are random
-and made on the device. Parts, in this order; those that time is too short for are listed as not run:
+One GPU, 10 minutes, no network; neither FastAPI nor pyzmq nor OR-Tools is needed. Weights are
+random and made on the device. Parts, in this order; what time is too short for is listed as not
+run:
 
 - `tests`: those with the marker `gpu`.
 - `exactness`: three small Llamas in a pool so small that they evict each other. Greedy tokens
