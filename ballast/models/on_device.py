@@ -62,6 +62,9 @@ class DeviceModel(Served):
         on_gpu = device.type == "cuda"
         view = partial(device_tensor_at, device=device) if on_gpu else tensor_at
         self._module: Any = placed(host, segment_addresses, view, device)
+        if on_gpu:
+            # Jobs run on streams that wait for no other: buffers have to be there by then.
+            torch.cuda.current_stream(device).synchronize()
         stride = layout.stride_bytes // self.dtype.itemsize
         memory = view(kv_base, (blocks * stride,), self.dtype)
         self._cache = DeviceKv.over(memory, KvLayout.BLOCK_MAJOR, layout.shape, stride)
