@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -66,18 +66,38 @@ class LiveDevice:
         exchange: Exchange | None = None,
         make_machine: MakeMachine = CpuMachine,
     ) -> None:
-        preset = resolve(fleet.preset, fleet.options)
         confine_allocator()
         self.fleet = fleet
         self.failed: dict[str, str] = {}
         self.tier = HostTier(progress, exchange)
         self.clock = clock or MonotonicClock()
         self.inbox = QueueInbox(self.clock)
-        self.machine = make_machine(fleet, self.clock, self.post)
-        self.hosts = self._load()
+        self.hosts: dict[str, HostModel] = {}
         """By name, in the fleet's order; replaced, never changed."""
-        device = _with_parts(self.machine.device)
+        with ExitStack() as closing:
+            self._make(fleet, outbox, costs or {}, sink, record, make_machine, closing)
+            self._closing = closing.pop_all()
+
+    def _make(
+        self,
+        fleet: FleetSettings,
+        outbox: Callable[[list[Output]], None],
+        costs: Mapping[str, StepCosts],
+        sink: Sink | None,
+        record: Record | None,
+        make_machine: MakeMachine,
+        closing: ExitStack,
+    ) -> None:
+        """What has to be closed: all of it, should anything fail."""
+        preset = resolve(fleet.preset, fleet.options)
+        self.machine = make_machine(fleet, self.clock, self.post)
+        closing.callback(self.machine.close)
         self.vm = self.machine.vm
+        closing.callback(self._unload)
+        closing.callback(self.vm.close)
+        closing.callback(self.machine.link.close)
+        device = _with_parts(self.machine.device)
+        self._load()
         self.state = build_state(
             device,
             [Hosted(h.spec, h.addresses) for h in self.hosts.values()],
@@ -85,10 +105,11 @@ class LiveDevice:
             self.machine.link,
             self.clock,
             self.machine.copy,
-            costs or {},
+            costs,
         )
         self._reserve = PopulatedReserve(self.state.pool)
         self._reserve.start()
+        closing.callback(self._reserve.close)
         self.workspaces = [Workspace(device.budget_bytes) for _ in range(device.lanes)]
         """Of the fast path. Memory comes where a job first writes, which the arena stands for."""
         self.executors = {
@@ -102,13 +123,18 @@ class LiveDevice:
         self.runner = self.machine.runner(
             self.executors, self.post, self.clock, device, self.cap, record
         )
-        self._story_file = StoryFile(fleet.story_path, device.name) if fleet.story_path else None
+        closing.callback(self.runner.close)
+        if fleet.story_path:
+            file = StoryFile(fleet.story_path, device.name)
+            closing.callback(file.close)
+            sink = both(sink, file.write)
         self.story = Story(
-            sink=both(sink, self._story_file.write if self._story_file else None),
+            sink=sink,
             key=os.urandom(32),
             began=time.time() - self.clock.now(),
         )
         self._operator = Operator(self)
+        closing.callback(self._operator.close)
         self.loop = Loop(
             self.state,
             preset,
@@ -174,22 +200,17 @@ class LiveDevice:
 
     def close(self) -> None:
         """Give everything back to the operating system. The loop must have returned."""
-        self._operator.close()
-        self.runner.close()
-        self.machine.link.close()
-        self._reserve.close()
-        self.vm.close()
+        self._closing.close()
+
+    def _unload(self) -> None:
         for host in self.hosts.values():
             self.machine.unload(host)
-        self.machine.close()
-        if self._story_file is not None:
-            self._story_file.close()
 
-    def _load(self) -> dict[str, HostModel]:
-        hosts = {}
+    def _load(self) -> None:
         for settings in self.fleet.models:
             try:
-                hosts[settings.name] = host = self.machine.load(settings, self.tier)
+                host = self.machine.load(settings, self.tier)
+                self.hosts[settings.name] = host
                 self.failed |= host.failed
             except BallastError as error:
                 self.failed[settings.name] = str(error)
@@ -197,7 +218,6 @@ class LiveDevice:
                 self.failed |= dict.fromkeys((a.name for a in settings.adapters), base)
         for name, why in self.failed.items():
             log.error("model %s is not served: %s", name, why)
-        return hosts
 
     def executors_of(self, host: HostModel, m: ModelState) -> tuple[Served, ...]:
         """What runs a model on each lane, all of a lane's in one workspace."""

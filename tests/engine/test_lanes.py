@@ -19,6 +19,7 @@ from ballast.engine.lanes import Lanes
 from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
 from tests.engine.test_live import asked, fleet, need, paths  # noqa: F401
+from tests.weights.test_host import allocated
 
 
 @given(st.integers(1, 4), st.integers(0, 12), st.data())
@@ -112,5 +113,7 @@ def test_a_job_that_breaks_leaves_the_other_lane_alone(
 
 def test_more_lanes_than_threads_are_refused(paths: dict[str, Path]) -> None:  # noqa: F811
     settings = fleet(paths)
+    before = allocated()
     with pytest.raises(ConfigError, match="lanes"):
         InProcess(replace(settings, device=replace(settings.device, lanes=2)))
+    assert allocated() == before, "what was made is given back"
