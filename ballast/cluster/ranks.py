@@ -246,6 +246,7 @@ class GroupMachine:
         self._closing = True
         for other in self._ranks:
             other.close()
+        self._exchange.close()
 
     # -- jobs, on the lane ------------------------------------------------------------------------
 

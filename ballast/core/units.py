@@ -24,7 +24,7 @@ _UNITS = {
     "gib": GiB,
     "tib": 1024 * GiB,
 }
-_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*?)(/s)?\s*$")
+_SIZE = re.compile(r"^\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([a-zA-Z]*?)(/s)?\s*$")
 
 
 def parse_bytes(text: str | int) -> int:

@@ -51,6 +51,10 @@ class Meeting:
         self._table[code.YIELD] = team.address_in_openmp("sched_yield")
         self._address = self._table.ctypes.data
 
+    def close(self) -> None:
+        """Let go of the memory. Nothing may meet, nor read what was gathered, any more."""
+        self._memory.close()
+
     def all_gather(self, part: Tensor) -> Tensor:
         """(ranks, ...) of every rank's float32 part (...), valid until the next call.
 

@@ -42,3 +42,6 @@ class GlooExchange:
         outputs = [list(parts)] if self._shard.rank == 0 else []
         self._group.gather(outputs, [part], options).wait()
         return parts
+
+    def close(self) -> None:
+        """Connections end with the object; other ranks may have ended before."""

@@ -40,6 +40,9 @@ class Exchange(Protocol):
     def gather(self, part: Tensor, parts: Tensor) -> Tensor:
         """The same on rank 0; what others get means nothing."""
 
+    def close(self) -> None:
+        """No rank meets any more, and nobody reads what was gathered."""
+
 
 class Followers(Protocol):
     """The other ranks, as the first one knows them."""

@@ -20,3 +20,6 @@ class SharedExchange:
 
     def gather(self, part: Tensor, parts: Tensor) -> Tensor:
         return self._meeting.all_gather(part)
+
+    def close(self) -> None:
+        self._meeting.close()
