@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -32,12 +32,10 @@ from ballast.core.job import SequenceWork
 from ballast.core.link import LinkRates
 from ballast.core.request import Sampling
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
-from ballast.engine.machine import Cap, CpuMachine, Machine
+from ballast.engine.machine import CpuMachine, Machine, OnCpu
 from ballast.engine.machine_cuda import CudaMachine
-from ballast.engine.runner import CpuRunner, Executor, LaneRunner, Record
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
-from ballast.memory.arena import AllocatorCap
 from ballast.memory.copies import Copy, copy_now
 from ballast.memory.link_group import GroupLink, share_of
 from ballast.memory.transfer import HostLink
@@ -100,7 +98,7 @@ def of_one_rank(device: DeviceSettings) -> DeviceSettings:
     return replace(device, budget_bytes=budget, threads=max(1, threads // ranks))
 
 
-class GroupMachine:
+class GroupMachine(OnCpu):
     """Implements `ballast.engine.machine.Machine` over the processes of all ranks."""
 
     def __init__(
@@ -216,20 +214,6 @@ class GroupMachine:
         (workspace,) = workspaces
         where = (segments, kv.base, kv.layout, workspace, rows, sampled)
         return (ParallelModel(host, *where, exchange=self._exchange, followers=self),)
-
-    def cap(self, n_bytes: int) -> Cap:
-        return AllocatorCap(n_bytes)
-
-    def runner(
-        self,
-        executors: Mapping[str, Sequence[Executor]],
-        post: Callable[[Event], None],
-        clock: Clock,
-        device: DeviceSettings,
-        cap: Cap,
-        record: Record | None,
-    ) -> LaneRunner:
-        return CpuRunner(executors, post, clock, device.threads, device.lanes, cap, record)
 
     def allow(self, n_bytes: int) -> None:
         for other in self._ranks:

@@ -106,8 +106,7 @@ class Loop:
     @property
     def until(self) -> float | None:
         """When it turns next, on its clock, if no event comes before."""
-        told = _earlier(self._wake_at, self.state.patience.next)
-        return _earlier(told, self.state.lending.next)
+        return _earliest(self._wake_at, self.state.patience.next, self.state.lending.next)
 
     def leapt(self, job: Job, following: ModelState, steps: int) -> None:
         """In virtual time: `job` and those after it, `steps` in all, have ended. They only decoded;
@@ -258,6 +257,6 @@ class Loop:
         outputs.append(self.state.fail(request, "out_of_memory", reason))
 
 
-def _earlier(a: float | None, b: float | None) -> float | None:
-    """Of two moments, either of which may never come."""
-    return min((t for t in (a, b) if t is not None), default=None)
+def _earliest(*moments: float | None) -> float | None:
+    """Of moments that may never come."""
+    return min((t for t in moments if t is not None), default=None)

@@ -92,7 +92,25 @@ class Machine(Protocol):
 MakeMachine = Callable[[FleetSettings, Clock, Callable[[Event], None]], Machine]
 
 
-class CpuMachine:
+class OnCpu:
+    """What every machine of CPUs has: the C allocator's cap, and intra-op threads for lanes."""
+
+    def cap(self, n_bytes: int) -> Cap:
+        return AllocatorCap(n_bytes)
+
+    def runner(
+        self,
+        executors: Mapping[str, Sequence[Executor]],
+        post: Callable[[Event], None],
+        clock: Clock,
+        device: DeviceSettings,
+        cap: Cap,
+        record: Record | None,
+    ) -> LaneRunner:
+        return CpuRunner(executors, post, clock, device.threads, device.lanes, cap, record)
+
+
+class CpuMachine(OnCpu):
     """This process, and no other."""
 
     def __init__(self, fleet: FleetSettings, clock: Clock, post: Callable[[Event], None]) -> None:
@@ -124,20 +142,6 @@ class CpuMachine:
             return (ServedModel(host, *where),) * len(workspaces)
         rows, sampled = self.device.step_tokens, self.device.step_logits
         return tuple(FusedModel(host, *where, w, rows, sampled) for w in workspaces)
-
-    def cap(self, n_bytes: int) -> Cap:
-        return AllocatorCap(n_bytes)
-
-    def runner(
-        self,
-        executors: Mapping[str, Sequence[Executor]],
-        post: Callable[[Event], None],
-        clock: Clock,
-        device: DeviceSettings,
-        cap: Cap,
-        record: Record | None,
-    ) -> LaneRunner:
-        return CpuRunner(executors, post, clock, device.threads, device.lanes, cap, record)
 
     def allow(self, n_bytes: int) -> None:
         """The cap of this process is the device's own."""

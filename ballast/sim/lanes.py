@@ -11,7 +11,7 @@ long, where this says 3.3 and 2: on the whole device it does not use all of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ballast.core.clock import Clock
 from ballast.core.event import JobDone, Result
@@ -36,11 +36,8 @@ class _Running:
     """Of its work."""
     rate: float = 0.0
     """Of its work, per second."""
-    event: int = field(default=0)
-    """Its end, in the heap."""
-
-    def rate_at(self, reading: float) -> float:
-        return 1.0 / (self.compute / self.share + self.memory / reading)
+    event: int = 0
+    """Its end, in the heap; 0: not there yet."""
 
 
 def rates(jobs: Sequence[tuple[float, float, float]], reach: float) -> list[float]:
