@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ballast.core.rotation import Rotation
 from ballast.core.settings import Slo
 
 
@@ -87,7 +88,19 @@ class Refuse:
     why: str = ""
 
 
-Action = Activate | Evict | Preempt | DropCache | Compact | Limit | Hold | Refuse
+@dataclass(frozen=True, slots=True)
+class Remap:
+    """Let layers of a resident model rotate from now on, and no others (`WHOLE`: none).
+
+    A job in flight ends first. What it takes more of memory than before is set aside at once.
+    """
+
+    model: str
+    rotation: Rotation
+    why: str = ""
+
+
+Action = Activate | Evict | Preempt | DropCache | Compact | Limit | Hold | Refuse | Remap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,8 @@ class JobDone:
     job: Job
     results: tuple[Result, ...]
     seconds: float
+    stall: float = 0.0
+    """Of these, seconds in which it waited for layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,13 @@ class TransferDone:
     seconds: float
     """From the start of its first copy to the end of its last."""
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """No layer of a model is on its way any more, so that its rotation can change."""
+
+    model: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +92,7 @@ Event = (
     | JobDone
     | JobFailed
     | TransferDone
+    | Settled
     | Timer
     | Drain
     | Stop

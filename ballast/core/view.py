@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ballast.core.cost import StepCosts
 from ballast.core.model import ModelSpec
 from ballast.core.request import Order
+from ballast.core.rotation import WHOLE, Rotation
 
 
 class Residency(enum.Enum):
@@ -86,6 +87,18 @@ class ModelView:
     """Of its weights, what other models contain as well."""
     cached_borrowed: int = 0
     """Borrowed pages, of no account above, that dropping cached prefixes would free."""
+    rotatable: tuple[int, ...] = ()
+    """Layers that may rotate: of one size, and no other model's."""
+    layer_pages: int = 0
+    """Pages of each of these."""
+    layer_bytes: int = 0
+    """Bytes of each, which a load copies."""
+    rotation: Rotation = WHOLE
+    """In force, or to be as soon as no job stands in the way."""
+    decode_seconds: float | None = None
+    """Of its last job that only decoded, without waiting for layers; None: there was none."""
+    prefill_seconds: float | None = None
+    """The same of its last job with a prefill."""
 
     @property
     def name(self) -> str:
@@ -101,6 +114,11 @@ class ModelView:
         return self.weight_pages - sum(s.pages for s in self.shared)
 
     @property
+    def lent_pages(self) -> int:
+        """Of `own_pages`, those that layers have given up, or will."""
+        return self.rotation.lent * self.layer_pages
+
+    @property
     def missing_pages(self) -> int:
         """Pages its activation, if absent, needs now: not what other models have brought."""
         return self.own_pages + sum(s.pages for s in self.shared if not s.holders)
@@ -109,7 +127,7 @@ class ModelView:
     def evictable_pages(self) -> int:
         """Pages its eviction, if resident, frees now, KV included: not what other models use."""
         alone = sum(s.pages for s in self.shared if s.holders == (self.name,))
-        return self.own_pages + alone + self.kv_pages
+        return self.own_pages - self.lent_pages + alone + self.kv_pages
 
     @property
     def fair_pages(self) -> float:

@@ -104,7 +104,7 @@ class Ground:
     def _evict(self, m: ModelView) -> int:
         """The model goes; pages of its weights and KV that are free then."""
         self.evicted.add(m.name)
-        pages = m.own_pages + m.kv_pages
+        pages = m.own_pages - m.lent_pages + m.kv_pages
         for s in m.shared:
             if self.holders[s.owner] == {m.name}:
                 pages += s.pages
