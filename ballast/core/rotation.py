@@ -4,11 +4,26 @@ The layers of a decoder are run in a circle: after the last of one token comes t
 next. Of `n` layers, `m = alpha + beta` *rotate* through `beta` *slots*, each as large as a layer:
 every one is brought to its slot before it is needed, in the place of the one used there before it.
 The memory of `alpha` layers is free for something else.
+
+Times are seconds throughout, but only their ratios count: `transfer` is the copy of one layer,
+`compute` the work of one layer, `outside` what a pass does beside its layers (embeddings, head,
+sampling, the loop).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from math import floor, inf
+
+from ballast.core.errors import BrokenPromise
+
+NEGLIGIBLE = 1e-9
+"""Of a pass: a stall as short is rounding."""
+BETAS = (1, 2, 3)
+"""Numbers of slots worth trying; a third helps where two cannot be used in turn (odd m)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +40,12 @@ class Rotation:
         """Layers whose memory is given up: alpha."""
         return len(self.layers) - self.slots
 
+    @property
+    def loads(self) -> int:
+        """Layers brought per pass: those that share their slot with another."""
+        shared = (len(self.of_slot(slot)) for slot in range(self.slots))
+        return sum(n for n in shared if n > 1)
+
     def of_slot(self, slot: int) -> tuple[int, ...]:
         """Layers that share a slot, in the order they are run."""
         return self.layers[slot :: self.slots]
@@ -32,3 +53,204 @@ class Rotation:
 
 WHOLE = Rotation()
 """Every layer has memory of its own."""
+
+
+def single(n: int, alpha: int, transfer: float, compute: float) -> bool:
+    """Whether one slot hides its loads, on average over the gaps (MIRAGE, equation 4)."""
+    return transfer * (alpha + 1) <= compute * (n - alpha - 1)
+
+
+def double(n: int, alpha: int, transfer: float, compute: float) -> bool:
+    """Whether two slots hide their loads, on average over the gaps (MIRAGE, equation 5)."""
+    return transfer * (alpha + 2) <= compute * n
+
+
+def most(
+    n: int,
+    rotatable: Collection[int],
+    transfer: float,
+    pass_seconds: float,
+    slots: int | None = None,
+) -> int:
+    """The most layers to lend so that a pass brings no more than it can hide (MIRAGE, 5.3).
+
+    The paper bounds what it calls the number of remapped layers; what takes the link is all m
+    rotating ones: m <= floor(pass_seconds / transfer). `slots`: instead of what equation 4 says.
+    """
+    m = min(len(rotatable), floor(pass_seconds / transfer * (1 + NEGLIGIBLE)))
+    if slots is None:
+        slots = 1 if single(n, m - 1, transfer, pass_seconds / n) else 2
+    return max(0, m - slots)
+
+
+def spread(
+    n: int, rotatable: Collection[int], m: int, near: Collection[int] = ()
+) -> tuple[int, ...]:
+    """`m` of the `rotatable` layers, evenly spaced on the circle of `n` (MIRAGE, 5.4).
+
+    The smallest gap is as large as can be. Of choices as even, the one with most layers of `near`.
+    """
+    wanted = set(near)
+    choices = _even(n, tuple(sorted(rotatable)), m)
+    if not choices:
+        raise BrokenPromise(f"{m} layers are to rotate of {len(rotatable)} that can")
+    return min(choices, key=lambda layers: (-len(wanted.intersection(layers)), layers))
+
+
+@lru_cache(maxsize=16384)
+def stall(
+    n: int, rotation: Rotation, transfer: float, compute: float, outside: float = 0.0
+) -> float:
+    """Seconds that a pass waits for layers, in the steady state; exact, not by averages.
+
+    Layers run in order, each when the one before it is done and, if it rotates, its bytes are
+    there. A slot's next layer, in the order they are run, is asked for as soon as the last one is
+    done, never before, so that none is overwritten unused; one link serves in the order asked.
+
+    Starts and ends are maxima of sums, so a pass maps the state at its beginning (the delay, and
+    per slot when its layer will be there) to that at the next one linearly in the (max, +)
+    algebra. What a pass takes in the long run is the greatest mean weight of a cycle of that map
+    (Karp, Discrete Mathematics 23, 1978), also where waits alternate from pass to pass.
+    """
+    shared = [slot for slot in range(rotation.slots) if len(rotation.of_slot(slot)) > 1]
+    uses = [
+        (layer * compute, 1 + shared.index(i % rotation.slots))
+        for i, layer in enumerate(rotation.layers)
+        if i % rotation.slots in shared
+    ]
+    period = n * compute + outside
+    size = 1 + len(shared)
+    states = [[0.0] + [-inf] * len(shared)]
+    for _ in range(size):
+        delay, *_ = state = list(states[-1])
+        link = max(state[1:], default=-inf)
+        for begin, slot in uses:
+            delay = max(delay, state[slot] - begin)
+            link = state[slot] = max(link, begin + compute + delay) + transfer
+        states.append([delay, *(at - period for at in state[1:])])
+    worst = max(
+        min(
+            (states[size][v] - states[k][v]) / (size - k)
+            for k in range(size)
+            if states[k][v] > -inf
+        )
+        for v in range(size)
+    )
+    return worst if worst > NEGLIGIBLE * period else 0.0
+
+
+@lru_cache(maxsize=4096)
+def best(
+    n: int,
+    rotatable: tuple[int, ...],
+    alpha: int,
+    transfer: float,
+    compute: float,
+    outside: float = 0.0,
+    now: Rotation = WHOLE,
+    slots: int | None = None,
+) -> Rotation | None:
+    """The plan that lends `alpha` layers: least stall, then fewest loads, then fewest changes.
+
+    Equations 4 and 5 speak of averages, and of two slots used in turn, which an odd m breaks where
+    the circle closes. So the timeline decides: between one slot, two, and three, and between sets
+    of layers: even ones, those that leave more room where the circle closes, and those made from
+    the layers that rotate `now` by adding or removing a few. `slots`: so many, whatever they cost.
+    None: too few layers can rotate.
+    """
+    if alpha <= 0:
+        return WHOLE
+    rotating = set(now.layers)
+    period = n * compute + outside
+    found: tuple[tuple[float, int, int, int], Rotation] | None = None
+    for beta in (slots,) if slots else BETAS:
+        m = alpha + beta
+        if m > len(rotatable):
+            break
+        for layers in _candidates(n, rotatable, m, beta, outside / compute, now):
+            plan = Rotation(layers, beta)
+            loads = plan.loads
+            # No order of loads does better: the link carries them all, and a lone slot's
+            # layers run while it stands still.
+            least = max(0.0, loads * (transfer + (compute if beta == 1 else 0.0)) - period)
+            if found and least > found[0][0] + NEGLIGIBLE * period:
+                continue
+            wait = stall(n, plan, transfer, compute, outside)
+            if found and abs(wait - found[0][0]) <= NEGLIGIBLE * period:
+                wait = found[0][0]
+            key = (wait, loads, len(rotating.symmetric_difference(layers)), m)
+            if found is None or key < found[0]:
+                found = key, plan
+        if found and found[0][0] == 0.0:
+            break
+    return found[1] if found else None
+
+
+def _candidates(
+    n: int, rotatable: tuple[int, ...], m: int, beta: int, outside: float, now: Rotation
+) -> Iterator[tuple[int, ...]]:
+    """Sets of `m` layers that may be the best; `outside` in layers."""
+    if near := _grown(n, rotatable, m, now.layers):
+        yield near
+    room = min(n, floor(outside))
+    for around in {n, n + room} | ({n + room - 1} if m % beta else set()):
+        yield from _even(around, tuple(x for x in rotatable if x < around), m)
+
+
+def _grown(n: int, rotatable: tuple[int, ...], m: int, layers: tuple[int, ...]) -> tuple[int, ...]:
+    """`layers` with some added where there is most room, or removed where there is least."""
+    chosen = sorted(set(layers).intersection(rotatable))
+    if not chosen:
+        return ()
+
+    def room(x: int) -> tuple[int, int]:
+        i = bisect_left(chosen, x)
+        after = bisect_right(chosen, x)
+        return (x - chosen[i - 1]) % n or n, (chosen[after % len(chosen)] - x) % n or n
+
+    while len(chosen) < m:
+        insort(chosen, max(set(rotatable).difference(chosen), key=lambda x: (min(room(x)), -x)))
+    while len(chosen) > m:
+        chosen.remove(min(chosen, key=lambda x: (sum(room(x)), x)))
+    return tuple(chosen)
+
+
+def _gaps(around: int, layers: Collection[int]) -> list[int]:
+    """From each layer to the next on a circle of `around`."""
+    ordered = sorted(layers)
+    return [b - a for a, b in zip(ordered, [*ordered[1:], ordered[0] + around], strict=True)]
+
+
+@lru_cache(maxsize=1024)
+def _even(around: int, rotatable: tuple[int, ...], m: int) -> tuple[tuple[int, ...], ...]:
+    """All choices of `m` layers with the largest smallest gap, of these the most even.
+
+    Where every layer can rotate these are the turns of one pattern; otherwise each begins at one
+    layer and takes the ones closest to where they would be then.
+    """
+    for gap in range(around // max(m, 1), 0, -1):
+        found = {c for first in rotatable if (c := _from(first, around, rotatable, m, gap))}
+        if found:
+            least = min(sum(g * g for g in _gaps(around, c)) for c in found)
+            return tuple(sorted(c for c in found if sum(g * g for g in _gaps(around, c)) == least))
+    return ()
+
+
+def _from(
+    first: int, around: int, rotatable: tuple[int, ...], m: int, gap: int
+) -> tuple[int, ...] | None:
+    """`m` layers no two of which are closer than `gap`; evenly, beginning at `first`."""
+    at = sorted({(layer - first) % around for layer in rotatable})
+    latest = [0] * m
+    limit = around - gap
+    for i in range(m - 1, 0, -1):
+        latest[i] = at[bisect_right(at, limit) - 1]
+        limit = latest[i] - gap
+        if limit < 0:
+            return None
+    chosen = [0] * m
+    for i in range(1, m):
+        low = bisect_left(at, chosen[i - 1] + gap)
+        high = bisect_right(at, latest[i])
+        chosen[i] = min(at[low:high], key=lambda x: abs(x * m - i * around))
+    return tuple(sorted((first + x) % around for x in chosen))
