@@ -20,9 +20,8 @@ import numpy as np
 from ballast.bench.inprocess import InProcess
 from ballast.core.event import Finished, Output
 from ballast.core.request import Submission
-from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
+from ballast.core.settings import GPU_PAGE, DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB, ceil_div
-from ballast.fleet.schema import GPU_PAGE
 from benchmarks.common import finish, interleave, options
 from benchmarks.exactness import make_llama
 

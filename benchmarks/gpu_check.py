@@ -1,6 +1,6 @@
 """What a GPU does with all of this: tests, exactness, and the figures of docs/gpu.md.
 
-One GPU, 10 minutes, no network; neither FastAPI nor pyzmq nor OR-Tools is needed. Weights are
+One GPU, 10 minutes, no network; FastAPI, pyzmq, OR-Tools and msgspec are not needed. Weights are
 random and made on the device. Parts, in this order; what time is too short for is listed as not
 run:
 

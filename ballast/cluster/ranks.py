@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from ballast.cluster.remote import RemoteRank, start_ranks
+from ballast.cluster.remote import RemoteRank
 from ballast.cluster.remote_vm import RemoteVm
 from ballast.core.clock import Clock
 from ballast.core.errors import BallastError, BrokenPromise, ConfigError, DeviceError
@@ -31,9 +31,8 @@ from ballast.core.event import Event
 from ballast.core.job import SequenceWork
 from ballast.core.link import LinkRates
 from ballast.core.request import Sampling
-from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
-from ballast.engine.machine import CpuMachine, Machine, OnCpu
-from ballast.engine.machine_cuda import CudaMachine
+from ballast.core.settings import DeviceSettings, ModelSettings
+from ballast.engine.machine import OnCpu
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
 from ballast.memory.copies import Copy, copy_now
@@ -66,23 +65,6 @@ EXIT_CODE = 3
 """Of a first rank that has lost another."""
 _SAMPLED = Sampling()
 """Stands for any: a rank needs to know that there is something to sample, and no more."""
-
-
-def machine_of(
-    fleet: FleetSettings,
-    clock: Clock,
-    post: Callable[[Event], None],
-    ranks: Sequence[RemoteRank] = (),
-) -> Machine:
-    """Of a GPU, one process, or several, as the fleet's device says. `ranks`: as `start_ranks` has
-    begun to start them, if it has; their start then goes on beside the caller's own."""
-    whole = fleet.of_one_device("this command")
-    if whole.gpu is not None:
-        return CudaMachine(fleet, clock, post)
-    if whole.tensor_parallel == 1:
-        return CpuMachine(fleet, clock, post)
-    part = of_one_rank(whole)
-    return GroupMachine(part, fleet.link.pace, clock, post, ranks or start_ranks(fleet))
 
 
 def of_one_rank(device: DeviceSettings) -> DeviceSettings:

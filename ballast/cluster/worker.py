@@ -297,7 +297,7 @@ def live_device(
 ) -> Device:
     """The real thing; imported only here, so that the process answers before it has loaded."""
     ranks = start_ranks(fleet)  # first: they take as long to start as what follows
-    from ballast.cluster.ranks import machine_of
+    from ballast.cluster.machines import machine_of
     from ballast.engine.device import LiveDevice
 
     return LiveDevice(

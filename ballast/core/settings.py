@@ -9,6 +9,9 @@ from ballast.core.errors import ConfigError
 from ballast.core.link import LinkRates
 from ballast.core.units import KiB, MiB
 
+GPU_PAGE = 2 * MiB
+"""What drivers map at once on every GPU so far; the device says if it is not enough."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:

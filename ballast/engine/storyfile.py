@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
-
 from ballast.core.entries import Entry
 
 log = logging.getLogger(__name__)
@@ -22,6 +20,8 @@ class StoryFile:
     def __init__(self, path: str | Path, device: str) -> None:
         """What is there stays: a worker that replaces another goes on with its story, whose last
         lines were written when they were told. Raises OSError if it cannot be opened."""
+        import msgspec  # here: where no story is written to a file, it need not be installed
+
         self._path = path
         self._encode = msgspec.json.Encoder().encode
         self._begin = b'{"device":' + self._encode(device) + b","

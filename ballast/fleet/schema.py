@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ballast.core.settings import (
+    GPU_PAGE,
     AdapterSettings,
     DeviceSettings,
     KeySettings,
@@ -15,11 +16,9 @@ from ballast.core.settings import (
     ServerSettings,
     Slo,
 )
-from ballast.core.units import MiB, parse_bytes
+from ballast.core.units import parse_bytes
 
 OS_PAGE = 4096
-GPU_PAGE = 2 * MiB
-"""What drivers map at once on every GPU so far; the device says if it is not enough."""
 
 
 def _size(value: Any) -> int:

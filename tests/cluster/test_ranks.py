@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ballast.bench.inprocess import Answer, InProcess
-from ballast.cluster.ranks import machine_of
+from ballast.cluster.machines import machine_of
 from ballast.core.errors import ConfigError, DeviceError
 from ballast.core.event import Finished
 from ballast.core.request import Submission

@@ -1,0 +1,36 @@
+"""Which machine a device is: a GPU, one process, or several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ballast.core.clock import Clock
+from ballast.core.event import Event
+from ballast.core.settings import FleetSettings
+from ballast.engine.machine import CpuMachine, Machine
+from ballast.engine.machine_cuda import CudaMachine
+
+if TYPE_CHECKING:
+    from ballast.cluster.remote import RemoteRank
+
+
+def machine_of(
+    fleet: FleetSettings,
+    clock: Clock,
+    post: Callable[[Event], None],
+    ranks: Sequence[RemoteRank] = (),
+) -> Machine:
+    """As the fleet's device says. `ranks`: as `start_ranks` has begun to start them, if it has;
+    their start then goes on beside the caller's own."""
+    whole = fleet.of_one_device("this command")
+    if whole.gpu is not None:
+        return CudaMachine(fleet, clock, post)
+    if whole.tensor_parallel == 1:
+        return CpuMachine(fleet, clock, post)
+    # Here, so that a device without ranks needs nothing of what they talk through.
+    from ballast.cluster.ranks import GroupMachine, of_one_rank
+    from ballast.cluster.remote import start_ranks
+
+    part = of_one_rank(whole)
+    return GroupMachine(part, fleet.link.pace, clock, post, ranks or start_ranks(fleet))
