@@ -119,3 +119,13 @@ CHAT_PROMPT = LogNormal.of_median(143, 43)
 """Prompts of Chatbot Arena as published with Prism: mean 143, median 43 tokens."""
 CHAT_OUTPUT = LogNormal.of_median(239, 172)
 """Answers of the same: mean 239, median 172 tokens."""
+
+SHAREGPT_PROMPT = LogNormal.of_median(208.0, 62.5, 1024)
+"""ShareGPT-like: as cut, of mean 161, which vLLM published (SOSP '23, Figure 11); the shape is that
+of Chatbot Arena's prompts, and the cut that of vLLM's benchmarks."""
+SHAREGPT_OUTPUT = LogNormal.of_median(361.0, 259.8, 1000)
+"""The same of answers: as cut, mean 338."""
+ALPACA_PROMPT = LogNormal.of_cv(19.31, 0.6, 512)
+"""Alpaca-like: mean 19.3 (ibid.); how they spread is assumed."""
+ALPACA_OUTPUT = LogNormal.of_median(58.45, 42.07, 512)
+"""The same of answers: mean 58.5, the shape that of Chatbot Arena's."""
