@@ -226,6 +226,25 @@ def shortage_claims(view: DeviceView, patience: float) -> tuple[list[Claim], flo
     return claims, wake
 
 
+def kv_claims(view: DeviceView, *, waiting: bool) -> list[Claim]:
+    """Claims of requests that lack pages, be it of the pool or within their model's limit.
+
+    Running ones may undo younger work at once; those `waiting`, if asked for, only wait.
+    """
+    claims = []
+    for s in view.shortages:
+        m = view.model(s.model)
+        claims += [
+            Claim(m.name, r.order, s.pages, may_preempt=True, blocks=s.blocks)
+            for r in m.running
+            if r.id == s.request_id
+        ]
+        if waiting and not m.held and m.waiting and m.waiting[0].id == s.request_id:
+            order = m.waiting[0].order
+            claims.append(Claim(m.name, order, s.pages, may_preempt=False, blocks=s.blocks))
+    return claims
+
+
 def earliest(*times: float | None) -> float | None:
     """The least of the times given, ignoring None."""
     known = [t for t in times if t is not None]

@@ -6,12 +6,12 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ballast.core.errors import ConfigError
 from ballast.policy.balloon import Balloon
 from ballast.policy.base import DevicePolicy, OrderPolicy
 from ballast.policy.order import least_recently_run
+from ballast.policy.recompute import Recompute
 from ballast.policy.static import FixedShares
 from ballast.policy.swap import WholeModels
 
@@ -27,12 +27,22 @@ class Preset:
     """Those given."""
 
 
-_DEVICE: dict[str, Callable[..., Any]] = {
-    "static": FixedShares,
-    "swap": WholeModels,
-    "balloon": Balloon,
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a preset is made of."""
+
+    device: Callable[..., DevicePolicy]
+    """A dataclass; its fields are the preset's options."""
+    order: OrderPolicy = least_recently_run
+
+
+_KINDS = {
+    "static": _Kind(FixedShares),
+    "swap": _Kind(WholeModels),
+    "balloon": _Kind(Balloon),
+    "recompute": _Kind(Recompute),
 }
-PRESETS = tuple(_DEVICE)
+PRESETS = tuple(_KINDS)
 
 
 def resolve(name: str, options: Mapping[str, float] | None = None) -> Preset:
@@ -40,14 +50,14 @@ def resolve(name: str, options: Mapping[str, float] | None = None) -> Preset:
 
     Raises ConfigError for an unknown preset or option.
     """
-    if name not in _DEVICE:
+    if name not in _KINDS:
         near = difflib.get_close_matches(name, PRESETS, 1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ConfigError("preset", name, f"use one of {', '.join(PRESETS)}{hint}")
-    kind = _DEVICE[name]
-    known = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    kind = _KINDS[name]
+    known = [f.name for f in dataclasses.fields(kind.device)]  # type: ignore[arg-type]
     for key, value in (options or {}).items():
         if key not in known:
             allowed = ", ".join(known) or "none"
             raise ConfigError(f"options.{key}", value, f"preset {name!r} has options: {allowed}")
-    return Preset(name, kind(**(options or {})), least_recently_run, dict(options or {}))
+    return Preset(name, kind.device(**(options or {})), kind.order, dict(options or {}))

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ballast.core.actions import Action, Activate, Decision, DropCache, Evict, Limit, Refuse
 from ballast.core.view import DeviceView, ModelView, Residency
-from ballast.policy.cover import cover
-from ballast.policy.offers import Claim, own_younger_requests
+from ballast.policy.cover import cover, kv_claims
+from ballast.policy.offers import Claim, Source, own_younger_requests
 
 
-def shares(view: DeviceView) -> dict[str, int]:
-    """KV pages of each model that has a place, by name.
+def placed(view: DeviceView) -> tuple[list[ModelView], int]:
+    """Models that have a place, and the pages that their weights leave.
 
     Models are placed in descending order of their configured share while the weights fit with at
-    least one page of KV for each (segments that several contain need room once); what the weights
-    leave is divided in proportion to the shares.
+    least one page of KV for each (segments that several contain need room once).
     """
     room = view.total - view.arena
-    placed: list[ModelView] = []
+    found: list[ModelView] = []
     there: set[str] = set()
     for m in sorted(view.models, key=lambda m: -m.spec.share):
         pages = m.own_pages + sum(s.pages for s in m.shared if s.owner not in there)
         if pages + 1 <= room:
-            placed.append(m)
+            found.append(m)
             room -= pages + 1
             there.update(s.owner for s in m.shared)
-    room += len(placed)
-    total = sum(m.spec.share for m in placed)
-    return {m.name: int(room * m.spec.share / total) for m in placed}
+    return found, room + len(found)
+
+
+def shares(view: DeviceView) -> dict[str, int]:
+    """KV pages of each model that has a place, by name: what the weights leave, divided in
+    proportion to the configured shares."""
+    models, room = placed(view)
+    total = sum(m.spec.share for m in models)
+    return {m.name: int(room * m.spec.share / total) for m in models}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +56,42 @@ class FixedShares:
     """
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
-        actions: list[Action] = []
-        among = tuple((m.name, m.spec.share) for m in view.models)
-        anew = not isinstance(memo, Division) or memo.among != among
-        if not isinstance(memo, Division) or anew:
-            memo = Division(among, shares(view))
-            for m in sorted(view.models, key=lambda m: -m.spec.share):
-                actions += _take_place(m, memo.pages.get(m.name))
-        for m in view.models:
-            if m.name not in memo.pages:
-                why = f"{m.name} has no place: the fixed shares of the others fill the device"
-                actions += [Refuse(m.name, r.id, why) for r in m.waiting]
-            elif not anew and m.residency is Residency.ABSENT and m.waiting and _fits(view, m):
-                actions.append(Activate(m.name, why="its place has become free"))
-        for s in view.shortages:
-            m = view.model(s.model)
-            for r in m.running:
-                if r.id == s.request_id:
-                    claim = Claim(m.name, r.order, s.pages, may_preempt=True, blocks=s.blocks)
-                    alone = _within(view, m)
-                    actions += cover(alone, [claim], [own_younger_requests])
-        return Decision(tuple(actions), memo)
+        known = memo if isinstance(memo, Division) else None
+        division, actions = keep_places(view, known, shares)
+        actions += cover_within(view, kv_claims(view, waiting=False), [own_younger_requests])
+        return Decision(tuple(actions), division)
+
+
+def keep_places(
+    view: DeviceView, known: Division | None, divide: Callable[[DeviceView], dict[str, int]]
+) -> tuple[Division, list[Action]]:
+    """Every model that `divide` gives pages is on the device, its KV within them; no other is."""
+    actions: list[Action] = []
+    among = tuple((m.name, m.spec.share) for m in view.models)
+    anew = known is None or known.among != among
+    if known is None or anew:
+        known = Division(among, divide(view))
+        for m in sorted(view.models, key=lambda m: -m.spec.share):
+            actions += _take_place(m, known.pages.get(m.name))
+    for m in view.models:
+        if m.name not in known.pages:
+            why = f"{m.name} has no place: the fixed shares of the others fill the device"
+            actions += [Refuse(m.name, r.id, why) for r in m.waiting]
+        elif not anew and m.residency is Residency.ABSENT and m.waiting and _fits(view, m):
+            actions.append(Activate(m.name, why="its place has become free"))
+    return known, actions
+
+
+def cover_within(
+    view: DeviceView, claims: Sequence[Claim], sources: Sequence[Source]
+) -> list[Action]:
+    """`cover` where nobody has pages beyond its own limit."""
+    actions: list[Action] = []
+    for m in view.models:
+        own = [claim for claim in claims if claim.model == m.name]
+        if own:
+            actions += cover(within(view, m), own, sources)
+    return actions
 
 
 def _take_place(m: ModelView, share: int | None) -> list[Action]:
@@ -90,7 +111,8 @@ def _fits(view: DeviceView, m: ModelView) -> bool:
     return m.missing_pages <= view.free - view.promised
 
 
-def _within(view: DeviceView, m: ModelView) -> DeviceView:
-    """The device as a model with a fixed share sees it: nothing is free beyond its limit."""
+def within(view: DeviceView, m: ModelView, more: int = 0) -> DeviceView:
+    """The device as a model with a limit sees it: nothing is free beyond that and `more` pages."""
     limit = m.limit if m.limit is not None else view.total
-    return replace(view, free=max(0, limit - m.kv_pages + m.cached_pages), reclaiming=0, promised=0)
+    free = max(0, limit - m.kv_pages + m.cached_pages + more)
+    return replace(view, free=free, reclaiming=0, promised=0)

@@ -8,14 +8,7 @@ from ballast.core.actions import Action, Activate, Decision, Evict, Hold
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.cover import cover, shortage_claims
 from ballast.policy.offers import cached_prefixes, oldest, own_younger_requests
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """The model on the device, and since when."""
-
-    model: str
-    since: float
+from ballast.policy.turns import Phase, Turn, phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +42,9 @@ class WholeModels:
                 actions.append(Hold(current.name, False, why="nobody else waits"))
             return Decision(tuple(actions), turn)
         over_at = turn.since + self.quantum
-        over = view.now >= over_at
-        leaving = current.idle or (over and not current.running)
-        if leaving and current.residency is Residency.RESIDENT:
+        resident = current.residency is Residency.RESIDENT
+        at = phase(turn, current, view.now, self.quantum)
+        if at is Phase.OVER and resident:
             actions.append(Hold(current.name, False))
             evict = Evict(current.name, why=f"{heir.name} is next")
             beside = heir.missing_pages <= view.free - view.promised
@@ -60,9 +53,9 @@ class WholeModels:
                 start = self._start(view, heir, actions)
                 return replace(start, actions=(*start.actions, evict))
             return self._start(view, heir, [*actions, evict])
-        if over and not current.held and current.residency is Residency.RESIDENT:
+        if at is Phase.RUNS_OUT and not current.held and resident:
             actions.append(Hold(current.name, True, why=f"its turn is over, {heir.name} waits"))
-        return Decision(tuple(actions), turn, None if over else over_at)
+        return Decision(tuple(actions), turn, None if view.now >= over_at else over_at)
 
     @staticmethod
     def _start(view: DeviceView, heir: ModelView, actions: list[Action]) -> Decision:

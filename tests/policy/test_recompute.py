@@ -1,0 +1,106 @@
+"""Models that keep their places: turns, one pool or shares, the youngest request preempted."""
+
+from __future__ import annotations
+
+import pytest
+
+from ballast.core.actions import Activate, Hold, Limit, Preempt
+from ballast.core.view import Residency, Shortage
+from ballast.policy.recompute import Recompute, Standing
+from ballast.policy.static import Division, FixedShares
+from ballast.policy.turns import Turn
+from tests.policy.worlds import device, model, request
+
+ABSENT = Residency.ABSENT
+AMONG = Division(tuple((name, 1.0) for name in "abc"), dict.fromkeys("abc", 20))
+
+
+def standing(turn: Turn | None = None) -> Standing:
+    return Standing(AMONG, turn)
+
+
+def held(actions: object) -> dict[str, bool]:
+    return {a.model: a.held for a in actions if isinstance(a, Hold)}  # type: ignore[attr-defined]
+
+
+def test_shares_are_those_of_static() -> None:
+    view = device(model("a", ABSENT, share=3), model("b", ABSENT), free=96)
+    assert Recompute()(view, None).actions == FixedShares()(view, None).actions
+
+
+def test_one_pool_bounds_each_models_kv_by_what_all_weights_leave() -> None:
+    view = device(model("a", ABSENT, share=3), model("b", ABSENT), free=96)
+    actions = Recompute(pooled=1)(view, None).actions
+    assert {a.model: a.pages for a in actions if isinstance(a, Limit)} == {"a": 76, "b": 76}
+    assert [a.model for a in actions if isinstance(a, Activate)] == ["a", "b"]
+
+
+def test_the_youngest_of_all_makes_way_in_one_pool_and_only_the_models_own_in_its_share() -> None:
+    old, young = request(1, arrival=1, pages=4), request(2, arrival=2, pages=4)
+    a = model("a", kv=8, limit=8, running=(old, young))
+    b = model("b", kv=8, limit=8, running=(request(3, arrival=3, pages=8),))
+    lack = (Shortage("a", old.id, 1, limited=True),)
+    view = device(a, b, model("c"), free=0, shortages=lack)
+    for shared, victim in ((0, young), (1, b.running[0])):
+        decision = Recompute(pooled=shared)(view, standing())
+        owner = "b" if shared else "a"
+        assert decision.actions == (Preempt(owner, victim.id, why="a comes first"),)
+
+
+def test_who_waits_for_admission_undoes_nobody() -> None:
+    a = model("a", kv=20, running=(request(2, arrival=2, pages=20),), waiting=(request(1),))
+    lack = (Shortage("a", "r1", 4, limited=False),)
+    view = device(a, model("b"), model("c"), free=0, shortages=lack)
+    assert Recompute(pooled=1)(view, standing()).actions == ()
+
+
+# -- turns ------------------------------------------------------------------------------------
+
+
+def test_a_turn_holds_the_others_back() -> None:
+    a = model("a", waiting=(request(1),))
+    b, c = model("b", waiting=(request(2),)), model("c")
+    decision = Recompute(temporal=1)(device(a, b, c, free=60), standing())
+    assert held(decision.actions) == {"b": True, "c": True}
+    assert isinstance(decision.memo, Standing)
+    assert decision.memo.turn == Turn("a", 10.0)
+
+
+def test_turns_go_round_in_the_fleets_order() -> None:
+    waits = [model(n, waiting=(request(i, arrival=9 - i),), held=True) for i, n in enumerate("abc")]
+    a, b, c = waits
+    following = {}
+    for name, others in {"a": (model("a"), b, c), "b": (a, model("b"), c)}.items():
+        memo = Recompute(temporal=1)(device(*others, free=60), standing(Turn(name, 9.0))).memo
+        assert isinstance(memo, Standing)
+        following[name] = memo.turn
+    assert following == {"a": Turn("b", 10.0, ("a",)), "b": Turn("c", 10.0, ("b",))}
+
+
+def test_a_turn_lasts_its_quantum_then_runs_out_what_it_runs() -> None:
+    policy = Recompute(temporal=1, quantum=1.0)
+    a = model("a", running=(request(1),), waiting=(request(2),))
+    b, c = model("b", waiting=(request(3),), held=True), model("c", held=True)
+    early = policy(device(a, b, c, free=60, now=10.0), standing(Turn("a", 9.5)))
+    assert (early.actions, early.wake_at) == ((), pytest.approx(10.5))
+    late = policy(device(a, b, c, free=60, now=10.6), standing(Turn("a", 9.5)))
+    assert (held(late.actions), late.wake_at) == ({"a": True}, None)
+    drained = model("a", waiting=(request(2),), held=True)
+    over = policy(device(drained, b, c, free=60, now=10.7), standing(Turn("a", 9.5)))
+    assert held(over.actions) == {"b": False}
+    idle = policy(device(model("a"), b, c, free=60, now=9.6), standing(Turn("a", 9.5)))
+    assert held(idle.actions) == {"a": True, "b": False}
+
+
+def test_a_turn_nobody_waits_for_goes_on() -> None:
+    a = model("a", running=(request(1),), waiting=(request(2),), held=True)
+    others = model("b", held=True), model("c", held=True)
+    decision = Recompute(temporal=1)(device(a, *others, free=60), standing(Turn("a", 1.0)))
+    assert held(decision.actions) == {"a": False}
+
+
+def test_the_turn_of_a_model_that_is_gone_is_over() -> None:
+    b, c = model("b", waiting=(request(3),), held=True), model("c", held=True)
+    for gone in ((), (model("a", ABSENT, waiting=(request(1),)),)):
+        decision = Recompute(temporal=1)(device(*gone, b, c, free=0), standing(Turn("a", 9.0)))
+        assert held(decision.actions)["b"] is False
