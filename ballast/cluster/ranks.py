@@ -57,6 +57,7 @@ from ballast.transport.ranks import (
 )
 from ballast.weights.checkpoint import THREADS, load_host_model
 from ballast.weights.host import HostModel, HostTier
+from ballast.weights.rotor import MakeRotor
 from ballast.weights.sharding import Shard
 
 log = logging.getLogger(__name__)
@@ -196,6 +197,10 @@ class GroupMachine(OnCpu):
         (workspace,) = workspaces
         where = (segments, kv.base, kv.layout, workspace, rows, sampled)
         return (ParallelModel(host, *where, exchange=self._exchange, followers=self),)
+
+    def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
+        """Layers do not rotate on groups yet."""
+        return None
 
     def allow(self, n_bytes: int) -> None:
         for other in self._ranks:

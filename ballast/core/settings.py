@@ -103,6 +103,11 @@ class DeviceSettings:
         return int(number) if kind == CUDA and number.isdecimal() else None
 
     @property
+    def rotates(self) -> bool:
+        """Whether layers can rotate there: on one CPU they can."""
+        return self.gpu is None and self.tensor_parallel == 1
+
+    @property
     def parts(self) -> int:
         """Equal parts of its compute that jobs on several lanes divide."""
         return self.lanes if self.threads is None else self.threads

@@ -15,6 +15,7 @@ from ballast.core.actions import (
     Limit,
     Preempt,
     Refuse,
+    Remap,
 )
 from ballast.core.event import Output
 from ballast.core.request import State
@@ -61,10 +62,7 @@ def _evict(state: DeviceState, a: Evict) -> Refusal:
         return f"{a.model} is {m.residency.value}"
     if m.spec.pinned:
         return f"{a.model} is pinned"
-    if m.job is not None:
-        state.become(m, Residency.EVICTING)
-    else:
-        state.evict(m)
+    state.drive_out(m)
     return None
 
 
@@ -114,6 +112,21 @@ def _hold(state: DeviceState, a: Hold) -> Refusal:
     return None
 
 
+def _remap(state: DeviceState, a: Remap) -> Refusal:
+    m = state.models[a.model]
+    if m.residency is not Residency.RESIDENT:
+        return f"{a.model} is {m.residency.value}"
+    if a.rotation == m.rotation:
+        return "its layers are so already"
+    if not m.weights.slots.rotatable:
+        return f"layers of {a.model} cannot rotate here"
+    refusal = m.weights.slots.refusal(a.rotation)
+    if refusal is not None:
+        return refusal
+    short = state.remap(m, a.rotation)
+    return None if short is None else f"short of {short.pages} pages"
+
+
 def _refuse(state: DeviceState, a: Refuse, outputs: list[Output]) -> Refusal:
     request = state.requests.get(a.request_id)
     if request is None or request.state is not State.WAITING:
@@ -130,4 +143,5 @@ _HANDLERS: dict[type, Callable[[DeviceState, Any], Refusal]] = {
     Compact: _compact,
     Limit: _limit,
     Hold: _hold,
+    Remap: _remap,
 }

@@ -21,6 +21,7 @@ from ballast.memory.pool import Pool
 from ballast.memory.transfer import Link
 from ballast.memory.vm import Vm
 from ballast.weights.residency import WeightsOnDevice
+from ballast.weights.rotor import MakeRotor
 from ballast.weights.shared import SharedSegment, find_shared
 
 ARENA = "arena:lanes"
@@ -48,11 +49,13 @@ def build_state(
     clock: Clock,
     copy: CopyNow,
     costs: Mapping[str, StepCosts],
+    make_rotor: MakeRotor | None = None,
 ) -> DeviceState:
     """The state of a device on which no model is resident yet.
 
     The lanes' activation arena, sized by the largest jobs any of the models may run, is taken from
-    the pool first. Raises ConfigError where the budget cannot hold it.
+    the pool first. `make_rotor`: what brings layers that rotate; None: none can. Raises ConfigError
+    where the budget cannot hold it.
     """
     pool = Pool(vm, settings.budget_bytes // settings.page_bytes)
     lending = Lending(pool, Borrower(pool, vm, settings.name), settings.name)
@@ -75,10 +78,11 @@ def build_state(
             shared,
             lending.borrower,
             costs.get(h.spec.name, UNMEASURED),
+            make_rotor,
         )
         for h in hosted
     ]
-    return DeviceState(settings, models, pool, arena, link, clock, lending)
+    return DeviceState(settings, models, pool, arena, link, clock, lending, make_rotor)
 
 
 def build_model(
@@ -90,11 +94,14 @@ def build_model(
     shared: Mapping[str, SharedSegment],
     borrower: Borrower,
     costs: StepCosts = UNMEASURED,
+    make_rotor: MakeRotor | None = None,
 ) -> ModelState:
     """A model of which nothing is resident; `shared`: by digest, what is not its own alone."""
     kv = KvCache(hosted.spec, pool, pool.vm, prefix=settings.prefix_cache, borrower=borrower)
     kv.move = _mover(kv, copy)
-    weights = WeightsOnDevice(hosted.spec, pool, pool.vm, link, hosted.addresses, shared)
+    weights = WeightsOnDevice(
+        hosted.spec, pool, pool.vm, link, hosted.addresses, shared, make_rotor
+    )
     return ModelState(hosted.spec, weights, kv, costs)
 
 
@@ -114,7 +121,17 @@ def build_newcomer(
     new = find_shared(specs, state.pool, state.pool.vm.page_bytes, known)
     shared = {**known, **new}
     borrower = state.lending.borrower
-    m = build_model(hosted, state.settings, state.pool, state.link, copy, shared, borrower, costs)
+    m = build_model(
+        hosted,
+        state.settings,
+        state.pool,
+        state.link,
+        copy,
+        shared,
+        borrower,
+        costs,
+        state.make_rotor,
+    )
     return m, new
 
 

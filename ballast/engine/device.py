@@ -39,6 +39,7 @@ from ballast.memory.vm import Exported
 from ballast.models.served import Served
 from ballast.policy.presets import resolve
 from ballast.weights.host import Exchange, HostModel, HostTier
+from ballast.weights.link_rotor import LinkRotor
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ class LiveDevice:
             self.clock,
             self.machine.copy,
             costs,
+            self.machine.make_rotor(self.clock, self.post),
         )
         self._reserve = PopulatedReserve(self.state.pool)
         self._reserve.start()
@@ -225,6 +227,8 @@ class LiveDevice:
         made = self.machine.executors(host, segments, m.kv, self.workspaces)
         for executor in made:
             executor.grammars = made[0].grammars
+            if isinstance(m.weights.rotor, LinkRotor):
+                executor.barriers = m.weights.rotor
         made[0].grammars.aside = self.aside
         return made
 

@@ -8,13 +8,14 @@ from typing import Protocol
 
 from ballast.core.clock import Clock
 from ballast.core.errors import ConfigError
-from ballast.core.event import Event
+from ballast.core.event import Event, Settled
+from ballast.core.model import ModelSpec
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.engine.runner import CpuRunner, Executor, Keeper, LaneRunner, Record
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
 from ballast.memory.arena import AllocatorCap
-from ballast.memory.copies import copy_now
+from ballast.memory.copies import Copy, copy_now
 from ballast.memory.transfer import HostLink, Link
 from ballast.memory.vm import Vm
 from ballast.memory.vm_memfd import MemfdVm
@@ -23,6 +24,8 @@ from ballast.models.served import Served
 from ballast.models.transformers import ServedModel
 from ballast.weights.checkpoint import THREADS, load_host_model
 from ballast.weights.host import HostModel, HostTier
+from ballast.weights.link_rotor import LinkRotor
+from ballast.weights.rotor import MakeRotor
 
 
 class Cap(Keeper, Protocol):
@@ -83,6 +86,9 @@ class Machine(Protocol):
         record: Record | None,
     ) -> LaneRunner: ...
 
+    def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
+        """For layers that rotate; None: none can."""
+
     def allow(self, n_bytes: int) -> None:
         """What activations may take between jobs, from now on."""
 
@@ -142,6 +148,13 @@ class CpuMachine(OnCpu):
             return (ServedModel(host, *where),) * len(workspaces)
         rows, sampled = self.device.step_tokens, self.device.step_logits
         return tuple(FusedModel(host, *where, w, rows, sampled) for w in workspaces)
+
+    def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
+        def make(spec: ModelSpec, copies: Sequence[Copy]) -> LinkRotor:
+            settled = Settled(spec.name)
+            return LinkRotor(spec.name, copies, self.link, clock, lambda: post(settled))
+
+        return make
 
     def allow(self, n_bytes: int) -> None:
         """The cap of this process is the device's own."""

@@ -29,6 +29,7 @@ from ballast.models.on_device import DeviceModel
 from ballast.models.served import Served
 from ballast.weights.checkpoint import THREADS, load_host_model
 from ballast.weights.host import HostModel, HostTier, whole_pages
+from ballast.weights.rotor import MakeRotor
 
 NO_ADAPTERS = "adapters are not served on a GPU so far"
 
@@ -146,6 +147,10 @@ class CudaMachine:
             cap,
             record,
         )
+
+    def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
+        """Layers do not rotate on GPUs yet."""
+        return None
 
     def allow(self, n_bytes: int) -> None:
         """The cap of this process is the device's own."""

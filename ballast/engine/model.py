@@ -8,6 +8,7 @@ from ballast.core.cost import StepCosts
 from ballast.core.job import Job
 from ballast.core.model import ModelSpec
 from ballast.core.request import Request
+from ballast.core.rotation import Rotation
 from ballast.core.settings import Slo
 from ballast.core.view import ModelView, Residency, Shortage
 from ballast.engine.waiting import Waiting
@@ -46,11 +47,30 @@ class ModelState:
     activations: int = 0
     evictions: int = 0
     preemptions: int = 0
+    turning: Rotation | None = None
+    """Layers that shall rotate as soon as no job and no load stands in the way."""
+    settling: bool = False
+    """A `Settled` is bound to come."""
+    decode_seconds: float | None = None
+    """Of its last job that only decoded, without waiting for layers; below, of the last other."""
+    prefill_seconds: float | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     view: ModelView | None = None
     """The snapshot, dropped (None) by whatever changes the model."""
+
+    @property
+    def rotation(self) -> Rotation:
+        """Layers that rotate, or will."""
+        return self.weights.slots.rotation if self.turning is None else self.turning
+
+    def took(self, seconds: float, *, prefill: bool) -> None:
+        """A job of its ended that had so much to compute."""
+        if prefill:
+            self.prefill_seconds = seconds
+        else:
+            self.decode_seconds = seconds
 
     def queue_seconds(self, adapter: int | None) -> float | None:
         """How long requests for it, or for one of its adapters, wait to be admitted."""

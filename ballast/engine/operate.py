@@ -106,6 +106,9 @@ class Operations:
         for known in (name, *(a.name for a in m.spec.adapters)):
             if known in state.named or known in state.models:
                 return f"there is a model {known!r} already"
+        for other in state.models.values():
+            if other.weights.rotates_any(shared):
+                return f"layers that it has in common with {other.spec.name} rotate now"
         present = [*state.models.values(), m]
         wanted = largest_jobs((o.spec for o in present), settings)
         arena = max(state.arena.pages, ceil_div(wanted, settings.page_bytes))
@@ -191,6 +194,10 @@ class Operations:
                 if not request.in_flight:
                     outputs.append(state.fail(request, "unavailable", REMOVED))
         if m.running or m.waiting or m.job is not None or m.transfer_id is not None:
+            return False
+        if m.weights.stirred:
+            if m.residency is Residency.RESIDENT:
+                state.drive_out(m)
             return False
         state.strike(m)
         return True

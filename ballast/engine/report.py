@@ -17,7 +17,10 @@ def report(state: DeviceState, device: str) -> DeviceReport:
     for s in state.shared:
         owners[s.owner] = len(s.pages)
     for m in present:
-        owners[m.weights.owner] = 0 if _absent(m) else m.weights.own_pages
+        slots = m.weights.slots.pages
+        owners[m.weights.owner] = 0 if _absent(m) else m.weights.here_pages - slots
+        if slots:
+            owners[m.weights.slots.owner] = slots
         owners[f"kv:{m.spec.name}"] = m.kv.pages
     owners |= {f"lent:{peer}": n for peer, n in state.lending.lent.items()}
     return DeviceReport(

@@ -24,6 +24,9 @@ class Executor(Protocol):
 
     def run(self, work: Sequence[SequenceWork]) -> list[Result]: ...
 
+    def stalled(self) -> float:
+        """Seconds that jobs have waited for layers since this was last asked."""
+
 
 class Keeper(Protocol):
     """Looks after what jobs leave behind; `ballast.memory.arena.AllocatorCap` in earnest."""
@@ -100,12 +103,14 @@ class LaneRunner(ABC):
             begun = self._begin(job)
             try:
                 with self.running(job):
-                    results = tuple(self._executors[job.model][lane].run(job.work))
+                    executor = self._executors[job.model][lane]
+                    results = tuple(executor.run(job.work))
             except Exception as error:  # the fleet outlives a job that breaks
                 log.exception("job %d of %s failed", job.id, job.model)
                 self._post(JobFailed(job, f"{type(error).__name__}: {error}"))
             else:
-                self._post(JobDone(job, results, self._clock.now() - begun))
+                seconds = self._clock.now() - begun
+                self._post(JobDone(job, results, seconds, executor.stalled()))
             self._end(job)
 
     def _begin(self, job: Job) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ballast.core.actions import Short
 from ballast.core.clock import Clock
 from ballast.core.event import (
     Arrival,
@@ -17,6 +18,7 @@ from ballast.core.event import (
     JobFailed,
     Output,
     PromptScores,
+    Settled,
     Stop,
     Timer,
     TokenOut,
@@ -26,6 +28,7 @@ from ballast.core.job import Job, Sampled
 from ballast.core.lease import AskedBack, Lent, PeerGone, PeerMet, Returned
 from ballast.core.model import weight_pages
 from ballast.core.request import Request, State
+from ballast.core.rotation import Rotation
 from ballast.core.settings import DeviceSettings
 from ballast.core.units import ceil_div
 from ballast.core.view import (
@@ -44,6 +47,7 @@ from ballast.engine.patience import Patience
 from ballast.memory.arena import Arena
 from ballast.memory.pool import Pool
 from ballast.memory.transfer import Link
+from ballast.weights.rotor import MakeRotor
 from ballast.weights.shared import SharedSegment
 
 
@@ -59,6 +63,7 @@ class DeviceState:
         link: Link,
         clock: Clock,
         lending: Lending,
+        make_rotor: MakeRotor | None = None,
     ) -> None:
         self.settings = settings
         self.models: dict[str, ModelState] = {}
@@ -72,6 +77,8 @@ class DeviceState:
         self.pool = pool
         self.lending = lending
         self.link = link
+        self.make_rotor = make_rotor
+        """For models that join."""
         self.clock = clock
         self.now = clock.now()
         """Of the loop's present turn, or its last, as is the next: what a turn does follows from
@@ -96,6 +103,7 @@ class DeviceState:
             JobDone: self._job_done,
             JobFailed: self._job_failed,
             TransferDone: self._transfer_done,
+            Settled: self._settled,
             Timer: self._timer,
             Drain: self._drain,
             Stop: self._stop,
@@ -188,6 +196,8 @@ class DeviceState:
         m = self._close_job(event.job)
         now = m.last_run = self.now
         m.lane_seconds += event.seconds * self.lanes.share(event.job)
+        prefill = any(len(work.tokens) > 1 for work in event.job.work)
+        m.took(event.seconds - event.stall, prefill=prefill)
         for work in event.job.work:
             request = self.requests[work.request_id]
             request.computed = work.end
@@ -262,8 +272,8 @@ class DeviceState:
         for request in leaving:
             if request.state is State.RUNNING:
                 self.preempt(m, request)
-        if m.residency is Residency.EVICTING:
-            self.evict(m)
+        if m.residency is Residency.EVICTING or m.turning is not None:
+            self._make_way(m)
         return outputs
 
     def _transfer_done(self, event: TransferDone) -> list[Output]:
@@ -283,6 +293,19 @@ class DeviceState:
         self.freed += 1
         reason = f"the weights of {m.spec.name!r} could not be brought in: {event.error}"
         return self.fail_all(m, "model_failed", reason)
+
+    def _settled(self, event: Settled) -> list[Output]:
+        m = self.models.get(event.model)
+        if m is None or not m.settling:
+            return []
+        m.settling = False
+        if m.residency is Residency.EVICTING:
+            self.evict(m)
+        elif m.turning is not None:
+            self._turn(m, m.turning)
+        self.touch(m)
+        self.asking = True
+        return []
 
     def _timer(self, event: Timer) -> list[Output]:
         self.lending.check(self.now)
@@ -387,6 +410,56 @@ class DeviceState:
         self.freed += 1
         self.asking = True
 
+    # -- layers that rotate -----------------------------------------------------------------------
+
+    def remap(self, m: ModelState, wanted: Rotation) -> Short | None:
+        """These layers of a resident model rotate as soon as nothing stands in the way. Pages that
+        it takes more are promised to it now, or nothing changes."""
+        owner = m.weights.owner
+        self.pool.withdraw(owner)
+        back = (m.weights.slots.rotation.lent - wanted.lent) * m.weights.slots.layer_pages
+        short = self.pool.promise(owner, max(0, back))
+        if short is not None:
+            if m.turning is not None:  # what was promised for that is not taken by anybody
+                self.pool.promise(owner, max(0, self._back(m)))
+            return short
+        m.turning = wanted
+        if m.job is None and not m.settling:
+            self._make_way(m)
+        self.touch(m)
+        return None
+
+    def _back(self, m: ModelState) -> int:
+        """Pages more that its layers will take (negative: give up) when it has turned."""
+        slots = m.weights.slots
+        return (slots.rotation.lent - m.rotation.lent) * slots.layer_pages
+
+    def drive_out(self, m: ModelState) -> None:
+        """Evict a model as soon as no job, and no load of a layer, stands in the way."""
+        m.turning = None
+        self.pool.withdraw(m.weights.owner)
+        if m.job is not None or m.weights.stirred:
+            self.become(m, Residency.EVICTING)
+        if m.job is None:
+            self._make_way(m)
+
+    def _make_way(self, m: ModelState) -> None:
+        """No job is in flight; once no load is either, the model turns, or goes."""
+        if m.weights.rotor is None or not (m.weights.stirred or m.turning is not None):
+            self.evict(m)
+        elif not m.settling:
+            m.settling = True
+            m.weights.rotor.settle()
+
+    def _turn(self, m: ModelState, wanted: Rotation) -> None:
+        m.turning = None
+        if m.weights.turn(wanted) is not None:
+            # Its promise is worth less than it was: pages that others were to give back are not
+            # there yet. The policy will see, and may ask again; layers stay as they are.
+            m.weights.turn(m.weights.slots.rotation)
+        self.pool.withdraw(m.weights.owner)
+        self.freed += 1
+
     def become(self, m: ModelState, residency: Residency) -> None:
         """The model's residency, once its weights are so. Who shares segments with it sees that."""
         m.residency = residency
@@ -406,7 +479,8 @@ class DeviceState:
     @property
     def in_flight(self) -> bool:
         """Whether an event is bound to come without any client doing anything."""
-        return self.lanes.busy or any(m.transfer_id is not None for m in self.models.values())
+        on_their_way = (m.transfer_id is not None or m.settling for m in self.models.values())
+        return self.lanes.busy or any(on_their_way)
 
     @property
     def over(self) -> bool:
@@ -423,7 +497,7 @@ class DeviceState:
         """Models that could run a job now."""
         found = []
         for m in self.models.values():
-            if m.residency is not Residency.RESIDENT or m.job is not None:
+            if m.residency is not Residency.RESIDENT or m.job is not None or m.settling:
                 continue
             admissible = bool(m.waiting) and not m.held and self._worth_trying(m)
             if not m.running and not admissible:
@@ -448,9 +522,12 @@ class DeviceState:
         deferred = sum(s.n_pages for s in self.shared if s.holders and not self._stay(s))
         for m in self.models.values():
             if m.residency is Residency.EVICTING:
-                deferred += m.weights.own_pages + m.kv.pages
-            elif m.leaving:
+                deferred += m.weights.here_pages + m.kv.pages
+                continue
+            if m.leaving:
                 deferred += sum(m.kv.if_freed(r.blocks)[0] for r in m.leaving)
+            if m.turning is not None:
+                deferred += max(0, -self._back(m))
         return DeviceView(
             now=self.now,
             page_bytes=self.settings.page_bytes,
@@ -492,6 +569,12 @@ class DeviceState:
                     SharedView(s.owner, s.n_pages, self._stay(s)) for s in m.weights.shared
                 ),
                 cached_borrowed=m.kv.cached_borrowed_pages,
+                rotatable=m.weights.slots.rotatable,
+                layer_pages=m.weights.slots.layer_pages,
+                layer_bytes=m.weights.slots.layer_bytes,
+                rotation=m.rotation,
+                decode_seconds=m.decode_seconds,
+                prefill_seconds=m.prefill_seconds,
             )
         return m.view
 

@@ -176,6 +176,20 @@ class BackedRange:
         self.aliased += n
         return pages
 
+    def take_over(self, at: int, pages: Sequence[int], owner: str) -> None:
+        """Pages of another owner, which has lent them to nobody, become this one's, mapped at
+        indices `at ..`, contents kept. A failing map (DeviceError) changes nothing."""
+        if self._check_empty(((at, len(pages)),)):
+            raise BrokenPromise(f"{self.owner}: pages at {at} .. are still leaving")
+        self._pool.hand_over(owner, self.owner, pages)
+        try:
+            self._vm.map(self._range, at, pages)
+        except DeviceError:
+            self._pool.hand_over(self.owner, owner, pages)
+            raise
+        self._slots[at : at + len(pages)] = array("i", pages)
+        self.backed += len(pages)
+
     def close(self, fence: Fence | None = None) -> None:
         """Release everything; the addresses go once the last page has left. Aliases are gone."""
         if self._closed:

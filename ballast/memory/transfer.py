@@ -51,11 +51,20 @@ class Link(Protocol):
         """End after the chunk in flight; transfers not finished are told as failed."""
 
 
+OnDone = Callable[[TransferDone], None]
+
+
 class Transfer:
     """One that waits or is in flight; its copies are cut into batches as they are needed."""
 
-    def __init__(self, transfer_id: int, stream: str, batches: Iterator[list[Copy]]) -> None:
-        self.id, self.stream = transfer_id, stream
+    def __init__(
+        self,
+        transfer_id: int,
+        stream: str,
+        batches: Iterator[list[Copy]],
+        on_done: OnDone | None = None,
+    ) -> None:
+        self.id, self.stream, self.on_done = transfer_id, stream, on_done
         self._batches = batches
         self.coming = next(batches, None)
         """What it copies next; None: everything is there."""
@@ -84,7 +93,7 @@ class HostLink:
     def __init__(
         self,
         clock: Clock,
-        on_done: Callable[[TransferDone], None],
+        on_done: OnDone,
         pace: LinkRates | None = None,
         threads: int = 1,
         chunk_bytes: int = 4 * MiB,
@@ -116,9 +125,11 @@ class HostLink:
         copies: Sequence[Copy],
         stream: str = ACTIVATIONS,
         direction: Direction = Direction.TO_DEVICE,
+        on_done: OnDone | None = None,
     ) -> None:
+        """As `Link.start`; its end is told to `on_done` alone, in the link's thread, if given."""
         cut = batches(copies, self._chunk_bytes, self._threads)
-        transfer = Transfer(transfer_id, stream, cut)
+        transfer = Transfer(transfer_id, stream, cut, on_done)
         with self._wake:
             if self._closing.is_set():
                 raise DeviceError("link", "it is closed")
@@ -160,7 +171,7 @@ class HostLink:
                 side.pop(transfer.stream)
                 if not side:
                     self._sides.pop(direction)
-            self._on_done(self._end(transfer, direction, slept, error))
+            (transfer.on_done or self._on_done)(self._end(transfer, direction, slept, error))
 
     def _charge(self, direction: Direction, stream: str, batch: Sequence[Copy]) -> None:
         """For a turn: to those who share the link, and to the time that it takes."""

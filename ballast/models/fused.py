@@ -9,7 +9,8 @@ job fills in what differs, which is the number of rows, tokens, positions and bl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -88,7 +89,10 @@ class FusedModel(Served):
         self._lay_out()
         self._program = team.Program(self._operations)
         self._without_head = team.Program(self._operations[:-1])
-        self._without_output = team.Program(self._operations[: -(2 + 5)])
+        self._last_kv = len(self._operations) - (2 + 5)
+        """Operations up to the one that writes the last layer's KV."""
+        self._without_output = team.Program(self._operations[: self._last_kv])
+        self._pieces: dict[tuple[int, int], team.Program] = {}
         self._logits = tensor_at(b.logits, (max_sampled, spec.vocab), torch.float32)
         self._head_out = self._logits
         self._hidden = tensor_at(b.hidden, (max_rows, spec.hidden), torch.float32)
@@ -135,8 +139,11 @@ class FusedModel(Served):
         if library is not None and rows.n < library.from_rows:
             library = None
         adapted = self._adapters.of(work)
+        stops = self._begin_pass()
         if library is not None or adapted is not None:
-            self._run_in_parts(rows.n, sampled, library, adapted, threads, head=head)
+            self._run_in_parts(rows.n, sampled, library, adapted, threads, stops, head=head)
+        elif stops:
+            self._run_in_pieces(sampled, threads, stops, head=head)
         else:
             self._run_whole(rows.n, sampled, threads, head=head)
 
@@ -147,6 +154,31 @@ class FusedModel(Served):
         else:
             self._without_output.run(threads)
 
+    def _run_in_pieces(
+        self, sampled: int, threads: int, stops: Collection[int], *, head: bool
+    ) -> None:
+        """The same, each layer of `stops` a program of its own, run when it is there."""
+        barriers = self.barriers
+        assert barriers is not None, "it has named the stops"
+        end = len(self._operations) - (0 if head else 1) if sampled else self._last_kv
+        at = 0
+        for i in sorted(stops):
+            first, after = 1 + 8 * i, min(end, 9 + 8 * i)
+            self._piece(at, first, threads)
+            barriers.wait(i)
+            self._piece(first, after, threads)
+            barriers.used(i)
+            at = after
+        self._piece(at, end, threads)
+
+    def _piece(self, at: int, end: int, threads: int) -> None:
+        if at == end:
+            return
+        program = self._pieces.get((at, end))
+        if program is None:
+            program = self._pieces[at, end] = team.Program(self._operations[at:end])
+        program.run(threads)
+
     def _run_in_parts(
         self,
         n: int,
@@ -154,6 +186,7 @@ class FusedModel(Served):
         library: Library | None,
         adapted: AdaptedRows | None,
         threads: int,
+        stops: Collection[int],
         *,
         head: bool,
     ) -> None:
@@ -180,21 +213,33 @@ class FusedModel(Served):
         self._open[:, linear_code.NEXT] = 0
         self._open[:, linear_code.ROWS] = n
         for i in range(spec.n_layers):
-            self._before["qkv"][i].run(threads)
-            multiply("qkv", i, normed, qkv)
-            self._before["o"][i].run(threads)
-            if i == spec.n_layers - 1 and not sampled:
-                return
-            multiply("o", i, attended, landing)
-            self._landed(n)
-            self._before["gate_up"][i].run(threads)
-            multiply("gate_up", i, normed, gate_up)
-            gate(gate_up, gated, interleaved=self._interleaved)
-            multiply("down", i, gated, landing)
-            self._landed(n)
+            # What is before a layer's first matrix is its own, but for the embeddings.
+            with self._passing(i, stops):
+                self._before["qkv"][i].run(threads)
+                multiply("qkv", i, normed, qkv)
+                self._before["o"][i].run(threads)
+                if i == spec.n_layers - 1 and not sampled:
+                    return
+                multiply("o", i, attended, landing)
+                self._landed(n)
+                self._before["gate_up"][i].run(threads)
+                multiply("gate_up", i, normed, gate_up)
+                gate(gate_up, gated, interleaved=self._interleaved)
+                multiply("down", i, gated, landing)
+                self._landed(n)
         self._before["head"][0].run(threads)
         if head:
             multiply("head", 0, normed[:sampled], self._head_out[:sampled])
+
+    @contextmanager
+    def _passing(self, layer: int, stops: Collection[int]) -> Iterator[None]:
+        """Around a layer's work."""
+        if layer not in stops or self.barriers is None:
+            yield
+            return
+        self.barriers.wait(layer)
+        yield
+        self.barriers.used(layer)
 
     # -- what a rank of several does otherwise (`models/parallel.py`) ------------------------------
 

@@ -38,6 +38,16 @@ def placed(
     return module
 
 
+def layers_of(module: nn.Module, host: HostModel) -> list[nn.Module]:
+    """The module that runs each layer: all that the layer's segment holds is within it."""
+    found = []
+    for segment in host.segments[1 : 1 + host.spec.n_layers]:
+        paths = [name.split(".") for packed in segment.tensors for name in packed.names]
+        shared = [parts[0] for parts in zip(*paths, strict=False) if len(set(parts)) == 1]
+        found.append(module.get_submodule(".".join(shared)))
+    return found
+
+
 def _place(
     module: nn.Module, segments: Sequence[Segment], addresses: Sequence[int], view: View
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from ballast.core.request import Sampling
 from ballast.kernels import sampling
 from ballast.kernels.paged_attention import KvArray, PagedBatch
 from ballast.kv.layout import Layout
+from ballast.models.barriers import Barriers
 from ballast.models.grammar import Grammars
 from ballast.weights.host import HostModel
 from ballast.weights.packing import DTYPES
@@ -35,6 +36,8 @@ class Served(ABC):
     def __init__(self, host: HostModel, kv_base: int, layout: Layout) -> None:
         """`kv_base`: address of block 0, which need not be backed by memory yet."""
         self.spec = spec = host.spec
+        self.barriers: Barriers | None = None
+        """Where layers come and go."""
         self.grammars = Grammars(
             host.directory, spec.vocab, spec.eos_token_ids, keep=spec.max_running
         )
@@ -95,6 +98,14 @@ class Served(ABC):
             logprob, top = scores.get(i, UNSCORED)
             results.append(Sampled(w.request_id, tokens[i], logprob, top, ends))
         return results
+
+    def stalled(self) -> float:
+        """Seconds that jobs have waited for layers since this was last asked."""
+        return 0.0 if self.barriers is None else self.barriers.stalled()
+
+    def _begin_pass(self) -> Collection[int]:
+        """Layers at which the pass that begins has to heed `barriers`."""
+        return () if self.barriers is None else self.barriers.begin_pass()
 
     def choose(
         self,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ballast.kv.layout import Layout
 from ballast.memory.tensor import tensor_at
 from ballast.models import attention
 from ballast.models.adapters import AdaptedModules, groups_of
-from ballast.models.module import placed
+from ballast.models.module import layers_of, placed
 from ballast.models.served import Rows, Served
 from ballast.weights.host import HostModel
 
@@ -39,6 +40,11 @@ class ServedModel(Served):
         self._module = placed(host, segment_addresses[:own], tensor_at)
         groups = groups_of(host.adapters, segment_addresses[own:], self.dtype)
         self._adapted = AdaptedModules(self._module, groups)
+        self._stops: Collection[int] = ()
+        """Layers at which the pass under way heeds `barriers`."""
+        for i, layer in enumerate(layers_of(self._module, host)):
+            layer.register_forward_pre_hook(partial(self._reach, i))
+            layer.register_forward_hook(partial(self._leave, i))
         warm_up(self.dtype)
 
     @torch.inference_mode()
@@ -56,9 +62,18 @@ class ServedModel(Served):
         hidden: Tensor = output.last_hidden_state[0, torch.from_numpy(rows.wanted)]
         return hidden
 
+    def _reach(self, layer: int, *_: Any) -> None:
+        if layer in self._stops and self.barriers is not None:
+            self.barriers.wait(layer)
+
+    def _leave(self, layer: int, *_: Any) -> None:
+        if layer in self._stops and self.barriers is not None:
+            self.barriers.used(layer)
+
     def _forward(
         self, module: Any, rows: Rows, work: Sequence[SequenceWork], **more: Tensor
     ) -> Any:
+        self._stops = self._begin_pass()
         with (
             attention.running(attention.JobContext.of(rows.paged)),
             self._adapted.job(work),

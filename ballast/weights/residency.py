@@ -7,25 +7,29 @@ All segments lie in one range of addresses, each beginning at a page, in load or
 
 Parameters are views on these addresses for as long as the model exists; whether pages lie beneath
 is what changes. Weights are read only: eviction copies nothing. Pages of a segment that other
-models contain, too, belong to it (`weights/shared.py`) and are aliased here.
+models contain, too, belong to it (`weights/shared.py`) and are aliased here, as are those of slots
+that layers share by turns (`weights/slots.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise
 from ballast.core.model import ModelSpec
+from ballast.core.rotation import Rotation
 from ballast.core.units import ceil_div
 from ballast.memory.copies import Copy
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.transfer import Link
 from ballast.memory.vm import Vm
+from ballast.weights.rotor import MakeRotor
 from ballast.weights.shared import SharedSegment
+from ballast.weights.slots import Place, Slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,10 @@ class Segment:
 
 
 class WeightsOnDevice:
-    """All segments of a model, present together or absent together. Owner ``weights:NAME``."""
+    """All segments of a model, present together or absent together, but for layers that rotate.
+
+    Owners ``weights:NAME`` and, while layers rotate, ``slots:NAME``.
+    """
 
     def __init__(
         self,
@@ -60,10 +67,12 @@ class WeightsOnDevice:
         link: Link,
         host_addresses: Sequence[int],
         shared: Mapping[str, SharedSegment] | None = None,
+        make_rotor: MakeRotor | None = None,
     ) -> None:
         """`host_addresses`: of each segment, in the order of `spec.segment_bytes`.
 
         `shared`: by digest, the segments whose pages are not the model's own (`find_shared`).
+        `make_rotor`: what brings layers that rotate; None: none can.
         """
         if len(host_addresses) != len(spec.segment_bytes):
             raise BrokenPromise(
@@ -75,7 +84,13 @@ class WeightsOnDevice:
         self._pool = pool
         n_pages = sum(ceil_div(n, vm.page_bytes) for n in spec.segment_bytes)
         self._range = BackedRange(pool, vm, f"weights:{spec.name}", n_pages * vm.page_bytes)
+        self.slots = Slots(spec.name, pool, self._range)
+        self._rotates = make_rotor is not None
         self._tabulate(self._table(host_addresses, shared or {}))
+        layers = self.segments[1 : 1 + spec.n_layers]
+        self.rotor = make_rotor(spec, [s.copy for s in layers]) if make_rotor else None
+        self.stirred = False
+        """Layers rotate or have done so since the weights came: loads may be on their way."""
         self._backed = False
         self._filled = False
 
@@ -171,9 +186,30 @@ class WeightsOnDevice:
                 segment.filled, segment.filler = True, None
         return self.filled
 
+    @property
+    def here_pages(self) -> int:
+        """Pages of segments that no other model contains, while they are here: what slots save is
+        left out."""
+        return self.own_pages - self.slots.lent
+
+    def turn(self, wanted: Rotation) -> Short | None:
+        """Let these layers rotate from now on; or change nothing, where the pool is short.
+
+        No job of the model is in flight, and its rotor is settled. Raises BrokenPromise for layers
+        that cannot (`Slots.refusal`).
+        """
+        if self.rotor is None or not self._backed:
+            raise BrokenPromise(f"{self.spec.name}: its layers cannot rotate now")
+        turned = self.slots.turn(wanted, self.rotor.held)
+        if isinstance(turned, Short):
+            return turned
+        self.stirred = True
+        self.rotor.turn(wanted, turned.held, turned.missing)
+        return None
+
     def evict(self) -> None:
         """The model's pages go back to the pool, and those of shared segments that no other model
-        uses now. No job and no transfer of this model may use them."""
+        uses now. No job and no transfer of this model may use them, and its rotor is settled."""
         if not self._backed:
             raise BrokenPromise(f"{self.spec.name}: its weights are not on the device")
         for s in self.segments:
@@ -185,9 +221,15 @@ class WeightsOnDevice:
                 segment.free()
         self._drop_own()
 
+    def rotates_any(self, digests: Iterable[str]) -> bool:
+        """Whether layers of such contents are among those that rotate, and cannot be shared."""
+        wanted = set(digests)
+        of_layers = self.spec.segment_digests[1 : 1 + self.spec.n_layers]
+        return any(of_layers[i] in wanted for i in self.slots.rotation.layers if of_layers)
+
     def share(self, shared: Mapping[str, SharedSegment]) -> None:
         """Segments of `shared`, by digest, are the model's own no more: another has come that
-        contains them. What is here stays where it is, under another owner."""
+        contains them. What is here stays where it is, under another owner. None may rotate."""
         table = list(self.segments)
         for i, (s, digest) in enumerate(zip(table, self.spec.segment_digests, strict=False)):
             whose = shared.get(digest)
@@ -211,9 +253,10 @@ class WeightsOnDevice:
     def validate(self) -> None:
         """Raises BrokenPromise unless the range, and who holds and owns what, agree."""
         self._range.validate()
-        own = self.own_pages if self._backed else 0
+        own = self.here_pages - self.slots.pages if self._backed else 0
         if own != self._pool.owned(self.owner):
             raise BrokenPromise(f"{self.owner}: owns {self._pool.owned(self.owner)}, not {own}")
+        self.slots.validate()
         for segment in self.shared:
             if (self.spec.name in segment.holders) != self._backed:
                 raise BrokenPromise(f"{self.owner}: holds {segment.owner} against its word")
@@ -234,7 +277,12 @@ class WeightsOnDevice:
         """The others, each once."""
         self.pages = self.own_pages + sum(s.n_pages for s in self.shared)
         """Pages all segments take when they are here, whether they are or not."""
-        self._own = self._stretches()
+        self._own = self._stretches(frozenset())
+        if self._rotates:
+            layers = self.segments[1 : 1 + self.spec.n_layers]
+            self.slots.tabulate(
+                [Place(s.at, s.n_pages, s.n_bytes, s.shared is None) for s in layers]
+            )
 
     def _forget(self) -> None:
         """No longer a holder of shared segments, and nothing of its own is there."""
@@ -244,19 +292,27 @@ class WeightsOnDevice:
             if segment.filler == self.spec.name:
                 segment.filler = None
 
-    def _stretches(self) -> tuple[tuple[int, int], ...]:
-        """Maximal `(at, n)` of the model's own pages in its range."""
+    def _stretches(self, without: Collection[int]) -> tuple[tuple[int, int], ...]:
+        """Maximal `(at, n)` of the model's own pages in its range, `without` some layers."""
         found: list[tuple[int, int]] = []
-        for s in self.segments:
-            if s.shared is None and found and sum(found[-1]) == s.at:
+        for i, s in enumerate(self.segments):
+            if s.shared is not None or i - 1 in without:
+                continue
+            if found and sum(found[-1]) == s.at:
                 found[-1] = (found[-1][0], found[-1][1] + s.n_pages)
-            elif s.shared is None:
+            else:
                 found.append((s.at, s.n_pages))
         return tuple(found)
 
     def _drop_own(self) -> None:
-        for at, n in self._own:
+        rotating = frozenset(self.slots.rotation.layers)
+        if rotating:
+            self.slots.dissolve()
+        for at, n in self._stretches(rotating) if rotating else self._own:
             self._range.release(at, n)
+        if self.stirred and self.rotor is not None:
+            self.rotor.forget()
+        self.stirred = False
 
     def _table(
         self, host_addresses: Sequence[int], shared: Mapping[str, SharedSegment]

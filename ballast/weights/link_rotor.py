@@ -1,0 +1,180 @@
+"""The live rotor: jobs tell it which layers they have come to, and its loads go over the link."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from ballast.core.clock import Clock
+from ballast.core.errors import DeviceError
+from ballast.core.event import TransferDone
+from ballast.core.rotation import WHOLE, Rotation
+from ballast.memory.copies import Copy
+from ballast.memory.transfer import HostLink
+from ballast.weights.rotor import Loads
+
+_NOBODY = -1
+
+
+class LinkRotor:
+    """Implements `Rotor`, and `ballast.models.barriers.Barriers` for the jobs.
+
+    A slot's next layer is loaded as soon as its last user is done: at the end of a pass those that
+    the next one begins with. The loop's thread turns and settles, lanes pass, the link's thread
+    tells what has landed.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        copies: Sequence[Copy],
+        link: HostLink,
+        clock: Clock,
+        settled: Callable[[], None],
+    ) -> None:
+        self.loads = Loads()
+        self.rotation = WHOLE
+        self._stream = f"rotation:{model}"
+        self._copies, self._link, self._clock, self._settled = copies, link, clock, settled
+        self._change = threading.Condition()
+        self._ready = bytearray(b"\1") * len(copies)
+        """By layer, whether its bytes are where it is read."""
+        self._slot_of: dict[int, int] = {}
+        self._next: dict[int, int] = {}
+        """By rotating layer, which follows it in its slot."""
+        self._held: list[int] = []
+        """By slot, the layer whose bytes are there or on their way."""
+        self._flying: set[int] = set()
+        """Layers on their way."""
+        self._settling = False
+        self._error: str | None = None
+        self._stalled = 0.0
+        """Seconds, since they were last asked for."""
+        self._busy = False
+        """Layers rotate, or some may be on their way."""
+
+    # -- the loop's thread ------------------------------------------------------------------------
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        with self._change:
+            return tuple(i if i >= 0 and self._ready[i] else _NOBODY for i in self._held)
+
+    def settle(self) -> None:
+        with self._change:
+            self._settling = True
+            quiet = not self._flying
+        if quiet:
+            self._settled()
+
+    def turn(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
+        with self._change:
+            self.rotation = rotation
+            self._settling, self._error, self._busy = False, None, True
+            self._slot_of = {layer: i % rotation.slots for i, layer in enumerate(rotation.layers)}
+            self._next = {}
+            for slot in range(rotation.slots):
+                layers = rotation.of_slot(slot)
+                self._next |= dict(zip(layers, (*layers[1:], layers[0]), strict=True))
+            self._held = list(held)
+            for layer in range(len(self._ready)):
+                self._ready[layer] = layer not in self._slot_of
+            for layer in held:
+                if layer >= 0:
+                    self._ready[layer] = True
+            wanted = [*missing]
+            for slot, layer in enumerate(rotation.layers[: rotation.slots]):
+                if held[slot] != layer:
+                    self._replace(slot, layer)
+                    wanted.append(layer)
+            for layer in sorted(wanted):
+                self._load(layer)
+
+    def forget(self) -> None:
+        self.turn(WHOLE, (), ())
+
+    # -- a lane's thread --------------------------------------------------------------------------
+
+    def begin_pass(self) -> frozenset[int]:
+        """Layers that rotate, or are not there yet. Where the last pass broke off, slots are not
+        what the first layers need: they are brought."""
+        if not self._busy:
+            return frozenset()
+        with self._change:
+            for slot, first in enumerate(self.rotation.layers[: self.rotation.slots]):
+                if self._held[slot] == first:
+                    continue
+                while self._held[slot] in self._flying:
+                    self._await()
+                self._replace(slot, first)
+                self._load(first)
+            self._busy = bool(self._slot_of) or bool(self._flying)
+            return frozenset(self._slot_of) | self._flying
+
+    def wait(self, layer: int) -> None:
+        """Returns when the layer is there. Raises DeviceError if it cannot be brought."""
+        if self._ready[layer]:
+            return
+        began = self._clock.now()
+        with self._change:
+            while not self._ready[layer]:
+                self._await()
+            seconds = self._clock.now() - began
+            self._stalled += seconds
+            self.loads.stall_seconds += seconds
+
+    def used(self, layer: int) -> None:
+        """The job is done with a layer: the next of its slot can take its place."""
+        slot = self._slot_of.get(layer)
+        if slot is None:
+            return
+        with self._change:
+            following = self._next[layer]
+            self._replace(slot, following)
+            self._load(following)
+
+    def stalled(self) -> float:
+        """Seconds that jobs have waited for layers since this was last asked."""
+        seconds, self._stalled = self._stalled, 0.0
+        return seconds
+
+    # -- the link's thread ------------------------------------------------------------------------
+
+    def _landed(self, layer: int, done: TransferDone) -> None:
+        with self._change:
+            self._flying.discard(layer)
+            if done.error is None:
+                self._ready[layer] = True
+                self.loads.n += 1
+                self.loads.n_bytes += done.n_bytes
+                self.loads.copy_seconds += done.seconds
+            else:
+                self._error = done.error
+            self._change.notify_all()
+            quiet = self._settling and not self._flying
+        if quiet:
+            self._settled()
+
+    # -- under the lock ---------------------------------------------------------------------------
+
+    def _await(self) -> None:
+        if self._error is not None:
+            raise DeviceError("link", f"a layer could not be brought: {self._error}")
+        self._change.wait()
+
+    def _replace(self, slot: int, layer: int) -> None:
+        """The slot is the layer's from now on."""
+        before = self._held[slot]
+        if before >= 0:
+            self._ready[before] = False
+        self._held[slot] = layer
+
+    def _load(self, layer: int) -> None:
+        self._ready[layer] = False
+        self._flying.add(layer)
+        self._link.start(
+            layer,
+            [self._copies[layer]],
+            self._stream,
+            on_done=lambda done: self._landed(layer, done),
+        )

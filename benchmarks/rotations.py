@@ -1,0 +1,45 @@
+"""A policy that changes which layers rotate at random, every few steps, beside one that serves."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+from ballast.core.actions import Action, Decision, Remap
+from ballast.core.rotation import WHOLE, Rotation
+from ballast.core.view import DeviceView, Residency
+from ballast.policy.base import DevicePolicy
+from ballast.policy.cover import earliest
+
+
+@dataclass
+class RandomRotations:
+    """Asks `policy`, and every `every` seconds for another rotation of each model on the device.
+
+    Not pure: it draws from its own generator.
+    """
+
+    policy: DevicePolicy
+    every: float = 0.005
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    due: float = 0.0
+
+    def __call__(self, view: DeviceView, memo: object) -> Decision:
+        decision = self.policy(view, memo)
+        actions: list[Action] = list(decision.actions)
+        if view.now >= self.due:
+            self.due = view.now + self.every * self.rng.uniform(0.2, 2.0)
+            for m in view.models:
+                if m.residency is Residency.RESIDENT and m.rotatable and self.rng.random() < 0.7:
+                    actions.append(Remap(m.name, self.draw(m.rotatable), "at random"))
+        return replace(
+            decision, actions=tuple(actions), wake_at=earliest(decision.wake_at, self.due)
+        )
+
+    def draw(self, rotatable: tuple[int, ...]) -> Rotation:
+        """Any number of layers, through any number of slots."""
+        m = self.rng.randint(1, len(rotatable))
+        if m == 1:
+            return WHOLE
+        layers = self.rng.sample(rotatable, m)
+        return Rotation(tuple(sorted(layers)), self.rng.randint(1, m - 1))

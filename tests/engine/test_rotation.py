@@ -1,0 +1,73 @@
+"""Layers rotate while models serve: no token changes, and the books stay right."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ballast.bench.inprocess import InProcess
+from ballast.core.settings import FleetSettings
+from ballast.policy.presets import Preset
+from benchmarks.rotations import RandomRotations
+from tests.engine.checkpoints import make_llama
+from tests.engine.test_live import NAMES, asked, fleet, need
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {n: make_llama(root / n, i, num_hidden_layers=6 + i) for i, n in enumerate(NAMES)}
+
+
+def disturb(server: InProcess, seed: int) -> RandomRotations:
+    """Have its layers rotate at random from the first request on."""
+    loop = server.device.loop
+    policy = RandomRotations(loop.preset.device, every=0.002, rng=random.Random(seed))
+    loop.preset = Preset("random", policy, loop.preset.order)
+    return policy
+
+
+def with_path(settings: FleetSettings, model_impl: str, linear: str) -> FleetSettings:
+    models = (replace(m, model_impl=model_impl, linear=linear) for m in settings.models)
+    return replace(settings, models=tuple(models))
+
+
+@pytest.mark.parametrize("linear", ["plain", "packed"])
+@pytest.mark.parametrize("model_impl", ["generic", "fused"])
+def test_rotating_layers_change_no_token(
+    paths: dict[str, Path], model_impl: str, linear: str
+) -> None:
+    requests = [*asked(4), *(replace(r, id=f"{r.id}-warm") for r in asked(3, 0.8))]
+    settings = with_path(fleet(paths), model_impl, linear)
+    with InProcess(settings) as server:
+        alone = server.generate(requests)
+    tight = with_path(fleet(paths, need(paths)), model_impl, linear)
+    with InProcess(tight) as server:
+        disturb(server, 1)
+        answers = server.generate(requests)
+        state = server.device.state
+        loads = [m.weights.rotor.loads for m in state.models.values() if m.weights.rotor]
+        state.pool.validate()
+        for m in state.models.values():
+            m.weights.validate()
+            assert m.weights.range.os_backed() == m.weights.range.backed + m.weights.range.aliased
+    assert sum(one.n for one in loads) > 20
+    for id, answer in answers.items():
+        assert answer.tokens == alone[id].tokens, id
+        assert answer.logprobs == pytest.approx(alone[id].logprobs, abs=1e-4)
+
+
+def test_reports_tell_who_owns_every_page(paths: dict[str, Path]) -> None:
+    with InProcess(fleet(paths)) as server:
+        policy = disturb(server, 2)
+        server.generate(asked(2))
+        policy.every = 1e9
+        while any(m.settling for m in server.device.state.models.values()):
+            server.generate(asked(1))
+        report = server.device.snapshot()
+        slots = {f"slots:{name}" for name in NAMES} & report.owners.keys()
+    assert slots
+    assert sum(report.owners.values()) == report.total - report.free - report.reclaiming

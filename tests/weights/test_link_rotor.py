@@ -1,0 +1,150 @@
+"""The live rotor: no layer is read before its bytes are there, nor replaced while it is read."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from ballast.core.errors import DeviceError
+from ballast.core.event import TransferDone
+from ballast.core.rotation import WHOLE, Rotation
+from ballast.engine.inbox import MonotonicClock
+from ballast.memory.copies import Copy
+from ballast.weights.link_rotor import LinkRotor
+
+
+class SlowLink:
+    """Copies land when a thread of its own gets to it; until then what is there is nobody's."""
+
+    def __init__(self, n: int) -> None:
+        self.there: list[int | None] = list(range(n))
+        """By place, the layer whose bytes are there; places are layers' own, then slots."""
+        self.place: Callable[[int], int] = lambda layer: layer
+        self.reading: set[int] = set()
+        """Places."""
+        self.faults: list[str] = []
+        self.error: str | None = None
+        self._waiting: list[tuple[int, Callable[[TransferDone], None]]] = []
+        self._wake = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def start(
+        self,
+        transfer_id: int,
+        copies: Sequence[Copy],
+        stream: str,
+        on_done: Callable[[TransferDone], None],
+    ) -> None:
+        (copy,) = copies
+        with self._wake:
+            if self.place(copy.src) in self.reading:
+                self.faults.append(f"layer {copy.src} overwrites what is read")
+            self.there[self.place(copy.src)] = None
+            self._waiting.append((copy.src, on_done))
+            self._wake.notify()
+
+    def close(self) -> None:
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        rng = random.Random(0)
+        while True:
+            with self._wake:
+                while not self._waiting and not self._closed:
+                    self._wake.wait()
+                if not self._waiting:
+                    return
+                layer, on_done = self._waiting.pop(0)
+            threading.Event().wait(rng.choice((0.0, 0.0, 0.0005)))
+            self.there[self.place(layer)] = layer
+            on_done(TransferDone(layer, 1, 0.0, self.error))
+
+
+def made(n: int) -> tuple[SlowLink, Any, threading.Event]:
+    link, settled = SlowLink(n), threading.Event()
+    copies = [Copy(i + 1, i, 1) for i in range(n)]
+    rotor = LinkRotor("a", copies, link, MonotonicClock(), settled.set)  # type: ignore[arg-type]
+    return link, rotor, settled
+
+
+def run_pass(link: SlowLink, rotor: LinkRotor, n: int, upto: int | None = None) -> None:
+    stops = rotor.begin_pass()
+    for layer in range(n if upto is None else upto):
+        if layer in stops:
+            rotor.wait(layer)
+        place = link.place(layer)
+        link.reading.add(place)
+        if link.there[place] != layer:
+            link.faults.append(f"layer {layer} is read, {link.there[place]} is there")
+        link.reading.discard(place)
+        if layer in stops:
+            rotor.used(layer)
+
+
+def turn(link: SlowLink, rotor: LinkRotor, n: int, wanted: Rotation) -> None:
+    """As `Slots.turn` would: new places, of which some hold what is said."""
+    slot_of = {layer: n + i % wanted.slots for i, layer in enumerate(wanted.layers)}
+    whole = [i for i in range(n) if link.there[link.place(i)] == i]
+    missing = [i for i in range(n) if i not in slot_of and i not in whole]
+    held = []
+    there: list[int | None] = [i if i in whole and i not in slot_of else None for i in range(n)]
+    for slot in range(wanted.slots):
+        layer = next((i for i in wanted.of_slot(slot) if i in whole), -1)
+        held.append(layer)
+        there.append(layer if layer >= 0 else None)
+    link.there = there
+    link.place = lambda layer: slot_of.get(layer, layer)
+    rotor.turn(wanted, held, missing)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_layer_is_there_when_it_is_read(seed: int) -> None:
+    rng = random.Random(seed)
+    n = rng.randint(3, 9)
+    link, rotor, settled = made(n)
+    try:
+        for _ in range(40):
+            for _ in range(rng.randint(0, 3)):
+                broken_off = rng.random() < 0.2
+                run_pass(link, rotor, n, rng.randrange(n) if broken_off else None)
+            settled.clear()
+            rotor.settle()
+            assert settled.wait(10)
+            assert all(link.there[link.place(i)] == i for i in rotor.held if i >= 0)
+            m = rng.randint(1, n)
+            layers = tuple(sorted(rng.sample(range(n), m)))
+            wanted = WHOLE if m == 1 else Rotation(layers, rng.randint(1, m - 1))
+            turn(link, rotor, n, wanted)
+            run_pass(link, rotor, n)
+        assert not link.faults
+        assert rotor.loads.n > 50
+        assert rotor.loads.stall_seconds >= rotor.stalled() > 0
+    finally:
+        link.close()
+
+
+def test_a_layer_that_cannot_be_brought_fails_the_job_and_not_for_ever() -> None:
+    link, rotor, settled = made(4)
+    try:
+        turn(link, rotor, 4, Rotation((0, 2), 1))
+        run_pass(link, rotor, 2)
+        link.error = "the host is gone"
+        with pytest.raises(DeviceError, match="the host is gone"):
+            run_pass(link, rotor, 4)
+        rotor.settle()
+        assert settled.wait(10)
+        link.error = None
+        turn(link, rotor, 4, WHOLE)
+        run_pass(link, rotor, 4)
+        assert not link.faults
+    finally:
+        link.close()
