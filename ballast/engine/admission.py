@@ -17,7 +17,7 @@ def fitted(s: Submission, m: ModelState, room: int) -> Submission:
     if not s.open_ended:
         return s
     layout = m.kv.layout
-    blocks = room // layout.slab_pages * layout.blocks_per_slab
+    blocks = room // layout.whole_pages * layout.blocks_per_slab
     most = blocks * m.spec.block_tokens + 1 - len(s.prompt)
     return replace(s, max_tokens=max(1, min(s.max_tokens, most)))
 

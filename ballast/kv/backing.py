@@ -42,7 +42,7 @@ class Backing:
         self._borrower = borrower
         self._most_slabs = max(1, n_slabs)
         # A pool smaller than one slab still gets a range; growth is Short for ever.
-        self.range = BackedRange(pool, vm, owner, self._most_slabs * layout.slab_bytes)
+        self.range = BackedRange(pool, vm, owner, self._most_slabs * layout.range_bytes)
         self._vacant: list[int] = []
         """Heap of the slabs below `_end` that are not backed; all from `_end` on are not."""
         self._end = 0
@@ -169,9 +169,9 @@ class Backing:
         for index in indices:
             heapq.heappush(self._vacant, index)
 
-    def _runs(self, indices: Sequence[int]) -> list[tuple[int, int]]:
-        """Maximal `(page, pages)` of ascending slabs."""
-        pages = self.layout.slab_pages
+    def _runs(self, indices: Sequence[int], pages: int = 0) -> list[tuple[int, int]]:
+        """Maximal `(page, pages)` of ascending slabs, each of so many, or of all of its own."""
+        pages = pages or self.layout.slab_pages
         runs: list[tuple[int, int]] = []
         for index in indices:
             at = index * pages

@@ -15,9 +15,11 @@ from itertools import islice
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise
 from ballast.core.model import ModelSpec
+from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.units import ceil_div
 from ballast.kv import compaction
 from ballast.kv.backing import Backing
+from ballast.kv.layered import LayeredBacking, LayeredLayout
 from ballast.kv.layout import Layout
 from ballast.kv.prefix import PrefixIndex
 from ballast.kv.slabs import Slab, Slabs
@@ -45,25 +47,26 @@ class KvCache:
         move: Callable[[int, int], None] | None = None,
         capacity_blocks: int | None = None,
         borrower: Borrower | None = None,
+        layered: bool = False,
     ) -> None:
         """`prefix`: whether prefixes are cached. `move(source, target)` copies one block's bytes;
         None where there are none (in virtual time). `capacity_blocks` bounds the cache for ever, in
         whole slabs; None: every page of the pool may become this model's. `borrower` has pages of
-        other devices, which back slabs where the pool is short."""
+        other devices, which back slabs where the pool is short. `layered`: it lies layer by layer,
+        so that layers can share pages (`turn`); such a cache has no capacity and no borrower."""
         self.spec = spec
-        self.layout = Layout.of(spec, vm.page_bytes)
         self.move = move
+        self.fixed = False
+        """While it is, what is cached stays where it is."""
         self.hit_tokens = 0
         """Tokens whose KV `match` has found, and, below, those it was asked for; since start."""
         self.asked_tokens = 0
+        self._layered: LayeredBacking | None = None
+        if layered:
+            planes = LayeredLayout.over(spec, vm.page_bytes, pool.total)
+            self._layered = LayeredBacking(spec.name, planes, pool, vm)
+        self._backing = self._layered or _block_major(spec, pool, vm, capacity_blocks, borrower)
         self._size = self.layout.blocks_per_slab
-        # As much again may be borrowed.
-        n_slabs = pool.total // self.layout.slab_pages * (1 if borrower is None else 2)
-        if capacity_blocks is not None:
-            n_slabs = min(n_slabs, ceil_div(capacity_blocks, self._size))
-        self._backing = Backing(f"kv:{spec.name}", self.layout, pool, vm, n_slabs, borrower)
-        if capacity_blocks is not None:
-            self._backing.bound = n_slabs * self.layout.slab_pages
         self._slabs = Slabs(self._size)
         self._refs: dict[int, int] = {}
         """References of each used block, at least 1."""
@@ -72,6 +75,26 @@ class KvCache:
         self._prefix = PrefixIndex(spec.fingerprint, spec.block_tokens) if prefix else None
 
     # -- sizes ------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        return self._backing.layout
+
+    @property
+    def rotation(self) -> Rotation:
+        """Layers that share pages."""
+        return WHOLE if self._layered is None else self._layered.rotation
+
+    @property
+    def layer_pages(self) -> int:
+        """Pages of one layer that shares its own with none; 0 where no layer can."""
+        layered = self._layered
+        return 0 if layered is None else len(self._slabs.of) * layered.layout.plane_pages
+
+    @property
+    def slabs(self) -> tuple[int, ...]:
+        """Those that are backed, ascending."""
+        return tuple(sorted(self._slabs.of))
 
     @property
     def owner(self) -> str:
@@ -109,6 +132,8 @@ class KvCache:
     @property
     def cached_pages(self) -> int:
         """Pages of the pool that dropping all cached prefixes would free."""
+        if self.fixed:
+            return 0
         return len(self._slabs.idle) * self.layout.slab_pages - self.cached_borrowed_pages
 
     @property
@@ -136,8 +161,8 @@ class KvCache:
         return self.base + block * self.layout.stride_bytes
 
     def most_pages(self, n_blocks: int) -> int:
-        """Pages that a table of `n_blocks` takes if it is alone."""
-        return self.layout.pages(n_blocks)
+        """Pages that a table of `n_blocks` takes if it is alone, and layers share none."""
+        return ceil_div(n_blocks, self._size) * self.layout.whole_pages
 
     def pages_for(self, n_blocks: int) -> int:
         """Pages that growth by `n_blocks` would need now, from the pool or from `cached_pages`.
@@ -277,6 +302,8 @@ class KvCache:
         Least recently used slab first, those on borrowed pages last; prefixes whose slab others
         keep in use are left alone, as forgetting them would free no page.
         """
+        if self.fixed:
+            return 0
         idle: Iterable[Slab] = self._slabs.idle.values()
         if self._backing.abroad:
             idle = sorted(idle, key=lambda slab: slab.index in self._backing.abroad)
@@ -294,6 +321,8 @@ class KvCache:
         of jobs in flight) stay. Raises BrokenPromise, before anything moves, if a block that would
         move has references that `tables` do not show.
         """
+        if self.fixed:
+            return 0
         moves = compaction.plan(self._slabs, ceil_div(pages, self.layout.slab_pages), fixed)
         if not moves:
             return 0
@@ -318,6 +347,18 @@ class KvCache:
         if self._refs:
             raise BrokenPromise(f"{self.owner} is cleared while {len(self._refs)} blocks are used")
         self.drop_cached(self.pages + self.borrowed_pages)
+        self.turn(WHOLE)
+
+    def turn(self, wanted: Rotation) -> bool:
+        """Let other layers share pages; False, and no change, where the pool is short.
+
+        No job may be under way. What lies in layers that have shared pages before is undefined
+        after, as is what lies in those that do then. Raises DeviceError, with contents lost, if
+        the operating system refuses to map.
+        """
+        if self._layered is None or wanted == self.rotation:
+            return wanted == self.rotation
+        return self._layered.turn(wanted, self._slabs.of)
 
     def close(self) -> None:
         """Clear, and give the addresses back."""
@@ -447,3 +488,17 @@ class KvCache:
             self._refs[target] = self._refs.pop(source)
         if self._prefix is not None:
             self._prefix.move(source, target)
+
+
+def _block_major(
+    spec: ModelSpec, pool: Pool, vm: Vm, capacity_blocks: int | None, borrower: Borrower | None
+) -> Backing:
+    layout = Layout.of(spec, vm.page_bytes)
+    # As much again may be borrowed.
+    n_slabs = pool.total // layout.slab_pages * (1 if borrower is None else 2)
+    if capacity_blocks is not None:
+        n_slabs = min(n_slabs, ceil_div(capacity_blocks, layout.blocks_per_slab))
+    backing = Backing(f"kv:{spec.name}", layout, pool, vm, n_slabs, borrower)
+    if capacity_blocks is not None:
+        backing.bound = n_slabs * layout.slab_pages
+    return backing

@@ -51,7 +51,13 @@ class Layout:
         return cls(shape, spec.block_bytes, page_bytes, slab_pages, blocks_per_slab)
 
     @property
+    def whole_pages(self) -> int:
+        """Pages of a slab none of whose layers share theirs."""
+        return self.slab_pages
+
+    @property
     def slab_bytes(self) -> int:
+        """From the first of its blocks to that of the next slab."""
         return self.slab_pages * self.page_bytes
 
     @property
@@ -60,13 +66,23 @@ class Layout:
         return self.slab_bytes // self.blocks_per_slab
 
     @property
+    def layer_stride_bytes(self) -> int:
+        """From a block's first layer to its second."""
+        return self.block_bytes // self.shape[0]
+
+    @property
+    def range_bytes(self) -> int:
+        """Addresses that a slab takes."""
+        return self.slab_bytes
+
+    @property
     def block_tokens(self) -> int:
         return self.shape[2]
 
     @property
     def waste(self) -> float:
         """Share of a slab that no block's data uses, 0 <= waste < 1."""
-        return 1.0 - self.blocks_per_slab * self.block_bytes / self.slab_bytes
+        return 1.0 - self.blocks_per_slab * self.block_bytes / self.range_bytes
 
     def pages(self, n_blocks: int) -> int:
         """Pages that `n_blocks` take if no slab holds anything else."""

@@ -1,0 +1,213 @@
+"""KV that lies layer by layer, so that layers can share the pages beneath them.
+
+A slab's blocks have one stretch of whole pages, its *plane*, in each layer's part of the range::
+
+    layer 0  | slab 0 | slab 1 | ... |          a layer's planes lie side by side
+    layer 1  | slab 0 | slab 1 | ... |
+    layer 2  | slab 0 | slab 1 | ... |          1 and 2 rotate through one slot: there their
+    slot 0   | slab 0 | slab 1 | ... |          planes are aliases of the slot's
+
+Which layers rotate changes between jobs. What a slot holds then is of no account: the KV of layers
+that rotate is on the host between jobs, and what it takes to get there is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, replace
+
+from ballast.core.errors import BrokenPromise, DeviceError
+from ballast.core.model import ModelSpec
+from ballast.core.rotation import WHOLE, Rotation
+from ballast.kv.backing import Backing
+from ballast.kv.layout import Layout, choose
+from ballast.memory.pool import Pool
+from ballast.memory.range import BackedRange
+from ballast.memory.vm import Vm
+
+MORE_SLABS = 4
+"""Times as many slabs have addresses as have pages while nothing rotates."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayeredLayout(Layout):
+    """`slab_pages` are those of a slab now, slots counted once."""
+
+    plane_pages: int = 1
+    most_slabs: int = 1
+
+    @classmethod
+    def over(cls, spec: ModelSpec, page_bytes: int, pages: int) -> LayeredLayout:
+        """The layout of `spec` for a pool of so many pages."""
+        shape = (spec.n_layers, 2, spec.block_tokens, spec.kv_heads, spec.head_dim)
+        plane, blocks = choose(spec.block_bytes // spec.n_layers, page_bytes)
+        whole = plane * spec.n_layers
+        most = max(1, MORE_SLABS * pages // whole)
+        return cls(shape, spec.block_bytes, page_bytes, whole, blocks, plane, most)
+
+    @property
+    def whole_pages(self) -> int:
+        return self.shape[0] * self.plane_pages
+
+    @property
+    def plane_bytes(self) -> int:
+        return self.plane_pages * self.page_bytes
+
+    @property
+    def slab_bytes(self) -> int:
+        return self.plane_bytes
+
+    @property
+    def range_bytes(self) -> int:
+        return self.shape[0] * self.plane_bytes
+
+    @property
+    def layer_stride_bytes(self) -> int:
+        return self.most_slabs * self.plane_bytes
+
+    def rotating(self, rotation: Rotation) -> LayeredLayout:
+        """The same while layers rotate."""
+        return replace(self, slab_pages=(self.shape[0] - rotation.lent) * self.plane_pages)
+
+
+class LayeredBacking(Backing):
+    """Slabs of planes. The slots' owner is ``kvslots:NAME``."""
+
+    layout: LayeredLayout
+
+    def __init__(self, model: str, layout: LayeredLayout, pool: Pool, vm: Vm) -> None:
+        super().__init__(f"kv:{model}", layout, pool, vm, layout.most_slabs)
+        self.rotation = WHOLE
+        """In force."""
+        self._slot_owner = f"kvslots:{model}"
+        self._vm = vm
+        self._slots: list[BackedRange] = []
+
+    def release(self, indices: Iterable[int]) -> int:
+        ordered = sorted(indices)
+        for at, n in self._planes(ordered):
+            for layer in self._own:
+                self.range.release(self._at(layer, at), n)
+            for layer in self.rotation.layers:
+                self.range.unalias(self._at(layer, at), n, self._slot_owner)
+            for slot in self._slots:
+                slot.release(at, n)
+        self.pages -= len(ordered) * self.layout.slab_pages
+        self._vacate(ordered)
+        return len(ordered) * self.layout.slab_pages
+
+    def turn(self, wanted: Rotation, backed: Iterable[int]) -> bool:
+        """Let other layers rotate; slabs `backed` are. No job may be under way.
+
+        What layers that rotate no more find beneath them, and what slots hold, is undefined. False,
+        and no change, where the pool is short. Raises DeviceError, with slabs lost, if the
+        operating system refuses to map.
+        """
+        slabs = sorted(backed)
+        more = (self.rotation.lent - wanted.lent) * self.layout.plane_pages * len(slabs)
+        if more > self._pool.available(self.owner):
+            return False
+        runs = self._planes(slabs)
+        before, after = set(self.rotation.layers), set(wanted.layers)
+        for at, n in runs:
+            for layer in self.rotation.layers:
+                self.range.unalias(self._at(layer, at), n, self._slot_owner)
+            for slot in self._slots[wanted.slots :]:
+                slot.release(at, n)
+            for layer in after - before:
+                self.range.release(self._at(layer, at), n)
+        for slot in self._slots[wanted.slots :]:
+            slot.close()
+        del self._slots[wanted.slots :]
+        fresh = [self._new_slot() for _ in range(wanted.slots - len(self._slots))]
+        self._slots += fresh
+        self.rotation = wanted
+        self.layout = self.layout.rotating(wanted)
+        self.pages = len(slabs) * self.layout.slab_pages
+        back = [(self._at(layer, at), n) for layer in sorted(before - after) for at, n in runs]
+        shorts = [self.range.back_many(back), *(slot.back_many(runs) for slot in fresh)]
+        if any(shorts):
+            raise DeviceError("map", "the machine has no memory for pages that were free")
+        self._alias(runs)
+        return True
+
+    def validate(self, backed: Set[int]) -> None:
+        layout, pages = self.layout, self.layout.plane_pages
+        for index in backed:
+            at = index * pages
+            for layer in range(layout.shape[0]):
+                self.range.pages(self._at(layer, at), pages)
+            for i, layer in enumerate(self.rotation.layers):
+                slot = self._slots[i % self.rotation.slots]
+                if self.range.pages(self._at(layer, at), pages) != slot.pages(at, pages):
+                    raise BrokenPromise(f"{self.owner}: layer {layer} is not in its slot")
+        slots = sum(slot.backed for slot in self._slots)
+        if self.pages != len(backed) * layout.slab_pages or self.pages != self.range.backed + slots:
+            raise BrokenPromise(f"{self.owner}: {self.pages} pages, {self.range.backed} + {slots}")
+        if self.range.aliased != len(backed) * pages * len(self.rotation.layers):
+            raise BrokenPromise(f"{self.owner}: {self.range.aliased} pages of slots")
+        owned = self._pool.owned(self.owner), self._pool.owned(self._slot_owner)
+        if owned != (self.range.backed, slots):
+            raise BrokenPromise(f"{self.owner}: the pool counts {owned}")
+        if sorted([*backed, *self._vacant]) != list(range(self._end)):
+            raise BrokenPromise(f"{self.owner}: a slab is lost")
+
+    @property
+    def _own(self) -> list[int]:
+        """Layers that have pages of their own."""
+        return [i for i in range(self.layout.shape[0]) if i not in self.rotation.layers]
+
+    def _at(self, layer: int, at: int) -> int:
+        """Where in the range a layer has page `at` of its part."""
+        return layer * self.layout.most_slabs * self.layout.plane_pages + at
+
+    def _planes(self, indices: Sequence[int]) -> list[tuple[int, int]]:
+        """Maximal `(page, pages)` of ascending slabs in a layer's part, or in a slot."""
+        return self._runs(indices, self.layout.plane_pages)
+
+    def _new_slot(self) -> BackedRange:
+        n_bytes = self.layout.layer_stride_bytes
+        return BackedRange(self._pool, self._vm, self._slot_owner, n_bytes)
+
+    def _alias(self, runs: Sequence[tuple[int, int]]) -> None:
+        for at, n in runs:
+            for i, layer in enumerate(self.rotation.layers):
+                pages = self._slots[i % self.rotation.slots].pages(at, n)
+                self.range.alias(self._at(layer, at), pages, self._slot_owner, prefault=True)
+
+    def _back_home(self, indices: Sequence[int]) -> bool:
+        runs = self._planes(indices)
+        own = [(self._at(layer, at), n) for layer in self._own for at, n in runs]
+        if self.range.back_many(own) is not None:
+            return False
+        done: list[BackedRange] = []
+        for slot in self._slots:
+            if slot.back_many(runs) is None:
+                done.append(slot)
+        if len(done) < len(self._slots):
+            for slot in done:
+                for at, n in runs:
+                    slot.release(at, n)
+            for at, n in own:
+                self.range.release(at, n)
+            return False
+        self._alias(runs)
+        self.pages += len(indices) * self.layout.slab_pages
+        return True
+
+    def _undo(self, indices: Sequence[int]) -> None:
+        """Nothing was backed, or, where the operating system refused to map, not all was."""
+        pages = self.layout.plane_pages
+        for index in indices:
+            at = index * pages
+            for layer in range(self.layout.shape[0]):
+                if not self.range.is_backed(self._at(layer, at)):
+                    continue
+                if layer in self.rotation.layers:
+                    self.range.unalias(self._at(layer, at), pages, self._slot_owner)
+                else:
+                    self.range.release(self._at(layer, at), pages)
+            for slot in self._slots:
+                if slot.is_backed(at):
+                    slot.release(at, pages)
+        self._vacate(indices)
