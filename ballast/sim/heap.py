@@ -15,6 +15,7 @@ from ballast.core.event import (
     JobDone,
     JobFailed,
     Operate,
+    Settled,
     Stop,
     Timer,
     TransferDone,
@@ -25,7 +26,7 @@ from ballast.core.lease import AskedBack, Lent, PeerGone, PeerMet, Returned
 RANK: dict[type[Event], int] = {
     kind: rank
     for rank, kind in enumerate(
-        (JobDone, JobFailed, TransferDone, Operate, Cancel, Arrival, Timer, Drain, Stop)
+        (JobDone, JobFailed, TransferDone, Settled, Operate, Cancel, Arrival, Timer, Drain, Stop)
     )
 }
 RANK |= dict.fromkeys((PeerMet, PeerGone, Lent, AskedBack, Returned), RANK[Operate])

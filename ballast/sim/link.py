@@ -49,6 +49,10 @@ class SimLink:
             self._schedule(direction.other)
         self._schedule(direction)
 
+    def streams(self, direction: Direction) -> int:
+        """That share what a direction carries now."""
+        return self._sides[direction].streams
+
     def close(self) -> None:
         """Nothing to end."""
 
@@ -106,6 +110,10 @@ class _Side:
     @property
     def busy(self) -> bool:
         return bool(self._ends)
+
+    @property
+    def streams(self) -> int:
+        return len(self._ends)
 
     def flow(self, now: float) -> None:
         """Let what was in flight since the last look go on until `now`."""
