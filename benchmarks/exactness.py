@@ -7,6 +7,9 @@
   against `transformers` with each adapter's weights merged in; on each of `PATHS`.
 - `pressure`: three models in a pool so small that models are evicted and requests preempted in
   mid-generation, against `transformers`.
+- `remap`: the same, while which layers rotate, and through how many slots, changes at random every
+  few steps (`benchmarks/rotations.py`): on each of `PATHS`, against `transformers`, and seeded
+  sampling against the undisturbed run.
 - `sampling`: seeded sampling, the pressured run against the same requests served alone.
 
 Every token of ours is compared with the reference's choice after the *same* tokens, so one
@@ -38,6 +41,7 @@ from ballast.weights.packing import FUSED
 from benchmarks.adapters import merged, random_adapter
 from benchmarks.common import finish, options
 from benchmarks.families import FAMILIES, VOCAB, config, make
+from benchmarks.rotations import RandomRotations
 
 MARGIN = 1e-4
 NEW_TOKENS = 64
@@ -251,14 +255,67 @@ def run_tight(
     return answers, moved
 
 
+def check_remap(scratch: Path, n: int) -> dict[str, Any]:
+    """`ok`; on every path the verdict, the plans there were, and the layers they brought; and
+    whether seeded sampling, too, gives what it gives undisturbed. `n` requests of each model."""
+    deep = {"hidden_size": 128, "intermediate_size": 256}
+    paths = {
+        "llama": make_llama(scratch / "a", 0, num_hidden_layers=12, **deep),
+        "second": make_llama(scratch / "b", 1, num_hidden_layers=9, **deep),
+        "third": make_llama(scratch / "c", 2, num_hidden_layers=7, **deep),
+    }
+    settings = tight(paths)
+    greedy = asked(list(paths), n, seed=2)
+    models = {name: reference(path) for name, path in paths.items()}
+    found: dict[str, dict[str, Any]] = {}
+    for path, more in PATHS.items():
+        changed = tuple(replace(m, **more) for m in settings.models)
+        verdict, counted = Verdict(), Counter[str]()
+        answers = _disturbed(replace(settings, models=changed), greedy, counted)
+        for r in greedy:
+            compare(models[r.model], r.prompt, answers[r.id], verdict)
+        moved = verdict.ok and counted["plans"] > 20 and counted["loads"] > 100
+        found[path] = {**verdict.to_json(), **counted, "ok": moved}
+    sampled = asked(list(paths), n, seed=3, temperature=0.8)
+    counted = Counter[str]()
+    rotating = _disturbed(settings, sampled, counted)
+    with InProcess(fleet(paths, 512 * MiB)) as server:
+        differing = _differing(rotating, server.generate(sampled))
+    ok = not differing and all(f["ok"] for f in found.values())
+    return {"ok": ok, "sampling": {"differing": differing, **counted}, **found}
+
+
+def _disturbed(
+    settings: FleetSettings, requests: list[Submission], counted: Counter[str]
+) -> dict[str, Answer]:
+    """The answers of a server whose layers rotate at random; what that took is counted."""
+    with InProcess(settings) as server:
+        loop = server.device.loop
+        loop.preset = replace(loop.preset, device=RandomRotations(loop.preset.device))
+        answers = server.generate(requests)
+        counted["plans"] = sum(
+            entry["action"] == "Remap" and "refused" not in entry
+            for entry in server.device.decisions()
+        )
+        for m in server.device.state.models.values():
+            if m.weights.rotor is not None:
+                counted["loads"] += m.weights.rotor.loads.n
+                counted["preemptions"] += m.preemptions
+    return answers
+
+
 def table(result: Mapping[str, Any]) -> Table:
     """A row for each comparison with the reference."""
     shown = Table("", "ok", "tokens", "wrong", "ties", "log-prob. error", "most repeated")
     rows = {
         f"{family} {path}": verdict
-        for family, found in {**result["families"], "adapters": result["adapters"]}.items()
+        for family, found in {
+            **result["families"],
+            "adapters": result["adapters"],
+            "remap": result["remap"],
+        }.items()
         for path, verdict in found.items()
-        if path != "ok"
+        if path not in ("ok", "sampling")
     }
     for name, v in {**rows, "pressure": result["pressure"]}.items():
         figures = (v["tokens"], v["wrong"], v["ties"])
@@ -266,6 +323,10 @@ def table(result: Mapping[str, Any]) -> Table:
         shown.add_row(name, str(v["ok"]), *map(str, figures), error, repeated)
     shown.add_row("sampling", str(result["sampling"]["ok"]))
     return shown
+
+
+def _differing(ours: Mapping[str, Answer], theirs: Mapping[str, Answer]) -> list[str]:
+    return [id for id, answer in ours.items() if answer.tokens != theirs[id].tokens]
 
 
 def main() -> None:
@@ -286,16 +347,18 @@ def main() -> None:
         models = {name: reference(path) for name, path in paths.items()}
         for r in greedy:
             compare(models[r.model], r.prompt, answers[r.id], pressure)
+        remap = check_remap(Path(scratch) / "deep", n)
         sampled = asked(list(paths), n, seed=3, temperature=0.8)
         disturbed, moved_sampling = run_tight(settings, sampled)
         undisturbed: dict[str, Answer] = {}
         with InProcess(fleet(paths, 512 * MiB)) as server:
             for r in sampled:
                 undisturbed |= server.generate([r])
-        differing = [r.id for r in sampled if disturbed[r.id].tokens != undisturbed[r.id].tokens]
+        differing = _differing(disturbed, undisturbed)
     result: dict[str, Any] = {
         "families": families,
         "adapters": adapters,
+        "remap": remap,
         "pressure": {
             **pressure.to_json(),
             **moved,
@@ -309,7 +372,7 @@ def main() -> None:
         },
     }
     result["ok"] = all(f["ok"] for f in families.values()) and all(
-        result[part]["ok"] for part in ("adapters", "pressure", "sampling")
+        result[part]["ok"] for part in ("adapters", "remap", "pressure", "sampling")
     )
     finish(args, "exactness", result, table(result))
 
