@@ -17,6 +17,8 @@ from ballast.engine.plan import plan
 from ballast.engine.snapshot import snapshot
 from ballast.engine.state import DeviceState
 from ballast.engine.vacate import vacate
+from ballast.engine.views import candidates as candidates_of
+from ballast.engine.views import device_view
 from ballast.policy.presets import Preset
 
 ROUNDS = 8
@@ -183,7 +185,7 @@ class Loop:
     def _decide(self, outputs: list[Output]) -> bool:
         """Ask the policy and do what it says; whether anything was done."""
         self.state.asking = False
-        view = self.state.view()
+        view = device_view(self.state)
         decision = self.preset.device(view, self._memo)
         self._memo = decision.memo
         later = decision.wake_at is not None and decision.wake_at > view.now
@@ -205,7 +207,7 @@ class Loop:
         """Form and start jobs; whether a shortage came up that no policy has seen."""
         state = self.state
         news = False
-        candidates = state.candidates() if state.lanes.ready else []
+        candidates = candidates_of(state) if state.lanes.ready else []
         while candidates and state.lanes.ready:
             chosen = self.preset.order(candidates)
             m = state.models[chosen]

@@ -65,6 +65,12 @@ class ModelState:
         """Layers that rotate, or will."""
         return self.weights.slots.rotation if self.turning is None else self.turning
 
+    @property
+    def pages_to_take(self) -> int:
+        """Pages more that its layers will take (negative: give up) when it has turned."""
+        slots = self.weights.slots
+        return (slots.rotation.lent - self.rotation.lent) * slots.layer_pages
+
     def took(self, seconds: float, *, prefill: bool) -> None:
         """A job of its ended that had so much to compute."""
         if prefill:

@@ -30,15 +30,7 @@ from ballast.core.model import weight_pages
 from ballast.core.request import Request, State
 from ballast.core.rotation import Rotation
 from ballast.core.settings import DeviceSettings
-from ballast.core.units import ceil_div
-from ballast.core.view import (
-    Candidate,
-    DeviceView,
-    ModelView,
-    RequestView,
-    Residency,
-    SharedView,
-)
+from ballast.core.view import Residency
 from ballast.engine.admission import finish_reason, fitted, refusal
 from ballast.engine.lanes import Lanes
 from ballast.engine.lending import Heard, Lending
@@ -421,18 +413,13 @@ class DeviceState:
         short = self.pool.promise(owner, max(0, back))
         if short is not None:
             if m.turning is not None:  # what was promised for that is not taken by anybody
-                self.pool.promise(owner, max(0, self._back(m)))
+                self.pool.promise(owner, max(0, m.pages_to_take))
             return short
         m.turning = wanted
         if m.job is None and not m.settling:
             self._make_way(m)
         self.touch(m)
         return None
-
-    def _back(self, m: ModelState) -> int:
-        """Pages more that its layers will take (negative: give up) when it has turned."""
-        slots = m.weights.slots
-        return (slots.rotation.lent - m.rotation.lent) * slots.layer_pages
 
     def drive_out(self, m: ModelState) -> None:
         """Evict a model as soon as no job, and no load of a layer, stands in the way."""
@@ -474,7 +461,7 @@ class DeviceState:
         self._transfers += 1
         return self._transfers
 
-    # -- what the loop and the policies see -------------------------------------------------------
+    # -- what the loop goes by --------------------------------------------------------------------
 
     @property
     def in_flight(self) -> bool:
@@ -492,98 +479,3 @@ class DeviceState:
     def touch(self, m: ModelState) -> None:
         """The model has changed: its snapshot is stale."""
         m.view = None
-
-    def candidates(self) -> list[Candidate]:
-        """Models that could run a job now."""
-        found = []
-        for m in self.models.values():
-            if m.residency is not Residency.RESIDENT or m.job is not None or m.settling:
-                continue
-            admissible = bool(m.waiting) and not m.held and self._worth_trying(m)
-            if not m.running and not admissible:
-                continue
-            decoding, prefilling = m.phases()
-            first = m.waiting.first if admissible else next(iter(prefilling), None)
-            found.append(
-                Candidate(
-                    m.spec.name,
-                    m.last_run,
-                    None if first is None else first.order,
-                    len(decoding),
-                )
-            )
-        return found
-
-    def _worth_trying(self, m: ModelState) -> bool:
-        return m.blocked != (m.waiting.first.id, self.freed)
-
-    def view(self) -> DeviceView:
-        """A frozen snapshot; only models that changed are rebuilt."""
-        deferred = sum(s.n_pages for s in self.shared if s.holders and not self._stay(s))
-        for m in self.models.values():
-            if m.residency is Residency.EVICTING:
-                deferred += m.weights.here_pages + m.kv.pages
-                continue
-            if m.leaving:
-                deferred += sum(m.kv.if_freed(r.blocks)[0] for r in m.leaving)
-            if m.turning is not None:
-                deferred += max(0, -self._back(m))
-        return DeviceView(
-            now=self.now,
-            page_bytes=self.settings.page_bytes,
-            total=self.pool.total,
-            arena=self.arena.pages,
-            free=self.pool.free,
-            reclaiming=self.pool.reclaiming + deferred,
-            promised=self.pool.promised,
-            link_bytes_per_second=self.link_bytes_per_second,
-            models=tuple(self._model_view(m) for m in self.models.values()),
-            shortages=tuple(s for m in self.models.values() for s in m.shortages),
-            borrowed=self.lending.borrower.unused,
-        )
-
-    def _model_view(self, m: ModelState) -> ModelView:
-        if m.view is None:
-            first = 0
-            if m.waiting:
-                tokens = len(m.waiting.first.tokens)
-                first = m.kv.pages_for(ceil_div(tokens, m.spec.block_tokens))
-            m.view = ModelView(
-                spec=m.spec,
-                residency=m.residency,
-                weight_pages=m.weights.pages,
-                kv_pages=m.kv.pages,
-                cached_pages=m.kv.cached_pages,
-                loose_pages=m.kv.loose_pages,
-                limit=m.kv.limit,
-                held=m.held,
-                busy=m.job is not None,
-                waiting=m.waiting.snapshot(),
-                running=tuple(self._request_view(m, r) for r in m.running),
-                slab_pages=m.kv.layout.slab_pages,
-                slab_blocks=m.kv.layout.blocks_per_slab,
-                first_pages=first,
-                last_used=m.last_used,
-                costs=m.costs,
-                shared=tuple(
-                    SharedView(s.owner, s.n_pages, self._stay(s)) for s in m.weights.shared
-                ),
-                cached_borrowed=m.kv.cached_borrowed_pages,
-                rotatable=m.weights.slots.rotatable,
-                layer_pages=m.weights.slots.layer_pages,
-                layer_bytes=m.weights.slots.layer_bytes,
-                rotation=m.rotation,
-                decode_seconds=m.decode_seconds,
-                prefill_seconds=m.prefill_seconds,
-            )
-        return m.view
-
-    def _stay(self, segment: SharedSegment) -> tuple[str, ...]:
-        """Models that use a shared segment and are not on their way out."""
-        evicting = Residency.EVICTING
-        return tuple(n for n in segment.holders if self.models[n].residency is not evicting)
-
-    @staticmethod
-    def _request_view(m: ModelState, r: Request) -> RequestView:
-        pages, blocks = (0, 0) if r in m.leaving else m.kv.if_freed(r.blocks)
-        return RequestView(r.id, r.order, len(r.tokens), r.computed, pages, r.in_flight, blocks)

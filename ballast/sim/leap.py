@@ -16,6 +16,7 @@ from ballast.core.event import Output, TokenOut
 from ballast.engine.loop import Loop
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
+from ballast.engine.views import candidates
 from ballast.memory.pool import Pool
 from ballast.policy.order import least_recently_run
 from ballast.sim.heap import EventHeap
@@ -75,7 +76,7 @@ def _turns(loop: Loop) -> deque[_Batch] | None:
         return None  # the next one may have more of the device
     if state.asking or loop.operations.pending:
         return None
-    names = [c.model for c in sorted(state.candidates(), key=lambda c: c.last_run)]
+    names = [c.model for c in sorted(candidates(state), key=lambda c: c.last_run)]
     if names and (len(state.lanes.jobs) > 1 or loop.preset.order is not least_recently_run):
         return None
     turns: deque[_Batch] = deque()

@@ -23,6 +23,7 @@ from ballast.engine.apply import apply
 from ballast.engine.build import Hosted, build_state
 from ballast.engine.report import report
 from ballast.engine.state import DeviceState
+from ballast.engine.views import device_view
 from ballast.memory.vm_null import NullVm
 from ballast.sim.heap import EventHeap
 from ballast.sim.link import SimLink
@@ -91,7 +92,7 @@ def test_the_view_says_what_activation_takes_and_eviction_frees(seed: int) -> No
     state, heap = make_state(14)
     kinds = set()
     for _ in range(1500):
-        view = state.view()
+        view = device_view(state)
         validate(state, view)
         m = state.models[rng.choice(list(PARTS))]
         seen = view.model(m.spec.name)
@@ -140,7 +141,7 @@ def test_a_model_that_counted_on_anothers_copy_makes_it_when_that_fails() -> Non
                 event = replace(event, error="the cable is loose")
             moved.append(event.n_bytes // worlds.PAGE)
             state.handle(event)
-            validate(state, state.view())
+            validate(state, device_view(state))
     assert state.models["a"].residency is Residency.FAILED
     assert state.models["b"].residency is state.models["twin"].residency is Residency.RESIDENT
     first = PAGES["e"] + PAGES["x"] + PAGES["t"]

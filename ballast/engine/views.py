@@ -1,0 +1,115 @@
+"""What policies see of a device: frozen snapshots, of which only what changed is made anew."""
+
+from __future__ import annotations
+
+from ballast.core.request import Request
+from ballast.core.units import ceil_div
+from ballast.core.view import (
+    Candidate,
+    DeviceView,
+    ModelView,
+    RequestView,
+    Residency,
+    SharedView,
+)
+from ballast.engine.model import ModelState
+from ballast.engine.state import DeviceState
+from ballast.weights.shared import SharedSegment
+
+
+def candidates(state: DeviceState) -> list[Candidate]:
+    """Models that could run a job now."""
+    found = []
+    for m in state.models.values():
+        if m.residency is not Residency.RESIDENT or m.job is not None or m.settling:
+            continue
+        admissible = bool(m.waiting) and not m.held and _worth_trying(state, m)
+        if not m.running and not admissible:
+            continue
+        decoding, prefilling = m.phases()
+        first = m.waiting.first if admissible else next(iter(prefilling), None)
+        found.append(
+            Candidate(
+                m.spec.name,
+                m.last_run,
+                None if first is None else first.order,
+                len(decoding),
+            )
+        )
+    return found
+
+
+def _worth_trying(state: DeviceState, m: ModelState) -> bool:
+    return m.blocked != (m.waiting.first.id, state.freed)
+
+
+def device_view(state: DeviceState) -> DeviceView:
+    """A frozen snapshot; only models that changed are rebuilt."""
+    deferred = sum(s.n_pages for s in state.shared if s.holders and not _stay(state, s))
+    for m in state.models.values():
+        if m.residency is Residency.EVICTING:
+            deferred += m.weights.here_pages + m.kv.pages
+            continue
+        if m.leaving:
+            deferred += sum(m.kv.if_freed(r.blocks)[0] for r in m.leaving)
+        if m.turning is not None:
+            deferred += max(0, -m.pages_to_take)
+    return DeviceView(
+        now=state.now,
+        page_bytes=state.settings.page_bytes,
+        total=state.pool.total,
+        arena=state.arena.pages,
+        free=state.pool.free,
+        reclaiming=state.pool.reclaiming + deferred,
+        promised=state.pool.promised,
+        link_bytes_per_second=state.link_bytes_per_second,
+        models=tuple(_model_view(state, m) for m in state.models.values()),
+        shortages=tuple(s for m in state.models.values() for s in m.shortages),
+        borrowed=state.lending.borrower.unused,
+    )
+
+
+def _model_view(state: DeviceState, m: ModelState) -> ModelView:
+    if m.view is None:
+        first = 0
+        if m.waiting:
+            tokens = len(m.waiting.first.tokens)
+            first = m.kv.pages_for(ceil_div(tokens, m.spec.block_tokens))
+        m.view = ModelView(
+            spec=m.spec,
+            residency=m.residency,
+            weight_pages=m.weights.pages,
+            kv_pages=m.kv.pages,
+            cached_pages=m.kv.cached_pages,
+            loose_pages=m.kv.loose_pages,
+            limit=m.kv.limit,
+            held=m.held,
+            busy=m.job is not None,
+            waiting=m.waiting.snapshot(),
+            running=tuple(_request_view(m, r) for r in m.running),
+            slab_pages=m.kv.layout.slab_pages,
+            slab_blocks=m.kv.layout.blocks_per_slab,
+            first_pages=first,
+            last_used=m.last_used,
+            costs=m.costs,
+            shared=tuple(SharedView(s.owner, s.n_pages, _stay(state, s)) for s in m.weights.shared),
+            cached_borrowed=m.kv.cached_borrowed_pages,
+            rotatable=m.weights.slots.rotatable,
+            layer_pages=m.weights.slots.layer_pages,
+            layer_bytes=m.weights.slots.layer_bytes,
+            rotation=m.rotation,
+            decode_seconds=m.decode_seconds,
+            prefill_seconds=m.prefill_seconds,
+        )
+    return m.view
+
+
+def _stay(state: DeviceState, segment: SharedSegment) -> tuple[str, ...]:
+    """Models that use a shared segment and are not on their way out."""
+    evicting = Residency.EVICTING
+    return tuple(n for n in segment.holders if state.models[n].residency is not evicting)
+
+
+def _request_view(m: ModelState, r: Request) -> RequestView:
+    pages, blocks = (0, 0) if r in m.leaving else m.kv.if_freed(r.blocks)
+    return RequestView(r.id, r.order, len(r.tokens), r.computed, pages, r.in_flight, blocks)
