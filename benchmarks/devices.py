@@ -235,7 +235,7 @@ def _searched(
         {
             name: (
                 partial(bench.live, name, servers),
-                searching(TARGET, lo=0.75 * guess, hi=1.35 * guess, steps=1, widen=0),
+                searching(TARGET, lo=0.75 * guess, hi=1.35 * guess, steps=1, widen=2),
             )
             for (name, servers), guess in zip(variants.items(), guesses.values(), strict=True)
         }
