@@ -13,17 +13,18 @@ sampling, the loop).
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
-from math import floor, inf
+from math import ceil, floor, gcd, inf
 
 from ballast.core.errors import BrokenPromise
 
 NEGLIGIBLE = 1e-9
 """Of a pass: a stall as short is rounding."""
-BETAS = (1, 2, 3)
-"""Numbers of slots worth trying; a third helps where two cannot be used in turn (odd m)."""
+MOST_SLOTS = 3
+"""Worth trying: a third helps where two are not used in turn, as m is odd. Beyond alpha slots, the
+layers of some share with no other, and might as well not rotate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,46 +163,54 @@ def best(
         return WHOLE
     rotating = set(now.layers)
     period = n * compute + outside
-    found: tuple[tuple[float, int, int, int], Rotation] | None = None
-    for beta in (slots,) if slots else BETAS:
-        m = alpha + beta
-        if m > len(rotatable):
+    slack = NEGLIGIBLE * period
+    found: tuple[tuple[float, int, int], Rotation] | None = None
+    tries = []
+    for beta in (slots,) if slots else range(1, min(alpha, MOST_SLOTS) + 1):
+        # No order of loads takes less: one link carries them all, and a lone slot's layers run
+        # while it stands still.
+        a_load = transfer + (compute if beta == 1 else 0.0)
+        if alpha + beta <= len(rotatable):
+            tries.append((max(0.0, min(alpha + beta, 2 * alpha) * a_load - period), beta))
+    for least, beta in sorted(tries):
+        if found and (found[0][0] == 0.0 or found[0][0] < least - slack):
             break
-        for layers in _candidates(n, rotatable, m, beta, outside / compute, now):
+        candidates = _candidates(n, rotatable, alpha + beta, beta, outside / compute, now.layers)
+        for moved, layers in sorted((len(rotating.symmetric_difference(c)), c) for c in candidates):
             plan = Rotation(layers, beta)
-            loads = plan.loads
-            # No order of loads does better: the link carries them all, and a lone slot's
-            # layers run while it stands still.
-            least = max(0.0, loads * (transfer + (compute if beta == 1 else 0.0)) - period)
-            if found and least > found[0][0] + NEGLIGIBLE * period:
-                continue
             wait = stall(n, plan, transfer, compute, outside)
-            if found and abs(wait - found[0][0]) <= NEGLIGIBLE * period:
+            if found and abs(wait - found[0][0]) <= slack:
                 wait = found[0][0]
-            key = (wait, loads, len(rotating.symmetric_difference(layers)), m)
+            key = wait, len(layers), moved
             if found is None or key < found[0]:
                 found = key, plan
-        if found and found[0][0] == 0.0:
-            break
+            if wait <= least + slack:
+                break
     return found[1] if found else None
 
 
 def _candidates(
-    n: int, rotatable: tuple[int, ...], m: int, beta: int, outside: float, now: Rotation
-) -> Iterator[tuple[int, ...]]:
-    """Sets of `m` layers that may be the best; `outside` in layers."""
-    if near := _grown(n, rotatable, m, now.layers):
-        yield near
-    room = min(n, floor(outside))
-    for around in {n, n + room} | ({n + room - 1} if m % beta else set()):
-        yield from _even(around, tuple(x for x in rotatable if x < around), m)
+    n: int,
+    rotatable: tuple[int, ...],
+    m: int,
+    beta: int,
+    outside: float,
+    now: tuple[int, ...],
+) -> set[tuple[int, ...]]:
+    """Sets of `m` layers of which one may be the best; `outside` in layers."""
+    rounds = {n + min(n, floor(outside)), n + min(n, ceil(outside))}
+    if m % beta:
+        # Where the circle closes two layers in turn have one slot, and one is lost.
+        rounds |= {around - 1 for around in rounds}
+    found = {_grown(n, rotatable, m, now)} if set(now).intersection(rotatable) else set()
+    for around in rounds:
+        found.update(_even(around, tuple(x for x in rotatable if x < around), m))
+    return found
 
 
 def _grown(n: int, rotatable: tuple[int, ...], m: int, layers: tuple[int, ...]) -> tuple[int, ...]:
     """`layers` with some added where there is most room, or removed where there is least."""
     chosen = sorted(set(layers).intersection(rotatable))
-    if not chosen:
-        return ()
 
     def room(x: int) -> tuple[int, int]:
         i = bisect_left(chosen, x)
@@ -228,6 +237,9 @@ def _even(around: int, rotatable: tuple[int, ...], m: int) -> tuple[tuple[int, .
     Where every layer can rotate these are the turns of one pattern; otherwise each begins at one
     layer and takes the ones closest to where they would be then.
     """
+    if len(rotatable) == around and 0 < m <= around:
+        turns = range(around // gcd(around, m))
+        return tuple(tuple(sorted((i * around // m + x) % around for i in range(m))) for x in turns)
     for gap in range(around // max(m, 1), 0, -1):
         found = {c for first in rotatable if (c := _from(first, around, rotatable, m, gap))}
         if found:

@@ -6,7 +6,7 @@ from fractions import Fraction
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ballast.core.errors import BrokenPromise
@@ -101,6 +101,134 @@ def test_the_stall_is_that_of_a_simulation(
     )
 
 
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[int, tuple[int, ...], int, float, float]:
+    """Layers, those that can rotate, how many are lent; a copy and what is outside, in layers."""
+    n = draw(st.integers(3, 8))
+    rotatable = tuple(sorted(draw(st.sets(st.integers(0, n - 1), min_size=2))))
+    alpha = draw(st.integers(1, len(rotatable) - 1))
+    return n, rotatable, alpha, float(draw(RATIOS)), draw(st.integers(0, 16)) / 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(worlds())
+def test_no_plan_waits_less_or_brings_less_as_brute_force_finds(
+    world: tuple[int, tuple[int, ...], int, float, float],
+) -> None:
+    n, rotatable, alpha, transfer, outside = world
+    plan = best(n, rotatable, alpha, transfer, 1.0, outside)
+    assert plan is not None
+    assert plan.lent == alpha
+    assert set(plan.layers) <= set(rotatable)
+    every = [
+        Rotation(layers, slots)
+        for slots in range(1, min(3, len(rotatable) - alpha) + 1)
+        for layers in combinations(rotatable, alpha + slots)
+    ]
+    wait, loads = min((stall(n, one, transfer, 1.0, outside), one.loads) for one in every)
+    assert stall(n, plan, transfer, 1.0, outside) == pytest.approx(wait, abs=1e-6)
+    if wait == 0.0:
+        assert plan.loads == loads
+
+
+BELOW, ABOVE = 1 - 1e-7, 1 + 1e-5
+"""Just short of a bound on the copy, and just beyond."""
+
+
+def hidden(n: int, rotation: Rotation, transfer: float) -> bool:
+    return stall(n, rotation, transfer, 1.0) == 0.0
+
+
+@pytest.mark.parametrize("n", range(2, 49))
+def test_one_slot_hides_what_the_smallest_gap_hides(n: int) -> None:
+    """Equation 4 speaks of the mean gap, n / m; what counts is the smallest, its floor."""
+    for alpha in range(1, n):
+        m = alpha + 1
+        bound = n // m - 1
+        plan = Rotation(spread(n, range(n), m), 1)
+        assert hidden(n, plan, bound * BELOW)
+        assert not hidden(n, plan, bound * ABOVE + 1e-5)
+        assert single(n, alpha, bound, 1.0)
+        assert single(n, alpha, bound * ABOVE + 1e-5, 1.0) == (n % m > 0)
+
+
+@pytest.mark.parametrize("n", range(4, 49))
+def test_two_slots_used_in_turn_hide_what_equation_5_says(n: int) -> None:
+    """Where two slots are used in turn (even m) and gaps are of two layers and more, it is exact.
+
+    Below, what counts are runs of loads: of any L in a row, the first begins after one layer has
+    run, and the last ends before L + 1 gaps have.
+    """
+    for m in range(4, n + 1, 2):
+        plan = Rotation(spread(n, range(n), m), 2)
+        runs = min(((run + 1) * n // m - 1) / run for run in range(1, m + 1))
+        bound = min(n / m, runs)
+        assert hidden(n, plan, bound * BELOW)
+        assert not hidden(n, plan, bound * ABOVE + 1e-5)
+        assert double(n, plan.lent, bound * BELOW, 1.0)
+        if n >= 2 * m or n % m == 0:
+            assert bound == n / m
+
+
+@pytest.mark.parametrize("n", range(10, 49))
+def test_an_odd_wrap_costs_one_layer(n: int) -> None:
+    """With odd m the last and the first share a slot: all m loads lie between one layer's use and
+    its next, in n - 1 layers. The even spacing does worse than that; other layers reach it.
+    """
+    for m in range(5, n // 2 + 1, 2):
+        bound = (n - 1) / m
+        plan = best(n, tuple(range(n)), m - 2, bound * BELOW, 1.0, slots=2)
+        assert plan is not None
+        assert hidden(n, plan, bound * BELOW)
+        assert not hidden(n, plan, bound * ABOVE)
+        # A layer's time beside the layers makes up for it.
+        plan = best(n, tuple(range(n)), m - 2, n / m * BELOW, 1.0, 1.0, slots=2)
+        assert plan is not None
+        assert stall(n, plan, n / m * BELOW, 1.0, 1.0) == 0.0
+
+
+def test_loading_the_next_but_one_overwrites_where_the_circle_closes() -> None:
+    """Three layers, two slots: after the second, the next but one is the first, whose slot holds
+    the third, not run yet. A slot's next layer is never asked for before its last is done.
+    """
+    rotation = Rotation((0, 4, 8), 2)
+    held, wrong = {0: 0, 1: 1}, []
+    for i in (0, 1, 2, 0, 1, 2):
+        if held[i % 2] != i:
+            wrong.append(i)
+        after = (i + 2) % 3
+        held[after % 2] = after
+    assert wrong == [2, 2]
+    for n in range(9, 13):
+        assert simulated(n, rotation, Fraction(3), Fraction(1), Fraction(0)) == stall(
+            n, rotation, 3.0, 1.0
+        )
+
+
+@given(st.integers(4, 32), st.floats(0.1, 8), st.lists(st.integers(1, 31), min_size=2, max_size=8))
+def test_a_plan_in_force_changes_no_more_than_it_must(
+    n: int, transfer: float, alphas: list[int]
+) -> None:
+    every = tuple(range(n))
+    now = WHOLE
+    for alpha in alphas:
+        fresh = best(n, every, alpha, transfer, 1.0)
+        if fresh is None:
+            continue
+        plan = best(n, every, alpha, transfer, 1.0, now=now)
+        assert plan is not None
+        waits = stall(n, plan, transfer, 1.0)
+        assert waits <= stall(n, fresh, transfer, 1.0) + 1e-6
+        assert best(n, every, alpha, transfer, 1.0, now=plan) == plan
+        if not waits and plan.slots == fresh.slots:
+            assert changed(now, plan) <= changed(now, fresh)
+        now = plan
+
+
+def changed(before: Rotation, after: Rotation) -> int:
+    return len(set(before.layers) ^ set(after.layers))
+
+
 def test_layers_that_are_close_on_the_circle_wait() -> None:
     """The paper's example (5.4), counted from 0: layers 1 and 5 of 8, against 1 and 8."""
     assert stall(8, Rotation((0, 4), 1), 3.0, 1.0) == 0.0
@@ -121,6 +249,18 @@ def test_equation_5_is_looser_from_five_layers_of_forty() -> None:
         for ratio in ratios:
             assert single(n, alpha, ratio, 1) == (ratio <= ratios[0])
             assert double(n, alpha, ratio, 1) == (ratio <= ratios[1])
+
+
+def test_the_paper_s_nine_layers_of_forty_hold_for_some_copies_only() -> None:
+    """5.4 says two slots "when alpha >= 9": where equation 4 holds for eight layers and fails for
+    nine, and equation 5 still holds for nine.
+    """
+    low, high = Fraction(40 - 10, 10), Fraction(40 - 9, 9)
+    assert (low, float(high)) == (3, pytest.approx(3.444, abs=1e-3))
+    for ratio in (Fraction(k, 100) for k in range(250, 400)):
+        first = next(alpha for alpha in range(1, 39) if not single(40, alpha, ratio, 1))
+        assert (first == 9) == (low < ratio <= high)
+        assert not low < ratio <= high or double(40, 9, ratio, 1)
 
 
 def test_no_more_is_lent_than_a_pass_can_bring() -> None:
