@@ -12,13 +12,13 @@ sampling, the loop).
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, floor, gcd, inf
+from math import ceil, floor, inf
 
 from ballast.core.errors import BrokenPromise
+from ballast.core.spacing import even, grown
 
 NEGLIGIBLE = 1e-9
 """Of a pass: a stall as short is rounding."""
@@ -78,7 +78,8 @@ def most(
     The paper bounds what it calls the number of remapped layers; what takes the link is all m
     rotating ones: m <= floor(pass_seconds / transfer). `slots`: instead of what equation 4 says.
     """
-    m = min(len(rotatable), floor(pass_seconds / transfer * (1 + NEGLIGIBLE)))
+    loads = pass_seconds / transfer * (1 + NEGLIGIBLE) if transfer else inf
+    m = floor(min(len(rotatable), loads))
     if slots is None:
         slots = 1 if single(n, m - 1, transfer, pass_seconds / n) else 2
     return max(0, m - slots)
@@ -92,7 +93,7 @@ def spread(
     The smallest gap is as large as can be. Of choices as even, the one with most layers of `near`.
     """
     wanted = set(near)
-    choices = _even(n, tuple(sorted(rotatable)), m)
+    choices = even(n, tuple(sorted(rotatable)), m)
     if not choices:
         raise BrokenPromise(f"{m} layers are to rotate of {len(rotatable)} that can")
     return min(choices, key=lambda layers: (-len(wanted.intersection(layers)), layers))
@@ -202,67 +203,7 @@ def _candidates(
     if m % beta:
         # Where the circle closes two layers in turn have one slot, and one is lost.
         rounds |= {around - 1 for around in rounds}
-    found = {_grown(n, rotatable, m, now)} if set(now).intersection(rotatable) else set()
+    found = {grown(n, rotatable, m, now)} if set(now).intersection(rotatable) else set()
     for around in rounds:
-        found.update(_even(around, tuple(x for x in rotatable if x < around), m))
+        found.update(even(around, tuple(x for x in rotatable if x < around), m))
     return found
-
-
-def _grown(n: int, rotatable: tuple[int, ...], m: int, layers: tuple[int, ...]) -> tuple[int, ...]:
-    """`layers` with some added where there is most room, or removed where there is least."""
-    chosen = sorted(set(layers).intersection(rotatable))
-
-    def room(x: int) -> tuple[int, int]:
-        i = bisect_left(chosen, x)
-        after = bisect_right(chosen, x)
-        return (x - chosen[i - 1]) % n or n, (chosen[after % len(chosen)] - x) % n or n
-
-    while len(chosen) < m:
-        insort(chosen, max(set(rotatable).difference(chosen), key=lambda x: (min(room(x)), -x)))
-    while len(chosen) > m:
-        chosen.remove(min(chosen, key=lambda x: (sum(room(x)), x)))
-    return tuple(chosen)
-
-
-def _gaps(around: int, layers: Collection[int]) -> list[int]:
-    """From each layer to the next on a circle of `around`."""
-    ordered = sorted(layers)
-    return [b - a for a, b in zip(ordered, [*ordered[1:], ordered[0] + around], strict=True)]
-
-
-@lru_cache(maxsize=1024)
-def _even(around: int, rotatable: tuple[int, ...], m: int) -> tuple[tuple[int, ...], ...]:
-    """All choices of `m` layers with the largest smallest gap, of these the most even.
-
-    Where every layer can rotate these are the turns of one pattern; otherwise each begins at one
-    layer and takes the ones closest to where they would be then.
-    """
-    if len(rotatable) == around and 0 < m <= around:
-        turns = range(around // gcd(around, m))
-        return tuple(tuple(sorted((i * around // m + x) % around for i in range(m))) for x in turns)
-    for gap in range(around // max(m, 1), 0, -1):
-        found = {c for first in rotatable if (c := _from(first, around, rotatable, m, gap))}
-        if found:
-            least = min(sum(g * g for g in _gaps(around, c)) for c in found)
-            return tuple(sorted(c for c in found if sum(g * g for g in _gaps(around, c)) == least))
-    return ()
-
-
-def _from(
-    first: int, around: int, rotatable: tuple[int, ...], m: int, gap: int
-) -> tuple[int, ...] | None:
-    """`m` layers no two of which are closer than `gap`; evenly, beginning at `first`."""
-    at = sorted({(layer - first) % around for layer in rotatable})
-    latest = [0] * m
-    limit = around - gap
-    for i in range(m - 1, 0, -1):
-        latest[i] = at[bisect_right(at, limit) - 1]
-        limit = latest[i] - gap
-        if limit < 0:
-            return None
-    chosen = [0] * m
-    for i in range(1, m):
-        low = bisect_left(at, chosen[i - 1] + gap)
-        high = bisect_right(at, latest[i])
-        chosen[i] = min(at[low:high], key=lambda x: abs(x * m - i * around))
-    return tuple(sorted((first + x) % around for x in chosen))
