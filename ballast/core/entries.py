@@ -48,6 +48,8 @@ class Snapshot:
     """Unix time when its clock showed 0, in seconds; 0 in virtual time."""
     overhead: float | None
     """The engine's own seconds per job, in virtual time; None: it was live."""
+    rotates: bool = False
+    """Whether layers can rotate there."""
 
 
 def describe(event: Event) -> Entry:
@@ -70,9 +72,11 @@ def describe(event: Event) -> Entry:
             "model": job.model,
             **job.load._asdict(),
         }
-        told["seconds" if isinstance(event, JobDone) else "reason"] = (
-            event.seconds if isinstance(event, JobDone) else event.reason
-        )
+        if isinstance(event, JobFailed):
+            return told | {"reason": event.reason}
+        told["seconds"] = event.seconds
+        if event.stall:
+            told["stall"] = event.stall
         return told
     if isinstance(event, Operate):
         wanted = event.operation

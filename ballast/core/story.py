@@ -151,14 +151,21 @@ class Story:
         self._tell(told)
 
     def leap(
-        self, at: float, job: Job, steps: int, ends: Sequence[float], moved: Iterable[Request]
+        self,
+        at: float,
+        job: Job,
+        steps: int,
+        lasts: Sequence[tuple[float, float | None]],
+        moved: Iterable[Request],
     ) -> None:
         """Steps that only decode have ended without turns of their own: `job`, and after it others
-        like it, the last of each model at `ends`. They were of the requests `moved`."""
+        like it. `lasts`: of each model's last one, in order, when it ended, and its seconds without
+        those in which it waited for layers. They were of the requests `moved`."""
         told = {"event": "Leap", "job": job.id, "model": job.model, "steps": steps}
         told["decode_sequences"] = job.load.decode_sequences
         if self._sink is not None:
-            told |= {"turn": self._turns, "ends": ends}
+            ends, seconds = zip(*lasts, strict=True)
+            told |= {"turn": self._turns, "ends": ends, "seconds": seconds}
             blocks: dict[str, bytes] = {}
             for r in moved:
                 number, chain = self._open[r.id]

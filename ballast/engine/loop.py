@@ -122,8 +122,9 @@ class Loop:
         state.jobs += steps
         self._jobs += steps - 1
         stepped = [m for m in state.models.values() if m.last_run > before]
-        ends = sorted(m.last_run for m in stepped)
-        self.story.leap(now, job, steps, ends, (r for m in stepped for r in m.running))
+        stepped.sort(key=lambda m: m.last_run)
+        lasts = [(m.last_run, m.decode_seconds) for m in stepped]
+        self.story.leap(now, job, steps, lasts, (r for m in stepped for r in m.running))
         self._begin(following, plan(following, state.settings, now, state.freed))
         self._tell([])
 

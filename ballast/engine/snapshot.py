@@ -21,4 +21,5 @@ def snapshot(state: DeviceState, preset: Preset, story: Story) -> Snapshot:
         models=tuple(ModelTold(spec=m.spec, costs=m.costs) for m in models),
         began=story.began,
         overhead=story.overhead,
+        rotates=state.make_rotor is not None,
     )

@@ -27,6 +27,7 @@ from ballast.policy.presets import Preset
 from ballast.sim.heap import EventHeap
 from ballast.sim.leap import Said, leap
 from ballast.sim.link import SimLink
+from ballast.sim.rotor import SimRotors
 from ballast.sim.runner import SimRunner
 
 Observe = Callable[[float, DeviceState], None]
@@ -88,6 +89,7 @@ class SimDevice:
         self.clock = VirtualClock()
         self._heap = EventHeap(self.clock)
         link = SimLink(self._heap, self.clock, profile.moving(settings.page_bytes))
+        rotors = SimRotors(self._heap, self.clock, link, profile.link)
         vm = NullVm(settings.page_bytes, settings.budget_bytes // settings.page_bytes)
         self.state = build_state(
             settings,
@@ -97,6 +99,7 @@ class SimDevice:
             self.clock,
             copy_nothing,
             profile.costs,
+            rotors.make,
         )
         self._specs = {s.name: s for s in specs}
         self._costs = dict(profile.costs)
@@ -105,6 +108,7 @@ class SimDevice:
             self.clock,
             self._specs,
             self._costs,
+            rotors,
             profile.overhead,
             profile.wake,
             settings.parts,

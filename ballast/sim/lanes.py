@@ -31,6 +31,8 @@ class _Running:
     """Seconds on the whole device."""
     memory: float
     """Seconds at all of the bandwidth."""
+    stall: float
+    """Seconds that it waits for layers, as if after its work."""
     began: float
     left: float = 1.0
     """Of its work."""
@@ -70,12 +72,22 @@ class SimLanes:
         self._since = 0.0
         """When the rates last changed."""
 
+    def alone(self, share: float, compute: float, memory: float) -> float:
+        """Seconds of a job beside which nothing runs."""
+        return 1.0 / rates([(share, compute, memory)], self._reach)[0]
+
     def start(
-        self, job: Job, share: float, compute: float, memory: float, results: tuple[Result, ...]
+        self,
+        job: Job,
+        share: float,
+        compute: float,
+        memory: float,
+        results: tuple[Result, ...],
+        stall: float = 0.0,
     ) -> None:
-        """Begin a job that takes so many seconds alone on the whole device."""
+        """Begin a job that takes so many seconds alone on the whole device, and waits so many."""
         self._pass_time()
-        begun = _Running(job, results, share, compute, memory, self._clock.now())
+        begun = _Running(job, results, share, compute, memory, stall, self._clock.now())
         self._running.append(begun)
         self._renew()
 
@@ -101,8 +113,8 @@ class SimLanes:
             if one.event:
                 self._heap.forget(one.event)
             one.rate = rate
-            end = now + one.left / rate
-            done = JobDone(one.job, one.results, end - one.began)
+            end = now + one.left / rate + one.stall
+            done = JobDone(one.job, one.results, end - one.began, one.stall)
             one.event = self._heap.schedule(
                 end + self._overhead,
                 done,

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from ballast.core.clock import VirtualClock
 from ballast.core.event import Output, TokenOut
+from ballast.core.view import Residency
 from ballast.engine.loop import Loop
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
@@ -45,7 +46,7 @@ def leap(
     if first is None:
         return 0  # something else happens before it ends
     at, done = first
-    turns[0].seconds = done.seconds
+    turns[0].seconds, turns[0].stall = done.seconds, done.stall
     until = min(t for t in (heap.next, loop.until, horizon) if t is not None)
     taken = 0
     while at < until and turns[0].goes_on(runner) and _pages_for(turns):
@@ -82,7 +83,8 @@ def _turns(loop: Loop) -> deque[_Batch] | None:
     turns: deque[_Batch] = deque()
     for name in (job.model, *names):
         m = state.models[name]
-        if m.leaving or not _only_decodes(m, state):
+        stays = m.residency is Residency.RESIDENT and m.turning is None
+        if m.leaving or not stays or not _only_decodes(m, state):
             return None
         turns.append(_Batch(m, state.pool))
     # Whoever has all of the prompt from the cache is still to be told when it was admitted.
@@ -123,8 +125,8 @@ class _Batch:
         """So many steps end before one that fills a block."""
         self._grown = False
         """Blocks are there for every token."""
-        self.seconds = 0.0
-        """Of the step in flight."""
+        self.seconds = self.stall = 0.0
+        """Of the step in flight, and of these, what it waits for layers."""
 
     def goes_on(self, runner: SimRunner) -> bool:
         """Whether all requests go on after the step in flight."""
@@ -171,6 +173,7 @@ class _Batch:
         self._context += len(self.requests)
         m.last_run = m.last_used = at
         m.lane_seconds += self.seconds
+        m.took(self.seconds - self.stall, prefill=False)
         m.view = None
 
     def begin_step(self, runner: SimRunner) -> float:
@@ -183,7 +186,8 @@ class _Batch:
                     assert short is None, "has_pages"
                     m.view = None
             self._grown = True
-        self.seconds, end = runner.decodes(m.spec.name, len(self.requests), self._context)
+        name, n = m.spec.name, len(self.requests)
+        self.seconds, self.stall, end = runner.decodes(name, n, self._context)
         return end
 
     def _steps_to_a_full_block(self) -> int:

@@ -21,6 +21,7 @@ _FIELDS = {
     "JobFailed": ("job", "model", "reason"),
     "Leap": ("job", "model", "steps", "ends"),
     "TransferDone": ("transfer_id", "n_bytes", "seconds"),
+    "Settled": ("model",),
     "Operate": ("id", "operation"),
     "PeerMet": ("peer", "epoch", "n_pages"),
     "PeerGone": ("peer", "epoch"),

@@ -27,7 +27,7 @@ from ballast.memory.vm_null import NullVm
 from ballast.policy.presets import resolve
 from ballast.sim.device import copy_nothing, hosted_nowhere
 from ballast.sim.lives import Life
-from ballast.sim.restore import Events, Impossible, Lanes, Unknown
+from ballast.sim.restore import Events, Impossible, Lanes, Rotor, Unknown
 
 CONTEXT = 6
 """Entries shown before a difference."""
@@ -111,7 +111,16 @@ class _Replay:
         vm = NullVm(told.device.page_bytes, told.device.budget_bytes // told.device.page_bytes)
         hosted = [hosted_nowhere(m.spec) for m in told.models]
         costs = {m.spec.name: m.costs for m in told.models}
-        state = build_state(told.device, hosted, vm, self._link, self._clock, copy_nothing, costs)
+        state = build_state(
+            told.device,
+            hosted,
+            vm,
+            self._link,
+            self._clock,
+            copy_nothing,
+            costs,
+            (lambda spec, copies: Rotor()) if told.rotates else None,
+        )
         self._loop = Loop(
             state,
             resolve(told.preset, told.options),
@@ -173,16 +182,17 @@ class _Replay:
         return self._compare(turn)
 
     def _leap(self, told: Entry, turn: range) -> Difference | None:
-        """Take its steps one by one. When most of them ended was not told, and nothing depends on
-        it: they are spread evenly."""
+        """Take its steps one by one. When most of them ended, and how long they took, was not told,
+        and nothing depends on it: they are spread evenly."""
         job = self._made.ended_job(told)
         steps, ends = told["steps"], told["ends"]
+        seconds = told.get("seconds") or [0.0] * len(ends)
         begun, free = self._clock.now(), steps - len(ends)
         pitch = (ends[0] - begun) / (free + 1)
         times = [*(begun + pitch * (i + 1) for i in range(free)), *ends]
-        for at in times:
+        for at, took in zip(times, [*[0.0] * free, *seconds], strict=True):
             self._clock.advance_to(at)
-            self._script.next.append(self._made.job_done(job, 0.0, {}))
+            self._script.next.append(self._made.job_done(job, took, {}))
             self._told.clear()
             self._loop.turn()
             decided = [e for e in self._told if "event" not in e and "job" not in e]

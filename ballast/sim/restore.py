@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import TypeVar
 
@@ -15,12 +15,14 @@ from ballast.core.job import Job, Sampled
 from ballast.core.lease import Lease, PeerMet, Word
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
+from ballast.core.rotation import Rotation
 from ballast.engine.build import build_newcomer
 from ballast.engine.loop import Loop
 from ballast.memory.vm import Exported
 from ballast.sim.device import copy_nothing, hosted_nowhere
 from ballast.sim.lives import Life
 from ballast.sim.standins import StandIns
+from ballast.weights.rotor import Loads
 
 T = TypeVar("T")
 
@@ -42,6 +44,23 @@ class Lanes:
 
     def start(self, job: Job) -> None:
         self.jobs[job.id] = job
+
+
+class Rotor:
+    """Of a model in a replay: layers are where the story says, when it says so."""
+
+    def __init__(self) -> None:
+        self.loads = Loads()
+        self.held: Sequence[int] = ()
+
+    def settle(self) -> None:
+        """The story tells when nothing is on its way."""
+
+    def turn(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
+        self.held = rotation.layers[: rotation.slots]
+
+    def forget(self) -> None:
+        self.held = ()
 
 
 class Events:
@@ -73,7 +92,8 @@ class Events:
         if kind == "Arrival":
             return event.Arrival(self._submission(told))
         if kind == "JobDone":
-            return self.job_done(self.ended_job(told), told["seconds"], _ends(told))
+            job, stall = self.ended_job(told), told.get("stall", 0.0)
+            return self.job_done(job, told["seconds"], _ends(told), stall)
         if kind == "JobFailed":
             return event.JobFailed(self.ended_job(told), told["reason"])
         if kind == "Operate":
@@ -150,7 +170,9 @@ class Events:
             raise Impossible(f"{', '.join(flying) or 'no job'} is in flight")
         return self._lanes.jobs.pop(job.id)
 
-    def job_done(self, job: Job, seconds: float, ends: Mapping[str, Entry]) -> JobDone:
+    def job_done(
+        self, job: Job, seconds: float, ends: Mapping[str, Entry], stall: float = 0.0
+    ) -> JobDone:
         """In the order in which live models tell results."""
         spec = self._specs[job.model]
         results: list[Result] = [Embedded(w.request_id, b"") for w in job.work if w.embed]
@@ -168,7 +190,7 @@ class Events:
                 (token,) = self._standins.tokens(spec, n, w.end, w.end + 1)
                 stop = how.get("finished") == "stop"
                 results.append(Sampled(w.request_id, token, ends=stop))
-        return JobDone(job, tuple(results), seconds)
+        return JobDone(job, tuple(results), seconds, stall)
 
     def _operate(self, told: Entry) -> Event:
         made = _OPERATIONS.get(told["operation"])
@@ -199,7 +221,14 @@ def _ends(told: Entry) -> dict[str, Entry]:
 
 _EVENTS: dict[str, type[Event]] = {
     kind.__name__: kind
-    for kind in (event.Cancel, event.TransferDone, event.Drain, event.Stop, lease.PeerGone)
+    for kind in (
+        event.Cancel,
+        event.TransferDone,
+        event.Settled,
+        event.Drain,
+        event.Stop,
+        lease.PeerGone,
+    )
 }
 _OF_LEASES: dict[str, Callable[[Lease], Event]] = {
     kind.__name__: kind for kind in (lease.Lent, lease.AskedBack, lease.Returned)

@@ -12,6 +12,7 @@ from ballast.core.job import Job, Load, Sampled
 from ballast.core.model import ModelSpec
 from ballast.sim.heap import EventHeap
 from ballast.sim.lanes import SimLanes
+from ballast.sim.rotor import SimRotors
 
 
 class SimRunner:
@@ -21,7 +22,8 @@ class SimRunner:
     the workload's. Scores and embeddings are zeros. In seconds: `overhead` is the engine's own time
     per job, which the lane spends idle; `wake` is what a job takes longer after a pause, and a
     decode step after a prefill. `parts`: of the device, which jobs on several lanes divide
-    (`sim.lanes`, as is `reach`); of `wake` those know nothing that have less than all.
+    (`sim.lanes`, as is `reach`); of `wake` those know nothing that have less than all. What a job
+    waits for layers comes on top.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class SimRunner:
         clock: Clock,
         specs: Mapping[str, ModelSpec],
         costs: Mapping[str, StepCosts],
+        rotors: SimRotors,
         overhead: float = 0.0,
         wake: float = 0.0,
         parts: int = 1,
@@ -39,6 +42,7 @@ class SimRunner:
         self._clock = clock
         self._specs = specs
         self._costs = costs
+        self._rotors = rotors
         self._overhead = overhead
         self._wake = wake
         self._parts = parts
@@ -51,21 +55,23 @@ class SimRunner:
     def start(self, job: Job) -> None:
         results = tuple(self._results(self._specs[job.model], job))
         if job.parts is not None and job.parts < self._parts:
-            compute, reading = self._costs[job.model].split(job.load)
-            self._lanes.start(job, job.parts / self._parts, compute, reading, results)
+            share, split = job.parts / self._parts, self._costs[job.model].split(job.load)
+            stall = self._rotors.stall(job.model, self._lanes.alone(share, *split))
+            self._lanes.start(job, share, *split, results, stall)
             return
-        seconds, end = self._until(job.model, job.load)
-        self._heap.schedule(end, JobDone(job, results, seconds))
+        seconds, stall, end = self._until(job.model, job.load)
+        self._heap.schedule(end, JobDone(job, results, seconds, stall))
 
-    def decodes(self, model: str, sequences: int, context: int) -> tuple[float, float]:
-        """Of a job that only decodes, if it began now: its seconds, and when it would end.
+    def decodes(self, model: str, sequences: int, context: int) -> tuple[float, float, float]:
+        """Of a job that only decodes, if it began now: its seconds, how many of these it waits for
+        layers, and when it would end.
 
         `context`: as of `Load`.
         """
         return self._until(model, Load(0, 0, 0, sequences, context))
 
-    def _until(self, model: str, load: Load) -> tuple[float, float]:
-        """Seconds of a job that begins now, and when it ends; the same if asked again now."""
+    def _until(self, model: str, load: Load) -> tuple[float, float, float]:
+        """As `decodes`, of any job that begins now; the same if asked again now."""
         now = self._clock.now()
         if now != self._began:
             self._after_pause, self._after_prefill = now > self._free, self._prefills
@@ -74,8 +80,10 @@ class SimRunner:
         seconds = self._costs[model].of(load)
         if self._after_pause or (self._after_prefill and not self._prefills):
             seconds += self._wake
+        stall = self._rotors.stall(model, seconds)
+        seconds += stall
         self._free = now + seconds + self._overhead
-        return seconds, self._free
+        return seconds, stall, self._free
 
     def _results(self, spec: ModelSpec, job: Job) -> Iterator[Result]:
         for w in job.work:

@@ -20,6 +20,7 @@ from ballast.engine.state import DeviceState
 from ballast.kv.layout import Layout
 from ballast.sim.device import Observe, Profile
 from ballast.sim.simulate import Simulated, simulate
+from tests.sim.restless import register, restless_world
 from tests.sim.test_enough_memory import world
 
 COSTS = StepCosts(8e-3, 4e-5, 1.1e-5, 3e-8, 1e-9, per_tile=1e-3)
@@ -49,6 +50,8 @@ def run(
         leaps=leaps,
     )
     done.state.pool.validate()
+    for m in done.state.models.values():
+        m.weights.validate()
     return told, done
 
 
@@ -71,6 +74,10 @@ def books(done: Simulated) -> dict[str, Any]:
                 m.kv.pages,
                 m.kv.cached_pages,
                 m.kv.cached_blocks,
+                m.decode_seconds,
+                m.prefill_seconds,
+                m.weights.slots.rotation,
+                None if m.weights.rotor is None else m.weights.rotor.loads,
             )
             for name, m in state.models.items()
         },
@@ -100,9 +107,39 @@ def test_runs_with_and_without_leaps_are_the_same(preset: str, first: int, lanes
         seen["leaps"] += len(leaps)
         seen["steps"] += sum(e["steps"] for e in leaps)
         seen["jobs"] += done.state.jobs
-        actions = [e for e in done.story.entries if "action" in e]
-        assert actions == [e for e in one.story.entries if "action" in e], f"seed {seed}"
+        assert decisions(done) == decisions(one), f"seed {seed}"
     assert seen["steps"] > 0.3 / lanes * seen["jobs"], seen
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_leaps_change_nothing_where_layers_rotate(
+    lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(monkeypatch)
+    seen: Counter[str] = Counter()
+    for seed in range(15):
+        fleet, specs, requests = restless_world(seed, lanes)
+        requests = [replace(r, max_tokens=r.max_tokens * (1 + seed % 4)) for r in requests]
+        single, one = run(fleet, specs, requests, leaps=False)
+        told, done = run(fleet, specs, requests, leaps=True)
+        assert told == single, f"seed {seed}"
+        assert books(done) == books(one), f"seed {seed}"
+        assert decisions(done) == decisions(one), f"seed {seed}"
+        entries = done.story.entries
+        seen["steps"] += sum(e["steps"] for e in entries if e.get("event") == "Leap")
+        seen["remaps"] += sum(e.get("action") == "Remap" and "refused" not in e for e in entries)
+        seen["jobs"] += done.state.jobs
+        rotors = [m.weights.rotor for m in done.state.models.values() if m.weights.rotor]
+        seen["stalls"] += sum(rotor.loads.stall_seconds > 0 for rotor in rotors)
+        seen["loads"] += sum(rotor.loads.n for rotor in rotors)
+    assert seen["steps"] > 0.3 / lanes * seen["jobs"], seen
+    assert seen["remaps"] > 60, seen
+    assert seen["stalls"] > 8, seen
+    assert seen["loads"] > seen["jobs"] / 2, seen
+
+
+def decisions(done: Simulated) -> list[dict[str, Any]]:
+    return [e for e in done.story.entries if "action" in e]
 
 
 def test_a_request_that_finds_no_room_does_not_stop_the_others_from_leaping() -> None:

@@ -25,6 +25,7 @@ from ballast.sim.device import Profile, SimDevice
 from ballast.sim.lives import Life, read_lives
 from ballast.sim.replay import replay
 from ballast.sim.simulate import simulate
+from tests.sim.restless import register, restless_world
 from tests.sim.test_enough_memory import world
 from tests.sim.test_leap import COSTS
 
@@ -101,6 +102,45 @@ def test_simulated_runs_replay_to_the_same_actions(preset: str, tmp_path: Path) 
     wanted = {"hits", "leaps", "stop", "length", "invalid_request"}
     wanted |= set() if preset == "static" else {"preemptions", "evictions"}
     assert {name for name in wanted if not seen[name]} == set(), seen
+
+
+def test_rotations_replay_to_the_same_actions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The policy heeds what jobs took, to the last bit: stories and their leaps tell it."""
+    register(monkeypatch)
+    seen: Counter[str] = Counter()
+    for seed in range(16):
+        lanes = 1 + seed % 3 // 2
+        life = told(
+            tmp_path / f"{seed}", seed, "", lambda seed, _, n=lanes: restless_world(seed, n)
+        )
+        found = replay(life)
+        assert (found.difference, found.stray) == (None, None), f"seed {seed}: {found.difference}"
+        seen["remaps"] += sum("rotation" in e and "refused" not in e for e in life.entries)
+        seen["refused"] += sum("rotation" in e and "refused" in e for e in life.entries)
+        seen["settled"] += sum(e.get("event") == "Settled" for e in life.entries)
+        seen["stalls"] += sum("stall" in e for e in life.entries)
+        seen["leaps"] += sum(e.get("event") == "Leap" for e in life.entries)
+    assert seen["settled"] > 0.5 * seen["remaps"] > 60, seen
+    assert seen["stalls"] > 50, seen
+    assert seen["leaps"] > 50, seen
+    assert seen["refused"], seen
+
+
+def test_stories_told_before_layers_rotated_replay(tmp_path: Path) -> None:
+    path = tmp_path / "story"
+    told(path, 8, "swap", world)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[0]["snapshot"].pop("rotates") is True
+    leaps = [line for line in lines if line.get("event") == "Leap"]
+    assert leaps
+    for leap in leaps:
+        del leap["seconds"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (life,) = read_lives(path)
+    found = replay(life)
+    assert (found.difference, found.stray) == (None, None)
 
 
 def test_models_that_come_and_go_replay(tmp_path: Path) -> None:
