@@ -23,8 +23,8 @@ from ballast.core.spacing import even, grown
 NEGLIGIBLE = 1e-9
 """Of a pass: a stall as short is rounding."""
 MOST_SLOTS = 3
-"""Worth trying: a third helps where two are not used in turn, as m is odd. Beyond alpha slots, the
-layers of some share with no other, and might as well not rotate."""
+"""Worth trying: a third helps where more than about half of the layers rotate. Beyond alpha slots,
+the layers of some share with no other, and might as well not rotate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +157,8 @@ def best(
     Equations 4 and 5 speak of averages, and of two slots used in turn, which an odd m breaks where
     the circle closes. So the timeline decides: between one slot, two, and three, and between sets
     of layers: even ones, those that leave more room where the circle closes, and those made from
-    the layers that rotate `now` by adding or removing a few. `slots`: so many, whatever they cost.
-    None: too few layers can rotate.
+    the layers that rotate `now` by adding or removing a few. `slots`: so many, whatever they cost,
+    but no more than alpha. None: too few layers can rotate.
     """
     if alpha <= 0:
         return WHOLE
@@ -167,12 +167,12 @@ def best(
     slack = NEGLIGIBLE * period
     found: tuple[tuple[float, int, int], Rotation] | None = None
     tries = []
-    for beta in (slots,) if slots else range(1, min(alpha, MOST_SLOTS) + 1):
+    for beta in (min(slots, alpha),) if slots else range(1, min(alpha, MOST_SLOTS) + 1):
         # No order of loads takes less: one link carries them all, and a lone slot's layers run
         # while it stands still.
         a_load = transfer + (compute if beta == 1 else 0.0)
         if alpha + beta <= len(rotatable):
-            tries.append((max(0.0, min(alpha + beta, 2 * alpha) * a_load - period), beta))
+            tries.append((max(0.0, (alpha + beta) * a_load - period), beta))
     for least, beta in sorted(tries):
         if found and (found[0][0] == 0.0 or found[0][0] < least - slack):
             break
