@@ -119,7 +119,8 @@ def walk(n: int, transfer: float, keep: bool, changes: int, seed: int = 7) -> fl
     """Layers that begin or cease to rotate, per change of alpha by one or two; the mean."""
     rng, every = random.Random(seed), tuple(range(n))
     top = most(n, every, transfer, float(n))
-    now, alpha, moved = WHOLE, 0, []
+    now, alpha = WHOLE, 0
+    moved: list[int] = []
     while len(moved) < changes:
         wanted = min(top, max(0, alpha + rng.choice((-2, -1, 1, 2))))
         if wanted == alpha:
