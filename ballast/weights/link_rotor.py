@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ballast.core.clock import Clock
 from ballast.core.errors import DeviceError
@@ -46,6 +47,8 @@ class LinkRotor:
         """By slot, the layer whose bytes are there or on their way."""
         self._flying: set[int] = set()
         """Layers on their way."""
+        self._touched: set[int] = set()
+        """Layers brought since they were last mapped, perhaps."""
         self._settling = False
         self._error: str | None = None
         self._stalled = 0.0
@@ -82,6 +85,7 @@ class LinkRotor:
             for layer in held:
                 if layer >= 0:
                     self._ready[layer] = True
+            self._touched.clear()
             wanted = [*missing]
             for slot, layer in enumerate(rotation.layers[: rotation.slots]):
                 if held[slot] != layer:
@@ -172,9 +176,11 @@ class LinkRotor:
     def _load(self, layer: int) -> None:
         self._ready[layer] = False
         self._flying.add(layer)
+        copy = replace(self._copies[layer], touched=layer in self._touched)
+        self._touched.add(layer)
         self._link.start(
             layer,
-            [self._copies[layer]],
+            [copy],
             self._stream,
             on_done=lambda done: self._landed(layer, done),
         )

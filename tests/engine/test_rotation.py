@@ -30,6 +30,16 @@ def disturb(server: InProcess, seed: int) -> RandomRotations:
     return policy
 
 
+def calm(server: InProcess, policy: RandomRotations) -> None:
+    """No more changes: the loop is at rest when this returns."""
+    policy.due = 1e9
+    for _ in range(200):
+        server.generate(asked(1, models=NAMES[:1]))  # a turn, at least
+        if not server.device.state.in_flight:
+            return
+    pytest.fail("something is on its way for ever")
+
+
 def with_path(settings: FleetSettings, model_impl: str, linear: str) -> FleetSettings:
     models = (replace(m, model_impl=model_impl, linear=linear) for m in settings.models)
     return replace(settings, models=tuple(models))
@@ -46,8 +56,9 @@ def test_rotating_layers_change_no_token(
         alone = server.generate(requests)
     tight = with_path(fleet(paths, need(paths)), model_impl, linear)
     with InProcess(tight) as server:
-        disturb(server, 1)
+        policy = disturb(server, 1)
         answers = server.generate(requests)
+        calm(server, policy)
         state = server.device.state
         loads = [m.weights.rotor.loads for m in state.models.values() if m.weights.rotor]
         state.pool.validate()
@@ -64,9 +75,7 @@ def test_reports_tell_who_owns_every_page(paths: dict[str, Path]) -> None:
     with InProcess(fleet(paths)) as server:
         policy = disturb(server, 2)
         server.generate(asked(2))
-        policy.every = 1e9
-        while any(m.settling for m in server.device.state.models.values()):
-            server.generate(asked(1))
+        calm(server, policy)
         report = server.device.snapshot()
         slots = {f"slots:{name}" for name in NAMES} & report.owners.keys()
     assert slots
