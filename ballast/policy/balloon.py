@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from ballast.core.actions import Decision
 from ballast.core.view import DeviceView
-from ballast.policy.cover import activation_claims, cover, earliest, shortage_claims
+from ballast.policy.claims import activation_claims, earliest, shortage_claims
+from ballast.policy.cover import cover
 from ballast.policy.offers import (
     cached_prefixes,
     idle_models,

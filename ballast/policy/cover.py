@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 
-from ballast.core.actions import Action, Activate, Evict, Offer, Preempt
+from ballast.core.actions import Action, Activate, Evict, Offer, Preempt, Remap
 from ballast.core.units import ceil_div
-from ballast.core.view import DeviceView, ModelView, Residency
+from ballast.core.view import DeviceView, ModelView
 from ballast.policy.offers import Claim, Source
+
+_REMAP = (Remap.__name__, "")
 
 
 class Ground:
@@ -56,6 +58,11 @@ class Ground:
         taken = self.taken.setdefault(model, {})
         if isinstance(offer.action, Evict):
             return max(0, self._evict(self._models[model]) - sum(taken.values()))
+        if isinstance(offer.action, Remap):
+            m = self._models[model]
+            before = taken.get(_REMAP, 0)
+            taken[_REMAP] = max(before, offer.action.rotation.lent * m.layer_pages - m.lent_pages)
+            return taken[_REMAP] - before
         request = offer.action.request_id if isinstance(offer.action, Preempt) else ""
         key = (type(offer.action).__name__, request)
         if key in taken:
@@ -63,6 +70,14 @@ class Ground:
         taken[key] = offer.pages
         self.blocks[model] = self.blocks.get(model, 0) + offer.blocks
         return offer.pages
+
+    def gain(self, offer: Offer) -> int:
+        """Use an offer up; how many pages come by it that would not have come before."""
+        pages = self.take(offer)
+        self.coming += pages
+        if not isinstance(offer.action, Remap):  # its pages come when loads have landed
+            self.free += pages
+        return pages
 
     def use(self, claim: Claim) -> None:
         """The claim gets what it needs."""
@@ -119,11 +134,18 @@ def cover(view: DeviceView, claims: Sequence[Claim], sources: Sequence[Source]) 
     overtaken for ever. Pages that are on their way (reclaiming) count: nothing is freed twice for
     one need; such a claim simply waits.
     """
-    ground = Ground(view)
+    return cover_on(Ground(view), view, claims, sources)[1]
+
+
+def cover_on(
+    ground: Ground, view: DeviceView, claims: Sequence[Claim], sources: Sequence[Source]
+) -> tuple[Ground, list[Action]]:
+    """`cover` on what is left of a ground; and what is left after it."""
     actions: list[Action] = []
     for claim in sorted(claims, key=lambda c: (c.order, c.model)):
         covered = _cover_one(view, claim, sources, ground, frozenset())
         if covered is None:
+            ground = ground.copy()
             ground.coming = ground.free = ground.borrowed = 0
             continue
         ground, chosen = covered
@@ -133,7 +155,25 @@ def cover(view: DeviceView, claims: Sequence[Claim], sources: Sequence[Source]) 
         if activates:
             actions.append(Activate(claim.model, why="requests wait for it"))
             ground.activate(claim)
-    return actions
+    return ground, last_remaps(actions)
+
+
+def gather(ground: Ground, pages: int, offers: Iterable[Offer]) -> list[Action]:
+    """Use offers up until so many pages are coming, or there are no more."""
+    actions: list[Action] = []
+    for offer in offers:
+        if ground.coming >= pages:
+            break
+        gained = ground.gain(offer)
+        if gained:
+            actions.append(offer.action)
+    return last_remaps(actions)
+
+
+def last_remaps(actions: Sequence[Action]) -> list[Action]:
+    """Of the rotations that one model has got after another, the last."""
+    last = {a.model: a for a in actions if isinstance(a, Remap)}
+    return [a for a in actions if not isinstance(a, Remap) or a is last[a.model]]
 
 
 def _cover_one(
@@ -159,9 +199,7 @@ def _cover_one(
             evicts = isinstance(offer.action, Evict)
             if evicts and offer.action.model in spared | ground.evicted:
                 continue
-            pages = ground.take(offer)
-            ground.coming += pages
-            ground.free += pages
+            ground.gain(offer)
             lacks = ground.lacks(claim)
             gained = lacks < lacked
             lacked = lacks
@@ -178,74 +216,3 @@ def _cover_one(
     if vain:
         return _cover_one(view, claim, sources, before, spared | vain)
     return ground, chosen
-
-
-def activation_claims(view: DeviceView, patience: float) -> tuple[list[Claim], float | None]:
-    """Claims of absent models with waiting requests, and when the next one turns overdue.
-
-    A claim may undo younger work once its first request has waited for `patience` of its TTFT
-    service level.
-    """
-    claims, wake = [], None
-    for m in view.models:
-        if m.residency is Residency.ABSENT and m.waiting:
-            first = m.waiting[0]
-            overdue_at = first.order.arrival + patience * m.spec.slo.ttft
-            overdue = view.now >= overdue_at
-            if not overdue:
-                wake = overdue_at if wake is None else min(wake, overdue_at)
-            pages = m.missing_pages + max(0, m.first_pages - view.borrowed)
-            claims.append(Claim(m.name, first.order, pages, overdue, activate=True))
-    return claims, wake
-
-
-def shortage_claims(view: DeviceView, patience: float) -> tuple[list[Claim], float | None]:
-    """Claims of requests that lack pages of the pool, and when the next one turns overdue.
-
-    A running request may undo younger work at once (it holds pages and cannot go on); a waiting
-    one once it is overdue.
-    """
-    claims: list[Claim] = []
-    wake = None
-    short = [s for s in view.shortages if not s.limited]
-    if not short:
-        return claims, wake
-    models = {m.name: m for m in view.models}
-    running = {r.id: r for m in view.models for r in m.running}
-    for s in short:
-        m, r = models[s.model], running.get(s.request_id)
-        urgent = r is not None
-        if r is None and m.waiting and m.waiting[0].id == s.request_id:
-            r = m.waiting[0]
-            overdue_at = r.order.arrival + patience * m.spec.slo.ttft
-            urgent = view.now >= overdue_at
-            if not urgent:
-                wake = overdue_at if wake is None else min(wake, overdue_at)
-        if r is not None:
-            claims.append(Claim(m.name, r.order, s.pages, urgent, s.blocks))
-    return claims, wake
-
-
-def kv_claims(view: DeviceView, *, waiting: bool) -> list[Claim]:
-    """Claims of requests that lack pages, be it of the pool or within their model's limit.
-
-    Running ones may undo younger work at once; those `waiting`, if asked for, only wait.
-    """
-    claims = []
-    for s in view.shortages:
-        m = view.model(s.model)
-        claims += [
-            Claim(m.name, r.order, s.pages, may_preempt=True, blocks=s.blocks)
-            for r in m.running
-            if r.id == s.request_id
-        ]
-        if waiting and not m.held and m.waiting and m.waiting[0].id == s.request_id:
-            order = m.waiting[0].order
-            claims.append(Claim(m.name, order, s.pages, may_preempt=False, blocks=s.blocks))
-    return claims
-
-
-def earliest(*times: float | None) -> float | None:
-    """The least of the times given, ignoring None."""
-    known = [t for t in times if t is not None]
-    return min(known) if known else None

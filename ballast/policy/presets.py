@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ballast.core.errors import ConfigError
 from ballast.policy.balloon import Balloon
 from ballast.policy.base import DevicePolicy, OrderPolicy
+from ballast.policy.mirage import Mirage
 from ballast.policy.order import least_recently_run
 from ballast.policy.recompute import Recompute
 from ballast.policy.static import FixedShares
@@ -41,6 +42,7 @@ _KINDS = {
     "swap": _Kind(WholeModels),
     "balloon": _Kind(Balloon),
     "recompute": _Kind(Recompute),
+    "mirage": _Kind(Mirage),
 }
 PRESETS = tuple(_KINDS)
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from ballast.core.actions import Action, Decision
 from ballast.core.view import DeviceView
-from ballast.policy.cover import activation_claims, cover, earliest, kv_claims
+from ballast.policy.claims import activation_claims, earliest, kv_claims
+from ballast.policy.cover import cover
 from ballast.policy.offers import (
     cached_prefixes,
     loose_blocks,

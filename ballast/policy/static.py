@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from ballast.core.actions import Action, Activate, Decision, DropCache, Evict, Limit, Refuse
 from ballast.core.view import DeviceView, ModelView, Residency
-from ballast.policy.cover import cover, kv_claims
+from ballast.policy.claims import kv_claims
+from ballast.policy.cover import cover
 from ballast.policy.offers import Claim, Source, own_younger_requests
 
 

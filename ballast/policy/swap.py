@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from ballast.core.actions import Action, Activate, Decision, Evict, Hold
 from ballast.core.view import DeviceView, ModelView, Residency
-from ballast.policy.cover import cover, shortage_claims
+from ballast.policy.claims import shortage_claims
+from ballast.policy.cover import cover
 from ballast.policy.offers import cached_prefixes, oldest, own_younger_requests
 from ballast.policy.turns import Phase, Turn, phase
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ballast.core.cost import UNMEASURED
 from ballast.core.model import ModelSpec
 from ballast.core.request import Order
+from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.settings import Slo
 from ballast.core.view import (
     DeviceView,
@@ -93,6 +96,29 @@ def model(
         costs=UNMEASURED,
         shared=shared,
         cached_borrowed=cached_borrowed,
+    )
+
+
+def layered(
+    m: ModelView,
+    *,
+    layers: int = 8,
+    pages: int = 2,
+    lent: int = 0,
+    decode: float = 4e-3,
+    prefill: float = 8e-3,
+    priority: int = 0,
+) -> ModelView:
+    """`m` with layers that can rotate, each copied in 1 ms where the link has 1 GB/s."""
+    return replace(
+        m,
+        spec=replace(m.spec, n_layers=layers, priority=priority),
+        rotatable=tuple(range(layers)),
+        layer_pages=pages,
+        layer_bytes=1_000_000,
+        rotation=Rotation(tuple(range(lent + 1)), 1) if lent else WHOLE,
+        decode_seconds=decode,
+        prefill_seconds=prefill,
     )
 
 

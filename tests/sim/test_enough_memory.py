@@ -80,12 +80,16 @@ def test_accepted_requests_are_answered(preset: str, first: int, lanes: int) -> 
     answered(preset, {}, first, lanes)
 
 
-@pytest.mark.parametrize("options", [{}, {"pooled": 1}, {"temporal": 1, "quantum": 0.1}])
+TURNS = {"temporal": 1, "quantum": 0.1}
+
+
+@pytest.mark.parametrize("preset", ["recompute", "mirage"])
+@pytest.mark.parametrize("options", [{"pooled": 0}, {"pooled": 1}, {"pooled": 1, **TURNS}])
 @pytest.mark.parametrize(("first", "lanes"), SEEDS[:1] + SEEDS[-1:])
 def test_accepted_requests_are_answered_by_models_that_keep_their_places(
-    options: Mapping[str, float], first: int, lanes: int
+    preset: str, options: Mapping[str, float], first: int, lanes: int
 ) -> None:
-    answered("recompute", options, first, lanes)
+    answered(preset, options, first, lanes)
 
 
 def answered(preset: str, options: Mapping[str, float], first: int, lanes: int) -> None:

@@ -22,7 +22,7 @@ from ballast.sim.simulate import Simulated, simulate
 from tests.policy import worlds
 
 PAGE = worlds.PAGE
-KEEP_PLACES = ("static", "recompute")
+KEEP_PLACES = ("static", "recompute", "mirage")
 """Presets that refuse requests for which the places of the models have no room."""
 COSTS = StepCosts(2e-3, 5e-5, 2e-4, 1e-7, 1e-9)
 

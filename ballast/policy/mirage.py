@@ -1,0 +1,221 @@
+"""Layers lend their memory to KV before any work is thrown away (MIRAGE, section 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+from ballast.core.actions import Action, Decision, DropCache, Limit, Remap
+from ballast.core.view import DeviceView
+from ballast.policy.claims import activation_claims, earliest, kv_claims
+from ballast.policy.cover import Ground, cover_on, last_remaps
+from ballast.policy.layers import Layers, lendable
+from ballast.policy.offers import (
+    Claim,
+    Source,
+    cached_prefixes,
+    loose_blocks,
+    own_younger_requests,
+    younger_requests,
+)
+from ballast.policy.recompute import PATIENCE, Standing, stand
+from ballast.policy.reversion import off_peak, to_active
+from ballast.policy.static import placed, shares, within
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What one decision leaves to the next."""
+
+    standing: Standing | None = None
+    active: frozenset[str] = frozenset()
+    returning: frozenset[str] = frozenset()
+    """Active models that are to lend no more than they may as such."""
+    calm_since: float | None = None
+    """Since when nothing has been short of pages; None: something is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mirage:
+    """As `Recompute`, but layers lend pages before requests make way.
+
+    Where KV is short, pages come from cached prefixes, from blocks moved together, from layers of
+    inactive models (the least important first, then those used last), from layers of active ones,
+    each up to what its passes hide; only then are requests preempted. When a model becomes active
+    its layers come back, as far as they exceed what an active one may lend. When nothing has been
+    short for `patience` seconds, layers come back as far as `reserve` of the KV pages stay free.
+
+    `pooled`: KV of all models comes from one pool; else each has a share, which grows by what is
+    lent for it. `beta`: slots of every rotation; 0: as many as stall least. `cap` 0: passes may
+    wait for layers. `lru`: those used longest ago lend first. `portion`: at most so many of a
+    model's layers are lent. `reversion` 0: only models that become active get layers back.
+    """
+
+    temporal: float = 0
+    quantum: float = 1.0
+    pooled: float = 1
+    lru: float = 0
+    beta: float = 0
+    cap: float = 1
+    portion: float = 1.0
+    reversion: float = 1
+    patience: float = 1.0
+    reserve: float = 0.1
+
+    def __call__(self, view: DeviceView, memo: object) -> Decision:
+        before = memo if isinstance(memo, Memory) else Memory()
+        standing, actions, wake = stand(
+            view,
+            before.standing,
+            self._with_layers if self.pooled else shares,
+            self.quantum if self.temporal else None,
+        )
+        active = self._active(view, standing)
+        layers = self._layers(view, standing, active)
+        claims = kv_claims(view, waiting=True)
+        if self.pooled:
+            absent, overdue_at = activation_claims(view, PATIENCE)
+            wake = earliest(wake, overdue_at)
+            sources = [cached_prefixes, loose_blocks, *_of(layers, younger_requests)]
+            ground, done = cover_on(Ground(view), view, [*absent, *claims], sources)
+            after = _with(view, done)
+        else:
+            after, done = self._cover_within(view, claims, layers, standing.division.pages)
+            ground = Ground(_having(after, surplus(after, standing.division.pages)))
+        returning = before.returning | (active - before.active)
+        cached = [cached_prefixes] if self.pooled else []
+        sources = [*cached, layers.of_inactive]
+        back, returning = to_active(after, ground, layers, returning & active, sources)
+        done += back
+        since = view.now if before.calm_since is None else before.calm_since
+        calm = None if claims else since
+        if self.reversion and calm is not None and any(m.rotation.lent for m in view.models):
+            due = calm + self.patience
+            if view.now < due:
+                wake = earliest(wake, due)
+            elif not back:
+                done += self._revert(after, ground, layers, standing.division.pages)
+        memory = Memory(standing, active, returning, calm)
+        settled = (
+            layers.settled(view, a) if isinstance(a, Remap) else a for a in last_remaps(done)
+        )
+        return Decision((*actions, *(a for a in settled if a is not None)), memory, wake)
+
+    def _active(self, view: DeviceView, standing: Standing) -> frozenset[str]:
+        """Models with requests; where there are turns, of these the one whose turn it is."""
+        turn = standing.turn.model if standing.turn else None
+        return frozenset(
+            m.name for m in view.models if not m.idle and (not self.temporal or m.name == turn)
+        )
+
+    def _layers(self, view: DeviceView, standing: Standing, active: frozenset[str]) -> Layers:
+        turn = standing.turn
+        used = sorted(view.models, key=lambda m: (m.last_used, m.name))
+        recent = (*turn.past, turn.model) if turn else tuple(m.name for m in used)
+        return Layers(
+            active,
+            recent,
+            bool(self.cap),
+            int(self.beta) or None,
+            self.portion,
+            bool(self.lru),
+            bool(self.pooled),
+            self.patience,
+        )
+
+    def _with_layers(self, view: DeviceView) -> dict[str, int]:
+        """For each model that has a place: what the pool can hold once all lend what they can."""
+        slots = int(self.beta) or None
+        models, room = placed(view)
+        lent = sum(
+            lendable(m, self.portion, slots) * m.layer_pages for m in models if not m.spec.pinned
+        )
+        return {m.name: room + lent for m in models}
+
+    def _cover_within(
+        self, view: DeviceView, claims: Sequence[Claim], layers: Layers, pages: Mapping[str, int]
+    ) -> tuple[DeviceView, list[Action]]:
+        """Where each model has a share, it grows by what layers give up; the view after that."""
+        actions: list[Action] = []
+        for name in dict.fromkeys(claim.model for claim in claims):
+            m = view.model(name)
+            more = surplus(view, pages)
+            own = [claim for claim in claims if claim.model == name]
+            sources = _of(layers, own_younger_requests)
+            _, done = cover_on(Ground(within(view, m, more)), view, own, sources)
+            before = sum(o.lent_pages for o in view.models)
+            view = _with(view, done)
+            more += sum(o.lent_pages for o in view.models) - before
+            if more > 0 and m.limit is not None:
+                done.append(Limit(name, m.limit + more, why="layers give up pages for it"))
+                view = _with(view, done[-1:])
+            actions += done
+        return view, actions
+
+    def _revert(
+        self, view: DeviceView, ground: Ground, layers: Layers, pages: Mapping[str, int]
+    ) -> list[Action]:
+        """Layers come back as far as pages are not needed, and a reserve stays free."""
+        if self.pooled:
+            reserve = ceil(self.reserve * placed(view)[1])
+            spare = ground.free + sum(m.cached_pages for m in view.models) - reserve
+            return off_peak(view, ground, layers, spare)
+        lowered = _lowered(view, pages, self.reserve)
+        drops = [
+            DropCache(m.name, m.kv_pages - lowered[m.name], why="the peak is over")
+            for m in view.models
+            if m.kv_pages > lowered.get(m.name, m.kv_pages)
+        ]
+        limits = [Limit(name, n, why="the peak is over") for name, n in lowered.items()]
+        view = _with(view, limits)
+        free = view.free - view.promised + sum(d.pages for d in drops)
+        spare = max(0, min(free, surplus(view, pages)))
+        remaps = off_peak(view, Ground(_having(view, spare)), layers, spare)
+        return [*limits, *drops, *remaps] if remaps else []
+
+
+def surplus(view: DeviceView, pages: Mapping[str, int]) -> int:
+    """Of what layers have given up: pages by which no model's share has grown."""
+    lent = sum(m.lent_pages for m in view.models)
+    return lent - sum(
+        max(0, m.limit - pages[m.name])
+        for m in view.models
+        if m.limit is not None and m.name in pages
+    )
+
+
+def _of(layers: Layers, youngest: Source) -> list[Source]:
+    """What layers give before requests make way, and, for the first of all, after that."""
+    return [layers.of_inactive, layers.of_active, youngest, layers.beyond_caps]
+
+
+def _with(view: DeviceView, actions: Sequence[Action]) -> DeviceView:
+    """The view once rotations and limits are as decided; what is free stays as it is."""
+    remaps = {a.model: a.rotation for a in actions if isinstance(a, Remap)}
+    limits = {a.model: a.pages for a in actions if isinstance(a, Limit)}
+    if not remaps and not limits:
+        return view
+    models = (
+        replace(m, rotation=remaps.get(m.name, m.rotation), limit=limits.get(m.name, m.limit))
+        for m in view.models
+    )
+    return replace(view, models=tuple(models))
+
+
+def _having(view: DeviceView, pages: int) -> DeviceView:
+    """The view of a device that has so many pages, free or on their way."""
+    free = max(0, min(pages, view.free - view.promised))
+    return replace(view, free=free, reclaiming=max(0, pages - free), promised=0, borrowed=0)
+
+
+def _lowered(view: DeviceView, pages: Mapping[str, int], reserve: float) -> dict[str, int]:
+    """Shares that have grown, made smaller as far as a `reserve` of them stays unused."""
+    found = {}
+    for m in view.models:
+        share = pages.get(m.name)
+        if m.limit is not None and share is not None:
+            used = m.kv_pages - m.cached_pages + ceil(reserve * share)
+            if max(share, used) < m.limit:
+                found[m.name] = max(share, used)
+    return found
