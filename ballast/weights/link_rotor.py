@@ -129,12 +129,11 @@ class LinkRotor:
 
     def used(self, layer: int) -> None:
         """The job is done with a layer: the next of its slot can take its place."""
-        slot = self._slot_of.get(layer)
-        if slot is None:
+        following = self._next.get(layer, layer)
+        if following == layer:
             return
         with self._change:
-            following = self._next[layer]
-            self._replace(slot, following)
+            self._replace(self._slot_of[layer], following)
             self._load(following)
 
     def stalled(self) -> float:

@@ -132,6 +132,21 @@ def test_every_layer_is_there_when_it_is_read(seed: int) -> None:
         link.close()
 
 
+def test_only_layers_that_share_their_slot_are_brought_again() -> None:
+    link, rotor, settled = made(4)
+    try:
+        rotation = Rotation((0, 1, 3), 2)
+        turn(link, rotor, 4, rotation)
+        for _ in range(5):
+            run_pass(link, rotor, 4)
+        rotor.settle()
+        assert settled.wait(10)
+        assert rotor.loads.n == 5 * rotation.loads == 10
+        assert not link.faults
+    finally:
+        link.close()
+
+
 def test_a_layer_that_cannot_be_brought_fails_the_job_and_not_for_ever() -> None:
     link, rotor, settled = made(4)
     try:
