@@ -12,7 +12,12 @@ from ballast.bench.show import comparison_table, percent, seconds
 from ballast.bench.telling import Jobs, Telling
 from ballast.core.entries import Entry
 
-COUNTED = {"activations": "Activate", "evictions": "Evict", "requests preempted": "Preempt"}
+COUNTED = {
+    "activations": "Activate",
+    "evictions": "Evict",
+    "requests preempted": "Preempt",
+    "changes of rotating layers": "Remap",
+}
 """Decisions that are counted, as they are called."""
 
 
@@ -72,11 +77,14 @@ def _json(t: Telling) -> dict[str, Any]:
 
 
 def _what(entry: Entry) -> tuple[Any, ...]:
-    return entry["action"], entry["model"], entry.get("request_id")
+    return entry["action"], entry["model"], entry.get("request_id"), entry.get("rotation")
 
 
 def _said(entry: Entry) -> str:
-    what = " ".join(str(part) for part in _what(entry) if part is not None)
+    *parts, rotation = _what(entry)
+    if rotation is not None:
+        parts.append(f"layers {list(rotation['layers'])} / {rotation['slots']}")
+    what = " ".join(str(part) for part in parts if part is not None)
     why = f" ({entry['why']})" if entry.get("why") else ""
     return f"{what} at {seconds(entry['at'])}{why}"
 

@@ -55,4 +55,4 @@ def _bytes_by_use(state: DeviceState) -> dict[str, int]:
     return {use: n * told.page_bytes for use, n in pages.items()}
 
 
-_USES = {"arena": "activations", "shared": "weights"}
+_USES = {"arena": "activations", "shared": "weights", "slots": "weights"}

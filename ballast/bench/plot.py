@@ -100,10 +100,10 @@ def memory(axes: Axes, report: Report) -> None:
 def _order(owner: str) -> tuple[str, int, str]:
     """What is no model's first, then each model's weights and KV together."""
     kind, _, model = owner.partition(":")
-    return (model, 0 if kind == "weights" else 1, kind) if kind in _SHADES else ("", 0, owner)
+    return (model, _SHADES[kind], kind) if kind in _SHADES else ("", 0, owner)
 
 
-_SHADES = {"weights": 0, "kv": 1}
+_SHADES = {"slots": 0, "weights": 0, "kv": 1}
 """Of a model's colour pair: weights dark, KV light."""
 
 

@@ -72,6 +72,7 @@ def _in_pages(report: DeviceReport, page_bytes: int) -> DeviceReport:
                 kv_pages=m.kv_pages * times,
                 cached_pages=m.cached_pages * times,
                 borrowed_pages=m.borrowed_pages * times,
+                lent_pages=m.lent_pages * times,
             )
             for m in report.models
         ),

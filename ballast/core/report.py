@@ -13,7 +13,7 @@ class ModelReport:
     residency: str
     """A value of `ballast.core.view.Residency`."""
     weight_pages: int
-    """Pages its weights take now, those that it shares with other models included."""
+    """Pages its weights take now, slots and those that it shares with other models included."""
     kv_pages: int
     """Of the device itself."""
     cached_pages: int
@@ -33,6 +33,23 @@ class ModelReport:
     output_tokens: int
     borrowed_pages: int = 0
     """Pages of other devices that back its KV."""
+    layers: int = 0
+    """Of a decoder, or of an encoder."""
+    resident_layers: int = 0
+    """With memory of their own, on the device."""
+    rotating_layers: int = 0
+    """That share slots (MIRAGE, 5.4)."""
+    absent_layers: int = 0
+    """Not on the device now: of those that rotate, as many as slots cannot hold."""
+    lent_pages: int = 0
+    """That its layers have given up, for others to have."""
+    loads: int = 0
+    """Layers brought since start, one by one, because they rotate or did; likewise below."""
+    loaded_bytes: int = 0
+    copy_seconds: float = 0.0
+    """Of these loads on the link."""
+    stall_seconds: float = 0.0
+    """In which its jobs waited for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +66,9 @@ class DeviceReport:
     free: int
     reclaiming: int
     owners: dict[str, int]
-    """Pages by owner, `weights:NAME`, `kv:NAME`, `shared:DIGEST` (weights of several models),
-    `arena:LANE`, `lent:DEVICE`; in all total - free - reclaiming."""
+    """Pages by owner, `weights:NAME`, `slots:NAME` (of layers that rotate), `kv:NAME`,
+    `shared:DIGEST` (weights of several models), `arena:LANE`, `lent:DEVICE`; in all
+    total - free - reclaiming."""
     models: tuple[ModelReport, ...]
     jobs: int
     """Jobs run since start."""

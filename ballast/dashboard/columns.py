@@ -130,6 +130,12 @@ def _columns(now: ServerNow, rates: Rates, pages: bool) -> list[Column]:
         Column("preemptions", 9, _count(lambda m: m.report.preemptions)),
         Column("share of the pool", 7, lambda row: _share(row, now.total), right=False),
     ]
+    if any(m.report.rotating_layers or m.report.loads for m in now.models):
+        found[7:7] = [
+            Column("layers", 4, _layers),
+            Column("lent by layers", 6, memory(lambda m: m.report.lent_pages)),
+            Column("layer stalls", 7, _stalls),
+        ]
     if len(now.devices) > 1:
         found.insert(2, Column("device", 2, _devices, right=False))
     if any(m.pinned for m in now.models):
@@ -169,6 +175,22 @@ def _count(of: Callable[[ModelNow], int], alarming: bool = False) -> Callable[[R
         return Text(f"{n}", _FAINT if n == 0 else "yellow" if alarming else "")
 
     return cell
+
+
+def _layers(row: Row) -> Text:
+    """Those on the device, of all; rotating ones stand out."""
+    if row.model is None or row.adapter:
+        return Text()
+    m = row.model.report
+    here = m.layers - m.absent_layers
+    return Text(f"{here}/{m.layers}", "cyan" if m.rotating_layers else "" if here else _FAINT)
+
+
+def _stalls(row: Row) -> Text:
+    if row.model is None or row.adapter:
+        return Text()
+    seconds = row.model.report.stall_seconds
+    return Text(seconds_of(seconds) if seconds else "-", "" if seconds else _FAINT)
 
 
 def _ttft(of: Callable[[Quantiles], float]) -> Callable[[Row], Text]:

@@ -10,9 +10,10 @@ from ballast.dashboard.words import bar
 from ballast.server.state import DeviceNow, ServerNow
 
 # Marks differ also where there are no colours.
-WEIGHTS, SHARED, KV, CACHED, ACTIVATIONS, LENT, RECLAIMING, FREE = "█▇▓▒#>~·"
+WEIGHTS, SLOTS, SHARED, KV, CACHED, ACTIVATIONS, LENT, RECLAIMING, FREE = "█▌▇▓▒#>~·"
 _STYLES = {
     WEIGHTS: "blue",
+    SLOTS: "bright_blue",
     SHARED: "cyan",
     KV: "green",
     CACHED: "green dim",
@@ -23,13 +24,13 @@ _STYLES = {
 }
 
 
-_SELDOM = ("shared weights", "cached prefixes", "lent", "reclaiming")
+_SELDOM = ("slots of layers", "shared weights", "cached prefixes", "lent", "reclaiming")
 """Not told of where there are none."""
 
 
 def pool(now: ServerNow | DeviceNow) -> list[tuple[str, int, str]]:
     """What the pages of all devices, or of one, are for: (name, pages, mark); they add up."""
-    held = dict.fromkeys(("weights", "shared", "kv", "arena", "lent"), 0)
+    held = dict.fromkeys(("weights", "slots", "shared", "kv", "arena", "lent"), 0)
     for owner, pages in now.owners.items():
         kind = owner.partition(":")[0]
         held[kind] = held.get(kind, 0) + pages
@@ -37,6 +38,7 @@ def pool(now: ServerNow | DeviceNow) -> list[tuple[str, int, str]]:
     cached = min(held["kv"], sum(m.cached_pages for m in reports))
     return [
         ("weights", held["weights"], WEIGHTS),
+        ("slots of layers", held["slots"], SLOTS),
         ("shared weights", held["shared"], SHARED),
         ("KV", held["kv"] - cached, KV),
         ("cached prefixes", cached, CACHED),

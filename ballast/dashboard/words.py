@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+MOST_NAMED = 8
+"""Layers that rotate, each by its number."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -99,6 +101,15 @@ def _alike(a: Decided, b: Decided) -> bool:
     return (a.verb, a.model, bool(a.refused)) == (b.verb, b.model, bool(b.refused))
 
 
+def _rotates(layers: Sequence[int], slots: int) -> str:
+    """``([1, 5], 1) -> 'layers 1, 5 rotate through 1 slot'``."""
+    if not layers:
+        return "no layer rotates"
+    named = f"layers {', '.join(map(str, layers))}"
+    which = named if len(layers) <= MOST_NAMED else f"{len(layers)} layers"
+    return f"{which} rotate through {counted(slots, 'slot')}"
+
+
 def _decided(decision: Mapping[str, Any]) -> Decided:
     verb = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", str(decision.get("action", "?"))).lower()
     if decision.get("held") is False:
@@ -106,6 +117,8 @@ def _decided(decision: Mapping[str, Any]) -> Decided:
     details = []
     if why := decision.get("why"):
         details.append(str(why))
+    if "rotation" in decision:
+        details.append(_rotates(**decision["rotation"]))
     if "pages" in decision:
         pages = decision["pages"]
         unbounded = "all" if verb == "recall" else "no bound"

@@ -6,6 +6,7 @@ from ballast.core.report import DeviceReport, ModelReport
 from ballast.core.view import Residency
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
+from ballast.weights.rotor import Loads
 
 
 def report(state: DeviceState, device: str) -> DeviceReport:
@@ -39,10 +40,15 @@ def report(state: DeviceState, device: str) -> DeviceReport:
 
 
 def _model(m: ModelState, now: float) -> ModelReport:
+    layers, rotation = m.spec.n_layers, m.weights.slots.rotation
+    lent = rotation.lent * m.weights.slots.layer_pages
+    here = m.residency in (Residency.RESIDENT, Residency.EVICTING)
+    rotating = len(rotation.layers) if here else 0
+    loads = Loads() if m.weights.rotor is None else m.weights.rotor.loads
     return ModelReport(
         name=m.spec.name,
         residency=m.residency.value,
-        weight_pages=0 if _absent(m) else m.weights.pages,
+        weight_pages=0 if _absent(m) else m.weights.pages - lent,
         kv_pages=m.kv.pages,
         cached_pages=m.kv.cached_pages,
         waiting=len(m.waiting),
@@ -56,6 +62,15 @@ def _model(m: ModelState, now: float) -> ModelReport:
         cached_tokens=m.cached_tokens,
         output_tokens=m.output_tokens,
         borrowed_pages=m.kv.borrowed_pages,
+        layers=layers,
+        resident_layers=layers - rotating if here else 0,
+        rotating_layers=rotating,
+        absent_layers=rotation.lent if here else layers,
+        lent_pages=lent,
+        loads=loads.n,
+        loaded_bytes=loads.n_bytes,
+        copy_seconds=loads.copy_seconds,
+        stall_seconds=loads.stall_seconds,
     )
 
 

@@ -165,11 +165,25 @@ def _models(report: DeviceReport) -> Iterator[Metric]:
         ("vllm:num_requests_running", "Requests in the batch", "running"),
         ("vllm:num_requests_waiting", "Requests that wait for memory or a place", "waiting"),
         ("ballast:cached_pages", "Pages that hold cached prefixes only", "cached_pages"),
+        ("ballast:layers", "Decoder layers", "layers"),
+        (
+            "ballast:resident_layers",
+            "Layers on the device in memory of their own",
+            "resident_layers",
+        ),
+        ("ballast:rotating_layers", "Layers that share slots", "rotating_layers"),
+        ("ballast:absent_layers", "Layers that are not on the device now", "absent_layers"),
     ):
         gauge = GaugeMetricFamily(name, help, labels=label)
         for m in report.models:
             gauge.add_metric((m.name,), getattr(m, field))
         yield gauge
+    lent = GaugeMetricFamily(
+        "ballast:layers_lent_bytes", "Memory that its rotating layers have given up", labels=label
+    )
+    for m in report.models:
+        lent.add_metric((m.name,), m.lent_pages * report.page_bytes)
+    yield lent
     usage = GaugeMetricFamily(
         "vllm:kv_cache_usage_perc", "Of the pages it could have for KV, those in use", labels=label
     )
@@ -187,6 +201,10 @@ def _models(report: DeviceReport) -> Iterator[Metric]:
         ("ballast:activations", "Times its weights were brought in", "activations"),
         ("ballast:evictions", "Times its weights were evicted", "evictions"),
         ("ballast:lane_seconds", "Seconds of compute that its jobs have taken", "lane_seconds"),
+        ("ballast:layer_loads", "Layers brought one by one, for they rotate", "loads"),
+        ("ballast:layer_loaded_bytes", "Bytes of these loads", "loaded_bytes"),
+        ("ballast:layer_copy_seconds", "Seconds of these loads on their link", "copy_seconds"),
+        ("ballast:layer_stall_seconds", "Seconds its jobs waited for layers", "stall_seconds"),
     ):
         counter = CounterMetricFamily(name, help, labels=label)
         for m in report.models:

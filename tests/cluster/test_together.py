@@ -15,7 +15,11 @@ def test_pages_are_counted_in_the_smallest_and_models_once() -> None:
         weights_b=3,
     )
     two = replace(
-        device(model("a", "resident", weight_pages=5, kv_pages=2, running=2), weights_a=5, kv_a=2),
+        device(
+            model("a", "resident", weight_pages=5, kv_pages=2, running=2, lent_pages=1),
+            weights_a=5,
+            kv_a=2,
+        ),
         device="cpu:1",
         page_bytes=4 * one.page_bytes,
         reclaiming=1,
@@ -27,5 +31,6 @@ def test_pages_are_counted_in_the_smallest_and_models_once() -> None:
     assert (both.total, both.free, both.reclaiming) == (500, 97 + 4 * 93, 4)
     a, b = both.models
     assert (a.residency, a.running, a.evictions, a.weight_pages) == ("resident", 3, 2, 20)
+    assert a.lent_pages == 4
     assert b == one.models[1]
     assert together([two]) is two

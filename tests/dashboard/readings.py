@@ -25,7 +25,7 @@ def present(
     residency: str = "resident",
     pinned: bool = False,
     names: list[NameNow] | None = None,
-    **numbers: int,
+    **numbers: float,
 ) -> ModelNow:
     report = model(name, residency, **numbers)
     return ModelNow(status_of(residency).value, report, names or [served(name)], pinned)

@@ -62,6 +62,7 @@ def test_pages_of_the_pool_add_up() -> None:
     parts = {name: pages for name, pages, _ in pool(now)}
     assert parts == {
         "weights": 20,
+        "slots of layers": 0,
         "shared weights": 0,
         "KV": 20,
         "cached prefixes": 10,
@@ -76,7 +77,34 @@ def test_pages_of_the_pool_add_up() -> None:
     for told in ("weights 20 80KiB 20%", "KV 20", "activations 10", "reclaiming 5", "free 35"):
         assert told in legend
     assert "shared" not in legend
+    assert "slots" not in legend
     assert "shared weights 7" in shown(reading(owners={"shared:abc": 7}))[2]
+
+
+def test_layers_that_rotate_are_shown_once_some_have() -> None:
+    whole = present("whole", weight_pages=12, layers=12, resident_layers=12)
+    before = shown(reading(whole), 200)
+    assert "layers" not in line(before, "model")
+    turned = present(
+        "turned",
+        weight_pages=9,
+        layers=12,
+        resident_layers=8,
+        rotating_layers=4,
+        absent_layers=3,
+        lent_pages=3,
+        loads=40,
+        stall_seconds=1.25,
+    )
+    owners = {"weights:turned": 8, "slots:turned": 1, "weights:whole": 12}
+    now = reading(whole, turned, owners=owners, free=79)
+    assert sum(pages for _, pages, _ in pool(now)) == now.total
+    lines = shown(now, 200)
+    assert "slots of layers 1 4KiB 1%" in lines[2]
+    titles = line(lines, "model")
+    at = titles.index("layers")
+    assert line(lines, "turned")[at:].split()[:3] == ["9/12", "12KiB", "1.2s"]
+    assert line(lines, "whole")[at:].split()[:3] == ["12/12", "0B", "-"]
 
 
 def one_of(now: ServerNow, name: str, reason: str | None = None, total: int = 100) -> DeviceNow:

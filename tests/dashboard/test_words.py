@@ -50,6 +50,22 @@ def test_a_bar_has_its_width_and_no_part_is_off_by_more_than_its_neighbours(
         assert n or not cells
 
 
+def test_layers_that_rotate_are_named_where_they_are_few() -> None:
+    few, many, none = (
+        {"time": 1.0, "action": "Remap", "model": "a", "why": "b needs pages", "rotation": r}
+        for r in (
+            {"layers": [1, 5], "slots": 1},
+            {"layers": list(range(0, 40, 4)), "slots": 2},
+            {"layers": [], "slots": 0},
+        )
+    )
+    assert [(d.verb, d.detail) for one in (few, many, none) for d in decided([one], 1)] == [
+        ("remap", "b needs pages, layers 1, 5 rotate through 1 slot"),
+        ("remap", "b needs pages, 10 layers rotate through 2 slots"),
+        ("remap", "b needs pages, no layer rotates"),
+    ]
+
+
 def test_decisions_are_told_newest_first_and_rows_of_like_ones_once() -> None:
     first = {"time": 1.0, "action": "DropCache", "model": "a", "pages": 1, "why": "b needs pages"}
     again = {**first, "time": 2.0, "pages": 2}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -14,10 +16,10 @@ from ballast.server.timing import Timing
 from tests.cluster.fake_device import spec
 
 
-def model(name: str, residency: str = "resident", **numbers: int) -> ModelReport:
+def model(name: str, residency: str = "resident", **numbers: float) -> ModelReport:
     fields = "weight_pages kv_pages cached_pages waiting running late activations evictions"
     more = "preemptions prompt_tokens cached_tokens output_tokens"
-    told = dict.fromkeys(f"{fields} {more}".split(), 0) | numbers
+    told: dict[str, Any] = dict.fromkeys(f"{fields} {more}".split(), 0) | numbers
     return ModelReport(name=name, residency=residency, lane_seconds=0.0, **told)
 
 
@@ -138,6 +140,38 @@ def test_pages_add_up_and_lanes_count_as_one() -> None:
     assert told.one("ballast:pages", owner="arena", model="") == 7
     pages = sum(n for _, n in told.samples("ballast:pages"))
     assert pages + told.one("ballast:free_pages") == told.one("ballast:pool_pages")
+
+
+def test_layers_that_rotate_are_told_with_what_they_give_and_cost() -> None:
+    rotating = model(
+        "a",
+        weight_pages=9,
+        layers=12,
+        resident_layers=8,
+        rotating_layers=4,
+        absent_layers=3,
+        lent_pages=3,
+        loads=5,
+        loaded_bytes=20480,
+        copy_seconds=0.5,
+        stall_seconds=0.25,
+    )
+    told = Told(Facts(device(rotating, model("b", layers=2, resident_layers=2), slots_a=1)))
+    values = {
+        "ballast:layers": 12,
+        "ballast:resident_layers": 8,
+        "ballast:rotating_layers": 4,
+        "ballast:absent_layers": 3,
+        "ballast:layers_lent_bytes": 3 * 4096,
+        "ballast:layer_loads_total": 5,
+        "ballast:layer_loaded_bytes_total": 20480,
+        "ballast:layer_copy_seconds_total": 0.5,
+        "ballast:layer_stall_seconds_total": 0.25,
+    }
+    assert {name: told.one(name, model_name="a") for name in values} == values
+    assert told.one("ballast:absent_layers", model_name="b") == 0
+    assert told.one("ballast:pages", owner="slots", model="a") == 1
+    assert told.one("ballast:device_bytes", owner="slots") == 4096
 
 
 def test_kv_usage_counts_what_requests_hold_of_what_they_could_have() -> None:
