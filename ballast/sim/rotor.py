@@ -46,12 +46,13 @@ class Schedule:
     def take(self, ready: float, seconds: float) -> float:
         """A load has what nobody has taken from `ready` on, until it has had its `seconds`; when
         that is."""
-        taken, first = self._taken, len(self._taken)
-        while first and taken[first - 1][1] > ready:
-            first -= 1
-        if first == len(taken):
+        taken = self._taken
+        if not taken or taken[-1][1] <= ready:
             taken.append((ready, ready + seconds))
             return ready + seconds
+        first = len(taken) - 1
+        while first and taken[first - 1][1] > ready:
+            first -= 1
         at, left, pieces = ready, seconds, []
         for begun, end in taken[first:]:
             if begun > at:
@@ -138,19 +139,17 @@ class SimRotor:
     def _pass(self, now: float, seconds: float, stops: Sequence[tuple[int, int]]) -> float:
         """A job's timeline, and its loads'; how long it waits."""
         self._schedule.pass_time(now)
-        n, rate, there = self._spec.n_layers, self._schedule.rate, self._there
+        n, rate, there, held = self._spec.n_layers, self._schedule.rate, self._there, self._held
         stall = 0.0
         for layer, i in stops:
             at = now + (seconds * (layer / n) + stall)
-            if i == STAYS:
-                stall += max(0.0, self._back[layer] - at)
-                continue
-            stall += max(0.0, there.get(layer, at) - at)
-            following = self._following[i]
-            if following != layer:
+            late = (self._back[layer] if i == STAYS else there.get(layer, at)) - at
+            if late > 0:
+                stall += late
+            if i != STAYS and (following := self._following[i]) != layer:
                 done = now + (seconds * ((layer + 1) / n) + stall)
                 there[following] = self._bring(following, done, rate)
-                self._held[i % len(self._held)] = following
+                held[i % len(held)] = following
         return stall
 
     def _lay(self, rotation: Rotation, held: Sequence[int]) -> None:
@@ -170,12 +169,14 @@ class SimRotor:
 
     def _bring(self, layer: int, ready: float, rate: float) -> float:
         """Load a layer, once it has been asked for at `ready`; when it has landed."""
-        seconds = self._bytes[layer] / rate
+        n_bytes, loads = self._bytes[layer], self.loads
+        seconds = n_bytes / rate
         landed = self._schedule.take(ready, seconds)
-        self._quiet = max(self._quiet, landed)
-        self.loads.n += 1
-        self.loads.n_bytes += self._bytes[layer]
-        self.loads.copy_seconds += seconds
+        if landed > self._quiet:
+            self._quiet = landed
+        loads.n += 1
+        loads.n_bytes += n_bytes
+        loads.copy_seconds += seconds
         return landed
 
 
