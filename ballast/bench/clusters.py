@@ -55,6 +55,16 @@ class ClusterRun:
         """Of a number that every device has, over all of them."""
         return sum(device[what] for device in self.devices.values())
 
+    @property
+    def rotations(self) -> dict[str, dict[str, float]]:
+        """By model, the sums over all devices of what layers cost that came and went (`Loads`)."""
+        found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for device in self.devices.values():
+            for name, loads in device["rotations"].items():
+                for what, much in loads.items():
+                    found[name][what] += much
+        return found
+
     def to_json(self) -> dict[str, Any]:
         """The report's form, the devices, and how models moved between them."""
         return {**self.report.to_json(), "moves": list(self.moves), "devices": self.devices}
@@ -157,5 +167,6 @@ def _did(cluster: Cluster) -> dict[str, dict[str, Any]]:
             "weights_bytes": weight_bytes(m.spec for m in models),
             "jobs": state.jobs,
             **{what: device.did(what) for what in COUNTED},
+            "rotations": {name: asdict(loads) for name, loads in device.loads.items()},
         }
     return did

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.table import Table
 
@@ -77,6 +77,9 @@ def runs_table(runs: Sequence[ClusterRun]) -> Table:
     for use in ("weights", "kv"):
         peaks = (max((s.owners[use] for s in run.report.memory), default=0) for run in runs)
         table.add_row(f"{use} in memory, most", *(format_bytes(n) for n in peaks))
+    for model in sorted({m for run in runs for m in run.rotations}):
+        cells = (_loads(run.rotations.get(model)) for run in runs)
+        table.add_row(f"layers loaded, {model}", *cells)
     failures = [f"{r.report.name}: {n} x {why}" for r in runs for why, n in _reasons(r.report)]
     table.caption = "\n".join(failures) or None
     return table
@@ -120,6 +123,13 @@ def plans_table(plans: Sequence[Planned], target: float, each: bool) -> Table:
             notes.append(f"{plan.preset}: more devices are not always better: {bad}")
     table.caption = "\n".join(notes) or None
     return table
+
+
+def _loads(loads: Mapping[str, float] | None) -> str:
+    if loads is None:
+        return "-"
+    took, waited = seconds(loads["copy_seconds"]), seconds(loads["stall_seconds"])
+    return f"{format_bytes(loads['n_bytes'])} in {took}, {waited} waited"
 
 
 def _reasons(report: Report) -> list[tuple[str, int]]:

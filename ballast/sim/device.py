@@ -29,6 +29,7 @@ from ballast.sim.leap import Said, leap
 from ballast.sim.link import SimLink
 from ballast.sim.rotor import SimRotors
 from ballast.sim.runner import SimRunner
+from ballast.weights.rotor import Loads
 
 Observe = Callable[[float, DeviceState], None]
 """Sees the time and the state after a turn, and the leap that follows it."""
@@ -89,7 +90,7 @@ class SimDevice:
         self.clock = VirtualClock()
         self._heap = EventHeap(self.clock)
         link = SimLink(self._heap, self.clock, profile.moving(settings.page_bytes))
-        rotors = SimRotors(self._heap, self.clock, link, profile.link)
+        self._rotors = SimRotors(self._heap, self.clock, link, profile.link)
         vm = NullVm(settings.page_bytes, settings.budget_bytes // settings.page_bytes)
         self.state = build_state(
             settings,
@@ -99,7 +100,7 @@ class SimDevice:
             self.clock,
             copy_nothing,
             profile.costs,
-            rotors.make,
+            self._rotors.make,
         )
         self._specs = {s.name: s for s in specs}
         self._costs = dict(profile.costs)
@@ -108,7 +109,7 @@ class SimDevice:
             self.clock,
             self._specs,
             self._costs,
-            rotors,
+            self._rotors,
             profile.overhead,
             profile.wake,
             settings.parts,
@@ -167,6 +168,11 @@ class SimDevice:
         """Of all models together, those included that have left: `activations`, `preemptions`."""
         counts: list[int] = [getattr(m, what) for m in self.state.models.values()]
         return self._left[what] + sum(counts)
+
+    @property
+    def loads(self) -> dict[str, Loads]:
+        """What rotations have cost, by model; those are left out that had none."""
+        return {name: loads for name, loads in self._rotors.loads.items() if loads.n}
 
     def submit(self, submission: Submission) -> None:
         """It will arrive at its `arrival`, or now if that is past."""

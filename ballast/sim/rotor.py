@@ -82,8 +82,9 @@ class SimRotor:
         heap: EventHeap,
         clock: Clock,
         schedule: Schedule,
+        loads: Loads,
     ) -> None:
-        self.loads = Loads()
+        self.loads = loads
         self._spec = spec
         self._bytes = [copy.n_bytes for copy in copies]
         self._heap, self._clock, self._schedule = heap, clock, schedule
@@ -188,9 +189,12 @@ class SimRotors:
         self._heap, self._clock = heap, clock
         self._schedule = Schedule(link, rates)
         self._rotors: dict[str, SimRotor] = {}
+        self.loads: dict[str, Loads] = {}
+        """Of models that have left, too."""
 
     def make(self, spec: ModelSpec, copies: Sequence[Copy]) -> SimRotor:
-        rotor = SimRotor(spec, copies, self._heap, self._clock, self._schedule)
+        loads = self.loads.setdefault(spec.name, Loads())
+        rotor = SimRotor(spec, copies, self._heap, self._clock, self._schedule, loads)
         self._rotors[spec.name] = rotor
         return rotor
 

@@ -67,6 +67,7 @@ def test_presets_side_by_side() -> None:
     assert [r.report.name for r in runs] == ["static", "balloon"]
     assert all(set(r.devices) == {"H100-80G:0", "A100-80G:2"} for r in runs)  # an L4 holds none
     shown = text(runs_table(runs))
+    assert "layers loaded" not in shown
     for row in ("in SLO, m0", "TTFT p90", "evictions", "weights in memory, most", "preemptions"):
         assert row in shown
 
@@ -103,6 +104,16 @@ def test_memory_is_sampled_and_adds_up() -> None:
         assert last["kv"] == 0 < last["cached"]
         used = set(it.workload.models)
         assert len(used) * 25e9 < last["weights"] < len(it.specs) * 28e9
+
+
+def test_what_rotating_layers_cost_is_shown_by_model() -> None:
+    it = Asked.of(fleet(3), "mirage", "poisson", 48.0, 3.0, 1024, 1)
+    (run,) = simulated(it, "1xGH200-96G")
+    loads = run.rotations
+    assert loads
+    assert all(of["n_bytes"] > 1e9 and of["copy_seconds"] > 0 for of in loads.values())
+    for name in loads:
+        assert f"layers loaded, {name}" in text(runs_table([run]))
 
 
 def test_what_is_missing_is_said_in_bytes() -> None:
