@@ -100,7 +100,20 @@ class Remap:
     why: str = ""
 
 
-Action = Activate | Evict | Preempt | DropCache | Compact | Limit | Hold | Refuse | Remap
+@dataclass(frozen=True, slots=True)
+class SwapKv:
+    """Let the KV of these layers rotate from now on, and that of no others (`WHOLE`: none).
+
+    It is on the host but for the layer that is run, and those beside it. A job in flight ends
+    first; either more layers rotate than before, or fewer.
+    """
+
+    model: str
+    rotation: Rotation
+    why: str = ""
+
+
+Action = Activate | Evict | Preempt | DropCache | Compact | Limit | Hold | Refuse | Remap | SwapKv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,6 +100,13 @@ class ModelView:
     prefill_seconds: float | None = None
     """The same of its last job with a prefill."""
 
+    kv_rotation: Rotation | None = None
+    """Layers whose KV rotates, or is to; None: none can."""
+    kv_turning: bool = False
+    """That is about to change: its requests go on after."""
+    kv_layer_pages: int = 0
+    """Pages of its KV in each layer that shares none."""
+
     @property
     def name(self) -> str:
         return self.spec.name
@@ -147,6 +154,8 @@ class Shortage:
     """The model's own limit stood in the way, not the pool."""
     blocks: int = 0
     """Blocks for which it needs those pages; any that its model gets back will do as well."""
+    wanted: int = 0
+    """Blocks that it asked for, those included for which there was room."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,12 @@ from ballast.core.actions import (
     Preempt,
     Refuse,
     Remap,
+    SwapKv,
 )
 from ballast.core.event import Output
 from ballast.core.request import State
 from ballast.core.view import Residency
+from ballast.engine import swapping
 from ballast.engine.state import DeviceState
 
 Refusal = str | None
@@ -127,6 +129,18 @@ def _remap(state: DeviceState, a: Remap) -> Refusal:
     return None if short is None else f"short of {short.pages} pages"
 
 
+def _swap_kv(state: DeviceState, a: SwapKv) -> Refusal:
+    m = state.models[a.model]
+    if m.residency is not Residency.RESIDENT:
+        return f"{a.model} is {m.residency.value}"
+    refused = swapping.refusal(m, a.rotation)
+    if refused is None:
+        swapping.change(m, a.rotation)
+        state.touch(m)
+        state.freed += 1
+    return refused
+
+
 def _refuse(state: DeviceState, a: Refuse, outputs: list[Output]) -> Refusal:
     request = state.requests.get(a.request_id)
     if request is None or request.state is not State.WAITING:
@@ -144,4 +158,5 @@ _HANDLERS: dict[type, Callable[[DeviceState, Any], Refusal]] = {
     Limit: _limit,
     Hold: _hold,
     Remap: _remap,
+    SwapKv: _swap_kv,
 }

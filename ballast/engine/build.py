@@ -15,6 +15,7 @@ from ballast.engine.lending import Lending
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 from ballast.kv.blocks import KvCache
+from ballast.kv.swapper import MakeSwapper
 from ballast.memory.arena import Arena
 from ballast.memory.borrow import Borrower
 from ballast.memory.pool import Pool
@@ -50,12 +51,14 @@ def build_state(
     copy: CopyNow,
     costs: Mapping[str, StepCosts],
     make_rotor: MakeRotor | None = None,
+    make_swapper: MakeSwapper | None = None,
 ) -> DeviceState:
     """The state of a device on which no model is resident yet.
 
     The lanes' activation arena, sized by the largest jobs any of the models may run, is taken from
-    the pool first. `make_rotor`: what brings layers that rotate; None: none can. Raises ConfigError
-    where the budget cannot hold it.
+    the pool first. `make_rotor`: what brings layers that rotate; None: none can. `make_swapper`:
+    what swaps KV that lies layer by layer; None: it does not. Raises ConfigError where the budget
+    cannot hold the arena.
     """
     pool = Pool(vm, settings.budget_bytes // settings.page_bytes)
     lending = Lending(pool, Borrower(pool, vm, settings.name), settings.name)
@@ -79,10 +82,13 @@ def build_state(
             lending.borrower,
             costs.get(h.spec.name, UNMEASURED),
             make_rotor,
+            make_swapper,
         )
         for h in hosted
     ]
-    return DeviceState(settings, models, pool, arena, link, clock, lending, make_rotor)
+    return DeviceState(
+        settings, models, pool, arena, link, clock, lending, make_rotor, make_swapper
+    )
 
 
 def build_model(
@@ -95,14 +101,24 @@ def build_model(
     borrower: Borrower,
     costs: StepCosts = UNMEASURED,
     make_rotor: MakeRotor | None = None,
+    make_swapper: MakeSwapper | None = None,
 ) -> ModelState:
     """A model of which nothing is resident; `shared`: by digest, what is not its own alone."""
-    kv = KvCache(hosted.spec, pool, pool.vm, prefix=settings.prefix_cache, borrower=borrower)
+    layered = make_swapper is not None
+    kv = KvCache(
+        hosted.spec,
+        pool,
+        pool.vm,
+        prefix=settings.prefix_cache,
+        borrower=None if layered else borrower,
+        layered=layered,
+    )
     kv.move = _mover(kv, copy)
+    swapper = None if make_swapper is None else make_swapper(kv)
     weights = WeightsOnDevice(
         hosted.spec, pool, pool.vm, link, hosted.addresses, shared, make_rotor
     )
-    return ModelState(hosted.spec, weights, kv, costs)
+    return ModelState(hosted.spec, weights, kv, costs, swapper=swapper)
 
 
 def build_newcomer(
@@ -131,6 +147,7 @@ def build_newcomer(
         borrower,
         costs,
         state.make_rotor,
+        state.make_swapper,
     )
     return m, new
 

@@ -75,6 +75,8 @@ class LiveDevice:
         self.inbox = QueueInbox(self.clock)
         self.hosts: dict[str, HostModel] = {}
         """By name, in the fleet's order; replaced, never changed."""
+        if resolve(fleet.preset, fleet.options).swapping is not None:
+            raise ConfigError("preset", fleet.preset, "it can only be simulated so far")
         with ExitStack() as closing:
             self._make(fleet, outbox, costs or {}, sink, record, make_machine, closing)
             self._closing = closing.pop_all()

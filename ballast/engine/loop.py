@@ -213,7 +213,7 @@ class Loop:
             chosen = self.preset.order(candidates)
             m = state.models[chosen]
             known = m.shortages
-            work = plan(m, state.settings, state.now, state.freed)
+            work = state.begin_swap(m) or plan(m, state.settings, state.now, state.freed)
             news = news or any(s not in known for s in m.shortages)
             candidates = [c for c in candidates if c.model != chosen]
             if work:

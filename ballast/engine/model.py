@@ -13,6 +13,7 @@ from ballast.core.settings import Slo
 from ballast.core.view import ModelView, Residency, Shortage
 from ballast.engine.waiting import Waiting
 from ballast.kv.blocks import KvCache
+from ballast.kv.swapper import KvSwapper
 from ballast.weights.residency import WeightsOnDevice
 
 
@@ -51,6 +52,10 @@ class ModelState:
     """Layers that shall rotate as soon as no job and no load stands in the way."""
     settling: bool = False
     """A `Settled` is bound to come."""
+    swapper: KvSwapper | None = None
+    """None: its KV cannot be swapped."""
+    swap_to: Rotation | None = None
+    """Layers whose KV shall rotate as soon as no job stands in the way."""
     decode_seconds: float | None = None
     """Of its last job that only decoded, without waiting for layers; below, of the last other."""
     prefill_seconds: float | None = None

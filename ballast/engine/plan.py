@@ -58,9 +58,9 @@ class _Plan:
     def lacks(self, r: Request, short: Short) -> None:
         """Note that `r` cannot go on; this does not stop the others."""
         m = self.model
-        m.shortages.append(
-            Shortage(m.spec.name, r.id, short.pages, m.kv.limited(short), short.blocks)
-        )
+        wanted = short.blocks + m.kv.at_hand
+        limited = m.kv.limited(short)
+        m.shortages.append(Shortage(m.spec.name, r.id, short.pages, limited, short.blocks, wanted))
 
 
 def _scoring(r: Request, end: int) -> Scoring | None:

@@ -24,18 +24,20 @@ from ballast.core.event import (
     TokenOut,
     TransferDone,
 )
-from ballast.core.job import Job, Sampled
+from ballast.core.job import Job, Sampled, SequenceWork
 from ballast.core.lease import AskedBack, Lent, PeerGone, PeerMet, Returned
 from ballast.core.model import weight_pages
 from ballast.core.request import Request, State
 from ballast.core.rotation import Rotation
 from ballast.core.settings import DeviceSettings
 from ballast.core.view import Residency
+from ballast.engine import swapping
 from ballast.engine.admission import finish_reason, fitted, refusal
 from ballast.engine.lanes import Lanes
 from ballast.engine.lending import Heard, Lending
 from ballast.engine.model import ModelState
 from ballast.engine.patience import Patience
+from ballast.kv.swapper import MakeSwapper
 from ballast.memory.arena import Arena
 from ballast.memory.pool import Pool
 from ballast.memory.transfer import Link
@@ -56,6 +58,7 @@ class DeviceState:
         clock: Clock,
         lending: Lending,
         make_rotor: MakeRotor | None = None,
+        make_swapper: MakeSwapper | None = None,
     ) -> None:
         self.settings = settings
         self.models: dict[str, ModelState] = {}
@@ -69,7 +72,7 @@ class DeviceState:
         self.pool = pool
         self.lending = lending
         self.link = link
-        self.make_rotor = make_rotor
+        self.make_rotor, self.make_swapper = make_rotor, make_swapper
         """For models that join."""
         self.clock = clock
         self.now = clock.now()
@@ -189,7 +192,8 @@ class DeviceState:
         now = m.last_run = self.now
         m.lane_seconds += event.seconds * self.lanes.share(event.job)
         prefill = any(len(work.tokens) > 1 for work in event.job.work)
-        m.took(event.seconds - event.stall, prefill=prefill)
+        if not m.kv.fixed:
+            m.took(event.seconds - event.stall, prefill=prefill)
         for work in event.job.work:
             request = self.requests[work.request_id]
             request.computed = work.end
@@ -240,6 +244,10 @@ class DeviceState:
             request = self.requests[work.request_id]
             told = Failed(request.id, "internal_error", event.reason)
             outputs.append(self._end(request, State.FAILED, told))
+        if m.kv.fixed:
+            m.kv.fixed = False
+            m.kv.clear()  # what was cached has not been copied either
+            swapping.forget(m)
         return outputs + self._settle(m, event.job)
 
     def _close_job(self, job: Job) -> ModelState:
@@ -256,6 +264,10 @@ class DeviceState:
     def _settle(self, m: ModelState, job: Job) -> list[Output]:
         """What had to wait for the job: cancellations, preemptions, an eviction."""
         outputs: list[Output] = []
+        if m.kv.fixed:
+            swapping.end(m)
+            self.freed += 1
+            self.asking = True
         for work in job.work:
             request = self.requests.get(work.request_id)
             if request is not None and request.cancelled:
@@ -396,11 +408,22 @@ class DeviceState:
         m.shortages = []
         m.blocked = None
         m.kv.clear()
+        swapping.forget(m)
         m.weights.evict()
         self.become(m, Residency.ABSENT)
         m.evictions += 1
         self.freed += 1
         self.asking = True
+
+    def begin_swap(self, m: ModelState) -> list[SequenceWork]:
+        """The work of a job that changes which layers' KV rotates, if that is due."""
+        if m.swap_to is None:
+            return []
+        work = swapping.begin(m)
+        if not work:  # that was all
+            self.freed += 1
+        self.touch(m)
+        return work
 
     # -- layers that rotate -----------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ballast.core.request import Request
 from ballast.core.units import ceil_div
 from ballast.core.view import (
@@ -11,6 +13,7 @@ from ballast.core.view import (
     RequestView,
     Residency,
     SharedView,
+    Shortage,
 )
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
@@ -24,7 +27,7 @@ def candidates(state: DeviceState) -> list[Candidate]:
         if m.residency is not Residency.RESIDENT or m.job is not None or m.settling:
             continue
         admissible = bool(m.waiting) and not m.held and _worth_trying(state, m)
-        if not m.running and not admissible:
+        if not m.running and not admissible and m.swap_to is None:
             continue
         decoding, prefilling = m.phases()
         first = m.waiting.first if admissible else next(iter(prefilling), None)
@@ -54,6 +57,8 @@ def device_view(state: DeviceState) -> DeviceView:
             deferred += sum(m.kv.if_freed(r.blocks)[0] for r in m.leaving)
         if m.turning is not None:
             deferred += max(0, -m.pages_to_take)
+        if m.swap_to is not None:
+            deferred += max(0, m.swap_to.lent - m.kv.rotation.lent) * m.kv.layer_pages
     return DeviceView(
         now=state.now,
         page_bytes=state.settings.page_bytes,
@@ -64,7 +69,7 @@ def device_view(state: DeviceState) -> DeviceView:
         promised=state.pool.promised,
         link_bytes_per_second=state.link_bytes_per_second,
         models=tuple(_model_view(state, m) for m in state.models.values()),
-        shortages=tuple(s for m in state.models.values() for s in m.shortages),
+        shortages=tuple(_now(m, s) for m in state.models.values() for s in m.shortages),
         borrowed=state.lending.borrower.unused,
     )
 
@@ -100,8 +105,17 @@ def _model_view(state: DeviceState, m: ModelState) -> ModelView:
             rotation=m.rotation,
             decode_seconds=m.decode_seconds,
             prefill_seconds=m.prefill_seconds,
+            kv_rotation=None if m.swapper is None else m.swap_to or m.kv.rotation,
+            kv_turning=m.swap_to is not None,
+            kv_layer_pages=m.kv.layer_pages,
         )
     return m.view
+
+
+def _now(m: ModelState, s: Shortage) -> Shortage:
+    """A shortage when some of what the request lacked may have come back, on pages in use."""
+    blocks = max(0, s.wanted - m.kv.at_hand)
+    return s if blocks == s.blocks else replace(s, pages=m.kv.pages_for(s.wanted), blocks=blocks)
 
 
 def _stay(state: DeviceState, segment: SharedSegment) -> tuple[str, ...]:

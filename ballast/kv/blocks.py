@@ -149,6 +149,11 @@ class KvCache:
         return self._slabs.holes // self._size * self.layout.slab_pages
 
     @property
+    def at_hand(self) -> int:
+        """Blocks that a table can have without any page more."""
+        return self._slabs.at_hand
+
+    @property
     def used_blocks(self) -> int:
         return len(self._refs)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ballast.core.errors import ConfigError
 from ballast.policy.balloon import Balloon
 from ballast.policy.base import DevicePolicy, OrderPolicy
+from ballast.policy.kvswap import KvSwap
 from ballast.policy.mirage import Mirage
 from ballast.policy.order import least_recently_run
 from ballast.policy.recompute import Recompute
@@ -27,6 +28,11 @@ class Preset:
     options: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Those given."""
 
+    @property
+    def swapping(self) -> KvSwap | None:
+        """The policy that swaps KV layer by layer, if this is it."""
+        return self.device if isinstance(self.device, KvSwap) else None
+
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
@@ -43,6 +49,7 @@ _KINDS = {
     "balloon": _Kind(Balloon),
     "recompute": _Kind(Recompute),
     "mirage": _Kind(Mirage),
+    "kvswap": _Kind(KvSwap),
 }
 PRESETS = tuple(_KINDS)
 

@@ -29,6 +29,7 @@ from ballast.sim.leap import Said, leap
 from ballast.sim.link import SimLink
 from ballast.sim.rotor import SimRotors
 from ballast.sim.runner import SimRunner
+from ballast.sim.swapper import SimSwappers
 from ballast.weights.rotor import Loads
 
 Observe = Callable[[float, DeviceState], None]
@@ -91,6 +92,11 @@ class SimDevice:
         self._heap = EventHeap(self.clock)
         link = SimLink(self._heap, self.clock, profile.moving(settings.page_bytes))
         self._rotors = SimRotors(self._heap, self.clock, link, profile.link)
+        swapping = preset.swapping
+        if swapping is not None and settings.lanes > 1:
+            allowed = f"preset {preset.name!r} is simulated on devices of one lane"
+            raise ConfigError("lanes", settings.lanes, allowed)
+        swappers = None if swapping is None else SimSwappers(profile.link, bool(swapping.dirty))
         vm = NullVm(settings.page_bytes, settings.budget_bytes // settings.page_bytes)
         self.state = build_state(
             settings,
@@ -101,6 +107,7 @@ class SimDevice:
             copy_nothing,
             profile.costs,
             self._rotors.make,
+            make_swapper=None if swappers is None else swappers.make,
         )
         self._specs = {s.name: s for s in specs}
         self._costs = dict(profile.costs)
@@ -114,6 +121,7 @@ class SimDevice:
             profile.wake,
             settings.parts,
             profile.reach,
+            swappers,
         )
         self.story = Story(sink=sink, overhead=profile.overhead)
         self._client = said

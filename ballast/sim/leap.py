@@ -83,7 +83,7 @@ def _turns(loop: Loop) -> deque[_Batch] | None:
     turns: deque[_Batch] = deque()
     for name in (job.model, *names):
         m = state.models[name]
-        stays = m.residency is Residency.RESIDENT and m.turning is None
+        stays = m.residency is Residency.RESIDENT and m.turning is None and m.swap_to is None
         if m.leaving or not stays or not _only_decodes(m, state):
             return None
         turns.append(_Batch(m, state.pool))

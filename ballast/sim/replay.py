@@ -28,6 +28,7 @@ from ballast.policy.presets import resolve
 from ballast.sim.device import copy_nothing, hosted_nowhere
 from ballast.sim.lives import Life
 from ballast.sim.restore import Events, Impossible, Lanes, Rotor, Unknown
+from ballast.sim.swapper import carry_nothing
 
 CONTEXT = 6
 """Entries shown before a difference."""
@@ -111,6 +112,7 @@ class _Replay:
         vm = NullVm(told.device.page_bytes, told.device.budget_bytes // told.device.page_bytes)
         hosted = [hosted_nowhere(m.spec) for m in told.models]
         costs = {m.spec.name: m.costs for m in told.models}
+        preset = resolve(told.preset, told.options)
         state = build_state(
             told.device,
             hosted,
@@ -120,10 +122,11 @@ class _Replay:
             copy_nothing,
             costs,
             (lambda spec, copies: Rotor()) if told.rotates else None,
+            make_swapper=None if preset.swapping is None else carry_nothing,
         )
         self._loop = Loop(
             state,
-            resolve(told.preset, told.options),
+            preset,
             self._script,
             self._lanes,
             self._clock,

@@ -13,6 +13,7 @@ from ballast.core.model import ModelSpec
 from ballast.sim.heap import EventHeap
 from ballast.sim.lanes import SimLanes
 from ballast.sim.rotor import SimRotors
+from ballast.sim.swapper import SimSwappers
 
 
 class SimRunner:
@@ -37,6 +38,7 @@ class SimRunner:
         wake: float = 0.0,
         parts: int = 1,
         reach: float = 1.0,
+        swappers: SimSwappers | None = None,
     ) -> None:
         self._heap = heap
         self._clock = clock
@@ -46,6 +48,7 @@ class SimRunner:
         self._overhead = overhead
         self._wake = wake
         self._parts = parts
+        self._swappers = swappers
         self._lanes = SimLanes(heap, clock, reach, overhead)
         self._began = self._free = 0.0
         """When the last job began, and when it ends."""
@@ -59,7 +62,13 @@ class SimRunner:
             stall = self._rotors.stall(job.model, self._lanes.alone(share, *split))
             self._lanes.start(job, share, *split, results, stall)
             return
-        seconds, stall, end = self._until(job.model, job.load)
+        read, written = sum(w.start for w in job.work), sum(len(w.tokens) for w in job.work)
+        if self._swappers is not None and not written:
+            seconds = self._swappers.carrying(job.model)
+            end = self._clock.now() + seconds + self._overhead
+            self._heap.schedule(end, JobDone(job, results, seconds, seconds))
+            return
+        seconds, stall, end = self._until(job.model, job.load, read, written)
         self._heap.schedule(end, JobDone(job, results, seconds, stall))
 
     def decodes(self, model: str, sequences: int, context: int) -> tuple[float, float, float]:
@@ -68,10 +77,13 @@ class SimRunner:
 
         `context`: as of `Load`.
         """
-        return self._until(model, Load(0, 0, 0, sequences, context))
+        load = Load(0, 0, 0, sequences, context)
+        return self._until(model, load, context - sequences, sequences)
 
-    def _until(self, model: str, load: Load) -> tuple[float, float, float]:
-        """As `decodes`, of any job that begins now; the same if asked again now."""
+    def _until(self, model: str, load: Load, read: int, written: int) -> tuple[float, float, float]:
+        """As `decodes`, of any job that begins now; the same if asked again now.
+
+        `read`, `written`: tokens whose KV it finds and makes."""
         now = self._clock.now()
         if now != self._began:
             self._after_pause, self._after_prefill = now > self._free, self._prefills
@@ -81,6 +93,8 @@ class SimRunner:
         if self._after_pause or (self._after_prefill and not self._prefills):
             seconds += self._wake
         stall = self._rotors.stall(model, seconds)
+        if self._swappers is not None:
+            stall += self._swappers.stall(model, seconds, read, written)
         seconds += stall
         self._free = now + seconds + self._overhead
         return seconds, stall, self._free

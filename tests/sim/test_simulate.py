@@ -22,7 +22,7 @@ from ballast.sim.simulate import Simulated, simulate
 from tests.policy import worlds
 
 PAGE = worlds.PAGE
-KEEP_PLACES = ("static", "recompute", "mirage")
+KEEP_PLACES = ("static", "recompute", "mirage", "kvswap")
 """Presets that refuse requests for which the places of the models have no room."""
 COSTS = StepCosts(2e-3, 5e-5, 2e-4, 1e-7, 1e-9)
 
@@ -82,7 +82,8 @@ def watch(now: float, state: DeviceState) -> None:
     for m in state.models.values():
         m.kv.validate([r.blocks for r in m.running])
         m.weights.validate()
-        assert state.pool.owned(f"kv:{m.spec.name}") == m.kv.pages
+        slots = state.pool.owned(f"kvslots:{m.spec.name}")
+        assert state.pool.owned(f"kv:{m.spec.name}") + slots == m.kv.pages
         if m.kv.limit is not None:
             assert m.kv.pages <= m.kv.limit
     assert state.pool.free >= 0

@@ -1,0 +1,93 @@
+"""KV of layers that rotate: how the layers change, in a job of its own that computes nothing.
+
+Layers that begin to rotate are stored first, and then give their pages up; those that rotate no
+more have pages first, and then are loaded. No request of the model runs meanwhile, so that what
+is cancelled, preempted or evicted waits for the end, as with any job.
+"""
+
+from __future__ import annotations
+
+from ballast.core.job import SequenceWork
+from ballast.core.link import Direction
+from ballast.core.rotation import WHOLE, Rotation
+from ballast.engine.model import ModelState
+from ballast.kv.layered import MORE_SLABS
+
+
+def refusal(m: ModelState, wanted: Rotation) -> str | None:
+    """Why these layers cannot rotate now."""
+    n, slots, layers = m.spec.n_layers, wanted.slots, set(wanted.layers)
+    now = m.kv.rotation
+    if m.swapper is None:
+        return "its KV does not lie layer by layer"
+    if m.swap_to is not None:
+        return "its layers are changing already"
+    if wanted == now:
+        return "they do already"
+    if wanted != WHOLE and not 0 < slots < len(layers):
+        return f"{len(layers)} layers cannot rotate through {slots} slots"
+    if list(wanted.layers) != sorted(layers) or not layers <= set(range(n)):
+        return "rotating layers are named once each, in order"
+    if (n - wanted.lent) * MORE_SLABS < n:
+        return f"at least one layer in {MORE_SLABS} keeps its pages"
+    before = set(now.layers)
+    grows = layers >= before and wanted.lent > now.lent
+    shrinks = layers <= before and wanted.lent < now.lent
+    if not grows and not shrinks:
+        return "some rotate more, or some less, not both at once"
+    return None
+
+
+def change(m: ModelState, wanted: Rotation) -> None:
+    """As soon as no job is in the way; `wanted` is not refused."""
+    m.swap_to = wanted
+    if m.job is None and not m.running:
+        _at_once(m, wanted)
+
+
+def begin(m: ModelState) -> list[SequenceWork]:
+    """The work of the job that changes its layers; none where nothing has to be copied."""
+    wanted = m.swap_to
+    if wanted is None:
+        return []
+    assert m.swapper is not None, "it would have been refused"
+    if not m.running:
+        _at_once(m, wanted)
+        return []
+    slabs, before, after = m.kv.slabs, set(m.kv.rotation.layers), set(wanted.layers)
+    if before < after:
+        m.swapper.carry(sorted(after - before), slabs, Direction.TO_HOST)
+    elif m.kv.turn(wanted):
+        m.swapper.carry(sorted(before - after), slabs, Direction.TO_DEVICE)
+    else:
+        m.swap_to = None  # its pages are not free any more: the policy may ask again
+        return []
+    m.kv.fixed = True
+    return [SequenceWork(r.id, (), r.computed, r.blocks, None) for r in m.running]
+
+
+def end(m: ModelState) -> None:
+    """Of that job: layers that have been stored give their pages up."""
+    wanted = m.swap_to
+    assert wanted is not None, "it has begun"
+    assert m.swapper is not None, "it would have been refused"
+    m.kv.fixed = False
+    m.kv.turn(wanted)
+    m.swapper.turn(wanted)
+    m.swap_to = None
+
+
+def forget(m: ModelState) -> None:
+    """Its KV is gone, and all of its layers have pages of their own next time."""
+    m.swap_to = None
+    if m.swapper is not None:
+        m.swapper.turn(WHOLE)
+
+
+def _at_once(m: ModelState, wanted: Rotation) -> None:
+    """Nobody uses its KV: what is cached goes instead of being copied."""
+    assert m.swapper is not None, "it would have been refused"
+    m.kv.clear()
+    m.kv.turn(wanted)
+    m.swapper.turn(wanted)
+    m.swap_to = None

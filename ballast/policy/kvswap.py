@@ -1,0 +1,183 @@
+"""KV swapped layer by layer in place of preemption (as Pie does): what MIRAGE is compared with."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ballast.core.actions import Action, Decision, DropCache, Offer, SwapKv
+from ballast.core.job import Load
+from ballast.core.link import LinkRates
+from ballast.core.rotation import WHOLE, Rotation
+from ballast.core.swapping import SLOTS, spread, swapped_seconds
+from ballast.core.units import ceil_div
+from ballast.core.view import DeviceView, ModelView, Residency
+from ballast.policy.claims import kv_claims
+from ballast.policy.cover import cover
+from ballast.policy.offers import (
+    Claim,
+    cached_prefixes,
+    loose_blocks,
+    own_younger_requests,
+    younger_requests,
+)
+from ballast.policy.recompute import Standing, pooled, stand
+from ballast.policy.static import cover_within, shares
+
+LEAST_KEPT = 4
+"""Of so many layers at least one keeps its pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Layers that may rotate, and how long a decode step is with them."""
+
+    rotation: Rotation
+    seconds: float
+    hidden: bool
+    """It is hardly longer than without."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvSwap:
+    """As `recompute`, but where KV is short the KV of some layers goes to the host and back in each
+    step, before a request starts again.
+
+    Layers are added as long as a decode step hides what they bring over the link, but for `slack`
+    of its time (`cap` 0: as long as there are any), each time enough for `ahead` times the KV there
+    is. When it is over they have pages of their own again, if `spare` of the device's pages stay
+    free. `dirty`: of a layer only what a step has written is stored; else all that it has loaded.
+    `mixed`: bytes per second that the link has each way while it carries both ways, as part of
+    those it has to the device alone.
+    """
+
+    temporal: float = 0
+    quantum: float = 1.0
+    pooled: float = 0
+    dirty: float = 0
+    cap: float = 1
+    slack: float = 0.02
+    ahead: float = 0.1
+    spare: float = 0.1
+    mixed: float = 0.43
+
+    def __call__(self, view: DeviceView, memo: object) -> Decision:
+        before = memo if isinstance(memo, Standing) else None
+        standing, actions, wake = stand(
+            view, before, pooled if self.pooled else shares, self.quantum if self.temporal else None
+        )
+        turning = {m.name for m in view.models if m.kv_turning}
+        claims = [c for c in kv_claims(view, waiting=True) if c.model not in turning]
+        if self.pooled:
+            sources = [cached_prefixes, loose_blocks, self.offers, younger_requests]
+            actions += cover(view, claims, sources)
+        else:
+            # Within a share whoever waits keeps nothing from those that run.
+            running = [c for c in claims if c.may_preempt]
+            waiting = [c for c in claims if not c.may_preempt]
+            found = cover_within(view, running, [self.offers, own_younger_requests])
+            actions += found or cover_within(view, waiting, [self.offers])
+        if not view.shortages:
+            actions += self._reversions(view)
+        return Decision(tuple(actions), standing, wake)
+
+    def offers(self, view: DeviceView, claim: Claim) -> Iterator[Offer]:
+        """Pages that KV would free if more of its layers rotated: the claim's own model's first."""
+        for m in sorted(view.models, key=lambda m: (m.name != claim.model, m.name)):
+            if m.residency is not Residency.RESIDENT or m.kv_turning or not m.kv_layer_pages:
+                continue
+            wanted = max(claim.pages, round(self.ahead * m.kv_pages))
+            plan = self._more(view, m, wanted)
+            if plan is None or m.kv_rotation is None:
+                continue
+            pages = (plan.rotation.lent - m.kv_rotation.lent) * m.kv_layer_pages
+            price = max(0.0, plan.seconds - step_seconds(m)) * len(m.running)
+            why = f"{claim.model} needs pages"
+            yield Offer(pages, price, SwapKv(m.name, plan.rotation, why))
+
+    def plan(self, view: DeviceView, m: ModelView, lent: int, least: int) -> Plan | None:
+        """The shortest step with `lent` layers' pages given up, of at least `least` that rotate.
+
+        It is reckoned with as much KV as there is room for then.
+        """
+        n = m.spec.n_layers
+        rate = view.link_bytes_per_second
+        rates = LinkRates.even(rate, 2 * self.mixed * rate)
+        tokens = sum(r.computed for r in m.running)
+        assert m.kv_rotation is not None, "its KV can rotate"
+        more = tokens * (lent - m.kv_rotation.lent) // (n - lent)
+        alone = step_seconds(m) + more * m.costs.per_context
+        loaded = (tokens + more) * m.spec.kv_bytes_per_token // n
+        new = len(m.running) * m.spec.kv_bytes_per_token // n
+        stored = new if self.dirty else loaded + new
+        found: Plan | None = None
+        for slots in SLOTS:
+            if not least <= lent + slots <= n:
+                continue
+            rotation = Rotation(spread(n, lent + slots), slots)
+            seconds = swapped_seconds(n, rotation, alone, loaded, stored, rates)
+            if found is None or seconds < found.seconds:
+                found = Plan(rotation, seconds, seconds <= alone * (1 + self.slack))
+        return found
+
+    def _more(self, view: DeviceView, m: ModelView, pages: int) -> Plan | None:
+        """What frees so many, or as many as can be; None: no more can be."""
+        now = m.kv_rotation
+        assert now is not None, "its KV can rotate"
+        n = m.spec.n_layers
+        most = n - ceil_div(n, LEAST_KEPT)
+        wanted = min(most, now.lent + max(1, ceil_div(pages, m.kv_layer_pages)))
+        lents = range(now.lent + 1, wanted + 1)
+
+        def over(lent: int) -> bool:
+            plan = self.plan(view, m, lent, len(now.layers) + 1)
+            return plan is None or (bool(self.cap) and not plan.hidden)
+
+        # The most that is not over: first the one wanted, as it nearly always is.
+        if lents and not over(wanted):
+            lent = wanted
+        else:
+            lent = now.lent + bisect_left(lents, True, key=over)
+        return self.plan(view, m, lent, len(now.layers) + 1) if lent > now.lent else None
+
+    def _reversions(self, view: DeviceView) -> list[Action]:
+        """Layers that may have their pages again, at least half of those that rotate."""
+        actions: list[Action] = []
+        free = view.free - view.promised - round(self.spare * view.total)
+        for m in view.models:
+            now = m.kv_rotation
+            if now is None or now == WHOLE or m.kv_turning:
+                continue
+            if m.residency is not Residency.RESIDENT or m.waiting:
+                continue
+            # What is cached goes: while layers rotate it costs more than it saves.
+            used = m.kv_pages - m.cached_pages
+            layer = ceil_div(m.kv_layer_pages * used, m.kv_pages) if used else 0
+            room = free + m.cached_pages
+            if m.limit is not None:
+                room = min(room, m.limit - used - round(self.spare * m.limit))
+            lent = now.lent - max(0, room) // layer if layer else 0
+            if lent <= 0:
+                rotation = WHOLE
+            elif lent <= now.lent // 2:
+                plan = self.plan(view, m, lent, 0)
+                if plan is None or len(plan.rotation.layers) >= len(now.layers):
+                    continue
+                rotation = plan.rotation
+            else:
+                continue
+            why = "there is room for its KV again"
+            if m.cached_pages:
+                actions.append(DropCache(m.name, m.cached_pages, why))
+            actions.append(SwapKv(m.name, rotation, why))
+            free += m.cached_pages - (now.lent - rotation.lent) * layer
+        return actions
+
+
+def step_seconds(m: ModelView) -> float:
+    """Of a decode step of what runs, if it waits for nothing; as measured, or as the costs say."""
+    if m.decode_seconds is not None:
+        return m.decode_seconds
+    context = sum(r.computed for r in m.running)
+    return m.costs.of(Load(0, 0, 0, len(m.running), context))

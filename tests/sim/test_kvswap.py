@@ -1,0 +1,120 @@
+"""KV swapped layer by layer, in virtual time: what it spares, what it costs; all adds up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ballast.core.errors import ConfigError
+from ballast.core.event import Finished
+from ballast.core.link import LinkRates
+from ballast.core.rotation import WHOLE, Rotation
+from ballast.core.swapping import swapped_seconds
+from ballast.engine.storyfile import StoryFile
+from ballast.kv.blocks import KvCache
+from ballast.memory.pool import Pool
+from ballast.memory.vm_null import NullVm
+from ballast.sim.device import Profile
+from ballast.sim.lives import read_lives
+from ballast.sim.replay import replay
+from ballast.sim.simulate import Simulated, simulate
+from ballast.sim.swapper import SimSwapper
+from tests.policy import worlds
+from tests.sim.test_simulate import COSTS, Heard, fleet, submissions, watch
+
+LAYERS = 8
+SPEC = replace(
+    worlds.spec("a"), n_layers=LAYERS, segment_bytes=(worlds.PAGE,) * (LAYERS + 1), max_running=64
+)
+ARRIVALS = submissions(["a"], 60, 1, rate=60.0)
+FAST = LinkRates(1e11, 1e11, 5e10, 5e10)
+
+
+def run(
+    preset: str, rates: LinkRates = FAST, leaps: bool = True, sink: Any = None, **options: float
+) -> tuple[Simulated, list[dict[str, Any]]]:
+    entries: list[dict[str, Any]] = []
+    heard = Heard()
+    profile = Profile(costs={"a": COSTS}, link=rates, overhead=1e-4)
+    settings = replace(fleet(preset, [SPEC], 110), options=options)
+    result = simulate(
+        settings, [SPEC], ARRIVALS, profile, heard, sink or entries.extend, watch, leaps=leaps
+    )
+    for s in ARRIVALS:
+        assert isinstance(heard.ended[s.id], Finished)
+        assert heard.tokens[s.id] == s.max_tokens
+    return result, entries
+
+
+def swaps(entries: list[dict[str, Any]]) -> list[Rotation]:
+    told = [e for e in entries if e.get("action") == "SwapKv"]
+    assert not any("refused" in e for e in told)
+    return [Rotation(tuple(e["rotation"]["layers"]), e["rotation"]["slots"]) for e in told]
+
+
+@pytest.mark.parametrize("pooled", [0, 1])
+def test_on_a_fast_link_nobody_starts_again(pooled: int) -> None:
+    swapped, entries = run("kvswap", pooled=pooled)
+    without, _ = run("recompute", pooled=pooled)
+    assert without.state.models["a"].preemptions > 0
+    assert swapped.state.models["a"].preemptions == 0
+    assert swapped.state.now < without.state.now
+    rotations = swaps(entries)
+    assert max(r.lent for r in rotations) > 0
+    assert rotations[-1] == WHOLE, "at the end there is room"
+    assert swapped.state.models["a"].kv.rotation == WHOLE
+
+
+def test_nothing_is_swapped_that_would_not_hide_unless_it_may() -> None:
+    slow = LinkRates(1e7, 1e7, 4.3e6, 4.3e6)
+    capped, entries = run("kvswap", slow)
+    assert swaps(entries) == []
+    uncapped, _ = run("kvswap", slow, cap=0)
+    assert uncapped.state.models["a"].preemptions < capped.state.models["a"].preemptions
+    assert uncapped.state.now > 2 * capped.state.now
+    frugal, _ = run("kvswap", slow, cap=0, dirty=1)
+    assert frugal.state.now < uncapped.state.now
+
+
+@pytest.mark.parametrize("options", [{}, {"cap": 0, "dirty": 1}, {"temporal": 1}])
+def test_leaps_change_nothing(options: dict[str, float]) -> None:
+    told = []
+    for leaps in (True, False):
+        result, entries = run("kvswap", leaps=leaps, **options)
+        actions = [e for e in entries if "action" in e]
+        m = result.state.models["a"]
+        told.append((result.state.now, actions, m.lane_seconds, m.output_tokens))
+    assert told[0] == told[1]
+
+
+def test_stories_replay(tmp_path: Path) -> None:
+    file = StoryFile(tmp_path / "story", "device")
+    run("kvswap", sink=file.write)
+    file.close()
+    (life,) = read_lives(tmp_path / "story")
+    assert any(e.get("action") == "SwapKv" for e in life.entries)
+    found = replay(life)
+    assert (found.difference, found.stray) == (None, None)
+
+
+def test_a_job_waits_for_what_it_reads_and_for_what_it_stores() -> None:
+    vm = NullVm(worlds.PAGE, 90)
+    rates = LinkRates.even(1e6)
+    token = SPEC.kv_bytes_per_token // LAYERS
+    for dirty, stored in ((False, 1030), (True, 30)):
+        swapper = SimSwapper(KvCache(SPEC, Pool(vm, 90), vm, layered=True), rates, dirty)
+        assert swapper.stall(0.1, 1000, 30) == 0.0
+        rotation = Rotation((2, 4, 6), 2)
+        swapper.turn(rotation)
+        whole = swapped_seconds(LAYERS, rotation, 0.1, 1000 * token, stored * token, rates)
+        assert swapper.stall(0.1, 1000, 30) == whole - 0.1 > 0
+
+
+def test_several_lanes_are_not_simulated() -> None:
+    profile = Profile(costs={"a": COSTS}, link=FAST, overhead=0.0)
+    several = fleet("kvswap", [SPEC], 200, lanes=2, threads=2)
+    with pytest.raises(ConfigError, match="one lane"):
+        simulate(several, [SPEC], [], profile, Heard())
