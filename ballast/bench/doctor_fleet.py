@@ -12,7 +12,7 @@ from ballast.core.errors import BallastError, ConfigError
 from ballast.core.model import ModelSpec, weight_bytes, weight_pages
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import KiB, ceil_div, format_bytes
-from ballast.engine.build import largest_jobs
+from ballast.engine.build import set_aside
 from ballast.kv.layout import Layout
 from ballast.weights.checkpoint import load_host_model, read_spec
 
@@ -88,7 +88,7 @@ def _device(
     specs: list[ModelSpec], device: DeviceSettings, i: int, where: str
 ) -> Iterator[Finding]:
     """Of one device, `devices[i]`, and its models."""
-    arena = largest_jobs(specs, device)
+    arena = set_aside(specs, device)
     left = device.budget_bytes // device.page_bytes - ceil_div(arena, device.page_bytes)
     for spec in specs:
         yield _model(spec, device, left, i, where)
@@ -124,8 +124,9 @@ def _model(spec: ModelSpec, device: DeviceSettings, left: int, i: int, where: st
 def _budget(specs: list[ModelSpec], device: DeviceSettings, arena: int, where: str) -> Finding:
     page = device.page_bytes
     weights = weight_pages(specs, page) * page
+    what = "activations and CUDA graphs" if device.graph_bytes else "activations"
     found = (
-        f"{format_bytes(device.budget_bytes)}: {format_bytes(arena)} for activations, "
+        f"{format_bytes(device.budget_bytes)}: {format_bytes(arena)} for {what}, "
         f"all weights together {format_bytes(weights)}"
     )
     return judged(

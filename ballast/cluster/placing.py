@@ -11,7 +11,7 @@ from ballast.core.fleet import Need, Room
 from ballast.core.model import ModelSpec, weight_pages
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import ceil_div, format_bytes
-from ballast.engine.build import largest_jobs
+from ballast.engine.build import set_aside
 from ballast.policy.placement import spread
 from ballast.weights.stored import served_bytes
 
@@ -76,7 +76,7 @@ def need_of(spec: ModelSpec, devices: Iterable[DeviceSettings], work: Mapping[st
         page = served.page_bytes
         weights = max(weights, weight_pages([spec], page) * page)
         kv = ceil_div(served.step_tokens * spec.kv_bytes_per_token, page) * page
-        arena = largest_jobs([spec], served)
+        arena = set_aside([spec], served)
         most = max(most, weight_pages([spec], page) * page + kv + arena + page)
     return Need(spec.name, most, weights, work, spec.pinned)
 

@@ -53,6 +53,24 @@ class ModelReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GraphReport:
+    """CUDA graphs of one device."""
+
+    graphs: int
+    pieces: int
+    """That they consist of."""
+    n_bytes: int
+    """That they take, of `cap_bytes` set aside."""
+    cap_bytes: int
+    replays: int
+    """Jobs that ran by one, since start; likewise what follows."""
+    eager: int
+    """Decode jobs that found none."""
+    dropped: int
+    """Graphs given up, for others or with their models."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
     """One device at one moment."""
 
@@ -67,11 +85,13 @@ class DeviceReport:
     reclaiming: int
     owners: dict[str, int]
     """Pages by owner, `weights:NAME`, `slots:NAME` (of layers that rotate), `kv:NAME`,
-    `shared:DIGEST` (weights of several models), `arena:LANE`, `lent:DEVICE`; in all
-    total - free - reclaiming."""
+    `shared:DIGEST` (weights of several models), `arena:lanes`, `arena:graphs`,
+    `lent:DEVICE`; in all total - free - reclaiming."""
     models: tuple[ModelReport, ...]
     jobs: int
     """Jobs run since start."""
     draining: bool
     borrowed: dict[str, int] = field(default_factory=dict)
     """Pages of other devices that it may use, by device; of no account above."""
+    graphs: GraphReport | None = None
+    """None: it has none."""

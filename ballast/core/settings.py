@@ -11,6 +11,8 @@ from ballast.core.units import KiB, MiB
 
 GPU_PAGE = 2 * MiB
 """What drivers map at once on every GPU so far; the device says if it is not enough."""
+GRAPH_BYTES = 256 * MiB
+"""For CUDA graphs, where nothing else is said. Not measured on a GPU yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,9 @@ class DeviceSettings:
     step_logits: int = 64
     """Most positions sampled in one job; bounds the logits in the activation arena."""
     prefix_cache: bool = True
+    graphs: int | None = None
+    """Most bytes that CUDA graphs take, of the budget; None: `GRAPH_BYTES` on a GPU. 0: there are
+    none."""
     tensor_parallel: int = 1
     """Ranks, each a process, that share every model of the device, and all that it has, equally."""
     exchange: str = "shared"
@@ -106,6 +111,13 @@ class DeviceSettings:
     def rotates(self) -> bool:
         """Whether layers can rotate there: on one CPU they can."""
         return self.gpu is None and self.tensor_parallel == 1
+
+    @property
+    def graph_bytes(self) -> int:
+        """Set aside for CUDA graphs."""
+        if self.gpu is None:
+            return 0
+        return GRAPH_BYTES if self.graphs is None else self.graphs
 
     @property
     def parts(self) -> int:

@@ -27,6 +27,8 @@ from ballast.weights.shared import SharedSegment, find_shared
 
 ARENA = "arena:lanes"
 """Owner of the pages that stand for activations."""
+GRAPHS = "arena:graphs"
+"""Of those that stand for CUDA graphs."""
 GPU_LANE_BYTES = 128 * MiB
 """On a GPU, beside what tensors take: cuBLAS workspaces (32 MiB a stream on Hopper), scores of
 attention that no kernel computes, what the allocator rounds up. Not measured on a GPU yet."""
@@ -70,6 +72,13 @@ def build_state(
             format_bytes(settings.budget_bytes),
             f"activations alone need {format_bytes(activations)}: of a job on each lane",
         )
+    graphs = Arena(pool, GRAPHS, settings.graph_bytes)
+    if graphs.short is not None:
+        raise ConfigError(
+            f"graphs of {settings.name}",
+            format_bytes(settings.graph_bytes),
+            f"activations leave {format_bytes(pool.free * settings.page_bytes)} of its budget",
+        )
     shared = find_shared([h.spec for h in hosted], pool, vm.page_bytes)
     models = [
         build_model(
@@ -87,7 +96,7 @@ def build_state(
         for h in hosted
     ]
     return DeviceState(
-        settings, models, pool, arena, link, clock, lending, make_rotor, make_swapper
+        settings, models, pool, arena, graphs, link, clock, lending, make_rotor, make_swapper
     )
 
 
@@ -160,6 +169,11 @@ def largest_jobs(specs: Iterable[ModelSpec], settings: DeviceSettings) -> int:
     if settings.gpu is not None:
         largest += GPU_LANE_BYTES
     return settings.lanes * largest
+
+
+def set_aside(specs: Iterable[ModelSpec], settings: DeviceSettings) -> int:
+    """Bytes of a device's budget that are for neither weights nor KV."""
+    return largest_jobs(specs, settings) + settings.graph_bytes
 
 
 def _mover(kv: KvCache, copy: CopyNow) -> Callable[[int, int], None]:

@@ -190,7 +190,7 @@ class LiveDevice:
 
     def snapshot(self) -> DeviceReport:
         """The device as it is now; from any thread."""
-        return report(self.state, self.fleet.device.name)
+        return report(self.state, self.fleet.device.name, self.machine.graphs)
 
     def decisions(self) -> tuple[dict[str, Any], ...]:
         """Those since the last call, as the story tells them; by one thread."""

@@ -10,6 +10,7 @@ from ballast.core.clock import Clock
 from ballast.core.errors import ConfigError
 from ballast.core.event import Event, Settled
 from ballast.core.model import ModelSpec
+from ballast.core.report import GraphReport
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.engine.runner import CpuRunner, Executor, Keeper, LaneRunner, Record
 from ballast.kernels.workspace import Workspace
@@ -53,6 +54,10 @@ class Machine(Protocol):
 
     @property
     def link(self) -> Link: ...
+
+    @property
+    def graphs(self) -> GraphReport | None:
+        """CUDA graphs, now; None: it has none. From any thread."""
 
     def load(self, settings: ModelSettings, tier: HostTier, threads: int = THREADS) -> HostModel:
         """A model in the host tier; raises as `load_host_model`."""
@@ -100,6 +105,8 @@ MakeMachine = Callable[[FleetSettings, Clock, Callable[[Event], None]], Machine]
 
 class OnCpu:
     """What every machine of CPUs has: the C allocator's cap, and intra-op threads for lanes."""
+
+    graphs: GraphReport | None = None
 
     def cap(self, n_bytes: int) -> Cap:
         return AllocatorCap(n_bytes)

@@ -6,18 +6,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 
 from ballast.core.clock import Clock
 from ballast.core.errors import ConfigError, DeviceError
 from ballast.core.event import Event
+from ballast.core.report import GraphReport
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import format_bytes
 from ballast.engine.machine import Cap
 from ballast.engine.runner import Executor, LaneRunner, Record
 from ballast.engine.runner_cuda import AllocatorOnDevice, Compute, CudaRunner, TorchOnGpu
 from ballast.engine.streams_cuda import lane_streams
-from ballast.kernels.plain_attention import PlainAttention
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
 from ballast.memory.cuda_calls import Driver
@@ -25,6 +24,7 @@ from ballast.memory.cuda_driver import CudaDriver
 from ballast.memory.cuda_pins import Pins
 from ballast.memory.link_cuda import CudaLink
 from ballast.memory.vm_cuda import CudaVm
+from ballast.models.graphs import GraphCache
 from ballast.models.on_device import DeviceModel
 from ballast.models.served import Served
 from ballast.weights.checkpoint import THREADS, load_host_model
@@ -75,6 +75,11 @@ class CudaMachine:
         self._streams = lane_streams(driver, number, device.lanes)
         for stream in self._streams.all:
             self.vm.watch(stream)
+        self._graphs: GraphCache | None = None
+        if n_bytes := device.graph_bytes:
+            self._graphs = GraphCache(
+                n_bytes, lambda stream: self._compute.recorder(self._streams.twin(stream))
+            )
 
     def load(self, settings: ModelSettings, tier: HostTier, threads: int = THREADS) -> HostModel:
         """As stored, and page-locked. Raises ConfigError for what only CPUs have."""
@@ -95,7 +100,14 @@ class CudaMachine:
             raise
         return host
 
+    @property
+    def graphs(self) -> GraphReport | None:
+        return None if self._graphs is None else self._graphs.report()
+
     def unload(self, host: HostModel) -> None:
+        if self._graphs is not None:
+            self._driver.set_current(self._context)
+            self._graphs.forget(host.spec.name)
         for address in host.addresses:
             if self._pinned[address] == 1:
                 self._pins.unpin(address)
@@ -116,15 +128,15 @@ class CudaMachine:
         workspaces: Sequence[Workspace],
     ) -> tuple[Served, ...]:
         """Of `workspaces` only the number matters: PyTorch's allocator gives what a job needs."""
-        there = self._compute.device
-        # Triton compiles for nothing but GPUs.
-        make = None if there.type == "cuda" and find_spec("triton") else PlainAttention
-        blocks = kv.range.range.n_bytes // kv.layout.stride_bytes
-        made = DeviceModel(host, segments, kv.base, kv.layout, blocks, there, make)
+        compute, blocks = self._compute, kv.range.range.n_bytes // kv.layout.stride_bytes
+        where = (segments, kv.base, kv.layout, blocks, compute.device)
+        made = DeviceModel(host, *where, compute.attention, self._graphs)
         return (made,) * len(workspaces)
 
     def cap(self, n_bytes: int) -> Cap:
-        return DeviceCap(self._compute.allocator(n_bytes))
+        """Graphs keep what they compute in memory of the same allocator."""
+        more = self.device.graph_bytes
+        return DeviceCap(self._compute.allocator(n_bytes + more), more)
 
     def runner(
         self,
@@ -146,6 +158,7 @@ class CudaMachine:
             device.lanes,
             cap,
             record,
+            self._graphs,
         )
 
     def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
@@ -157,6 +170,8 @@ class CudaMachine:
 
     def close(self) -> None:
         self._driver.set_current(self._context)
+        if self._graphs is not None:
+            self._graphs.close()
         self._pins.close()
         self._streams.close()
         self._driver.destroy_stream(self._copies)
@@ -166,14 +181,15 @@ class CudaMachine:
 class DeviceCap:
     """Implements `Cap` for the memory of a GPU; what jobs allocate on the host is no part of it."""
 
-    def __init__(self, allocator: AllocatorOnDevice) -> None:
-        self._allocator = allocator
+    def __init__(self, allocator: AllocatorOnDevice, more: int = 0) -> None:
+        """`more`: bytes that the allocator may have for something else than jobs."""
+        self._allocator, self._more = allocator, more
         self._next: int | None = None
         """Bytes from the next moment on in which no job runs."""
 
     @property
     def n_bytes(self) -> int:
-        return self._allocator.n_bytes
+        return self._allocator.n_bytes - self._more
 
     @property
     def renewing(self) -> bool:
@@ -183,7 +199,7 @@ class DeviceCap:
         """Within the cap again, if what is kept unused allows it; whether it is."""
         if self._next is not None and alone:
             n_bytes, self._next = self._next, None
-            return self._allocator.resize(n_bytes)
+            return self._allocator.resize(n_bytes + self._more)
         return self._allocator.check()
 
     @contextmanager

@@ -112,7 +112,7 @@ class Operations:
         present = [*state.models.values(), m]
         wanted = largest_jobs((o.spec for o in present), settings)
         arena = max(state.arena.pages, ceil_div(wanted, settings.page_bytes))
-        room = state.pool.total - arena
+        room = state.pool.total - arena - state.graphs.pages
         least = weight_pages([m.spec], settings.page_bytes) + m.kv.most_pages(1)
         if least > room:
             return (

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from ballast.core.report import DeviceReport, ModelReport
+from ballast.core.report import DeviceReport, GraphReport, ModelReport
 from ballast.core.view import Residency
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 from ballast.weights.rotor import Loads
 
 
-def report(state: DeviceState, device: str) -> DeviceReport:
+def report(state: DeviceState, device: str, graphs: GraphReport | None = None) -> DeviceReport:
     """A report of single numbers, each true when it was read; safe from any thread."""
     present = tuple(state.models.values())
     now = state.clock.now()
     models = tuple(_model(m, now) for m in present)
     owners = {state.arena.owner: state.arena.pages}
+    if state.graphs.pages:
+        owners[state.graphs.owner] = state.graphs.pages
     for s in state.shared:
         owners[s.owner] = len(s.pages)
     for m in present:
@@ -36,6 +38,7 @@ def report(state: DeviceState, device: str) -> DeviceReport:
         jobs=state.jobs,
         draining=state.draining,
         borrowed=state.lending.borrowed,
+        graphs=graphs,
     )
 
 

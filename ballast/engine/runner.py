@@ -99,7 +99,7 @@ class LaneRunner(ABC):
         """Entered on the job's lane, around its work; when it is left, all of that has ended."""
 
     def _work(self, lane: int) -> None:
-        while (job := self._jobs[lane].get()) is not None:
+        while (job := self._next(lane)) is not None:
             begun = self._begin(job)
             try:
                 with self.running(job):
@@ -112,6 +112,10 @@ class LaneRunner(ABC):
                 seconds = self._clock.now() - begun
                 self._post(JobDone(job, results, seconds, executor.stalled()))
             self._end(job)
+
+    def _next(self, lane: int) -> Job | None:
+        """The lane's next job, waited for; None: it ends."""
+        return self._jobs[lane].get()
 
     def _begin(self, job: Job) -> float:
         """The job may run from now on; when that is."""

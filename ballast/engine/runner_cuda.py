@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -13,9 +16,19 @@ from ballast.core.event import Event
 from ballast.core.job import Job
 from ballast.engine.runner import Executor, Keeper, LaneRunner, Record
 from ballast.engine.streams_cuda import Streams
+from ballast.kernels.device_batch import Attention, DeviceBatch
+from ballast.kernels.plain_attention import PlainAttention
 from ballast.memory.cuda_calls import Driver
 from ballast.memory.cuda_cap import CachingCap
 from ballast.memory.cuda_events import Events
+from ballast.memory.cuda_graphs import TorchRecorder
+from ballast.models.graphs import GraphCache, Recorder
+
+log = logging.getLogger(__name__)
+
+QUIET_SECONDS = 0.05
+"""Without a job on a lane, before it looks whether a graph can be recorded: longer than a lane
+waits between two steps of the same requests."""
 
 
 class AllocatorOnDevice(Protocol):
@@ -35,11 +48,18 @@ class Compute(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def attention(self) -> Callable[[DeviceBatch], Attention] | None:
+        """Of its models; None: each gets what fits it best."""
+
     def on(self, stream: int) -> AbstractContextManager[object]:
         """Work that this thread launches meanwhile goes to that stream of the driver."""
 
     def allocator(self, n_bytes: int) -> AllocatorOnDevice:
         """Its allocator there, capped."""
+
+    def recorder(self, stream: int) -> Recorder:
+        """Of graphs, on a stream that nothing else uses."""
 
 
 class TorchOnGpu:
@@ -47,6 +67,9 @@ class TorchOnGpu:
 
     def __init__(self, ordinal: int) -> None:
         self.device = torch.device("cuda", ordinal)
+        self.attention: Callable[[DeviceBatch], Attention] | None = None
+        if find_spec("triton") is None:
+            self.attention = PlainAttention
 
     def on(self, stream: int) -> AbstractContextManager[object]:
         there = torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call]
@@ -54,6 +77,9 @@ class TorchOnGpu:
 
     def allocator(self, n_bytes: int) -> AllocatorOnDevice:
         return CachingCap(self.device.index or 0, n_bytes)
+
+    def recorder(self, stream: int) -> Recorder:
+        return TorchRecorder(self.device.index or 0, stream)
 
 
 class CudaRunner(LaneRunner):
@@ -71,8 +97,11 @@ class CudaRunner(LaneRunner):
         lanes: int = 1,
         keeper: Keeper | None = None,
         record: Record | None = None,
+        graphs: GraphCache | None = None,
+        quiet_seconds: float = QUIET_SECONDS,
     ) -> None:
         """`context`: of the device, retained as long as this lives."""
+        self._graphs, self._quiet_seconds = graphs, quiet_seconds
         self._driver, self._context = driver, context
         self._compute, self._streams = compute, streams
         self._events = [Events(driver) for _ in range(lanes)]
@@ -83,7 +112,7 @@ class CudaRunner(LaneRunner):
         self._driver.set_current(self._context)
         stream, events = self._streams.take(job), self._events[job.lane]
         try:
-            with self._compute.on(stream):
+            with self._compute.on(stream), self._graphs_on(stream):
                 yield
         finally:
             # Also of a job that broke off: what it had launched by then may still run.
@@ -94,6 +123,30 @@ class CudaRunner(LaneRunner):
                 events.put_back(event)
             finally:
                 self._streams.give_back(job)
+
+    def _graphs_on(self, stream: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._graphs is None else self._graphs.on(stream)
+
+    def _next(self, lane: int) -> Job | None:
+        while self._graphs is not None and self._graphs.wanted:
+            try:
+                return self._jobs[lane].get(timeout=self._quiet_seconds)
+            except queue.Empty:
+                self.record_one(self._graphs)
+        return super()._next(lane)
+
+    def record_one(self, graphs: GraphCache) -> bool:
+        """A graph that is wanted, unless some job runs or is about to. One that comes meanwhile
+        waits, on whichever lane: nobody has seen yet what recording does to jobs beside it."""
+        with self._change:
+            if self._running or not all(jobs.empty() for jobs in self._jobs):
+                return False
+            self._driver.set_current(self._context)
+            try:
+                graphs.record_one()
+            except Exception:  # jobs run without it
+                log.exception("a CUDA graph could not be recorded")
+            return True
 
     def close(self) -> None:
         super().close()

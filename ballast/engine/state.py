@@ -54,6 +54,7 @@ class DeviceState:
         models: list[ModelState],
         pool: Pool,
         arena: Arena,
+        graphs: Arena,
         link: Link,
         clock: Clock,
         lending: Lending,
@@ -79,7 +80,7 @@ class DeviceState:
         """Of the loop's present turn, or its last, as is the next: what a turn does follows from
         them and its events, so that the story, which tells them all, replays to the same."""
         self.link_bytes_per_second = link.bytes_per_second
-        self.arena = arena
+        self.arena, self.graphs = arena, graphs
         self.requests: dict[str, Request] = {}
         self.patience = Patience(self.requests)
         self.lanes = Lanes(settings)
@@ -172,10 +173,15 @@ class DeviceState:
         self.asking = True
         return []
 
+    @property
+    def set_aside(self) -> int:
+        """Pages that are for neither weights nor KV."""
+        return self.arena.pages + self.graphs.pages
+
     def _room(self, m: ModelState) -> int:
         """Pages of KV that one request of `m` could have with the device to itself."""
         there = [o.spec for o in self.models.values() if o.spec.pinned or o is m]
-        room = self.pool.total - self.arena.pages - weight_pages(there, self.settings.page_bytes)
+        room = self.pool.total - self.set_aside - weight_pages(there, self.settings.page_bytes)
         return room if m.kv.limit is None else min(room, m.kv.limit)
 
     def _cancel(self, event: Cancel) -> list[Output]:

@@ -32,6 +32,10 @@ class Streams(Protocol):
     def give_back(self, job: Job) -> None:
         """All its work has ended."""
 
+    def twin(self, stream: int) -> int:
+        """Another on the same multiprocessors, of the same priority, where graphs are recorded for
+        one of `all`: no job's, and no fence waits for it. A context is current."""
+
     def close(self) -> None: ...
 
 
@@ -52,9 +56,9 @@ class PlainStreams:
     def __init__(self, driver: Driver, lanes: int) -> None:
         self._driver = driver
         _, greatest = driver.priorities()
-        self.all = [
-            driver.new_stream(greatest if lane == 0 and lanes > 1 else 0) for lane in range(lanes)
-        ]
+        self._priorities = [greatest if lane == 0 and lanes > 1 else 0 for lane in range(lanes)]
+        self.all = [driver.new_stream(priority) for priority in self._priorities]
+        self._twins: list[int] = []
 
     def take(self, job: Job) -> int:
         return self.all[job.lane]
@@ -62,10 +66,15 @@ class PlainStreams:
     def give_back(self, job: Job) -> None:
         """Its lane's next job takes it again."""
 
+    def twin(self, stream: int) -> int:
+        made = self._driver.new_stream(self._priorities[self.all.index(stream)])
+        self._twins.append(made)
+        return made
+
     def close(self) -> None:
-        for stream in self.all:
+        for stream in (*self.all, *self._twins):
             self._driver.destroy_stream(stream)
-        self.all = []
+        self.all, self._twins = [], []
 
 
 class GreenStreams:
@@ -74,8 +83,9 @@ class GreenStreams:
     def __init__(self, driver: Driver, device: int, lanes: int) -> None:
         """Raises DeviceError, with nothing left behind, where contexts cannot be had."""
         self._driver, self._groups = driver, lanes
-        self._contexts: list[int] = []
+        self._contexts: dict[tuple[int, int], int] = {}
         self._streams: dict[tuple[int, int], int] = {}
+        self._twins: list[int] = []
         self._taken: dict[int, range] = {}
         """Groups of the job on each lane."""
         self._lock = threading.Lock()
@@ -83,8 +93,9 @@ class GreenStreams:
             split = driver.split(device, lanes)
             for n in range(1, lanes):
                 for first in range(lanes - n + 1):
-                    self._contexts.append(driver.green_context(device, split, first, n))
-                    self._streams[first, n] = driver.green_stream(self._contexts[-1])
+                    context = driver.green_context(device, split, first, n)
+                    self._contexts[first, n] = context
+                    self._streams[first, n] = driver.green_stream(context)
             self._streams[0, lanes] = driver.new_stream()
         except DeviceError:
             self.close()
@@ -115,9 +126,17 @@ class GreenStreams:
         with self._lock:
             del self._taken[job.lane]
 
+    def twin(self, stream: int) -> int:
+        run = next(run for run, made in self._streams.items() if made == stream)
+        context = self._contexts.get(run)
+        driver = self._driver
+        twin = driver.new_stream() if context is None else driver.green_stream(context)
+        self._twins.append(twin)
+        return twin
+
     def close(self) -> None:
-        for stream in self._streams.values():
+        for stream in (*self._streams.values(), *self._twins):
             self._driver.destroy_stream(stream)
-        for context in self._contexts:
+        for context in self._contexts.values():
             self._driver.destroy_green(context)
-        self._streams, self._contexts = {}, []
+        self._streams, self._contexts, self._twins = {}, {}, []

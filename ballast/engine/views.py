@@ -63,7 +63,7 @@ def device_view(state: DeviceState) -> DeviceView:
         now=state.now,
         page_bytes=state.settings.page_bytes,
         total=state.pool.total,
-        arena=state.arena.pages,
+        arena=state.set_aside,
         free=state.pool.free,
         reclaiming=state.pool.reclaiming + deferred,
         promised=state.pool.promised,

@@ -243,6 +243,9 @@ def _check_devices(keys: FleetKeys) -> None:
             allowed = f"devices[{names[device.name]}] has that name already"
             raise ConfigError(f"devices[{i}].name", device.name, allowed)
         names[device.name] = i
+        if device.gpu is None and device.graphs is not None:
+            allowed = "only GPUs have CUDA graphs"
+            raise ConfigError(f"devices[{i}].graphs", device.graphs, allowed)
         if device.name.startswith("cuda"):
             _check_gpu(keys, device, f"devices[{i}]")
         if device.tensor_parallel > 1:

@@ -55,6 +55,7 @@ def _page(value: Any) -> int:
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Size = Annotated[int, BeforeValidator(_size), Field(gt=0, lt=2**63)]
+SizeOrNone = Annotated[int, BeforeValidator(_size), Field(ge=0, lt=2**63)]
 PageSize = Annotated[int, BeforeValidator(_page)]
 Bandwidth = Annotated[float, BeforeValidator(_bandwidth), Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -176,6 +177,8 @@ class DeviceKeys(Keys):
     step_tokens: Count = 512
     step_logits: Count = 64
     prefix_cache: bool = True
+    graphs: SizeOrNone | None = None
+    """None: 256 MiB on a GPU."""
     tensor_parallel: Count = 1
     exchange: Literal["shared", "gloo"] = "shared"
 
@@ -191,6 +194,7 @@ class DeviceKeys(Keys):
             step_tokens=self.step_tokens,
             step_logits=self.step_logits,
             prefix_cache=self.prefix_cache,
+            graphs=self.graphs,
             tensor_parallel=self.tensor_parallel,
             exchange=self.exchange,
         )

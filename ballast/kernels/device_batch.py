@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ NOWHERE = -1
 
 class Attention(Protocol):
     """One implementation of attention, for the jobs of one bucket."""
+
+    replayable: ClassVar[bool]
+    """Whether `write` and `attend` of a bucket of decodes launch the same work for every job."""
 
     def prepare(self) -> None:
         """Once per job, after its tensors were filled; never within a captured graph."""
@@ -131,6 +134,11 @@ class DeviceBatch:
     def n_tokens(self) -> int:
         """Rows of the batch, padding included."""
         return self.bucket.tokens
+
+    @property
+    def replayable(self) -> bool:
+        """Whether a CUDA graph may be recorded over it."""
+        return self.bucket.decodes and self._attention.replayable
 
     @property
     def n_sequences(self) -> int:

@@ -6,6 +6,8 @@ that reads them in place. It is what is left where there is no Triton.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,8 @@ SCORE_BYTES = 32 * MiB
 
 class PlainAttention:
     """Implements `Attention`; what there is to do is read from the plan, on the host."""
+
+    replayable: ClassVar[bool] = False
 
     def __init__(self, batch: DeviceBatch) -> None:
         self._batch = batch

@@ -7,6 +7,8 @@ which is how it is tested.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +28,8 @@ NARROWEST = 16
 
 class TritonAttention:
     """Attention for one batch, with the partial results that it takes."""
+
+    replayable: ClassVar[bool] = True
 
     def __init__(self, batch: DeviceBatch, programs: int | None = None) -> None:
         """`programs`: how many take the items of cut tiles, over all KV heads."""

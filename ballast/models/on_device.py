@@ -1,10 +1,10 @@
 """Any decoder that `transformers` knows, on a GPU: the generic path of `models/transformers.py`.
 
 The module and the attention it calls are the same as on a CPU; what differs is where its parameters
-and the job's tensors are. A job is filled into the batch of its bucket, whose addresses stay: a
-batch of decodes is what a CUDA graph can be captured over. Nothing waits for the device before the
-tokens are fetched. Logits stay there as long as nobody asks for more than the likeliest token; what
-else depends on them is computed on the host, by the one function that all devices share.
+and the job's tensors are. A job is filled into the batch of its bucket, whose addresses stay: over
+a batch of decodes a CUDA graph can be recorded (`models/graphs.py`). Nothing waits for the device
+before the tokens are fetched. Logits stay there as long as nobody asks for more than the likeliest
+token; what else depends on them is computed on the host, by the function that all devices share.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from ballast.kv.layout import Layout
 from ballast.memory.cuda_tensor import device_tensor_at
 from ballast.memory.tensor import tensor_at
 from ballast.models import attention
-from ballast.models.module import placed
+from ballast.models.graphs import GraphCache, Recording, Stops
+from ballast.models.module import layers_of, placed
 from ballast.models.served import Served, wanted_rows
 from ballast.weights.host import HostModel
 
@@ -50,8 +51,10 @@ class DeviceModel(Served):
         blocks: int,
         device: torch.device,
         make: Callable[[DeviceBatch], Attention] | None = None,
+        graphs: GraphCache | None = None,
     ) -> None:
-        """`blocks`: of KV, that there are addresses for; `make`: attention, chosen if not given.
+        """`blocks`: of KV, that there are addresses for; `make`: attention, chosen if not given;
+        `graphs`: of the device, if it has any.
 
         Raises UnsupportedModel where the module keeps state that cannot be set up without its
         weights, or has adapters, whose kernels are a CPU's; ConfigError as `choose` does.
@@ -72,17 +75,32 @@ class DeviceModel(Served):
         self._scratch = Scratch(device)
         self._decodes: dict[Bucket, DeviceBatch] = {}
         self._chunks: OrderedDict[Bucket, DeviceBatch] = OrderedDict()
+        self._graphs = graphs
+        self._cuts: tuple[int, ...] = ()
+        """Layers at which the pass under way stops, and who is told."""
+        self._stops: Stops | None = None
+        for i, layer in enumerate(layers_of(self._module, host)):
+            layer.register_forward_pre_hook(partial(self._reach, i))
+            layer.register_forward_hook(partial(self._leave, i))
 
     @torch.inference_mode()
     def logits(self, work: Sequence[SequenceWork]) -> Tensor:
-        batch = self.batch(work)
-        output = self._forward(self._module, batch, logits_to_keep=batch.wanted)
-        logits: Tensor = output.logits[0, : batch.n_wanted].float()
+        self.check(work)
+        bucket, cuts = self._bucket(work), tuple(sorted(self._begin_pass()))
+        graphs = self._graphs if bucket.decodes else None
+        recorded = None if graphs is None else graphs.find(self.spec.name, bucket, cuts)
+        batch = self._filled(bucket if recorded is None else recorded.bucket, work)
+        if recorded is not None:
+            return recorded.replay(self.barriers)[: batch.n_wanted]
+        logits = self._step(batch, batch.n_wanted, cuts, self.barriers)
+        if graphs is not None and batch.replayable:
+            graphs.want(self.spec.name, bucket, partial(self._recorded, batch, cuts), cuts)
         return logits
 
     @torch.inference_mode()
     def hidden(self, work: Sequence[SequenceWork]) -> Tensor:
         batch = self.batch(work)
+        self._cuts, self._stops = tuple(self._begin_pass()), self.barriers
         output = self._forward(self._module.base_model, batch)
         hidden: Tensor = output.last_hidden_state[0, batch.wanted[: batch.n_wanted]].cpu()
         return hidden
@@ -120,19 +138,23 @@ class DeviceModel(Served):
     def batch(self, work: Sequence[SequenceWork]) -> DeviceBatch:
         """The batch of the job's bucket, filled with it. Raises BrokenPromise as `check` does."""
         self.check(work)
-        counts = [len(w.tokens) for w in work]
-        wanted = wanted_rows(work)
-        batch = self._of(self._bucket(work, counts, len(wanted)))
+        return self._filled(self._bucket(work), work)
+
+    def _filled(self, bucket: Bucket, work: Sequence[SequenceWork]) -> DeviceBatch:
+        batch = self._of(bucket)
         tokens = [token for w in work for token in w.tokens]
-        batch.fill(tokens, [w.start for w in work], counts, [w.blocks for w in work], wanted)
+        counts = [len(w.tokens) for w in work]
+        tables = [w.blocks for w in work]
+        batch.fill(tokens, [w.start for w in work], counts, tables, wanted_rows(work))
         return batch
 
-    def _bucket(self, work: Sequence[SequenceWork], counts: Sequence[int], wanted: int) -> Bucket:
+    def _bucket(self, work: Sequence[SequenceWork]) -> Bucket:
         blocks = [len(w.blocks) for w in work]
+        counts = [len(w.tokens) for w in work]
         if max(counts) == 1:
             longest = ceil_div(self.spec.max_model_len, self.spec.block_tokens)
             return Bucket.decode(len(work), sum(blocks), max(longest, max(blocks)))
-        return Bucket.holding(counts, wanted, blocks)
+        return Bucket.holding(counts, len(wanted_rows(work)), blocks)
 
     def _of(self, bucket: Bucket) -> DeviceBatch:
         kept = self._decodes if bucket.decodes else self._chunks
@@ -145,6 +167,27 @@ class DeviceModel(Served):
         elif not bucket.decodes:
             self._chunks.move_to_end(bucket)
         return batch
+
+    def _step(
+        self, batch: DeviceBatch, n: int, cuts: tuple[int, ...], stops: Stops | None
+    ) -> Tensor:
+        """Logits of the first `n` rows that are wanted, float32."""
+        self._cuts, self._stops = cuts, stops
+        output = self._forward(self._module, batch, logits_to_keep=batch.wanted)
+        logits: Tensor = output.logits[0, :n].float()
+        return logits
+
+    @torch.inference_mode()
+    def _recorded(self, batch: DeviceBatch, cuts: tuple[int, ...], recording: Recording) -> Tensor:
+        return self._step(batch, batch.bucket.wanted, cuts, recording)
+
+    def _reach(self, layer: int, *_: Any) -> None:
+        if layer in self._cuts and self._stops is not None:
+            self._stops.wait(layer)
+
+    def _leave(self, layer: int, *_: Any) -> None:
+        if layer in self._cuts and self._stops is not None:
+            self._stops.used(layer)
 
     def _forward(self, module: Any, batch: DeviceBatch, **more: Tensor) -> Any:
         with attention.running(attention.JobContext(batch, batch.out)):

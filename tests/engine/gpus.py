@@ -14,7 +14,9 @@ from ballast.core.event import Event
 from ballast.core.settings import FleetSettings
 from ballast.engine.machine_cuda import CudaMachine
 from ballast.engine.runner_cuda import AllocatorOnDevice
+from ballast.kernels.plain_attention import PlainAttention
 from tests.memory.fake_cuda import FakeDriver
+from tests.models.fake_graphs import FakeRecorder, Recorders
 
 
 class Allocator:
@@ -38,7 +40,13 @@ class OnHost:
 
     device = torch.device("cpu")
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        attention: type[PlainAttention] = PlainAttention,
+        recorders: Recorders | None = None,
+    ) -> None:
+        self.attention = attention
+        self.recorders = recorders or Recorders()
         self.streams: list[int] = []
         """That work went to, in order."""
 
@@ -48,6 +56,9 @@ class OnHost:
 
     def allocator(self, n_bytes: int) -> AllocatorOnDevice:
         return Allocator(n_bytes)
+
+    def recorder(self, stream: int) -> FakeRecorder:
+        return self.recorders(stream)
 
 
 def serving(
@@ -62,6 +73,7 @@ def serving(
     return inprocess.InProcess(fleet, make_machine=make)
 
 
-def on_gpu(fleet: FleetSettings, lanes: int = 1) -> FleetSettings:
-    device = replace(fleet.device, name="cuda:0", threads=None, lanes=lanes)
+def on_gpu(fleet: FleetSettings, lanes: int = 1, graphs: int = 0) -> FleetSettings:
+    """`graphs`: bytes for them."""
+    device = replace(fleet.device, name="cuda:0", threads=None, lanes=lanes, graphs=graphs)
     return replace(fleet, device=device)

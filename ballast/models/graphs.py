@@ -1,0 +1,319 @@
+"""CUDA graphs of decode steps: recorded while nothing runs, replayed for jobs of their bucket.
+
+A graph holds addresses, and those stay whatever happens to the pages beneath: it is good for as
+long as its model is served, resident or not. Recording runs nothing and touches no memory of the
+model, so that it can be done while weights are on their way or gone. A bucket is recorded after a
+job of it has run without a graph: kernels are compiled by then, and workspaces allocated, neither
+of which a recording allows.
+
+A pass that has to wait for layers is cut there: pieces are recorded one by one, and what waits
+comes between them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ballast.core.errors import BrokenPromise
+from ballast.core.report import GraphReport
+from ballast.core.units import MiB
+from ballast.kernels.device_plan import Bucket
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 2 * MiB
+"""Of the device, what the driver is taken to need for a piece beside what its kernels write.
+`scripts/gpu_check` measures it; this is a guess until then."""
+
+
+class Stops(Protocol):
+    """What a pass tells at each layer that comes and goes: `Barriers`, or a `Recording`."""
+
+    def wait(self, layer: int) -> None:
+        """Before it is run."""
+
+    def used(self, layer: int) -> None:
+        """After."""
+
+
+class Graph(Protocol):
+    """One piece. Replayed on the stream that the thread's work goes to."""
+
+    def replay(self) -> None: ...
+
+    def reset(self) -> None:
+        """It is not replayed any more, and nothing of it runs."""
+
+
+class Recorder(Protocol):
+    """Of one stream: `ballast.memory.cuda_graphs.TorchRecorder` in earnest.
+
+    Its graphs use the same memory for what they compute, as they never run at the same time.
+    """
+
+    @property
+    def n_bytes(self) -> int:
+        """Of the device, that its graphs write to."""
+
+    def session(self) -> AbstractContextManager[object]:
+        """Around a recording, by a thread whose work is recorded."""
+
+    def begin(self) -> None:
+        """Work that is launched from here on does not run, but becomes a piece."""
+
+    def end(self) -> Graph: ...
+
+    def abandon(self) -> None:
+        """End a piece that cannot be used, if one was begun."""
+
+    def output(self, tensor: Tensor) -> Tensor:
+        """What a piece writes there each time; its memory is not kept from other graphs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a recording is good for."""
+
+    model: str
+    stream: int
+    """Kernels are bound to its multiprocessors."""
+    bucket: Bucket
+    cuts: tuple[int, ...] = ()
+    """Layers that the pass waits for, ascending."""
+
+
+class Recording:
+    """Implements `Stops`: pieces of a pass, and what it told between them."""
+
+    def __init__(self, recorder: Recorder, cuts: Sequence[int]) -> None:
+        self.pieces: list[Graph] = []
+        self._between: list[tuple[int | None, int | None]] = []
+        """After each piece but the last: the layer that was used, the one to wait for."""
+        self._recorder, self._cuts = recorder, frozenset(cuts)
+        self._used: int | None = None
+
+    def wait(self, layer: int) -> None:
+        self._cut(layer)
+
+    def used(self, layer: int) -> None:
+        self._used = layer
+        if layer + 1 not in self._cuts:
+            self._cut(None)
+
+    def replay(self, stops: Stops | None) -> None:
+        """On the thread's stream; `stops` where it was cut."""
+        for i, piece in enumerate(self.pieces):
+            piece.replay()
+            if stops is None or i == len(self._between):
+                continue
+            used, awaited = self._between[i]
+            if used is not None:
+                stops.used(used)
+            if awaited is not None:
+                stops.wait(awaited)
+
+    def begin(self) -> None:
+        self._recorder.begin()
+
+    def end(self) -> None:
+        self.pieces.append(self._recorder.end())
+
+    def reset(self) -> None:
+        while self.pieces:
+            self.pieces.pop().reset()
+
+    def _cut(self, awaited: int | None) -> None:
+        self.end()
+        self._between.append((self._used, awaited))
+        self._used = None
+        self._recorder.begin()
+
+
+Step = Callable[[Recording], Tensor]
+"""A pass over the tensors of a bucket: launches its work, tells where it stops, and returns what it
+computes."""
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A pass that can be run again."""
+
+    bucket: Bucket
+    recording: Recording
+    output: Tensor
+
+    def replay(self, stops: Stops | None) -> Tensor:
+        """What the pass computes; good until the next pass of any model on this stream."""
+        self.recording.replay(stops)
+        return self.output
+
+
+class GraphCache:
+    """Of one device: those used last, within `cap_bytes`. From any thread but where said."""
+
+    def __init__(self, cap_bytes: int, recorder: Callable[[int], Recorder]) -> None:
+        """`recorder`: makes the one of a stream."""
+        self.cap_bytes = cap_bytes
+        self._make = recorder
+        self._recorders: dict[int, Recorder] = {}
+        self._kept: OrderedDict[Key, Recorded] = OrderedDict()
+        self._wanted: dict[Key, Step] = {}
+        """Those that ran without a graph, the last of them last."""
+        self._refused: dict[Key, str] = {}
+        self._refused_models: dict[str, str] = {}
+        self._replays = self._eager = self._dropped = 0
+        self._here = threading.local()
+        self._running = 0
+        self._lock = threading.RLock()
+        """Held throughout a recording."""
+
+    @contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        """A job of this thread runs, on that stream."""
+        with self._lock:
+            self._running += 1
+        self._here.stream = stream
+        try:
+            yield
+        finally:
+            self._here.stream = None
+            with self._lock:
+                self._running -= 1
+
+    def find(self, model: str, bucket: Bucket, cuts: Sequence[int] = ()) -> Recorded | None:
+        """What can run the thread's job of that bucket: for as many sequences, and at least as many
+        blocks."""
+        stream = getattr(self._here, "stream", None)
+        if stream is None:
+            return None
+        with self._lock:
+            key = Key(model, stream, bucket, tuple(cuts))
+            if key not in self._kept:
+                larger = [k for k in self._kept if _holds(k, key)]
+                if not larger:
+                    self._eager += 1
+                    return None
+                key = min(larger, key=lambda k: k.bucket.blocks)
+            self._kept.move_to_end(key)
+            self._replays += 1
+            return self._kept[key]
+
+    def want(self, model: str, bucket: Bucket, step: Step, cuts: Sequence[int] = ()) -> None:
+        """The thread's job ran without a graph: there may be one the next time."""
+        stream = getattr(self._here, "stream", None)
+        if stream is None:
+            return
+        key = Key(model, stream, bucket, tuple(cuts))
+        with self._lock:
+            if key not in self._refused and model not in self._refused_models:
+                self._wanted.pop(key, None)
+                self._wanted[key] = step
+
+    @property
+    def wanted(self) -> int:
+        """Recordings to be made."""
+        return len(self._wanted)
+
+    @property
+    def n_bytes(self) -> int:
+        pieces = sum(len(r.recording.pieces) for r in list(self._kept.values()))
+        return PIECE_BYTES * pieces + sum(r.n_bytes for r in list(self._recorders.values()))
+
+    def record_one(self) -> None:
+        """Make the one wanted last. No job may run on the device meanwhile."""
+        with self._lock:
+            if self._running:
+                raise BrokenPromise("a graph was to be recorded beside a job")
+            if not self._wanted:
+                return
+            key, step = next(reversed(self._wanted.items()))
+            try:
+                made = self._record(key, step)
+                if made is not None:
+                    self._kept[key] = made
+                    self._shrink()
+                    if key not in self._kept:
+                        self._refuse(key, f"it takes more than {self.cap_bytes} bytes")
+            finally:
+                del self._wanted[key]
+
+    def forget(self, model: str) -> None:
+        """It is served no more, or its addresses will be others."""
+        with self._lock:
+            for key in [k for k in self._kept if k.model == model]:
+                self._drop(key)
+            for keys in (self._wanted, self._refused):
+                for key in [k for k in keys if k.model == model]:
+                    del keys[key]
+            self._refused_models.pop(model, None)
+
+    def report(self) -> GraphReport:
+        kept = list(self._kept.values())
+        return GraphReport(
+            graphs=len(kept),
+            pieces=sum(len(r.recording.pieces) for r in kept),
+            n_bytes=self.n_bytes,
+            cap_bytes=self.cap_bytes,
+            replays=self._replays,
+            eager=self._eager,
+            dropped=self._dropped,
+        )
+
+    def close(self) -> None:
+        with self._lock:
+            for key in list(self._kept):
+                self._drop(key)
+            self._wanted.clear()
+            self._recorders.clear()
+
+    def _record(self, key: Key, step: Step) -> Recorded | None:
+        recorder = self._recorders.get(key.stream)
+        if recorder is None:
+            recorder = self._recorders[key.stream] = self._make(key.stream)
+        recording = Recording(recorder, key.cuts)
+        try:
+            with recorder.session():
+                try:
+                    recording.begin()
+                    output = recorder.output(step(recording))
+                    recording.end()
+                except BaseException:
+                    recorder.abandon()
+                    recording.reset()
+                    raise
+        except torch.OutOfMemoryError as error:
+            self._refuse(key, str(error))
+            return None
+        except RuntimeError as error:
+            # Something that it calls cannot be recorded: it waits for the device, say.
+            self._refused_models[key.model] = str(error)
+            log.warning("%s runs without CUDA graphs: %s", key.model, error)
+            return None
+        return Recorded(key.bucket, recording, output)
+
+    def _refuse(self, key: Key, why: str) -> None:
+        self._refused[key] = why
+        log.info("no CUDA graph for %s: %s", key, why)
+
+    def _shrink(self) -> None:
+        while self._kept and self.n_bytes > self.cap_bytes:
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, key: Key) -> None:
+        self._kept.pop(key).recording.reset()
+        self._dropped += 1
+
+
+def _holds(made: Key, asked: Key) -> bool:
+    a, b = made.bucket, asked.bucket
+    same = (made.model, made.stream, made.cuts) == (asked.model, asked.stream, asked.cuts)
+    return same and a.sequences == b.sequences and a.blocks >= b.blocks and a.longest >= b.longest

@@ -1,0 +1,240 @@
+"""CUDA graphs of host memory that are as literal as real ones, and attention fit for them.
+
+What is recorded is PyTorch's operators with their tensors: nothing of it runs then, no memory is
+read, and outputs have no values yet. A replay runs the operators again over the same tensors,
+whatever has become of the Python that called them. What cannot be recorded on a GPU (whatever looks
+at a value) cannot be here, and what no correct program does is a `Misuse`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ballast.kernels.plain_attention import PlainAttention
+from tests.memory.fake_cuda import FakeDriver, Misuse
+
+_SYNC = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
+
+
+class FakeGraph:
+    """Implements `ballast.models.graphs.Graph`."""
+
+    def __init__(self, recorder: FakeRecorder) -> None:
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self.ended = self.gone = False
+        self.replays = 0
+        self._recorder = recorder
+
+    def replay(self) -> None:
+        if not self.ended:
+            raise Misuse("a graph is replayed before it was recorded")
+        if self.gone:
+            raise Misuse("a graph is replayed that was reset")
+        self.replays += 1
+        with torch.inference_mode():
+            for call, args, kwargs, out in self.calls:
+                made = call(*args, **kwargs)
+                if made is out or call._schema.is_mutable:
+                    continue
+                for target, value in zip(tree_leaves(out), tree_leaves(made), strict=True):
+                    if isinstance(target, Tensor):
+                        target.copy_(value)
+
+    def reset(self) -> None:
+        if self.gone:
+            raise Misuse("a graph is reset twice")
+        self.gone = True
+        self._recorder.forget(self)
+
+
+class FakeRecorder:
+    """Implements `ballast.models.graphs.Recorder`."""
+
+    def __init__(
+        self, driver: FakeDriver | None = None, stream: int = 0, graph_bytes: int = 1 << 20
+    ) -> None:
+        """`graph_bytes`: that a session's graphs take."""
+        self.n_bytes = 0
+        self.graphs: list[FakeGraph] = []
+        self.sessions = 0
+        self.recorded = threading.Event()
+        """Set whenever something was."""
+        self._driver, self._stream, self._each = driver, stream, graph_bytes
+        self._mode: _Mode | None = None
+        self._inside = False
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        if self._inside:
+            raise Misuse("two recordings at a time")
+        if self._driver is not None and self._driver.streams[self._stream]:
+            raise Misuse(f"recorded on stream {self._stream}, which has work")
+        self._inside = True
+        self.sessions += 1
+        try:
+            yield
+        finally:
+            self._inside = False
+            if self._mode is not None:
+                raise Misuse("a recording was left open")
+            self.n_bytes = self.n_bytes + self._each if self.graphs else 0
+        self.recorded.set()
+
+    def begin(self) -> None:
+        if not self._inside or self._mode is not None:
+            raise Misuse("begun outside of a session, or twice")
+        self._mode = _Mode(FakeGraph(self))
+        self._mode.__enter__()
+
+    def end(self) -> FakeGraph:
+        graph = self._leave()
+        if graph is None:
+            raise Misuse("ended what was not begun")
+        if not graph.calls:
+            raise Misuse("a graph of nothing")
+        graph.ended = True
+        self.graphs.append(graph)
+        return graph
+
+    def abandon(self) -> None:
+        self._leave()
+
+    def forget(self, graph: FakeGraph) -> None:
+        """Memory goes with the last."""
+        self.graphs.remove(graph)
+        if not self.graphs:
+            self.n_bytes = 0
+
+    def output(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def _leave(self) -> FakeGraph | None:
+        mode, self._mode = self._mode, None
+        if mode is None:
+            return None
+        mode.__exit__(None, None, None)
+        return mode.graph
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, graph: FakeGraph) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _SYNC:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        with self:
+            # First: `reshape` and its like may be views, or copies.
+            out = func.decompose(*args, **kwargs)
+        if out is not NotImplemented:
+            return out
+        if func._schema.is_mutable:
+            out = kwargs.get("out", args[0])
+        elif func.is_view:
+            return func(*args, **kwargs)  # of addresses alone
+        else:
+            out = _without_values(func, args, kwargs)
+        self.graph.calls.append((func, args, kwargs, out))
+        return out
+
+
+def _without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Results as they will be, without looking at what they are computed from."""
+
+    def meta(x: Tensor) -> Tensor:
+        return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
+
+    def filled(x: Tensor) -> Tensor:
+        made = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype)
+        return made.fill_(math.nan if made.is_floating_point() else 0)
+
+    there, named = tree_map_only(Tensor, meta, (args, {**kwargs}))
+    if "device" in named:
+        named["device"] = torch.device("meta")
+    return tree_map_only(Tensor, filled, func(*there, **named))
+
+
+class StaticAttention(PlainAttention):
+    """As its base; decodes by operators whose shapes and tensors are those of the bucket."""
+
+    replayable: ClassVar[bool] = True
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        batch, kv = self._batch, self._batch.kv
+        if not batch.bucket.decodes:
+            super().write(layer, key, value)
+            return
+        for row in range(batch.n_tokens):
+            slot = batch.slots[row : row + 1].long()
+            live = slot >= 0
+            # Padding writes back what is where the first row, which is none, belongs.
+            at = torch.where(live, slot, batch.slots[:1].long())
+            where = (at // kv.block_tokens, at % kv.block_tokens)
+            for cache, new in zip(kv.layer(layer), (key, value), strict=True):
+                kept = torch.where(live[:, None, None], new[row : row + 1], cache[where])
+                cache.index_put_(where, kept)
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        scale: float,
+        out: Tensor,
+        window: int | None,
+        softcap: float | None,
+    ) -> None:
+        batch, kv = self._batch, self._batch.kv
+        if not batch.bucket.decodes or window is not None or softcap is not None:
+            super().attend(layer, query, scale, out, window, softcap)
+            return
+        n, group, size = batch.bucket.sequences, batch.shape.group, kv.block_tokens
+        place = torch.arange(batch.bucket.longest)
+        bounds = batch.table_bounds.long()
+        # Only its own blocks are sure to be backed; a sequence that is padding has the last one.
+        at = torch.minimum(bounds[:-1, None] + place, bounds[1:, None] - 1)
+        blocks = batch.tables.long().index_select(0, at.flatten()).view(n, -1)
+        seen = torch.arange(batch.bucket.longest * size) < batch.lengths[:, None]
+        k, v = (
+            torch.where(seen[..., None, None], x[blocks].flatten(1, 2), 0) for x in kv.layer(layer)
+        )
+        q = query[:n].reshape(n, kv.kv_heads, group, kv.head_dim)
+        scores = torch.einsum("nhgd,nchd->nhgc", q.float(), k.float()) * scale
+        scores = scores.masked_fill(~seen[:, None, None], -1e30)
+        attended = torch.einsum("nhgc,nchd->nhgd", scores.softmax(-1), v.float())
+        out[:n].copy_(attended.reshape(n, batch.heads, kv.head_dim))
+
+
+Make = Callable[[int], FakeRecorder]
+
+
+class Recorders:
+    """Makes them, and keeps them."""
+
+    def __init__(self, driver: FakeDriver | None = None, graph_bytes: int = 1 << 20) -> None:
+        self.made: dict[int, FakeRecorder] = {}
+        self._driver, self._each = driver, graph_bytes
+
+    def __call__(self, stream: int) -> FakeRecorder:
+        made = self.made[stream] = FakeRecorder(self._driver, stream, self._each)
+        return made
+
+    @property
+    def graphs(self) -> list[FakeGraph]:
+        return [graph for made in self.made.values() for graph in made.graphs]

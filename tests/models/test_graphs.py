@@ -1,0 +1,333 @@
+"""Decode steps recorded and replayed, over graphs that know nothing but tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ballast.core.errors import BrokenPromise
+from ballast.core.job import SequenceWork
+from ballast.kernels.device_plan import Bucket
+from ballast.kernels.plain_attention import PlainAttention
+from ballast.models.graphs import PIECE_BYTES, GraphCache, Recording
+from ballast.models.on_device import DeviceModel
+from tests.memory.fake_cuda import Misuse
+from tests.models.fake_graphs import FakeRecorder, Recorders, StaticAttention
+from tests.models.test_on_device import prompts_of
+from tests.models.tiny import GREEDY, Served, llama
+
+STREAM = 7
+
+
+class Graphed(Served):
+    """Served as from a GPU, with graphs."""
+
+    def __init__(self, path: Path, cap: int = 1 << 30, graph_bytes: int = 1 << 20) -> None:
+        super().__init__(path, attention=StaticAttention)
+        assert isinstance(self.model, DeviceModel)
+        self.device_model = self.model
+        self.recorders = Recorders(graph_bytes=graph_bytes)
+        self.graphs = GraphCache(cap, self.recorders)
+        self.device_model._graphs = self.graphs
+
+    def run(self, *work: SequenceWork) -> Tensor:
+        with self.graphs.on(STREAM):
+            return self.logits(*work)
+
+    def record(self) -> None:
+        while self.graphs.wanted:
+            self.graphs.record_one()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Graphed]:
+    llama(tmp_path)
+    made = Graphed(tmp_path)
+    yield made
+    made.graphs.close()
+    assert not made.recorders.graphs
+    made.close()
+
+
+def decode(name: str, token: int, start: int, blocks: list[int]) -> SequenceWork:
+    return SequenceWork(name, [token], start, blocks, GREEDY)
+
+
+def prefilled(served: Graphed, *sizes: int) -> list[SequenceWork]:
+    """Of prompts of these sizes, decodes that come after; each has two blocks."""
+    found = []
+    for i, prompt in enumerate(prompts_of(*sizes)):
+        blocks = [2 * i + 1, 2 * i + 2]
+        served.run(SequenceWork(str(i), prompt, 0, blocks, None))
+        found.append(decode(str(i), prompt[0], len(prompt), blocks))
+    return found
+
+
+def test_tokens_are_the_same_with_graphs_and_without(tmp_path: Path) -> None:
+    llama(tmp_path)
+    prompts = prompts_of(5, 40, 23)
+    plain = Served(tmp_path, attention=PlainAttention)
+    expected = plain.generate(prompts, 24, chunk=7)
+    plain.close()
+    served = Graphed(tmp_path)
+    run = served.device_model.run
+
+    def with_graphs(work: object) -> object:
+        with served.graphs.on(STREAM):
+            told = run(work)  # type: ignore[arg-type]
+        served.record()  # between jobs, as a device does that is idle
+        return told
+
+    served.device_model.run = with_graphs  # type: ignore[method-assign, assignment]
+    assert served.generate(prompts, 24, chunk=7) == expected
+    told = served.graphs.report()
+    assert told.replays >= 20
+    assert told.eager == told.graphs, "each bucket ran once without"
+    served.close()
+
+
+def test_a_graph_is_good_for_other_jobs_of_its_bucket(served: Graphed) -> None:
+    a, b, c = prefilled(served, 9, 17, 25)
+    first = served.run(a, b, c)
+    served.record()
+    assert served.graphs.report().graphs == 1
+    # Other tokens, places, blocks and lengths, in another order, and one sequence fewer.
+    jobs = [
+        (decode("1", 30, 18, b.blocks), decode("0", 9, 10, a.blocks), decode("2", 3, 26, c.blocks)),
+        (decode("2", 4, 27, c.blocks), decode("0", 8, 11, a.blocks), decode("1", 4, 19, b.blocks)),
+    ]
+    plain = Served(Path(served.host.directory), attention=PlainAttention)
+    for work, prompt in zip((a, b, c), prompts_of(9, 17, 25), strict=True):
+        plain.logits(SequenceWork(work.request_id, prompt, 0, work.blocks, None))
+    torch.testing.assert_close(first, plain.logits(a, b, c), rtol=0, atol=1e-4)
+    for job in jobs:
+        expected = plain.logits(*job)
+        torch.testing.assert_close(served.run(*job), expected, rtol=0, atol=1e-4)
+    assert served.graphs.report().replays == 2
+    plain.close()
+
+
+def test_padding_writes_to_no_live_block(served: Graphed) -> None:
+    work = prefilled(served, 9, 17, 25)
+    served.run(*work)
+    served.record()
+    before = served.kv.copy()
+    served.run(*(decode(w.request_id, 5, w.start, list(w.blocks)) for w in work))
+    stride, base = served.layout.stride_bytes, -served.kv.ctypes.data % 64
+    changed = {(at - base) // stride for at in (before != served.kv).nonzero()[0].tolist()}
+    assert changed == {w.blocks[w.start // 16] for w in work}
+    bucket = served.graphs.find("x", Bucket.decode(3, 6, 32))
+    assert bucket is None
+    assert Bucket.decode(3, 6, 32).sequences == 4, "so one row was padding"
+
+
+def test_recording_reads_and_writes_nothing(served: Graphed) -> None:
+    """Weights may be gone by then, and blocks another's."""
+    work = prefilled(served, 9, 17)
+    expected = served.run(*work)
+    for array in served.weights:
+        array[:] = 0xFF
+    before = served.kv.copy()
+    served.record()
+    assert (before == served.kv).all()
+    served.fill()
+    torch.testing.assert_close(served.run(*work), expected)
+    assert served.graphs.report().replays == 1
+
+
+def test_a_job_uses_a_graph_with_room_for_more_blocks(served: Graphed) -> None:
+    (a,) = prefilled(served, 9)
+    model = served.device_model
+    small = model._bucket([a])
+    large = Bucket(small.sequences, small.tokens, small.wanted, 3000, small.longest, True)
+    model._bucket = lambda work: large  # type: ignore[method-assign, assignment]
+    expected = served.run(a)
+    served.record()
+    del model._bucket  # type: ignore[method-assign]
+    torch.testing.assert_close(served.run(a), expected)
+    assert served.graphs.report().replays == 1
+    assert not served.graphs.wanted
+
+
+def test_prefills_and_what_reads_its_plan_on_the_host_have_none(tmp_path: Path) -> None:
+    llama(tmp_path)
+    served = Graphed(tmp_path)
+    served.run(SequenceWork("a", [1, 2, 3], 0, [1], GREEDY))
+    assert not served.graphs.wanted
+    served.device_model._make = PlainAttention
+    served.run(decode("a", 4, 3, [1]))
+    assert not served.graphs.wanted
+    served.close()
+
+
+# -- the cache ------------------------------------------------------------------------------------
+
+
+def filled(tensor: Tensor) -> object:
+    def step(recording: Recording) -> Tensor:
+        return tensor.add(1)
+
+    return step
+
+
+def cache(n: int, each: int = 1 << 20) -> tuple[GraphCache, Recorders]:
+    """Room for `n` graphs."""
+    recorders = Recorders(graph_bytes=each)
+    return GraphCache(n * (each + PIECE_BYTES), recorders), recorders
+
+
+def add(graphs: GraphCache, model: str, bucket: Bucket, stream: int = 1) -> None:
+    with graphs.on(stream):
+        assert graphs.find(model, bucket) is None
+        graphs.want(model, bucket, filled(torch.ones(3)))  # type: ignore[arg-type]
+    graphs.record_one()
+
+
+def there(graphs: GraphCache, model: str, bucket: Bucket, stream: int = 1) -> bool:
+    with graphs.on(stream):
+        return graphs.find(model, bucket) is not None
+
+
+ONE, TWO, FOUR = (Bucket.decode(n, 8, 8) for n in (1, 2, 4))
+
+
+def test_those_used_last_stay() -> None:
+    graphs, recorders = cache(2)
+    add(graphs, "a", ONE)
+    add(graphs, "b", ONE)
+    assert there(graphs, "a", ONE)
+    add(graphs, "a", TWO)
+    assert graphs.n_bytes <= graphs.cap_bytes
+    # The pool of a stream shrinks with its last graph only: both others had to go.
+    assert graphs.report().dropped >= 1
+    assert not there(graphs, "b", ONE)
+    graphs.close()
+    assert not recorders.graphs
+
+
+def test_one_that_does_not_fit_is_not_tried_again() -> None:
+    graphs, _ = cache(1)
+    graphs.cap_bytes -= 1
+    add(graphs, "a", ONE)
+    assert not there(graphs, "a", ONE)
+    assert graphs.n_bytes == 0
+    with graphs.on(1):
+        graphs.want("a", ONE, filled(torch.ones(3)))  # type: ignore[arg-type]
+    assert not graphs.wanted
+
+
+def test_streams_have_graphs_of_their_own() -> None:
+    graphs, recorders = cache(9)
+    add(graphs, "a", ONE, stream=1)
+    assert not there(graphs, "a", ONE, stream=2)
+    add(graphs, "a", ONE, stream=2)
+    assert set(recorders.made) == {1, 2}
+    assert graphs.find("a", ONE) is None, "this thread runs no job"
+
+
+def test_what_cannot_be_recorded_runs_without() -> None:
+    graphs, recorders = cache(9)
+
+    def looks(recording: Recording) -> Tensor:
+        return torch.ones(2) * torch.ones(1).item()
+
+    with graphs.on(1):
+        graphs.want("a", ONE, looks)
+    graphs.record_one()
+    assert not there(graphs, "a", ONE)
+    assert not recorders.graphs
+    with graphs.on(1):
+        graphs.want("a", TWO, looks)
+    assert not graphs.wanted
+    add(graphs, "b", ONE)
+    assert there(graphs, "b", ONE), "the recorder is as good as before"
+    graphs.forget("a")
+    with graphs.on(1):
+        graphs.want("a", TWO, looks)
+    assert graphs.wanted, "another model of that name"
+
+
+def test_a_model_that_goes_takes_its_graphs_along() -> None:
+    graphs, recorders = cache(9)
+    add(graphs, "a", ONE)
+    add(graphs, "b", FOUR)
+    graphs.forget("a")
+    assert not there(graphs, "a", ONE)
+    assert there(graphs, "b", FOUR)
+    assert len(recorders.graphs) == 1
+
+
+def test_nothing_is_recorded_beside_a_job() -> None:
+    graphs, recorders = cache(9)
+    with graphs.on(1):
+        graphs.want("a", ONE, filled(torch.ones(3)))  # type: ignore[arg-type]
+        with pytest.raises(BrokenPromise, match="beside a job"):
+            graphs.record_one()
+    assert graphs.wanted
+    assert not recorders.made
+
+
+def test_the_stand_in_refuses_what_is_wrong() -> None:
+    recorder = FakeRecorder()
+    with pytest.raises(Misuse, match="outside"):
+        recorder.begin()
+    with recorder.session():
+        recorder.begin()
+        made = torch.ones(2) + 1
+        graph = recorder.end()
+        assert made.isnan().all(), "nothing has run"
+        graph.replay()
+        assert made.tolist() == [2, 2]
+        recorder.begin()
+        with pytest.raises(Misuse, match="nothing"):
+            recorder.end()
+    graph.reset()
+    with pytest.raises(Misuse, match="reset"):
+        graph.replay()
+
+
+# -- pieces ---------------------------------------------------------------------------------------
+
+
+class Told:
+    """Implements `Barriers`."""
+
+    def __init__(self, cuts: list[int]) -> None:
+        self.cuts = cuts
+        self.told: list[str] = []
+
+    def begin_pass(self) -> list[int]:
+        return self.cuts
+
+    def wait(self, layer: int) -> None:
+        self.told.append(f"wait {layer}")
+
+    def used(self, layer: int) -> None:
+        self.told.append(f"used {layer}")
+
+    def stalled(self) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(("cuts", "pieces"), [([0, 2], 5), ([0, 1], 4), ([1], 3), ([0, 1, 2], 5)])
+def test_a_pass_is_cut_where_it_waits_for_layers(
+    served: Graphed, cuts: list[int], pieces: int
+) -> None:
+    work = prefilled(served, 9, 17)
+    expected = served.run(*work)
+    told = served.model.barriers = Told(cuts)
+    served.run(*work)
+    eager, told.told = told.told, []
+    served.record()
+    assert not told.told, "recording loads no layers"
+    torch.testing.assert_close(served.run(*work), expected)
+    assert told.told == eager
+    assert eager == [what for i in cuts for what in (f"wait {i}", f"used {i}")]
+    assert {len(r.recording.pieces) for r in served.graphs._kept.values()} == {1, pieces}
+    told.cuts = []
+    torch.testing.assert_close(served.run(*work), expected)
+    assert served.graphs.report().replays == 2
