@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, Residency
 from ballast.policy.offers import Claim
 
@@ -68,6 +69,23 @@ def kv_claims(view: DeviceView, *, waiting: bool) -> list[Claim]:
         if waiting and not m.held and m.waiting and m.waiting[0].id == s.request_id:
             order = m.waiting[0].order
             claims.append(Claim(m.name, order, s.pages, may_preempt=False, blocks=s.blocks))
+    return claims
+
+
+def queue_claims(view: DeviceView, most: int) -> list[Claim]:
+    """Claims of those that wait behind a request which lacks pages: of each model at most so many,
+    and no more than may run.
+
+    They will lack theirs as soon as it has its own.
+    """
+    claims = []
+    short = {s.request_id for s in view.shortages}
+    for m in view.models:
+        if m.waiting and not m.held and m.waiting[0].id in short:
+            for r in m.waiting[1 : max(1, min(most, m.spec.max_running - len(m.running)))]:
+                blocks = ceil_div(r.tokens, m.spec.block_tokens)
+                pages = ceil_div(blocks, m.slab_blocks) * m.slab_pages
+                claims.append(Claim(m.name, r.order, pages, may_preempt=False, blocks=blocks))
     return claims
 
 

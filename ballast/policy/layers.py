@@ -61,11 +61,17 @@ class Layers:
         running = [r.order for m in rivals for r in m.running]
         if min(running, default=claim.order) < claim.order:
             return
-        if not claim.may_preempt and running:
-            return  # it waits for them to end
+        first = view.model(claim.model).waiting[:1]
+        if not claim.may_preempt and (running or not first or first[0].order != claim.order):
+            return  # it waits for others to end
         for active in (False, True):
             for m in self.order(view.models, active=active):
                 yield from self._offers(view, claim, m, self.bound(m))
+
+    def any_left(self, view: DeviceView) -> bool:
+        """Whether a model lends less than it may."""
+        able = (m for a in (False, True) for m in self.order(view.models, active=a))
+        return any(m.rotation.lent < self.most(view, m) for m in able)
 
     def order(self, models: Sequence[ModelView], *, active: bool) -> list[ModelView]:
         """Models with layers to lend, who lends first coming first."""

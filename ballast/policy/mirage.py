@@ -8,7 +8,7 @@ from math import ceil
 
 from ballast.core.actions import Action, Decision, DropCache, Limit, Remap
 from ballast.core.view import DeviceView
-from ballast.policy.claims import activation_claims, earliest, kv_claims
+from ballast.policy.claims import activation_claims, earliest, kv_claims, queue_claims
 from ballast.policy.cover import Ground, cover_on, last_remaps
 from ballast.policy.layers import Layers, lendable
 from ballast.policy.offers import (
@@ -22,6 +22,10 @@ from ballast.policy.offers import (
 from ballast.policy.recompute import PATIENCE, Standing, stand
 from ballast.policy.reversion import off_peak, to_active
 from ballast.policy.static import placed, shares, within
+
+AHEAD = 8
+"""Requests of a queue for which layers are taken at once, not one after another: while layers
+change hands, their model does not run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,8 @@ class Mirage:
         if self.pooled:
             absent, overdue_at = activation_claims(view, PATIENCE)
             wake = earliest(wake, overdue_at)
+            if claims and layers.any_left(view):
+                claims += queue_claims(view, AHEAD)
             sources = [cached_prefixes, loose_blocks, *_of(layers, younger_requests)]
             ground, done = cover_on(Ground(view), view, [*absent, *claims], sources)
             after = _with(view, done)

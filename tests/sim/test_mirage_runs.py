@@ -1,0 +1,177 @@
+"""Whole runs of `mirage` in virtual time: what layers give, and that they come back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from ballast.core.cost import StepCosts, activation_bytes
+from ballast.core.event import Failed, Finished, Output, TokenOut
+from ballast.core.link import LinkRates
+from ballast.core.model import ModelSpec
+from ballast.core.request import Submission
+from ballast.core.rotation import WHOLE
+from ballast.core.settings import DeviceSettings, FleetSettings
+from ballast.engine.state import DeviceState
+from ballast.sim.device import Profile
+from ballast.sim.simulate import simulate
+from tests.policy.worlds import PAGE
+
+LAYERS = 16
+COSTS = StepCosts(6e-3, 4e-5, 5e-5, 2e-8, 1e-9)
+LINK = 4 * PAGE / 1e-3
+"""A layer of four pages takes a millisecond: six of them are hidden behind a decode step."""
+
+
+def spec(name: str) -> ModelSpec:
+    return ModelSpec(
+        name=name,
+        n_layers=LAYERS,
+        n_heads=4,
+        kv_heads=2,
+        head_dim=32,
+        hidden=64,
+        intermediate=64,
+        vocab=512,
+        dtype="float32",
+        max_model_len=512,
+        block_tokens=16,
+        segment_bytes=(PAGE, *(4 * PAGE,) * LAYERS),
+        fingerprint=name,
+        eos_token_ids=(0,),
+        max_running=16,
+    )
+
+
+def burst(n: int, at: float, rate: float, seed: int, models: str = "abc") -> list[Submission]:
+    rng = random.Random(seed)
+    made = []
+    for i in range(n):
+        at += rng.expovariate(rate)
+        prompt = tuple(rng.randrange(1, 512) for _ in range(rng.randrange(20, 200)))
+        length = rng.randrange(10, 60)
+        made.append(
+            Submission(
+                id=f"q{seed}-{i}",
+                model=rng.choice(models),
+                prompt=prompt,
+                max_tokens=length,
+                arrival=at,
+            )
+        )
+    return made
+
+
+@dataclass
+class Ran:
+    """What came of a run."""
+
+    state: DeviceState
+    decisions: list[dict[str, Any]]
+    first: dict[str, float]
+    """Seconds to the first token, by request."""
+
+    def of(self, action: str) -> list[dict[str, Any]]:
+        return [d for d in self.decisions if d["action"] == action and d.get("refused") is None]
+
+    @property
+    def worst(self) -> float:
+        return max(self.first.values())
+
+
+def run(
+    preset: str,
+    options: Mapping[str, float],
+    arrivals: list[Submission],
+    kv_pages: int = 120,
+    models: str = "abc",
+) -> Ran:
+    """All is answered, and in the end the books are right."""
+    specs = [spec(name) for name in models]
+    weights = sum(s.weight_pages(PAGE) for s in specs)
+    arena = max(activation_bytes(s, 128, 16) for s in specs)
+    device = DeviceSettings(
+        budget_bytes=(weights + kv_pages) * PAGE + arena + PAGE,
+        page_bytes=PAGE,
+        step_tokens=128,
+        step_logits=16,
+    )
+    fleet = FleetSettings(models=(), device=device, preset=preset, options=options)
+    at = {s.id: s.arrival for s in arrivals}
+    entries: list[dict[str, Any]] = []
+    first: dict[str, float] = {}
+    ended: list[Output] = []
+
+    def said(now: float, output: Output) -> None:
+        if isinstance(output, TokenOut):
+            first.setdefault(output.request_id, now - at[output.request_id])
+        elif isinstance(output, Finished | Failed):
+            ended.append(output)
+
+    profile = Profile(costs=dict.fromkeys(models, COSTS), link=LinkRates.even(LINK), overhead=1e-4)
+    done = simulate(fleet, specs, arrivals, profile, said, entries.extend)
+    done.state.pool.validate()
+    for m in done.state.models.values():
+        m.weights.validate()
+        m.kv.validate([])
+    assert len(ended) == len(arrivals)
+    assert all(isinstance(end, Finished) for end in ended)
+    return Ran(done.state, [e for e in entries if "action" in e], first)
+
+
+WAYS = [{}, {"pooled": 0}, {"temporal": 1, "quantum": 0.2}]
+
+
+@pytest.mark.parametrize("options", WAYS)
+def test_nobody_starts_again_while_there_are_layers_to_be_had(options: dict[str, float]) -> None:
+    arrivals = burst(60, 0.0, 60.0, seed=3)
+    before = run("recompute", {"pooled": 1, **options}, arrivals)
+    after = run("mirage", {"cap": 0, **options}, arrivals)
+    assert len(before.of("Preempt")) > 0, "memory was never tight"
+    lent = dict.fromkeys("abc", 0)
+    for d in after.decisions:
+        if d["action"] == "Remap":
+            lent[str(d["model"])] = lent_by(d)
+        elif d["action"] == "Preempt":
+            assert set(lent.values()) == {LAYERS - 1}
+
+
+def lent_by(decision: dict[str, Any]) -> int:
+    return len(decision["rotation"]["layers"]) - int(decision["rotation"]["slots"])
+
+
+@pytest.mark.parametrize("options", WAYS)
+def test_first_tokens_come_earlier_in_a_burst(options: dict[str, float]) -> None:
+    arrivals = burst(60, 0.0, 60.0, seed=4)
+    before = run("recompute", {"pooled": 1, **options}, arrivals)
+    after = run("mirage", options, arrivals)
+    assert after.worst < before.worst
+    assert len(after.of("Preempt")) < len(before.of("Preempt"))
+
+
+@pytest.mark.parametrize("options", WAYS)
+def test_layers_come_back_when_the_peak_is_over(options: dict[str, float]) -> None:
+    late = burst(1, 30.0, 10.0, seed=6)
+    arrivals = burst(60, 0.0, 60.0, seed=5) + late
+    lent = run("mirage", {**options, "reversion": 0}, arrivals)
+    assert any(m.rotation.lent for m in lent.state.models.values())
+    back = run("mirage", {**options, "patience": 0.5}, arrivals)
+    assert all(m.rotation == WHOLE for m in back.state.models.values())
+    assert all(m.kv.pages == m.kv.cached_pages for m in back.state.models.values())
+
+
+@pytest.mark.parametrize("options", WAYS)
+def test_layers_do_not_come_and_go(options: dict[str, float]) -> None:
+    """For ten seconds just too much arrives: layers come back at most once in `patience`."""
+    arrivals = burst(300, 0.0, 30.0, seed=7)
+    patience = 1.0
+    ran = run("mirage", {**options, "patience": patience}, arrivals)
+    back = sorted({d["at"] for d in ran.of("Remap") if d["why"] == "the peak is over"})
+    assert len(ran.of("Remap")) > 0
+    short = sorted(d["at"] for d in ran.of("Remap") if "needs pages" in str(d["why"]))
+    for at in back:
+        assert not any(at - patience < s < at for s in short)
