@@ -26,20 +26,28 @@ from benchmarks.mirage_setting import (
     link_of,
 )
 
-STATED = 1.0, 5.0, 10.0
-"""Requests per second of OPT-13b alone; the text names the first and the last."""
+STATED = 1.0, 10.0
+"""Requests per second of OPT-13b alone that the text names."""
 Variant = tuple[str, dict[str, float]]
 VARIANTS: dict[str, Variant] = {
     "recompute": ("recompute", {}),
+    "ample": ("recompute", {}),
     "kvswap": ("kvswap", {}),
     "mirage": ("mirage", {}),
-    "lru": ("mirage", {"lru": 1}),
+    "pooled": ("recompute", {"pooled": 1}),
+    "unpooled": ("mirage", {"pooled": 0}),
+    "lru": ("mirage", {"pooled": 0, "lru": 1}),
     "beta1": ("mirage", {"beta": 1}),
     "beta2": ("mirage", {"beta": 2}),
     "uncapped": ("mirage", {"cap": 0}),
     "kept": ("mirage", {"reversion": 0}),
+    "kept_uncapped": ("mirage", {"reversion": 0, "cap": 0}),
 }
-BASE = "recompute", "kvswap", "mirage"
+AMPLE = 2
+"""Times the memory that variant `ample` has: it is never short."""
+"""What is run: a preset and its options. KV of all models in one pool is part of `mirage`;
+`unpooled` is `mirage` without it, `pooled` it without layers that are lent."""
+BASE = "recompute", "ample", "kvswap", "mirage"
 METRICS = "throughput", "p99_ttft", "p99_tbt"
 
 
@@ -52,6 +60,8 @@ class Group:
     temporal: bool = False
     rates: tuple[float, ...] = ()
     """Requests per second; none: multiples of where recomputation is short."""
+    as_in: str = ""
+    """It is run at the rates of this group."""
     then: float = 0.0
     """After the first half of the arrivals the rate is this part of it, and only what clients
     hear after that counts."""
@@ -74,19 +84,21 @@ def mixed(*lengths: Lengths) -> Setting:
     return replace(Setting.of(C2, SHAREGPT), lengths=dict(zip(C2, lengths, strict=True)))
 
 
-ALPACA_ALONE = {"Alpaca": Setting.of(ALONE, ALPACA)}
+MANY = (*BASE, "pooled", "unpooled")
 GROUPS: dict[str, Group] = {
-    "temporal_c1": Group(both(C1), (*BASE, "lru"), temporal=True),
-    "temporal_c2": Group(both(C2), temporal=True),
+    "temporal_c1": Group(both(C1), (*MANY, "lru"), temporal=True),
+    "temporal_c2": Group(both(C2), MANY, temporal=True),
     "rates_c2": Group(
         {"3:1": weighted(large=3, small=1), "1:3": weighted(large=1, small=3)}, temporal=True
     ),
     "inputs_c2": Group({"L+S": mixed(LONG, SHORT), "S+L": mixed(SHORT, LONG)}, temporal=True),
-    "mps_c1": Group(both(C1)),
+    "mps_c1": Group(both(C1), MANY),
     "mig_c1": Group(both(C1, apart=True)),
-    "alone": Group(ALPACA_ALONE, (*BASE, "beta1", "beta2"), rates=STATED),
-    "reversion": Group(ALPACA_ALONE, ("mirage", "kept"), rates=STATED[-1:], then=0.2),
-    "cap": Group(ALPACA_ALONE, ("mirage", "uncapped"), rates=STATED[-1:]),
+    "alone": Group(both(ALONE), (*BASE, "beta1", "beta2")),
+    "alone_stated": Group({"Alpaca": Setting.of(ALONE, ALPACA)}, rates=STATED),
+    "alone_wide": Group({"Alpaca": replace(Setting.of(ALONE, ALPACA), sequences=1024)}),
+    "reversion": Group(both(ALONE), ("mirage", "kept", "kept_uncapped"), as_in="alone", then=0.2),
+    "cap": Group(both(ALONE), ("mirage", "uncapped"), as_in="alone"),
 }
 
 
@@ -118,11 +130,12 @@ def measure(case: Case, arrivals: Workload) -> dict[str, float]:
         workload = slowed(workload, since, group.then)
     preset, chosen = VARIANTS[case.variant]
     chosen = {**chosen, "temporal": float(group.temporal)}
-    device = Device(device_profile(case.kind), MEMORY[case.kind])
+    memory = MEMORY[case.kind] * (AMPLE if case.variant == "ample" else 1)
+    device = Device(device_profile(case.kind), memory)
     if case.link is not None:
         device = replace(device, link=link_of(case.link))
     told = run(setting, workload, preset, chosen, device)
-    return told.since(since).summary()
+    return told.summary(since)
 
 
 def slowed(workload: Workload, since: float, factor: float) -> Workload:

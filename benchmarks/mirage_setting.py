@@ -35,10 +35,9 @@ SERVED = DeviceSettings(
     budget_bytes=0,
     page_bytes=2 * MiB,
     step_tokens=2048,
-    step_logits=256,
     prefix_cache=False,
 )
-"""As vLLM 0.7.3 serves: 256 sequences at most, 2,048 tokens a step, no prefix cache."""
+"""As vLLM 0.7.3 serves: 2,048 tokens a step, no prefix cache."""
 
 Lengths = tuple[LengthSampler, LengthSampler]
 """Of prompts, of answers."""
@@ -109,6 +108,8 @@ class Setting:
     apart: bool = False
     """Every model has its own slice of the device (MIG); else they share it."""
     lanes: int = 1
+    sequences: int = 256
+    """Most that a model runs together; 256 in vLLM 0.7.3."""
 
     @classmethod
     def of(cls, fractions: Fractions, lengths: Lengths, apart: bool = False) -> Setting:
@@ -141,11 +142,11 @@ def arrivals_in(traces: Path, start: float, seconds: float) -> Workload:
     return load_trace(traces / ARRIVALS, "azure").window(start, start + seconds)
 
 
-def specs_of(fractions: Fractions, memory: int) -> list[ModelSpec]:
+def specs_of(fractions: Fractions, memory: int, sequences: int = 256) -> list[ModelSpec]:
     """Models whose shares of the KV's memory are what their weights leave of their fractions."""
     specs = []
     for name, part in fractions.items():
-        spec = facts(name).spec(max_model_len=2048, max_running=SERVED.step_logits)
+        spec = facts(name).spec(max_model_len=2048, max_running=sequences)
         share = part * memory - spec.weight_pages(SERVED.page_bytes) * SERVED.page_bytes
         specs.append(replace(spec, share=share))
     return specs

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from ballast.sim.profile import device_profile
+from ballast.weights.rotor import Loads
 from ballast.workload.generators import poisson
 from ballast.workload.lengths import (
     ALPACA_OUTPUT,
@@ -15,10 +18,11 @@ from ballast.workload.lengths import (
     LengthSampler,
 )
 from ballast.workload.workload import Workload, WorkloadRequest
-from benchmarks.mirage_cases import GROUPS, VARIANTS, Case, ratios, slowed
+from benchmarks.mirage_cases import GROUPS, METRICS, VARIANTS, Case, ratios, slowed
 from benchmarks.mirage_paper import CLAIMS
-from benchmarks.mirage_run import run
+from benchmarks.mirage_run import Measured, run
 from benchmarks.mirage_setting import ALPACA, C1, C2, MEMORY, SHAREGPT, Device, Setting, specs_of
+from benchmarks.mirage_sim import MOST, OTHER, SWEPT, links, multiples, ours
 
 GH200 = Device(device_profile("GH200-96G"), MEMORY["GH200-96G"])
 
@@ -82,11 +86,19 @@ def test_equal_runs_are_equal_and_answer_every_request(apart: bool) -> None:
     setting = Setting.of(C1, SHAREGPT, apart)
     work = setting.requests(arrivals(40), 8.0, 1)
     told = run(setting, work, "static", {}, GH200)
-    assert (told.failed, told.requests) == (0, 40)
-    assert told.tokens == sum(r.output_tokens for r in work.requests)
-    assert len(told.ttft) == 40
+    assert len(told.told) == told.requests == 40
+    assert sum(map(len, told.told)) == sum(r.output_tokens for r in work.requests)
     assert told.summary() == run(setting, work, "static", {}, GH200).summary()
-    assert len(told.since(told.seconds + 1).gaps) == 0
+
+
+def test_latencies_are_those_that_clients_heard() -> None:
+    told = tuple(np.array(at) for at in ((1.0, 2.0, 4.0), (9.0, 9.5)))
+    seen = Measured((0.0, 5.0), told, 2, 0, Loads()).summary()
+    assert seen["throughput"] == pytest.approx(5 / 9.5)
+    assert seen["frame_throughput"] == pytest.approx(3 / 5)
+    assert (seen["p50_ttft"], seen["p50_tbt"], seen["p50_tpot"]) == (2.5, 1.0, 1.0)
+    late = Measured((0.0, 5.0), told, 2, 0, Loads()).summary(since=3.0)
+    assert (late["p50_ttft"], late["p50_tbt"], late["p50_tpot"]) == (4.0, 0.5, 0.5)
 
 
 def test_ratios_compare_runs_of_one_case() -> None:
@@ -94,6 +106,37 @@ def test_ratios_compare_runs_of_one_case() -> None:
     c, d = (Case("mps_c1", "Alpaca", x.rate, 0, "recompute") for x in (a, b))
     runs = {a: {"x": 3.0}, b: {"x": 8.0}, c: {"x": 2.0}, d: {"x": 4.0}}
     assert ratios(runs, "mirage", "recompute", "x") == [1.5, 2.0]
+
+
+def test_links_are_compared_with_recomputation_which_uses_none() -> None:
+    base = [Case(name, "Alpaca", 1.0, 0, "recompute") for name in SWEPT]
+    slow, fast = ([replace(c, variant="mirage", link=by) for c in base] for by in (32e9, 900e9))
+    other = [replace(c, kind=OTHER, variant=v) for c in base for v in ("recompute", "mirage")]
+    runs = {c: dict.fromkeys(METRICS, 2.0) for c in base}
+    runs |= {c: dict.fromkeys(METRICS, 1.0) for c in slow}
+    runs |= {c: dict.fromkeys(METRICS, 3.0) for c in fast}
+    runs |= {c: dict.fromkeys(METRICS, 4.0) for c in other}
+    told = links(runs)[SWEPT[0]]
+    assert [by["throughput_over_recompute"] for by in told.values()] == [0.5, 1.5, 1.0]
+
+
+def test_where_it_is_never_short_it_runs_at_the_highest_rate() -> None:
+    assert multiples(None, (1.0, 2.0)) == (2.0**MOST,)
+    assert multiples(3.0, (1.0, 2.0)) == (3.0, 6.0)
+
+
+def test_a_claim_is_compared_with_what_it_speaks_of() -> None:
+    claim = next(c for c in CLAIMS if c.group == "temporal_c1" and c.metric == "p99_tbt")
+    metrics = {"p99_tbt": 1.0, "p99_tpot": 1.0}
+    runs = {
+        Case(claim.group, lengths, 1.0, 0, variant): {k: factor * v for k, v in metrics.items()}
+        for lengths, gain in (("Alpaca", 1.0), ("ShareGPT", 0.5))
+        for variant, factor in (("recompute", 1.0), ("mirage", gain), ("ample", 0.25))
+    }
+    told = ours(runs, claim)
+    assert told is not None
+    assert (told["ours"], told["no shortage"]) == (0.75, 0.25)
+    assert (told["Alpaca"], told["ShareGPT"], told["pool alone"]) == (1.0, 0.5, None)
 
 
 def test_every_claim_has_runs() -> None:
