@@ -12,7 +12,8 @@ begins; that traffic itself is not slowed by loads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from ballast.core.clock import Clock
 from ballast.core.event import Settled
@@ -83,8 +84,11 @@ class SimRotor:
         clock: Clock,
         schedule: Schedule,
         loads: Loads,
+        begun: Callable[[SimRotor], None],
     ) -> None:
+        """`loads`: counts on; `begun` hears of each turn."""
         self.loads = loads
+        self._begun = begun
         self._spec = spec
         self._bytes = [copy.n_bytes for copy in copies]
         self._heap, self._clock, self._schedule = heap, clock, schedule
@@ -106,6 +110,7 @@ class SimRotor:
 
     def turn(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
         now, rate = self._clock.now(), self._schedule.rate
+        self._begun(self)
         self._lay(rotation, held)
         firsts = {layer: i for i, layer in enumerate(rotation.layers[: rotation.slots])}
         for layer in sorted({*firsts, *missing}):
@@ -189,16 +194,16 @@ class SimRotors:
         self._heap, self._clock = heap, clock
         self._schedule = Schedule(link, rates)
         self._rotors: dict[str, SimRotor] = {}
+        """Those that have turned: a newcomer that is refused has not."""
         self.loads: dict[str, Loads] = {}
         """Of models that have left, too."""
 
     def make(self, spec: ModelSpec, copies: Sequence[Copy]) -> SimRotor:
         loads = self.loads.setdefault(spec.name, Loads())
-        rotor = SimRotor(spec, copies, self._heap, self._clock, self._schedule, loads)
-        self._rotors[spec.name] = rotor
-        return rotor
+        begun = partial(self._rotors.__setitem__, spec.name)
+        return SimRotor(spec, copies, self._heap, self._clock, self._schedule, loads, begun)
 
     def stall(self, model: str, seconds: float) -> float:
-        """As `SimRotor.run`; 0 of a model that has none."""
+        """As `SimRotor.run`; 0 of a model whose layers have always been there."""
         rotor = self._rotors.get(model)
         return 0.0 if rotor is None else rotor.run(seconds)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from ballast.core.actions import Action, Decision, Remap
-from ballast.core.model import ModelSpec, weight_pages
+from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.settings import FleetSettings
@@ -62,15 +62,35 @@ def register(patch: pytest.MonkeyPatch) -> None:
 def restless_world(
     seed: int, lanes: int = 1
 ) -> tuple[FleetSettings, list[ModelSpec], list[Submission]]:
-    """As `world`, of models whose layers can rotate."""
-    fleet, old, requests = world(seed, NAME, lanes)
+    """A random world under it."""
+    fleet, specs, requests = layered_world(seed, NAME, lanes)
+    return replace(fleet, options={"base": float(seed % len(BASES))}), specs, requests
+
+
+LENDING = (0, 7, 8, 13, 30, 31, 38, 43, 46)
+"""Seeds of worlds in which layers lend their memory."""
+
+
+def lending_world(seed: int) -> tuple[FleetSettings, list[ModelSpec], list[Submission]]:
+    """A random world with many requests, under `mirage`."""
+    fleet, specs, requests = layered_world(seed, "mirage", 1 + seed // 10 % 2, together=True)
+    often = [replace(r, id=f"{r.id}-{k}") for r in requests for k in range(4)]
+    options = {"temporal": 1.0, "quantum": 0.1} if seed % 2 else {"cap": 0.0}
+    return replace(fleet, options=options), specs, sorted(often, key=lambda r: r.arrival)
+
+
+def layered_world(
+    seed: int, preset: str, lanes: int = 1, *, together: bool = False
+) -> tuple[FleetSettings, list[ModelSpec], list[Submission]]:
+    """As `world`, of models whose layers can rotate; `together`: all of them fit."""
+    fleet, old, requests = world(seed, preset, lanes)
     page = fleet.device.page_bytes
     specs = []
     for s in old:
         first, layer, last, _ = s.segment_bytes
         specs.append(replace(s, segment_bytes=(first, *(layer,) * s.n_layers, last)))
-    largest, was = (max(weight_pages([s], page) for s in each) for each in (specs, old))
-    budget = fleet.device.budget_bytes + (largest - was) * page
-    device = replace(fleet.device, budget_bytes=budget)
-    options = {"base": float(seed % len(BASES))}
-    return replace(fleet, device=device, options=options), specs, requests
+    was = max(s.weight_pages(page) for s in old)
+    sizes = [s.weight_pages(page) for s in specs]
+    more = (sum(sizes) if together else max(sizes)) - was
+    budget = fleet.device.budget_bytes + more * page
+    return replace(fleet, device=replace(fleet.device, budget_bytes=budget)), specs, requests

@@ -20,7 +20,7 @@ from ballast.engine.state import DeviceState
 from ballast.kv.layout import Layout
 from ballast.sim.device import Observe, Profile
 from ballast.sim.simulate import Simulated, simulate
-from tests.sim.restless import register, restless_world
+from tests.sim.restless import LENDING, lending_world, register, restless_world
 from tests.sim.test_enough_memory import world
 
 COSTS = StepCosts(8e-3, 4e-5, 1.1e-5, 3e-8, 1e-9, per_tile=1e-3)
@@ -136,6 +136,21 @@ def test_leaps_change_nothing_where_layers_rotate(
     assert seen["remaps"] > 60, seen
     assert seen["stalls"] > 8, seen
     assert seen["loads"] > seen["jobs"] / 2, seen
+
+
+def test_leaps_change_nothing_where_layers_lend_their_memory() -> None:
+    seen: Counter[str] = Counter()
+    for seed in LENDING:
+        fleet, specs, requests = lending_world(seed)
+        single, one = run(fleet, specs, requests, leaps=False)
+        told, done = run(fleet, specs, requests, leaps=True)
+        assert told == single, f"seed {seed}"
+        assert books(done) == books(one), f"seed {seed}"
+        assert decisions(done) == decisions(one), f"seed {seed}"
+        seen["remaps"] += sum(e["action"] == "Remap" for e in decisions(done))
+        seen["leaps"] += sum(e.get("event") == "Leap" for e in done.story.entries)
+    assert seen["remaps"] > 15, seen
+    assert seen["leaps"] > 20, seen
 
 
 def decisions(done: Simulated) -> list[dict[str, Any]]:

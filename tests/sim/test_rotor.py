@@ -294,6 +294,16 @@ def test_a_model_whose_layers_stay_is_not_slowed_by_one_whose_layers_come_and_go
     assert rotors.stall("b", 1.0) == 0
 
 
+def test_a_newcomer_that_is_refused_does_not_stand_for_the_model_that_is_there() -> None:
+    clock = VirtualClock()
+    heap = EventHeap(clock)
+    rates = LinkRates.even(100.0)
+    rotors = SimRotors(heap, clock, SimLink(heap, clock, rates), rates)
+    rotors.make(spec("a", 2), [Copy(0, 0, 50)] * 2).turn(Rotation((0, 1), 1), [0], ())
+    rotors.make(spec("a", 2), [Copy(0, 0, 50)] * 2)
+    assert rotors.stall("a", 2.0) == 0.5
+
+
 def test_loads_of_jobs_at_the_same_time_use_what_the_others_leave_of_the_link() -> None:
     """The second job's load finds a gap between the first one's."""
     clock = VirtualClock()

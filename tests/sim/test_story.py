@@ -25,7 +25,7 @@ from ballast.sim.device import Profile, SimDevice
 from ballast.sim.lives import Life, read_lives
 from ballast.sim.replay import replay
 from ballast.sim.simulate import simulate
-from tests.sim.restless import register, restless_world
+from tests.sim.restless import LENDING, lending_world, register, restless_world
 from tests.sim.test_enough_memory import world
 from tests.sim.test_leap import COSTS
 
@@ -126,6 +126,16 @@ def test_rotations_replay_to_the_same_actions(
     assert seen["stalls"] > 50, seen
     assert seen["leaps"] > 50, seen
     assert seen["refused"], seen
+
+
+def test_layers_that_lend_their_memory_replay(tmp_path: Path) -> None:
+    remaps = 0
+    for seed in LENDING:
+        life = told(tmp_path / f"{seed}", seed, "mirage", lambda seed, preset: lending_world(seed))
+        found = replay(life)
+        assert (found.difference, found.stray) == (None, None), f"seed {seed}: {found.difference}"
+        remaps += sum(e.get("action") == "Remap" for e in life.entries)
+    assert remaps > 15
 
 
 def test_stories_told_before_layers_rotated_replay(tmp_path: Path) -> None:
