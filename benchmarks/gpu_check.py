@@ -13,6 +13,8 @@ run:
 - `elastic_overhead`: that benchmark, on the GPU.
 - `single_model`: tokens per second of decode steps at batch 1 and 32 over 1024 tokens of context,
   over what reading weights and KV once at the measured bandwidth allows; and over `transformers`.
+- `graphs`: seconds of such a decode step with a CUDA graph and without, and whether the tokens are
+  the same; seconds to record it, bytes of its pool, and bytes that the driver takes for it.
 - `layouts`: microseconds that attention of a decode step takes, block-major and per-layer.
 - `activation`: seconds to bring weights from pinned host memory into pages, and that over the
   bandwidth of one plain copy. The host's bytes are one buffer, copied again and again.
@@ -42,14 +44,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from ballast.bench.inprocess import InProcess
 from ballast.core.errors import BallastError
 from ballast.core.event import TransferDone
+from ballast.core.job import Sampled, SequenceWork
 from ballast.core.request import Sampling, Submission
-from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
+from ballast.core.settings import GRAPH_BYTES, DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import GiB, MiB, ceil_div
 from ballast.engine.inbox import MonotonicClock
 from ballast.memory.copies import Copy
 from ballast.memory.cuda_driver import CudaDriver
 from ballast.memory.link_cuda import CudaLink
 from ballast.memory.vm_cuda import CudaVm
+from ballast.models.graphs import GraphCache
 
 SECONDS = 600.0
 PAGE = 2 * MiB
@@ -285,6 +289,91 @@ def single_model(gpu: Gpu) -> dict[str, Any]:
     return found
 
 
+def graphs(gpu: Gpu) -> dict[str, Any]:
+    from ballast.engine.runner_cuda import TorchOnGpu
+    from benchmarks.gpu_model import Random
+
+    compute = TorchOnGpu(0)
+    stream, twin = gpu.driver.new_stream(), gpu.driver.new_stream()
+    found: dict[str, Any] = {"passed": True}
+    context = 1024
+    for size in ("0.1B", "1B", "8B"):
+        config = config_of(size)
+        n_bytes = 2 * sum(p.numel() for p in _on_meta(config).parameters())
+        if n_bytes + 8 * GiB > torch.cuda.mem_get_info(0)[0]:
+            found[size] = {"not_run": "it does not fit"}
+            continue
+        cache = GraphCache(GRAPH_BYTES, lambda _: compute.recorder(twin))
+        made = Random(
+            gpu.driver, gpu.device, config, PAGE, sequences=32, context=context + 64, graphs=cache
+        )
+        with made as model:
+            for batch in (1, 32):
+                work = model.decodes(batch, context)
+
+                def step(model: Random = model, work: list[SequenceWork] = work) -> list[int]:
+                    with compute.on(stream):
+                        return _tokens(model.served.run(work))
+
+                told = with_and_without(step, cache, stream, free_bytes, 20)
+                found[f"{size}_batch_{batch}"] = told
+                found["passed"] = found["passed"] and told["same_tokens"]
+            cache.close()
+    for made_stream in (stream, twin):
+        gpu.driver.destroy_stream(made_stream)
+    return found
+
+
+def free_bytes() -> tuple[int, int]:
+    """Of the device, and of PyTorch's allocator there."""
+    return torch.cuda.mem_get_info(0)[0], torch.cuda.memory_reserved(0)
+
+
+def _tokens(results: Sequence[object]) -> list[int]:
+    return [told.token for told in results if isinstance(told, Sampled)]
+
+
+def with_and_without(
+    step: Callable[[], list[int]],
+    cache: GraphCache,
+    stream: int,
+    free: Callable[[], tuple[int, int]],
+    times: int,
+) -> dict[str, Any]:
+    """A decode step, before there is a graph of it and after. It ends with its tokens, on the host,
+    so that the wall clock says how long it takes."""
+
+    def median() -> tuple[float, list[int]]:
+        tokens, found = [], []
+        with cache.on(stream):
+            for _ in range(times + 2):
+                begun = time.perf_counter()
+                tokens = step()
+                found.append(time.perf_counter() - begun)
+        return statistics.median(found[2:]), tokens
+
+    eager, expected = median()
+    before, reserved = free()
+    begun = time.perf_counter()
+    cache.record_one()
+    recording = time.perf_counter() - begun
+    after, now = free()
+    replays = cache.report().replays
+    replayed, tokens = median()
+    told = cache.report()
+    if told.replays == replays:
+        raise RuntimeError("nothing could be recorded: the log says why")
+    return {
+        "seconds_without": eager,
+        "seconds_with": replayed,
+        "speedup": eager / replayed,
+        "same_tokens": tokens == expected,
+        "recording_seconds": recording,
+        "pool_bytes": max(0, now - reserved),
+        "driver_bytes": max(0, before - after - max(0, now - reserved)),
+    }
+
+
 def _on_meta(config: LlamaConfig) -> LlamaForCausalLM:
     with torch.device("meta"):
         return LlamaForCausalLM(config)
@@ -354,6 +443,7 @@ PARTS = (
     Part("pool", 5, pool),
     Part("elastic_overhead", 60, elastic_overhead),
     Part("single_model", 60, single_model),
+    Part("graphs", 60, graphs),
     Part("layouts", 20, layouts),
     Part("activation", 40, activation),
 )

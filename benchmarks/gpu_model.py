@@ -18,6 +18,7 @@ from ballast.kv.layout import Layout
 from ballast.memory.cuda_calls import Driver
 from ballast.memory.cuda_tensor import device_tensor_at
 from ballast.memory.vm_cuda import CudaVm
+from ballast.models.graphs import GraphCache
 from ballast.models.on_device import DeviceModel
 from ballast.weights import packing
 from ballast.weights.architecture import learn
@@ -46,9 +47,10 @@ class Random:
         sequences: int,
         context: int,
         make: Any = None,
+        graphs: GraphCache | None = None,
     ) -> None:
-        """`make`: attention, chosen if not given. Raises DeviceError; MemoryError where pages are
-        short."""
+        """`make`: attention, chosen if not given; `graphs`: of the device. Raises
+        DeviceError; MemoryError where pages are short."""
         self._device, self._sequences = device, sequences
         architecture = learn(config)
         segments = tuple(pack(*s) for s in packing.as_stored(architecture, "bfloat16"))
@@ -93,7 +95,8 @@ class Random:
                 device_tensor_at(address, (count,), torch.bfloat16, device).normal_(0, 0.02)
             kv = addresses[-1]
             device_tensor_at(kv, (kv_pages * page,), torch.uint8, device).zero_()
-            self.served = DeviceModel(host, addresses[:-1], kv, layout, blocks, device, make)
+            where = (addresses[:-1], kv, layout, blocks, device)
+            self.served = DeviceModel(host, *where, make, graphs)
         except BaseException:
             self._vm.close()
             raise

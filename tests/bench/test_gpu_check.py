@@ -15,10 +15,12 @@ from transformers import LlamaConfig
 
 from ballast.core.units import MiB
 from ballast.kernels.plain_attention import PlainAttention
+from ballast.models.graphs import GraphCache
 from benchmarks import gpu_check
 from benchmarks.gpu_check import Gpu, Part, check
 from benchmarks.gpu_model import Random
 from tests.memory.fake_cuda import FakeDriver
+from tests.models.fake_graphs import Recorders, StaticAttention
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,9 +73,8 @@ def test_pages_are_timed_and_given_back() -> None:
     assert driver.is_clean()
 
 
-def test_weights_made_in_place_decode() -> None:
-    driver = FakeDriver(n_bytes=64 * MiB)
-    config = LlamaConfig(
+def small() -> LlamaConfig:
+    return LlamaConfig(
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
@@ -83,6 +84,32 @@ def test_weights_made_in_place_decode() -> None:
         max_position_embeddings=256,
         tie_word_embeddings=False,
     )
+
+
+def test_a_step_is_timed_with_a_graph_and_without() -> None:
+    driver, cpu = FakeDriver(n_bytes=64 * MiB), torch.device("cpu")
+    cache = GraphCache(64 * MiB, Recorders())
+    shape = (driver, cpu, small(), 64 << 10)
+    made = Random(*shape, sequences=3, context=40, make=StaticAttention, graphs=cache)
+    with made as model:
+        work = model.decodes(3, 33)
+        told = gpu_check.with_and_without(
+            lambda: gpu_check._tokens(model.served.run(work)), cache, 1, lambda: (0, 0), 2
+        )
+        assert told["same_tokens"]
+        assert cache.report().replays == 4
+        cache.cap_bytes = 0
+        with pytest.raises(RuntimeError, match="nothing could be recorded"):
+            gpu_check.with_and_without(
+                lambda: gpu_check._tokens(model.served.run(work[:1])), cache, 1, lambda: (0, 0), 2
+            )
+        cache.close()
+    assert driver.is_clean()
+
+
+def test_weights_made_in_place_decode() -> None:
+    driver = FakeDriver(n_bytes=64 * MiB)
+    config = small()
     cpu = torch.device("cpu")
     page = 64 << 10
     made = Random(driver, cpu, config, page, sequences=3, context=40, make=PlainAttention)
