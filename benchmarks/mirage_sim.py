@@ -43,7 +43,7 @@ WINDOW = 200.0, 40.0
 """Start and length of the trace's part, in seconds: 370 requests, bursts and lulls."""
 QUICK_WINDOW = 180.0, 20.0
 QUICK = "temporal_c2", "mps_c1", "alone"
-MULTIPLES = 2.0, 4.0, 8.0
+MULTIPLES = 2.0, 8.0
 """Of the rate where recomputation begins to be short; there, next to nothing can be gained."""
 SHORT_SHARE = 0.01
 """Of requests, when recomputation is short: so many are preempted."""
@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sought = list(dict.fromkeys(knee_of(*what) for what in seek if not GROUPS[what[0]].rates))
         short = pool.map(functools.partial(short_at, arrivals=arrivals), sought)
         knees = dict(zip(sought, short, strict=True))
-        times = MULTIPLES[1:2] if args.quick else MULTIPLES
+        times = MULTIPLES[-1:] if args.quick else MULTIPLES
         rates = {
             what: GROUPS[what[0]].rates or multiples(knees[knee_of(*what)], times) for what in seek
         }
