@@ -123,6 +123,8 @@ class Loop:
         self._jobs += steps - 1
         stepped = [m for m in state.models.values() if m.last_run > before]
         stepped.sort(key=lambda m: m.last_run)
+        for m in stepped:
+            m.weights.passed()
         lasts = [(m.last_run, m.decode_seconds) for m in stepped]
         self.story.leap(now, job, steps, lasts, (r for m in stepped for r in m.running))
         self._begin(following, plan(following, state.settings, now, state.freed))

@@ -107,8 +107,10 @@ class Operations:
             if known in state.named or known in state.models:
                 return f"there is a model {known!r} already"
         for other in state.models.values():
-            if other.weights.rotates_any(shared):
-                return f"layers that it has in common with {other.spec.name} rotate now"
+            moving = other.weights.stirred or other.turning is not None
+            if moving and other.weights.may_rotate(shared):
+                whose = other.spec.name
+                return f"layers that it has in common with {whose} rotate now; evict {whose} first"
         present = [*state.models.values(), m]
         wanted = largest_jobs((o.spec for o in present), settings)
         arena = max(state.arena.pages, ceil_div(wanted, settings.page_bytes))

@@ -200,6 +200,7 @@ class DeviceState:
         prefill = any(len(work.tokens) > 1 for work in event.job.work)
         if not m.kv.fixed:
             m.took(event.seconds - event.stall, prefill=prefill)
+        m.weights.passed()
         for work in event.job.work:
             request = self.requests[work.request_id]
             request.computed = work.end

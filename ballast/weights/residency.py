@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise
 from ballast.core.model import ModelSpec
-from ballast.core.rotation import Rotation
+from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.units import ceil_div
 from ballast.memory.copies import Copy
 from ballast.memory.pool import Pool
@@ -90,7 +90,8 @@ class WeightsOnDevice:
         layers = self.segments[1 : 1 + spec.n_layers]
         self.rotor = make_rotor(spec, [s.copy for s in layers]) if make_rotor else None
         self.stirred = False
-        """Layers rotate or have done so since the weights came: loads may be on their way."""
+        """Layers rotate, or have done so and no job has passed them since: loads may be on their
+        way."""
         self._backed = False
         self._filled = False
 
@@ -221,11 +222,16 @@ class WeightsOnDevice:
                 segment.free()
         self._drop_own()
 
-    def rotates_any(self, digests: Iterable[str]) -> bool:
-        """Whether layers of such contents are among those that rotate, and cannot be shared."""
-        wanted = set(digests)
+    def passed(self) -> None:
+        """A job has run all layers: if none rotates, all are there."""
+        if self.stirred and self.slots.rotation == WHOLE:
+            self.stirred = False
+
+    def may_rotate(self, digests: Iterable[str]) -> bool:
+        """Whether layers of such contents, once they are shared, could not rotate any more."""
         of_layers = self.spec.segment_digests[1 : 1 + self.spec.n_layers]
-        return any(of_layers[i] in wanted for i in self.slots.rotation.layers if of_layers)
+        mine = {of_layers[i] for i in self.slots.rotatable} if of_layers else set()
+        return not mine.isdisjoint(digests)
 
     def share(self, shared: Mapping[str, SharedSegment]) -> None:
         """Segments of `shared`, by digest, are the model's own no more: another has come that

@@ -1,0 +1,92 @@
+"""A live server whose layers rotate: operators see it, and clients cannot tell, not even when its
+worker is killed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ballast.bench.inprocess import InProcess
+from ballast.core.units import KiB
+from ballast.fleet.file import load_fleet
+from ballast.policy.presets import PRESETS
+from tests.server.process import ServerProcess, server
+from tests.server.test_crash import TOKENS, Stream
+from tests.server.test_top import top
+
+BUSY = "atlas-chat"
+KV_PAGES = 5
+"""Beside the weights: of eight requests two or three can run."""
+
+
+@pytest.fixture(scope="module")
+def rotating(fleet_file: Path) -> Iterator[ServerProcess]:
+    settings = load_fleet(fleet_file, presets=PRESETS, environ={})
+    with InProcess(settings) as roomy:
+        state = roomy.device.state
+        weights = sum(m.weights.pages for m in state.models.values())
+        pages = state.arena.pages + weights + KV_PAGES
+    budget = pages * settings.device.page_bytes // KiB
+    fleet = yaml.safe_load(fleet_file.read_text())
+    fleet["preset"] = "mirage"
+    fleet["options"] = {"cap": 0, "patience": 3600}
+    fleet["devices"] = [device | {"budget": f"{budget}KiB"} for device in fleet["devices"]]
+    file = fleet_file.with_name("rotating.yaml")
+    file.write_text(yaml.safe_dump(fleet))
+    with server(file) as running:
+        yield running
+
+
+def turned(running: ServerProcess) -> bool:
+    """Whether layers of the busy model rotate, and have been waited for."""
+    (model,) = (
+        m["report"]
+        for m in running.http.get("/admin/state").json()["models"]
+        if m["report"]["name"] == BUSY
+    )
+    return model["rotating_layers"] > 0 and model["stall_seconds"] > 0
+
+
+def test_no_token_changes_when_a_worker_dies_whose_layers_rotate(
+    rotating: ServerProcess,
+) -> None:
+    async def all_of(kill: bool) -> list[list[str]]:
+        streams = [Stream(BUSY, seed, float(seed % 2)) for seed in range(8)]
+        async with rotating.async_client() as client, asyncio.TaskGroup() as group:
+            tasks = [group.create_task(stream.run(client)) for stream in streams]
+            while kill and not await asyncio.to_thread(turned, rotating):
+                assert not all(task.done() for task in tasks), "its layers do not rotate"
+            if kill:
+                rotating.kill_worker()
+        return [stream.tokens for stream in streams]
+
+    worker = rotating.worker_pid
+    killed = asyncio.run(all_of(kill=True))
+    assert rotating.worker_pid != worker
+    assert killed == asyncio.run(all_of(kill=False))
+    assert all(len(tokens) == TOKENS for tokens in killed)
+    assert len({tuple(tokens) for tokens in killed}) == len(killed)
+
+
+def test_operators_see_what_layers_do(rotating: ServerProcess) -> None:
+    """After the requests above: nothing brings layers back."""
+    assert turned(rotating)
+    told = {
+        line.split("{")[0]: float(line.rsplit(" ", 1)[1])
+        for line in rotating.http.get("/metrics").text.splitlines()
+        if f'{{model_name="{BUSY}"}}' in line
+    }
+    layers, absent = told["ballast:layers"], told["ballast:absent_layers"]
+    assert 0 < absent < told["ballast:rotating_layers"] <= layers
+    assert told["ballast:resident_layers"] == layers - told["ballast:rotating_layers"]
+    assert told["ballast:layers_lent_bytes"] > 0
+    for name in ("loads", "loaded_bytes", "copy_seconds", "stall_seconds"):
+        assert told[f"ballast:layer_{name}_total"] > 0
+    frame = top("--url", rotating.url, "--once").stdout
+    assert "slots of layers" in frame
+    assert f"{layers - absent:.0f}/{layers:.0f}" in frame
+    assert "rotate through" in frame
