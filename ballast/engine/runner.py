@@ -104,6 +104,7 @@ class LaneRunner(ABC):
             try:
                 with self.running(job):
                     executor = self._executors[job.model][lane]
+                    executor.stalled()  # of a job that failed
                     results = tuple(executor.run(job.work))
             except Exception as error:  # the fleet outlives a job that breaks
                 log.exception("job %d of %s failed", job.id, job.model)
