@@ -1,0 +1,122 @@
+"""Serves the requests of `mirage_live`, open loop, and measures what its clients see."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ballast.bench.inprocess import Answer, InProcess
+from ballast.bench.record import prompts_of, submission_for, vocabularies_of
+from ballast.core.event import Finished
+from ballast.core.request import Submission
+from ballast.core.settings import FleetSettings
+from ballast.workload.workload import Workload
+from benchmarks.mirage_run import Measured
+
+WARM_UP = 3
+"""Requests of each model."""
+PATIENCE = 120.0
+"""Seconds for all answers after the last arrival."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Of one run."""
+
+    clients: Measured
+    copy_seconds: float
+    """Of layers, on the link."""
+    lent: float
+    """Layers, of all models, on average over its answers' tokens."""
+
+    def summary(self) -> dict[str, float]:
+        """As the clients', with the seconds of copies and the layers lent."""
+        told = {**self.clients.summary(), "copy_seconds": self.copy_seconds, "lent": self.lent}
+        return told | {"stall_seconds": self.clients.stall_seconds}
+
+
+class Served:
+    """One device, kept from round to round."""
+
+    def __init__(self, fleet: FleetSettings) -> None:
+        self._server = InProcess(fleet)
+        device = self._server.device
+        device.populate()
+        self._prompts = prompts_of(vocabularies_of(device.specs.values()))
+        self._models = device.state.models
+        self._runs = itertools.count()
+        self._server.listen = self._hear
+        self._lent: list[int] = []
+        self._server.__enter__()
+        self._warm_up()
+
+    def run(self, workload: Workload) -> Seen:
+        """All of it, until everything is answered."""
+        run, server = next(self._runs), self._server
+        made = [submission_for(r, self._prompts(r)) for r in workload.requests]
+        made = [replace(s, id=f"{run}-{s.id}") for s in made]
+        before = self._counts()
+        self._lent.clear()
+        origin = server.now
+        due = [origin + r.at for r in workload.requests]
+        for at, submission in zip(due, made, strict=True):
+            time.sleep(max(0.0, at - server.now))
+            server.submit(submission)
+        assert server.wait(PATIENCE), "requests are not answered"
+        answers = [server.answers.pop(s.id) for s in made]
+        preemptions, loaded, copying, stalled = np.subtract(self._counts(), before).tolist()
+        clients = measured(due, answers)
+        clients = replace(
+            clients,
+            preemptions=int(preemptions),
+            loaded_bytes=int(loaded),
+            stall_seconds=stalled,
+        )
+        return Seen(clients, copying, float(np.mean(self._lent)))
+
+    def close(self) -> None:
+        self._server.__exit__(None, None, None)
+
+    def _hear(self, now: float, output: object) -> None:
+        """On the loop's thread."""
+        self._lent.append(sum(m.weights.slots.rotation.lent for m in self._models.values()))
+
+    def _warm_up(self) -> None:
+        """So that what jobs take is known, and what a first time makes is made."""
+        for name, m in self._models.items():
+            prompt = tuple(i * 13 % m.spec.vocab for i in range(32))
+            asked = [
+                Submission(
+                    id=f"warm-{name}-{i}", model=name, prompt=prompt, max_tokens=8, ignore_eos=True
+                )
+                for i in range(WARM_UP)
+            ]
+            self._server.generate(asked)
+
+    def _counts(self) -> tuple[float, ...]:
+        """Since start, of all models: preemptions, and of loads bytes, seconds, and the waits."""
+        models = self._server.device.snapshot().models
+        keys = ("preemptions", "loaded_bytes", "copy_seconds", "stall_seconds")
+        return tuple(sum(getattr(m, key) for m in models) for key in keys)
+
+
+def measured(due: list[float], answers: list[Answer]) -> Measured:
+    """What the clients of requests saw that were to be sent at `due`."""
+    firsts = [(a.times[0], at) for at, a in zip(due, answers, strict=True) if a.times]
+    gaps = [np.diff(a.times) for a in answers]
+    return Measured(
+        ttft=np.array([first - at for first, at in firsts]),
+        ttft_at=np.array([first for first, _ in firsts]),
+        gaps=np.concatenate(gaps),
+        gaps_at=np.concatenate([np.array(a.times[1:]) for a in answers]),
+        seconds=max(a.times[-1] for a in answers if a.times) - min(due),
+        requests=len(answers),
+        failed=sum(not isinstance(a.end, Finished) for a in answers),
+        tokens=sum(len(a.tokens) for a in answers),
+        preemptions=0,
+        loaded_bytes=0,
+        stall_seconds=0.0,
+    )

@@ -1,0 +1,238 @@
+"""What `mirage_live` serves: two models in too little memory, bursts, links paced to a ratio."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ballast.bench.inprocess import InProcess
+from ballast.core.event import TransferDone
+from ballast.core.job import Load
+from ballast.core.link import LinkRates
+from ballast.core.model import ModelSpec
+from ballast.core.request import Submission
+from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, ModelSettings
+from ballast.core.units import MiB
+from ballast.engine.inbox import MonotonicClock
+from ballast.memory.copies import Copy, copy_checked
+from ballast.memory.transfer import HostLink
+from ballast.sim.profile import device_profile
+from ballast.weights.host import HostModel
+from ballast.workload.generators import assemble
+from ballast.workload.lengths import LogNormal
+from ballast.workload.workload import Workload
+from benchmarks.exactness import make_llama
+from benchmarks.mirage_setting import C1, MEMORY, SHAREGPT, Device, specs_of
+
+NAMES = ("a", "b")
+SIZES = {
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+}
+KV_PART = 0.1
+"""Of the memory that weights and KV have; the paper's C1 has a quarter, C2 a tenth."""
+PROMPT = LogNormal.of_cv(32.0, 0.4, 64)
+OUTPUT = LogNormal.of_cv(64.0, 0.4, 128)
+CV = 4.0
+"""Of the gaps between arrivals of a model."""
+BATCH = 16
+"""Sequences of a model beyond which a decode step gains little here."""
+LINKS = {"GH200": "GH200-96G", "PCIe 5": "H100-80G"}
+"""Whose ratio of a layer's copy to its work a link is paced to."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that does not depend on preset and link."""
+
+    fleet: FleetSettings
+    """With the budget; its link is not paced."""
+    spec: ModelSpec
+    """Of either model, but for its name."""
+    kv_tokens: int
+    """Of each model's share of the KV."""
+    step: float
+    """Seconds of a decode step of as many sequences as fill that share."""
+    rate: float
+    """Requests per second that the device could serve, were there memory for `BATCH` sequences."""
+    beside_copies: float
+    """By how many times that step is longer while such a link, as fast as GH200's, never rests."""
+    copying: float
+    """Of that link's time, the part in which a core copies; it sleeps for the rest."""
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.spec.segment_bytes[1]
+
+    def pace(self, ratio: float) -> LinkSettings:
+        """A link that copies a layer in `ratio` times its part of a decode step; both ways at once
+        it carries 366/427 of that in all, as GH200's does (MIRAGE, 3.2)."""
+        one_way = paced(self.layer_bytes, self.step / self.spec.n_layers, ratio)
+        return LinkSettings(bytes_per_second=one_way, mixed_bytes_per_second=366 / 427 * one_way)
+
+    def to_json(self) -> dict[str, float]:
+        """Times in milliseconds."""
+        told = {
+            "step_ms": 1e3 * self.step,
+            "layer_ms": 1e3 * self.step / self.spec.n_layers,
+            "layer_bytes": self.layer_bytes,
+            "weight_bytes": len(NAMES) * self.spec.weight_bytes,
+            "kv_tokens": self.kv_tokens,
+            "requests_per_second": self.rate,
+            "beside_copies": self.beside_copies,
+            "copying": self.copying,
+        }
+        for name, kind in LINKS.items():
+            told[f"ratio {name}"] = ratio_of(kind)
+            told[f"bytes_per_second {name}"] = self.pace(ratio_of(kind)).bytes_per_second or 0.0
+        return told
+
+    def under(self, preset: str, options: Mapping[str, float], ratio: float) -> FleetSettings:
+        return replace(self.fleet, preset=preset, options=dict(options), link=self.pace(ratio))
+
+
+def ratio_of(kind: str) -> float:
+    """Copy of a layer of OPT-13b over its part of a decode step on such a device, at the batch that
+    fills its KV in the paper's C1, with ShareGPT's requests."""
+    device = Device(device_profile(kind), MEMORY[kind])
+    spec = next(s for s in specs_of(C1, device.memory) if s.name == "OPT-13b")
+    rng = np.random.default_rng(0)
+    prompt, output = (float(lengths.sample(rng, 10_000).mean()) for lengths in SHAREGPT)
+    n = filling(int(spec.share / spec.kv_bytes_per_token), prompt, output)
+    context = round(n * (prompt + output / 2))
+    step = device.costs(spec.name).of(Load(0, 0, 0, n, context))
+    return spec.segment_bytes[1] / device.rates.to_device / (step / spec.n_layers)
+
+
+def filling(kv_tokens: int, prompt: float, output: float) -> int:
+    """Sequences, half-way through their answers, that fill so much KV."""
+    return max(1, round(kv_tokens / (prompt + output / 2)))
+
+
+def prepare(scratch: Path) -> Setting:
+    """Make the models, set the memory, and measure a decode step and what can be served."""
+    models = tuple(
+        ModelSettings(
+            name=name,
+            path=str(make_llama(scratch / name, seed, **SIZES)),
+            dtype="bfloat16",
+            model_impl="fused",
+        )
+        for seed, name in enumerate(NAMES)
+    )
+    # One thread computes, so that the link's copies have the other core, as on a GPU they have
+    # engines of their own.
+    device = DeviceSettings(
+        budget_bytes=1024 * MiB, threads=1, step_tokens=128, step_logits=64, prefix_cache=False
+    )
+    roomy = FleetSettings(models=models, device=device, preset="recompute")
+    ratio = ratio_of(LINKS["GH200"])
+    with InProcess(roomy) as server:
+        server.device.populate()
+        state = server.device.state
+        spec = state.models[NAMES[0]].spec
+        weights = sum(m.weights.pages for m in state.models.values())
+        kv_pages = round(weights * KV_PART / (1 - KV_PART))
+        budget = (state.arena.pages + weights + kv_pages) * device.page_bytes
+        kv_tokens = kv_pages * device.page_bytes // len(NAMES) // spec.kv_bytes_per_token
+        n = filling(kv_tokens, PROMPT.mean, OUTPUT.mean)
+        batches(server, 1, 8)
+        step, _ = batches(server, n, 48)
+        pace = paced(spec.segment_bytes[1], step / spec.n_layers, ratio)
+        with Copying(server.device.hosts[NAMES[1]], pace) as copies:
+            beside, _ = batches(server, n, 48)
+        again, _ = batches(server, n, 48)
+        least, prefill = batches(server, BATCH, 32)
+    fleet = replace(roomy, device=replace(device, budget_bytes=budget))
+    request = prefill / BATCH + OUTPUT.mean * least / BATCH
+    step = (step + again) / 2
+    return Setting(fleet, spec, kv_tokens, step, 1 / request, beside / step, copies.busy)
+
+
+def paced(layer_bytes: int, layer_seconds: float, ratio: float) -> float:
+    """Bytes per second at which a layer is copied in `ratio` times its work."""
+    return layer_bytes / (ratio * layer_seconds)
+
+
+class Copying:
+    """While it is a context, a paced link copies layers of a model to nowhere, without a rest."""
+
+    def __init__(self, host: HostModel, bytes_per_second: float) -> None:
+        sizes = host.spec.segment_bytes[1:-1]
+        self._sources = list(zip(host.addresses[1:-1], sizes, strict=True))
+        self._room = mmap.mmap(-1, max(sizes))
+        self._at = np.frombuffer(self._room, np.uint8).ctypes.data
+        seconds = []
+        for copy in [self._copy(i) for i in range(2 * len(sizes))][len(sizes) :]:
+            began = time.perf_counter()
+            copy_checked(copy)
+            seconds.append((time.perf_counter() - began) / copy.n_bytes)
+        self.busy = float(np.median(seconds)) * bytes_per_second
+        """Of its time, the part in which it copies."""
+        pace = LinkRates.even(bytes_per_second)
+        self._link = HostLink(MonotonicClock(), lambda done: None, pace)
+        self._over = False
+
+    def __enter__(self) -> Copying:
+        self._start(0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over = True
+        self._link.close()
+
+    def _copy(self, i: int) -> Copy:
+        source, n_bytes = self._sources[i % len(self._sources)]
+        return Copy(self._at, source, n_bytes)
+
+    def _start(self, i: int) -> None:
+        def following(done: TransferDone) -> None:
+            if not self._over:
+                self._start(i + 1)
+
+        self._link.start(i, [self._copy(i)], on_done=following)
+
+
+def batches(server: InProcess, n: int, new_tokens: int) -> tuple[float, float]:
+    """Seconds of a decode step of `n` sequences of average length, and until all have begun."""
+    prompt = round(PROMPT.mean + max(0.0, OUTPUT.mean - new_tokens) / 2)
+    asked = [
+        Submission(
+            id=f"{server.now}-{i}",
+            model=NAMES[0],
+            prompt=tuple((i * 7 + j * 13) % 499 for j in range(prompt)),
+            max_tokens=new_tokens,
+            ignore_eos=True,
+        )
+        for i in range(n)
+    ]
+    began = server.now
+    answers = server.generate(asked).values()
+    begun = max(a.times[0] for a in answers)
+    gaps = [
+        b - a
+        for answer in answers
+        for a, b in zip(answer.times, answer.times[1:], strict=False)
+        if a >= begun
+    ]
+    return float(np.median(gaps)), (begun - began) * PROMPT.mean / prompt
+
+
+def bursts(rate: float, seconds: float, seed: int) -> Workload:
+    """Each model's half of the requests, their gaps drawn from a Gamma distribution, then scaled so
+    that they take `seconds`: seeds differ in when requests come, not in how many."""
+    n = max(2, round(rate * seconds / len(NAMES)))
+    arrivals = []
+    for place in range(len(NAMES)):
+        at = np.random.default_rng([seed, place, 2]).gamma(1 / CV**2, 1.0, n).cumsum()
+        arrivals.append(at * (seconds / at[-1]))
+    source = f"generated: {n} requests a model in {seconds:g} s, CV {CV:g}, seed {seed}"
+    return assemble("bursts", NAMES, arrivals, PROMPT, OUTPUT, seed, source)

@@ -1,0 +1,125 @@
+"""The requests, the pace of links and the ratios of `mirage_live` are what it says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ballast.bench.inprocess import Answer
+from ballast.core.event import Failed, Finished
+from ballast.core.settings import DeviceSettings, FleetSettings
+from ballast.policy.presets import PRESETS, resolve
+from ballast.sim.catalogue import facts
+from benchmarks.mirage_live import SHARINGS, SWEEP, headlines, over, overlap
+from benchmarks.mirage_live_run import Seen, measured
+from benchmarks.mirage_live_setting import LINKS, NAMES, Setting, bursts, filling, ratio_of
+
+SPEC = facts("OPT-13b").spec(max_model_len=2048)
+SETTING = Setting(
+    fleet=FleetSettings(models=(), device=DeviceSettings(budget_bytes=1 << 30)),
+    spec=SPEC,
+    kv_tokens=1000,
+    step=0.04,
+    rate=2.0,
+    beside_copies=1.0,
+    copying=0.1,
+)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_seeds_differ_in_when_requests_come_not_in_how_many(seed: int) -> None:
+    made = bursts(4.0, 10.0, seed)
+    assert Counter(r.model for r in made.requests) == dict.fromkeys(NAMES, 20)
+    for name in NAMES:
+        assert max(r.at for r in made.requests if r.model == name) == pytest.approx(10.0)
+    assert made == bursts(4.0, 10.0, seed)
+    assert made.requests != bursts(4.0, 10.0, seed + 1).requests
+
+
+def test_bursts_are_bursty() -> None:
+    """Half of the requests come in far less than half of the time, without a gap to speak of."""
+    gaps = [
+        gap
+        for seed in range(20)
+        for name in NAMES
+        for gap in np.diff(
+            sorted(r.at for r in bursts(8.0, 20.0, seed).requests if r.model == name)
+        )
+    ]
+    assert np.std(gaps) / np.mean(gaps) > 2.0
+    assert np.median(gaps) < 0.1 * np.mean(gaps)
+
+
+def test_a_paced_link_copies_a_layer_in_its_ratio_of_the_layers_work() -> None:
+    link = SETTING.pace(3.0)
+    assert link.bytes_per_second is not None
+    assert link.mixed_bytes_per_second is not None
+    copy = SETTING.layer_bytes / link.bytes_per_second
+    assert copy == pytest.approx(3.0 * SETTING.step / SPEC.n_layers)
+    assert link.mixed_bytes_per_second / link.bytes_per_second == pytest.approx(366 / 427)
+    assert SETTING.under("mirage", {"cap": 0}, 3.0).link == link
+
+
+def test_ratios_of_real_links_agree_with_what_their_layers_take() -> None:
+    """OPT-13b's layer takes 1.47 ms at 427 GB/s; PCIe 5 carries an eighth of that."""
+    work = 1.47e-3 / ratio_of(LINKS["GH200"])
+    assert 0.3e-3 < work < 1.5e-3  # a step of 12 to 60 ms, over 40 layers
+    assert 5 < ratio_of(LINKS["PCIe 5"]) / ratio_of(LINKS["GH200"]) < 15
+
+
+def test_as_many_sequences_as_fill_the_kv() -> None:
+    assert filling(1000, 100.0, 100.0) == 7
+    assert filling(10, 100.0, 100.0) == 1
+
+
+def test_every_variant_is_a_preset_with_its_options() -> None:
+    found = [v for variants in (*SHARINGS.values(), SWEEP) for v in variants.values()]
+    there = [v for v in found if v.preset in PRESETS]
+    assert {v.preset for v in there} >= {"recompute", "mirage"}
+    for variant in there:
+        resolve(variant.preset, {**variant.options, "temporal": 1.0})
+
+
+def answer(times: Sequence[float], *, failed: bool = False) -> Answer:
+    end = (
+        Failed("r", "memory", "none left")
+        if failed
+        else Finished("r", "length", 3, len(times), 0, 0)
+    )
+    return Answer(tokens=[1] * len(times), times=list(times), end=end)
+
+
+def test_latencies_count_from_when_requests_were_due() -> None:
+    seen = measured([1.0, 2.0], [answer([1.5, 1.75, 2.75]), answer([4.0], failed=True)])
+    assert seen.ttft.tolist() == [0.5, 2.0]
+    assert seen.gaps.tolist() == [0.25, 1.0]
+    assert (seen.tokens, seen.requests, seen.failed) == (4, 2, 1)
+    assert seen.seconds == 3.0
+    assert seen.throughput == pytest.approx(4 / 3)
+
+
+def run(seconds: float, copying: float = 0.0, stalled: float = 0.0) -> Seen:
+    """Clients whose times are all `seconds`."""
+    clients = measured([0.0], [answer([seconds, 2 * seconds])])
+    return Seen(replace(clients, stall_seconds=stalled), copying, 0.0)
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    told = {"recompute": [run(1.0), run(2.0)], "mirage": [run(0.5), run(0.25)]}
+    ratios = over(told, "recompute")
+    assert list(ratios) == ["mirage"]
+    assert ratios["mirage"]["p99_ttft"].values == (0.5, 0.125)
+    assert ratios["mirage"]["throughput"].values == (2.0, 8.0)
+
+
+def test_what_is_not_there_is_null_and_nothing_copied_hides_nothing() -> None:
+    told = {"recompute": [run(1.0)], "mirage": [run(0.5, copying=4.0, stalled=1.0)]}
+    keys = headlines({"spatial": told, "temporal": {**told, "mirage": [run(0.5)]}})
+    assert keys["throughput_over_kvswap"] is None
+    assert keys["p99_tbt_over_recompute"] == 0.5
+    assert keys["overlap"] == 0.75
+    assert overlap([run(1.0)]) is None
