@@ -35,6 +35,7 @@ from ballast.core.settings import DeviceSettings, ModelSettings
 from ballast.engine.machine import OnCpu
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
+from ballast.kv.swapper import MakeSwapper
 from ballast.memory.copies import Copy, copy_now
 from ballast.memory.link_group import GroupLink, share_of
 from ballast.memory.transfer import HostLink
@@ -200,6 +201,10 @@ class GroupMachine(OnCpu):
 
     def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
         """Layers do not rotate on groups yet."""
+        return None
+
+    def make_swapper(self, clock: Clock, dirty: bool) -> MakeSwapper | None:
+        """KV is not swapped on groups yet."""
         return None
 
     def allow(self, n_bytes: int) -> None:

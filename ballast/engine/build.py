@@ -15,7 +15,7 @@ from ballast.engine.lending import Lending
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 from ballast.kv.blocks import KvCache
-from ballast.kv.swapper import MakeSwapper
+from ballast.kv.swapper import KvSwapper, MakeSwapper
 from ballast.memory.arena import Arena
 from ballast.memory.borrow import Borrower
 from ballast.memory.pool import Pool
@@ -122,8 +122,8 @@ def build_model(
         borrower=None if layered else borrower,
         layered=layered,
     )
-    kv.move = _mover(kv, copy)
     swapper = None if make_swapper is None else make_swapper(kv)
+    kv.move = _mover(kv, copy) if swapper is None else _layered_mover(kv, swapper, copy)
     weights = WeightsOnDevice(
         hosted.spec, pool, pool.vm, link, hosted.addresses, shared, make_rotor
     )
@@ -181,5 +181,18 @@ def _mover(kv: KvCache, copy: CopyNow) -> Callable[[int, int], None]:
 
     def move(source: int, target: int) -> None:
         copy(kv.block_address(target), kv.block_address(source), kv.layout.block_bytes)
+
+    return move
+
+
+def _layered_mover(kv: KvCache, swapper: KvSwapper, copy: CopyNow) -> Callable[[int, int], None]:
+    """The same, layer by layer, each where it is between jobs."""
+
+    def move(source: int, target: int) -> None:
+        rotating = set(kv.rotation.layers)
+        for layer in range(kv.spec.n_layers):
+            at = layer * kv.layout.layer_stride_bytes + (swapper.host if layer in rotating else 0)
+            to, from_ = kv.block_address(target) + at, kv.block_address(source) + at
+            copy(to, from_, kv.layout.layer_bytes)
 
     return move

@@ -30,14 +30,16 @@ from ballast.engine.machine import CpuMachine, MakeMachine
 from ballast.engine.model import ModelState
 from ballast.engine.operator import Operator
 from ballast.engine.report import report
-from ballast.engine.runner import Record
+from ballast.engine.runner import Executor, Record
 from ballast.engine.storyfile import StoryFile
+from ballast.engine.swapped import Swapped
 from ballast.kernels.workspace import Workspace
+from ballast.kv.link_swapper import LinkSwapper
+from ballast.kv.swapper import MakeSwapper
 from ballast.memory.arena import confine_allocator
 from ballast.memory.reserve import PopulatedReserve
 from ballast.memory.vm import Exported
-from ballast.models.served import Served
-from ballast.policy.presets import resolve
+from ballast.policy.presets import Preset, resolve
 from ballast.weights.host import Exchange, HostModel, HostTier
 from ballast.weights.link_rotor import LinkRotor
 
@@ -75,8 +77,6 @@ class LiveDevice:
         self.inbox = QueueInbox(self.clock)
         self.hosts: dict[str, HostModel] = {}
         """By name, in the fleet's order; replaced, never changed."""
-        if resolve(fleet.preset, fleet.options).swapping is not None:
-            raise ConfigError("preset", fleet.preset, "it can only be simulated so far")
         with ExitStack() as closing:
             self._make(fleet, outbox, costs or {}, sink, record, make_machine, closing)
             self._closing = closing.pop_all()
@@ -109,7 +109,9 @@ class LiveDevice:
             self.clock,
             self.machine.copy,
             costs,
-            self.machine.make_rotor(self.clock, self.post),
+            # Layers wait for one thing or the other.
+            None if preset.swapping else self.machine.make_rotor(self.clock, self.post),
+            self._make_swapper(preset),
         )
         self._reserve = PopulatedReserve(self.state.pool)
         self._reserve.start()
@@ -223,7 +225,16 @@ class LiveDevice:
         for name, why in self.failed.items():
             log.error("model %s is not served: %s", name, why)
 
-    def executors_of(self, host: HostModel, m: ModelState) -> tuple[Served, ...]:
+    def _make_swapper(self, preset: Preset) -> MakeSwapper | None:
+        """None: the preset swaps no KV. Raises ConfigError where this machine cannot."""
+        if preset.swapping is None:
+            return None
+        made = self.machine.make_swapper(self.clock, bool(preset.swapping.dirty))
+        if made is None:
+            raise ConfigError("preset", preset.name, "CPU devices of one rank can swap KV so far")
+        return made
+
+    def executors_of(self, host: HostModel, m: ModelState) -> tuple[Executor, ...]:
         """What runs a model on each lane, all of a lane's in one workspace."""
         segments = [m.weights.segment_address(i) for i in range(len(host.spec.segment_bytes))]
         made = self.machine.executors(host, segments, m.kv, self.workspaces)
@@ -232,6 +243,9 @@ class LiveDevice:
             if isinstance(m.weights.rotor, LinkRotor):
                 executor.barriers = m.weights.rotor
         made[0].grammars.aside = self.aside
+        swapper = m.swapper
+        if isinstance(swapper, LinkSwapper):
+            return tuple(Swapped(executor, swapper) for executor in made)
         return made
 
     def renew(self) -> None:

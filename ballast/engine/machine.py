@@ -15,6 +15,8 @@ from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.engine.runner import CpuRunner, Executor, Keeper, LaneRunner, Record
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
+from ballast.kv.link_swapper import LinkSwapper
+from ballast.kv.swapper import MakeSwapper
 from ballast.memory.arena import AllocatorCap
 from ballast.memory.copies import Copy, copy_now
 from ballast.memory.transfer import HostLink, Link
@@ -94,6 +96,9 @@ class Machine(Protocol):
     def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
         """For layers that rotate; None: none can."""
 
+    def make_swapper(self, clock: Clock, dirty: bool) -> MakeSwapper | None:
+        """For KV that is swapped layer by layer, `dirty` as `LinkSwapper` says; None: none can."""
+
     def allow(self, n_bytes: int) -> None:
         """What activations may take between jobs, from now on."""
 
@@ -162,6 +167,9 @@ class CpuMachine(OnCpu):
             return LinkRotor(spec.name, copies, self.link, clock, lambda: post(settled))
 
         return make
+
+    def make_swapper(self, clock: Clock, dirty: bool) -> MakeSwapper | None:
+        return lambda kv: LinkSwapper(kv, self.link, clock, dirty)
 
     def allow(self, n_bytes: int) -> None:
         """The cap of this process is the device's own."""

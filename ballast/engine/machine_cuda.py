@@ -19,6 +19,7 @@ from ballast.engine.runner_cuda import AllocatorOnDevice, Compute, CudaRunner, T
 from ballast.engine.streams_cuda import lane_streams
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
+from ballast.kv.swapper import MakeSwapper
 from ballast.memory.cuda_calls import Driver
 from ballast.memory.cuda_driver import CudaDriver
 from ballast.memory.cuda_pins import Pins
@@ -163,6 +164,10 @@ class CudaMachine:
 
     def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
         """Layers do not rotate on GPUs yet."""
+        return None
+
+    def make_swapper(self, clock: Clock, dirty: bool) -> MakeSwapper | None:
+        """KV is not swapped on GPUs yet."""
         return None
 
     def allow(self, n_bytes: int) -> None:

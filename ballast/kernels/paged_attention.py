@@ -7,7 +7,8 @@ grouped-query attention, soft-capped scores, float32 accumulation. `attend_table
 layers at once, for a caller that runs the kernel as one operation among others.
 
 The block-major layout, and the term *block*, are those of `kv/layout.py`:
-(blocks, layers, 2, block_tokens, kv_heads, head_dim), with a stride of its own between blocks.
+(blocks, layers, 2, block_tokens, kv_heads, head_dim), with a stride of its own between blocks, and
+one between layers where these lie apart (`kv/layered.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ ALONE = 1 << 15
 class KvArray:
     """Where the KV cache of a model is; nothing here touches it.
 
-    `base`: its address; `block_stride`: elements from a block to the next.
+    `base`: its address; `block_stride`: elements from a block to the next; `apart`: bytes from a
+    layer to the next in one block, None: they lie side by side.
     """
 
     base: int
@@ -53,6 +55,12 @@ class KvArray:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    apart: int | None = None
+
+    @property
+    def layer_stride(self) -> int:
+        """Bytes from a layer to the next in one block."""
+        return self.layer_bytes if self.apart is None else self.apart
 
     @property
     def layer_bytes(self) -> int:
@@ -128,7 +136,7 @@ class PagedBatch:
         self._check(value, self.kv.kv_heads)
         table = self._write
         table[code.NEXT] = 0
-        table[code.KV] = self.kv.base + layer * self.kv.layer_bytes
+        table[code.KV] = self.kv.base + layer * self.kv.layer_stride
         table[code.SOURCE] = key.data_ptr()
         table[code.SOURCE_TOKEN], table[code.SOURCE_HEAD] = key.stride()[:2]
         table[code.VALUE] = value.data_ptr()
@@ -157,7 +165,7 @@ class PagedBatch:
             raise BrokenPromise("attention's output is not like its query, and contiguous")
         table = self._attend
         table[code.NEXT] = table[code.WORKERS] = 0
-        table[code.KV] = self.kv.base + layer * self.kv.layer_bytes
+        table[code.KV] = self.kv.base + layer * self.kv.layer_stride
         table[code.SOURCE] = query.data_ptr()
         table[code.SOURCE_TOKEN], table[code.SOURCE_HEAD] = query.stride()[:2]
         table[code.TARGET] = out.data_ptr()
@@ -190,7 +198,7 @@ class PagedBatch:
         tables = np.empty((kv.n_layers, code.N_FIELDS), np.int64)
         tables[:] = self._attend
         tables[:, code.NEXT] = tables[:, code.WORKERS] = 0
-        tables[:, code.KV] = kv.base + np.arange(kv.n_layers) * kv.layer_bytes
+        tables[:, code.KV] = kv.base + np.arange(kv.n_layers) * kv.layer_stride
         tables[:, code.SOURCE] = query
         tables[:, code.SOURCE_TOKEN], tables[:, code.SOURCE_HEAD] = strides
         tables[:, code.TARGET] = out

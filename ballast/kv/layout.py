@@ -66,9 +66,14 @@ class Layout:
         return self.slab_bytes // self.blocks_per_slab
 
     @property
+    def layer_bytes(self) -> int:
+        """K and V of one layer in one block."""
+        return self.block_bytes // self.shape[0]
+
+    @property
     def layer_stride_bytes(self) -> int:
         """From a block's first layer to its second."""
-        return self.block_bytes // self.shape[0]
+        return self.layer_bytes
 
     @property
     def range_bytes(self) -> int:

@@ -16,6 +16,10 @@ class KvSwapper(Protocol):
     Between jobs the host has all KV of layers that rotate.
     """
 
+    host: int
+    """What is at an address of the cache, in a layer that rotates, is at so much more between jobs.
+    """
+
     def carry(self, layers: Sequence[int], slabs: Sequence[int], direction: Direction) -> None:
         """The next job, which computes nothing, copies all that lies there in these layers."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Protocol
+
+from ballast.core.job import SequenceWork
 
 
 class Barriers(Protocol):
@@ -12,8 +14,8 @@ class Barriers(Protocol):
     Each layer that `begin_pass` names is waited for before it is run, and `used` after.
     """
 
-    def begin_pass(self) -> Collection[int]:
-        """Layers that rotate, or are not there yet."""
+    def begin_pass(self, work: Sequence[SequenceWork]) -> Collection[int]:
+        """Layers that rotate, or are not there yet, for a pass that computes `work`."""
 
     def wait(self, layer: int) -> None:
         """Returns when it is there. Raises DeviceError if it cannot be brought."""

@@ -139,7 +139,7 @@ class FusedModel(Served):
         if library is not None and rows.n < library.from_rows:
             library = None
         adapted = self._adapters.of(work)
-        stops = self._begin_pass()
+        stops = self._begin_pass(work)
         if library is not None or adapted is not None:
             self._run_in_parts(rows.n, sampled, library, adapted, threads, stops, head=head)
         elif stops:
@@ -312,7 +312,7 @@ class FusedModel(Served):
             weight=np.array([w["q_norm"][1] for w in weights]) if normed else 0,
             key_weight=np.array([w["k_norm"][1] for w in weights]) if normed else 0,
             epsilon=epsilon,
-            kv=self._kv.base + np.arange(spec.n_layers) * self._kv.layer_bytes,
+            kv=self._kv.base + np.arange(spec.n_layers) * self._kv.layer_stride,
             places=b.places,
             values=spec.block_tokens * spec.kv_heads * spec.head_dim,
         )

@@ -86,7 +86,7 @@ class DeviceModel(Served):
     @torch.inference_mode()
     def logits(self, work: Sequence[SequenceWork]) -> Tensor:
         self.check(work)
-        bucket, cuts = self._bucket(work), tuple(sorted(self._begin_pass()))
+        bucket, cuts = self._bucket(work), tuple(sorted(self._begin_pass(work)))
         graphs = self._graphs if bucket.decodes else None
         recorded = None if graphs is None else graphs.find(self.spec.name, bucket, cuts)
         batch = self._filled(bucket if recorded is None else recorded.bucket, work)
@@ -100,7 +100,7 @@ class DeviceModel(Served):
     @torch.inference_mode()
     def hidden(self, work: Sequence[SequenceWork]) -> Tensor:
         batch = self.batch(work)
-        self._cuts, self._stops = tuple(self._begin_pass()), self.barriers
+        self._cuts, self._stops = tuple(self._begin_pass(work)), self.barriers
         output = self._forward(self._module.base_model, batch)
         hidden: Tensor = output.last_hidden_state[0, batch.wanted[: batch.n_wanted]].cpu()
         return hidden

@@ -52,6 +52,7 @@ class Served(ABC):
             spec.kv_heads,
             spec.head_dim,
             dtype,
+            layout.layer_stride_bytes,
         )
         sampling.warm_up()
 
@@ -103,9 +104,9 @@ class Served(ABC):
         """Seconds that jobs have waited for layers since this was last asked."""
         return 0.0 if self.barriers is None else self.barriers.stalled()
 
-    def _begin_pass(self) -> Collection[int]:
+    def _begin_pass(self, work: Sequence[SequenceWork]) -> Collection[int]:
         """Layers at which the pass that begins has to heed `barriers`."""
-        return () if self.barriers is None else self.barriers.begin_pass()
+        return () if self.barriers is None else self.barriers.begin_pass(work)
 
     def choose(
         self,

@@ -73,7 +73,7 @@ class ServedModel(Served):
     def _forward(
         self, module: Any, rows: Rows, work: Sequence[SequenceWork], **more: Tensor
     ) -> Any:
-        self._stops = self._begin_pass()
+        self._stops = self._begin_pass(work)
         with (
             attention.running(attention.JobContext.of(rows.paged)),
             self._adapted.job(work),

@@ -20,6 +20,8 @@ from ballast.kv.swapper import KvSwapper
 class SimSwapper:
     """Implements `KvSwapper`. `dirty`: of a layer only what a job has written is stored."""
 
+    host = 0
+
     def __init__(self, kv: KvCache, rates: LinkRates, dirty: bool) -> None:
         assert isinstance(kv.layout, LayeredLayout)
         self._plane_bytes = kv.layout.plane_bytes
@@ -80,6 +82,8 @@ class SimSwappers:
 
 class _Nothing:
     """Implements `KvSwapper` where the story says how long jobs take."""
+
+    host = 0
 
     def carry(self, layers: Sequence[int], slabs: Sequence[int], direction: Direction) -> None:
         """There are no bytes."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from ballast.core.clock import Clock
 from ballast.core.errors import DeviceError
 from ballast.core.event import TransferDone
+from ballast.core.job import SequenceWork
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import HostLink
@@ -99,7 +100,7 @@ class LinkRotor:
 
     # -- a lane's thread --------------------------------------------------------------------------
 
-    def begin_pass(self) -> frozenset[int]:
+    def begin_pass(self, work: Sequence[SequenceWork] = ()) -> frozenset[int]:
         """Layers that rotate, or are not there yet. Where the last pass broke off, slots are not
         what the first layers need: they are brought."""
         if not self._busy:

@@ -15,7 +15,7 @@ from ballast.core.event import Cancelled, Failed, Output, TokenOut
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings, Slo
 from ballast.core.units import KiB, MiB
-from ballast.policy.presets import PRESETS, resolve
+from ballast.policy.presets import PRESETS
 from tests.engine.checkpoints import VOCAB, make_llama
 
 NAMES = ("a", "b", "c")
@@ -114,7 +114,7 @@ def test_sampling_goes_on_after_a_preemption_with_the_tokens_it_would_have_had(
             assert alone.tokens == disturbed[r.id].tokens
 
 
-@pytest.mark.parametrize("preset", [p for p in PRESETS if not resolve(p).swapping])
+@pytest.mark.parametrize("preset", PRESETS)
 def test_ledger_and_operating_system_agree_after_a_run(paths: dict[str, Path], preset: str) -> None:
     with InProcess(fleet(paths, need(paths) + 40, preset)) as server:
         server.generate(asked(3))

@@ -1,0 +1,30 @@
+"""Runs the jobs of a model whose KV is swapped, and those that change which layers it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ballast.core.event import Result
+from ballast.core.job import SequenceWork
+from ballast.kv.link_swapper import LinkSwapper
+from ballast.models.served import Served
+
+
+class Swapped:
+    """Implements `Executor`. When a job ends, nothing is on its way."""
+
+    def __init__(self, model: Served, swapper: LinkSwapper) -> None:
+        self._model, self._swapper = model, swapper
+        model.barriers = swapper
+
+    def run(self, work: Sequence[SequenceWork]) -> list[Result]:
+        if not any(w.tokens for w in work):
+            self._swapper.move()
+            return []
+        try:
+            return self._model.run(work)
+        finally:
+            self._swapper.finish()
+
+    def stalled(self) -> float:
+        return self._model.stalled()

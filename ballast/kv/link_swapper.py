@@ -1,0 +1,216 @@
+"""The live swapper: KV of rotating layers goes over the link, within the passes that need it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from ballast.core.clock import Clock
+from ballast.core.errors import DeviceError
+from ballast.core.event import TransferDone
+from ballast.core.job import SequenceWork
+from ballast.core.link import Direction
+from ballast.core.rotation import WHOLE, Rotation
+from ballast.core.units import ceil_div
+from ballast.kv.blocks import KvCache
+from ballast.kv.layered import LayeredLayout
+from ballast.memory.copies import Copy
+from ballast.memory.transfer import HostLink
+
+_NORESERVE = 0x4000
+"""Linux's MAP_NORESERVE, which `mmap` has from Python 3.13 on."""
+
+
+class LinkSwapper:
+    """Implements `KvSwapper`, and `ballast.models.barriers.Barriers` for the passes.
+
+    The host has as many addresses as the cache, in the same order; memory comes where it is first
+    written. Of the blocks of a pass those with KV are loaded, a layer at a time, and what is to be
+    stored goes back before the slot is loaded anew. `finish` waits for the last of it, so that
+    nothing is on its way between jobs.
+    """
+
+    def __init__(self, kv: KvCache, link: HostLink, clock: Clock, dirty: bool) -> None:
+        """`dirty`: of a layer only what a pass has written is stored, else all that it loads."""
+        layout = kv.layout
+        assert isinstance(layout, LayeredLayout)
+        self._layout, self._kv, self._dirty = layout, kv, dirty
+        self._link, self._clock = link, clock
+        self._stream = f"kv:{kv.spec.name}"
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+        self._memory = mmap.mmap(-1, kv.range.n_pages * kv.range.page_bytes, flags=flags)
+        self.host = ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) - kv.base
+        self._rotation = WHOLE
+        self._carry: tuple[list[Copy], Direction] = ([], Direction.TO_HOST)
+        self._change = threading.Condition()
+        self._transfers = 0
+        self._flying = 0
+        self._ready: set[int] = set()
+        """Layers of this pass that are loaded."""
+        self._coming: list[int] = []
+        """Layers to be loaded, by place in the rotation, the next one last."""
+        self._loads: list[tuple[int, int]] = []
+        """(offset in a layer, bytes) of what a pass loads of each; below, what it stores."""
+        self._stores: list[tuple[int, int]] = []
+        self._error: str | None = None
+        self._stalled = 0.0
+
+    # -- the loop's thread, between jobs ----------------------------------------------------------
+
+    def carry(self, layers: Sequence[int], slabs: Sequence[int], direction: Direction) -> None:
+        size = self._layout.plane_bytes
+        pieces = list(_joined((slab * size, size) for slab in slabs))
+        copies = [c for layer in layers for c in self._copies(layer, pieces, direction)]
+        self._carry = copies, direction
+
+    def turn(self, rotation: Rotation) -> None:
+        self._rotation = rotation
+        if rotation == WHOLE:
+            self._memory.madvise(mmap.MADV_DONTNEED)
+
+    # -- a lane's thread --------------------------------------------------------------------------
+
+    def move(self) -> None:
+        """The job that computes nothing: what `carry` has named."""
+        copies, direction = self._carry
+        self._carry = [], direction
+        self._start(copies, direction, lambda: None)
+        self.finish()
+
+    def begin_pass(self, work: Sequence[SequenceWork]) -> tuple[int, ...]:
+        """Layers that rotate; the first of them are loaded."""
+        rotation = self._rotation
+        if rotation == WHOLE:
+            return ()
+        self.finish()
+        size = self._layout.block_tokens
+        read = {b for w in work for b in w.blocks[: ceil_div(w.start, size)]}
+        self._loads = self._blocks(read)
+        written = {b for w in work for b in w.blocks[w.start // size : ceil_div(w.end, size)]}
+        self._stores = list(self._rows(work)) if self._dirty else self._blocks(read | written)
+        with self._change:
+            self._ready.clear()
+            self._coming = list(reversed(rotation.layers))
+        for _ in range(rotation.slots):
+            self._load_next()
+        return rotation.layers
+
+    def wait(self, layer: int) -> None:
+        """Returns when the KV of a layer is there. Raises DeviceError if it cannot be brought."""
+        with self._change:
+            self._wait_for(lambda: layer in self._ready)
+
+    def used(self, layer: int) -> None:
+        """A pass is done with the layer: it is stored, and then the next of its slot is loaded."""
+        copies = list(self._copies(layer, self._stores, Direction.TO_HOST))
+        self._start(copies, Direction.TO_HOST, self._load_next)
+
+    def finish(self) -> None:
+        """Wait until nothing is on its way. Raises DeviceError if something has not arrived."""
+        with self._change:
+            self._wait_for(lambda: not self._flying)
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise DeviceError("link", f"KV could not be moved: {error}")
+
+    def stalled(self) -> float:
+        """Seconds that jobs have waited since this was last asked."""
+        seconds, self._stalled = self._stalled, 0.0
+        return seconds
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _wait_for(self, there: Callable[[], bool]) -> None:
+        """Under the lock. An error ends it once nothing is on its way."""
+        if there():
+            return
+        began = self._clock.now()
+        self._change.wait_for(lambda: there() or (self._error is not None and not self._flying))
+        self._stalled += self._clock.now() - began
+        if not there():
+            raise DeviceError("link", f"KV could not be moved: {self._error}")
+
+    def _load_next(self) -> None:
+        """On a lane's thread, or on the link's."""
+        with self._change:
+            if not self._coming:
+                return
+            layer = self._coming.pop()
+        copies = list(self._copies(layer, self._loads, Direction.TO_DEVICE))
+
+        def landed() -> None:
+            with self._change:
+                self._ready.add(layer)
+                self._change.notify_all()
+
+        self._start(copies, Direction.TO_DEVICE, landed)
+
+    def _start(
+        self, copies: Sequence[Copy], direction: Direction, then: Callable[[], None]
+    ) -> None:
+        """Copy, and then, unless that failed, `then`, which may start more."""
+        if not copies:
+            then()
+            return
+
+        def done(event: TransferDone) -> None:
+            if event.error is None:
+                then()
+            with self._change:
+                self._error = self._error or event.error
+                self._flying -= 1
+                self._change.notify_all()
+
+        with self._change:
+            self._transfers += 1
+            self._flying += 1
+        try:
+            self._link.start(self._transfers, copies, self._stream, direction, done)
+        except DeviceError as closed:
+            with self._change:
+                self._error = str(closed)
+                self._flying -= 1
+                self._change.notify_all()
+
+    def _copies(
+        self, layer: int, pieces: Iterable[tuple[int, int]], direction: Direction
+    ) -> Iterator[Copy]:
+        first = self._kv.base + layer * self._layout.layer_stride_bytes
+        for at, n_bytes in pieces:
+            here, there = first + at, first + at + self.host
+            if direction is Direction.TO_DEVICE:
+                yield Copy(here, there, n_bytes)
+            else:
+                yield Copy(there, here, n_bytes)
+
+    def _blocks(self, blocks: Iterable[int]) -> list[tuple[int, int]]:
+        stride, size = self._layout.stride_bytes, self._layout.layer_bytes
+        return list(_joined(((b * stride, size) for b in sorted(blocks)), stride - size))
+
+    def _rows(self, work: Sequence[SequenceWork]) -> Iterator[tuple[int, int]]:
+        """Where the new tokens' keys and values lie."""
+        layout = self._layout
+        half, size = layout.layer_bytes // 2, layout.block_tokens
+        row = half // size
+        for w in work:
+            for i in range(w.start // size, ceil_div(w.end, size)):
+                first, end = max(w.start - i * size, 0), min(w.end - i * size, size)
+                at = w.blocks[i] * layout.stride_bytes + first * row
+                yield at, (end - first) * row
+                yield at + half, (end - first) * row
+
+
+def _joined(pieces: Iterable[tuple[int, int]], gap: int = 0) -> Iterator[tuple[int, int]]:
+    """Ascending (offset, bytes); those no more than `gap` apart are one."""
+    last: tuple[int, int] | None = None
+    for at, n_bytes in pieces:
+        if last is not None and at - sum(last) <= gap:
+            last = last[0], at + n_bytes - last[0]
+        else:
+            if last is not None:
+                yield last
+            last = at, n_bytes
+    if last is not None:
+        yield last
