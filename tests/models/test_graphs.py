@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -300,7 +300,7 @@ class Told:
         self.cuts = cuts
         self.told: list[str] = []
 
-    def begin_pass(self) -> list[int]:
+    def begin_pass(self, work: Sequence[SequenceWork]) -> list[int]:
         return self.cuts
 
     def wait(self, layer: int) -> None:
