@@ -20,6 +20,9 @@ from ballast.weights.rotor import Loads
 from ballast.workload.workload import Workload
 from benchmarks.mirage_setting import SERVED, Device, Setting, specs_of
 
+BEFORE = 10.0
+"""Seconds before the first arrival, in which weights come over a link however slow."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -135,17 +138,18 @@ def _run(
         overhead=device.profile.overhead_seconds,
     )
     arrived = {s.id: s.arrival for s in arrivals}
+    later = [replace(s, arrival=BEFORE + s.arrival) for s in arrivals]
     told: dict[str, list[float]] = {s.id: [] for s in arrivals}
     finished: dict[str, Finished] = {}
 
     def said(now: float, output: Output) -> None:
         match output:
             case TokenOut(request_id=id):
-                told[id].append(now)
+                told[id].append(now - BEFORE)
             case Finished(request_id=id):
                 finished[id] = output
 
-    ended = simulate(fleet, specs, arrivals, profile, said)
+    ended = simulate(fleet, specs, later, profile, said)
     return Measured(
         arrived=tuple(arrived[id] for id in finished),
         told=tuple(np.array(told[id]) for id in finished),

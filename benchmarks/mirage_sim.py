@@ -133,7 +133,7 @@ def cases(groups: Iterable[str], rates: Rates, seeds: int) -> list[Case]:
 
 def swept(rates: Rates) -> list[Case]:
     """The same models and requests over other links, and on an H100 with PCIe 5. Recomputation
-    uses none."""
+    uses none once weights are there."""
     base = [
         Case(name, setting, of[len(of) // 2], 0, "recompute")
         for name in SWEPT
