@@ -26,7 +26,6 @@ from rich.table import Table
 from ballast.bench.report import Report
 from ballast.bench.search import RateSearch, bisect_max_rate
 from ballast.core.settings import Slo
-from ballast.policy.presets import PRESETS
 from benchmarks.common import finish, options
 from benchmarks.setting import (
     LINK_RATIO,
@@ -45,6 +44,7 @@ SWEEP = (0.25, 0.5, 1.0, 2.0, 4.0)
 LOW_LOAD = 0.35
 GOALS = {"static": 2.0, "swap": 3.0}
 """How many times as much `balloon` is to serve."""
+PRESETS = (*GOALS, "balloon")
 TARGET = 0.99
 FLOOR = 0.35
 """The lowest rate that a live search begins at: at lower ones a run takes many minutes."""

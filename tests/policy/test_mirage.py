@@ -113,6 +113,20 @@ def test_who_waits_for_admission_gets_layers_but_nobody_makes_way() -> None:
     assert Mirage()(device(*full, free=0, shortages=lack), memory()).actions == ()
 
 
+def test_a_queue_gets_its_layers_at_once() -> None:
+    """Requests of 32 tokens are two blocks, half a slab: a page each, a layer for two of them."""
+    queue = tuple(request(i) for i in range(1, 7))
+    a = layered(model("a", kv=20, running=(YOUNGER,), waiting=queue))
+    lack = (Shortage("a", "r1", 4, limited=False),)
+    view = device(a, *three()[1:], free=0, shortages=lack)
+    assert lent(Mirage()(view, memory()).actions) == {"c": 5}
+    held = device(replace(a, held=True), *three()[1:], free=0, shortages=lack)
+    assert Mirage()(held, memory()).actions == ()
+    no_room = replace(a, spec=replace(a.spec, max_running=2))
+    view = device(no_room, *three()[1:], free=0, shortages=lack)
+    assert lent(Mirage()(view, memory()).actions) == {"c": 2}
+
+
 def test_of_equals_who_was_used_last_lends_first() -> None:
     turn = Turn("a", 9.9, past=("b", "c"))
     idle = {n: layered(replace(model(n), held=True)) for n in "bc"}

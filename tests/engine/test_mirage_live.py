@@ -1,0 +1,48 @@
+"""The preset `mirage` on a real device: layers are lent, come back, and change no token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ballast.bench.inprocess import InProcess
+from ballast.core.rotation import WHOLE
+from tests.engine.checkpoints import make_llama
+from tests.engine.test_live import NAMES, asked, fleet
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {n: make_llama(root / n, i, num_hidden_layers=6) for i, n in enumerate(NAMES)}
+
+
+@pytest.mark.parametrize("temporal", [0, 1])
+def test_layers_are_lent_and_no_token_changes(paths: dict[str, Path], temporal: int) -> None:
+    requests = asked(4)
+    with InProcess(fleet(paths)) as server:
+        alone = server.generate(requests)
+        models = server.device.state.models.values()
+        weights = sum(m.weights.pages for m in models)
+        longest = max(m.kv.most_pages(-(-140 // m.spec.block_tokens)) for m in models)
+    tight = fleet(paths, weights + longest, "mirage")
+    # No cap: how much is lent does not depend on how fast this machine is.
+    options = {"temporal": temporal, "quantum": 0.05, "cap": 0, "patience": 0.05}
+    with InProcess(replace(tight, options=options)) as server:
+        answers = server.generate(requests)
+        state = server.device.state
+        loads = [m.weights.rotor.loads for m in state.models.values() if m.weights.rotor]
+        assert sum(one.n for one in loads) > 0
+        for _ in range(200):  # turns of the loop, in which layers come back
+            server.generate(asked(1, models=NAMES[:1]))
+            if all(m.rotation == WHOLE for m in state.models.values()):
+                break
+        else:
+            pytest.fail("layers stay lent for ever")
+        state.pool.validate()
+        for m in state.models.values():
+            m.weights.validate()
+    for id, answer in answers.items():
+        assert answer.tokens == alone[id].tokens, id
