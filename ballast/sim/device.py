@@ -106,7 +106,7 @@ class SimDevice:
             self.clock,
             copy_nothing,
             profile.costs,
-            self._rotors.make,
+            self._rotors.make if settings.rotates else None,
             make_swapper=None if swappers is None else swappers.make,
         )
         self._specs = {s.name: s for s in specs}

@@ -15,7 +15,7 @@ from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec, weight_pages
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
-from ballast.core.units import ceil_div
+from ballast.core.units import GiB, ceil_div
 from ballast.engine.state import DeviceState
 from ballast.kv.layout import Layout
 from ballast.sim.device import Observe, Profile
@@ -151,6 +151,18 @@ def test_leaps_change_nothing_where_layers_lend_their_memory() -> None:
         seen["leaps"] += sum(e.get("event") == "Leap" for e in done.story.entries)
     assert seen["remaps"] > 15, seen
     assert seen["leaps"] > 20, seen
+
+
+@pytest.mark.parametrize(("device", "rotates"), [("cpu:0", True), ("cuda:0", False)])
+def test_layers_rotate_where_they_would_live(
+    device: str, rotates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(monkeypatch)
+    fleet, specs, requests = restless_world(2)
+    room = fleet.device.budget_bytes + GiB  # what a GPU takes beside weights and KV
+    fleet = replace(fleet, device=replace(fleet.device, name=device, budget_bytes=room))
+    _, done = run(fleet, specs, requests, leaps=True)
+    assert any(e["action"] == "Remap" for e in decisions(done)) == rotates
 
 
 def decisions(done: Simulated) -> list[dict[str, Any]]:
