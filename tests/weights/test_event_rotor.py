@@ -1,0 +1,158 @@
+"""The rotor of a GPU over a driver that does work as late as it may."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from ballast.core.rotation import WHOLE, Rotation
+from ballast.memory.copies import Copy
+from ballast.weights.event_rotor import EventRotor
+from tests.memory.fake_cuda import FakeDriver, Work
+
+PAGE = 64 << 10
+N = 9
+
+
+class World:
+    """Layers of a page each, in slots or places of their own; a lane that reads them."""
+
+    def __init__(self) -> None:
+        self.driver = driver = FakeDriver()
+        self.context = driver.retain_context(0)
+        driver.set_current(self.context)
+        self.lane = driver.new_stream()
+        self.host = (ctypes.c_char * (N * PAGE))()
+        for layer in range(N):
+            ctypes.memset(ctypes.addressof(self.host) + layer * PAGE, layer + 1, PAGE)
+        self.base = driver.reserve(N * PAGE, PAGE)
+        self.handles = [driver.create(0, PAGE) for _ in range(N)]
+        self.mapped: dict[int, int] = {}
+        self.read: list[tuple[int, int]] = []
+        """(layer, what was there)"""
+        self.settled = threading.Event()
+        copies = [
+            Copy(self.base + i * PAGE, ctypes.addressof(self.host) + i * PAGE, PAGE)
+            for i in range(N)
+        ]
+        self.rotor = EventRotor(driver, self.context, copies, lambda: self.lane, self.settled.set)
+        self.place({i: i for i in range(N)})
+        self.rotor.turn(WHOLE, (), range(N))
+
+    def place(self, handle_of: dict[int, int]) -> None:
+        for layer in list(self.mapped):
+            if self.mapped[layer] != handle_of[layer]:
+                self.driver.unmap(self.base + layer * PAGE, PAGE)
+                del self.mapped[layer]
+        for layer, handle in handle_of.items():
+            if layer not in self.mapped:
+                at = self.base + layer * PAGE
+                self.driver.map(at, PAGE, self.handles[handle])
+                self.driver.set_access(at, PAGE, 0)
+                self.mapped[layer] = handle
+
+    def turn(self, wanted: Rotation) -> None:
+        """As the engine does: settle, change pages, turn."""
+        self.settled.clear()
+        self.rotor.settle()
+        assert self.settled.wait(60)
+        before = dict(self.mapped)
+        whole = {i for i in range(N) if ctypes.string_at(self.base + i * PAGE, 1)[0] == i + 1}
+        slots = {layer: i % wanted.slots for i, layer in enumerate(wanted.layers)}
+        pages = {i: before[i] for i in whole if i not in slots}
+        pages = {i: h for i, h in pages.items() if list(pages.values()).count(h) == 1}
+        spare = [h for h in range(N) if h not in pages.values()]
+        slot_pages = [spare.pop() for _ in range(wanted.slots)]
+        missing = [i for i in range(N) if i not in slots and i not in pages]
+        pages |= {i: spare.pop() for i in missing}
+        self.place(pages | {i: slot_pages[s] for i, s in slots.items()})
+        self.rotor.turn(wanted, [-1] * wanted.slots, missing)
+
+    def run_pass(self, upto: int = N) -> None:
+        """Launches all of it before anything runs; the job then waits for its stream."""
+        stops = self.rotor.begin_pass()
+        for layer in range(upto):
+            if layer in stops:
+                self.rotor.wait(layer)
+            at = self.base + layer * PAGE
+
+            def read(layer: int = layer, at: int = at) -> None:
+                self.read.append((layer, ctypes.string_at(at, 1)[0]))
+
+            self.driver.streams[self.lane].append(Work(read, [(at, PAGE)]))
+            if layer in stops:
+                self.rotor.used(layer)
+        self.driver.finish(self.lane)
+
+    def check(self, passes: int) -> None:
+        assert [layer for layer, _ in self.read] == [*range(N)] * passes
+        assert all(found == layer + 1 for layer, found in self.read)
+        self.read.clear()
+
+    def close(self) -> None:
+        self.rotor.close()
+        driver = self.driver
+        for layer in self.mapped:
+            driver.unmap(self.base + layer * PAGE, PAGE)
+        driver.free(self.base, N * PAGE)
+        for handle in self.handles:
+            driver.release(handle)
+        driver.destroy_stream(self.lane)
+        driver.release_context(0)
+        assert driver.is_clean()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    made.close()
+
+
+ROTATIONS = [Rotation((0, 2, 4, 6), 2), Rotation((1, 5), 1), Rotation((0, 3, 6), 2), WHOLE]
+
+
+@pytest.mark.parametrize("rotation", ROTATIONS, ids=str)
+def test_every_layer_is_there_when_it_is_read(world: World, rotation: Rotation) -> None:
+    world.run_pass()
+    world.turn(rotation)
+    for _ in range(3):
+        world.run_pass()
+    world.check(4)
+    if rotation is WHOLE:
+        assert not world.rotor.begin_pass()
+    else:
+        assert world.rotor.begin_pass() >= set(rotation.layers)
+        assert world.rotor.loads.n > N + len(rotation.layers)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_plans_change_between_passes(world: World, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(6):
+        world.turn(rng.choice(ROTATIONS))
+        for _ in range(rng.randrange(3)):
+            world.run_pass()
+            world.check(1)
+
+
+def test_a_pass_that_breaks_off_leaves_the_next_what_it_needs(world: World) -> None:
+    world.turn(ROTATIONS[0])
+    world.run_pass(upto=4)
+    world.read.clear()
+    world.run_pass()
+    world.check(1)
+
+
+def test_events_are_used_again(world: World) -> None:
+    world.turn(ROTATIONS[0])
+    for _ in range(3):
+        world.run_pass()
+    made = len(world.driver.events)
+    for _ in range(5):
+        world.run_pass()
+    assert len(world.driver.events) == made
