@@ -16,6 +16,7 @@ from ballast.fleet.file import load_fleet
 from ballast.policy.presets import PRESETS
 from tests.server.process import ServerProcess, server
 from tests.server.test_crash import TOKENS, Stream
+from tests.server.test_lifetime import until
 from tests.server.test_top import top
 
 BUSY = "atlas-chat"
@@ -51,30 +52,28 @@ def turned(running: ServerProcess) -> bool:
     return model["rotating_layers"] > 0 and model["stall_seconds"] > 0
 
 
-def test_no_token_changes_when_a_worker_dies_whose_layers_rotate(
-    rotating: ServerProcess,
-) -> None:
-    async def all_of(kill: bool) -> list[list[str]]:
-        streams = [Stream(BUSY, seed, float(seed % 2)) for seed in range(8)]
-        async with rotating.async_client() as client, asyncio.TaskGroup() as group:
-            tasks = [group.create_task(stream.run(client)) for stream in streams]
-            while kill and not await asyncio.to_thread(turned, rotating):
-                assert not all(task.done() for task in tasks), "its layers do not rotate"
-            if kill:
-                rotating.kill_worker()
-        return [stream.tokens for stream in streams]
-
-    worker = rotating.worker_pid
-    killed = asyncio.run(all_of(kill=True))
-    assert rotating.worker_pid != worker
-    assert killed == asyncio.run(all_of(kill=False))
-    assert all(len(tokens) == TOKENS for tokens in killed)
-    assert len({tuple(tokens) for tokens in killed}) == len(killed)
+async def tokens_of(running: ServerProcess, kill: bool) -> list[list[str]]:
+    streams = [Stream(BUSY, seed, float(seed % 2)) for seed in range(8)]
+    async with running.async_client() as client, asyncio.TaskGroup() as group:
+        for stream in streams:
+            group.create_task(stream.run(client))
+        if kill:
+            await streams[0].begun.wait()
+            assert any(len(stream.tokens) < TOKENS for stream in streams)
+            running.kill_worker()
+    return [stream.tokens for stream in streams]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(rotating: ServerProcess) -> list[list[str]]:
+    """The same requests without a kill; layers rotate from then on, for nothing brings them
+    back."""
+    return asyncio.run(tokens_of(rotating, kill=False))
+
+
+@pytest.mark.usefixtures("undisturbed")
 def test_operators_see_what_layers_do(rotating: ServerProcess) -> None:
-    """After the requests above: nothing brings layers back."""
-    assert turned(rotating)
+    until(lambda: turned(rotating))
     told = {
         line.split("{")[0]: float(line.rsplit(" ", 1)[1])
         for line in rotating.http.get("/metrics").text.splitlines()
@@ -90,3 +89,14 @@ def test_operators_see_what_layers_do(rotating: ServerProcess) -> None:
     assert "slots of layers" in frame
     assert f"{layers - absent:.0f}/{layers:.0f}" in frame
     assert "rotate through" in frame
+
+
+def test_no_token_changes_when_a_worker_dies_whose_layers_rotate(
+    rotating: ServerProcess, undisturbed: list[list[str]]
+) -> None:
+    until(lambda: turned(rotating))
+    worker = rotating.worker_pid
+    assert asyncio.run(tokens_of(rotating, kill=True)) == undisturbed
+    assert rotating.worker_pid != worker
+    assert all(len(tokens) == TOKENS for tokens in undisturbed)
+    assert len({tuple(tokens) for tokens in undisturbed}) == len(undisturbed)
