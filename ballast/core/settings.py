@@ -109,8 +109,8 @@ class DeviceSettings:
 
     @property
     def rotates(self) -> bool:
-        """Whether layers can rotate there: on one CPU they can."""
-        return self.gpu is None and self.tensor_parallel == 1
+        """Whether layers can rotate there: not where they are spread over ranks."""
+        return self.tensor_parallel == 1
 
     @property
     def graph_bytes(self) -> int:

@@ -40,6 +40,7 @@ from ballast.memory.arena import confine_allocator
 from ballast.memory.reserve import PopulatedReserve
 from ballast.memory.vm import Exported
 from ballast.policy.presets import Preset, resolve
+from ballast.weights.event_rotor import EventRotor
 from ballast.weights.host import Exchange, HostModel, HostTier
 from ballast.weights.link_rotor import LinkRotor
 
@@ -240,7 +241,7 @@ class LiveDevice:
         made = self.machine.executors(host, segments, m.kv, self.workspaces)
         for executor in made:
             executor.grammars = made[0].grammars
-            if isinstance(m.weights.rotor, LinkRotor):
+            if isinstance(m.weights.rotor, LinkRotor | EventRotor):
                 executor.barriers = m.weights.rotor
         made[0].grammars.aside = self.aside
         swapper = m.swapper

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from ballast.core.clock import Clock
 from ballast.core.errors import ConfigError, DeviceError
-from ballast.core.event import Event
+from ballast.core.event import Event, Settled
+from ballast.core.model import ModelSpec
 from ballast.core.report import GraphReport
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import format_bytes
@@ -20,6 +21,7 @@ from ballast.engine.streams_cuda import lane_streams
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
 from ballast.kv.swapper import MakeSwapper
+from ballast.memory.copies import Copy
 from ballast.memory.cuda_calls import Driver
 from ballast.memory.cuda_driver import CudaDriver
 from ballast.memory.cuda_pins import Pins
@@ -29,6 +31,7 @@ from ballast.models.graphs import GraphCache
 from ballast.models.on_device import DeviceModel
 from ballast.models.served import Served
 from ballast.weights.checkpoint import THREADS, load_host_model
+from ballast.weights.event_rotor import EventRotor
 from ballast.weights.host import HostModel, HostTier, whole_pages
 from ballast.weights.rotor import MakeRotor
 
@@ -76,6 +79,8 @@ class CudaMachine:
         self._streams = lane_streams(driver, number, device.lanes)
         for stream in self._streams.all:
             self.vm.watch(stream)
+        self._rotors: list[EventRotor] = []
+        """Those of models that have gone, too: each has a stream, and no more."""
         self._graphs: GraphCache | None = None
         if n_bytes := device.graph_bytes:
             self._graphs = GraphCache(
@@ -160,11 +165,22 @@ class CudaMachine:
             cap,
             record,
             self._graphs,
+            rest=self._rest,
         )
 
+    def _rest(self) -> None:
+        for rotor in self._rotors:
+            rotor.rest()
+
     def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
-        """Layers do not rotate on GPUs yet."""
-        return None
+        def make(spec: ModelSpec, copies: Sequence[Copy]) -> EventRotor:
+            settled, lane = Settled(spec.name), self._compute.current
+            known = (self._driver, self._context)
+            rotor = EventRotor(*known, copies, lane, lambda: post(settled))
+            self._rotors.append(rotor)
+            return rotor
+
+        return make
 
     def make_swapper(self, clock: Clock, dirty: bool) -> MakeSwapper | None:
         """KV is not swapped on GPUs yet."""
@@ -177,6 +193,8 @@ class CudaMachine:
         self._driver.set_current(self._context)
         if self._graphs is not None:
             self._graphs.close()
+        for rotor in self._rotors:
+            rotor.close()
         self._pins.close()
         self._streams.close()
         self._driver.destroy_stream(self._copies)

@@ -55,6 +55,9 @@ class Compute(Protocol):
     def on(self, stream: int) -> AbstractContextManager[object]:
         """Work that this thread launches meanwhile goes to that stream of the driver."""
 
+    def current(self) -> int:
+        """The stream of the driver that this thread's work goes to."""
+
     def allocator(self, n_bytes: int) -> AllocatorOnDevice:
         """Its allocator there, capped."""
 
@@ -74,6 +77,9 @@ class TorchOnGpu:
     def on(self, stream: int) -> AbstractContextManager[object]:
         there = torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call]
         return torch.cuda.stream(there)
+
+    def current(self) -> int:
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def allocator(self, n_bytes: int) -> AllocatorOnDevice:
         return CachingCap(self.device.index or 0, n_bytes)
@@ -99,8 +105,11 @@ class CudaRunner(LaneRunner):
         record: Record | None = None,
         graphs: GraphCache | None = None,
         quiet_seconds: float = QUIET_SECONDS,
+        rest: Callable[[], object] = lambda: None,
     ) -> None:
-        """`context`: of the device, retained as long as this lives."""
+        """`context`: of the device, retained as long as this lives; `rest`: ends what jobs have
+        begun beside themselves."""
+        self._rest = rest
         self._graphs, self._quiet_seconds = graphs, quiet_seconds
         self._driver, self._context = driver, context
         self._compute, self._streams = compute, streams
@@ -151,5 +160,6 @@ class CudaRunner(LaneRunner):
     def close(self) -> None:
         super().close()
         self._driver.set_current(self._context)
+        self._rest()
         for events in self._events:
             events.close()

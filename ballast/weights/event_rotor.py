@@ -81,8 +81,12 @@ class EventRotor:
     def forget(self) -> None:
         self.turn(WHOLE, (), ())
 
+    def rest(self) -> None:
+        """Return when nothing is on its way. No job runs; the context is current."""
+        self._driver.finish(self._stream)
+
     def close(self) -> None:
-        """Nothing is on its way, and no job runs."""
+        """No job runs."""
         self._driver.set_current(self._context)
         self._driver.finish(self._stream)
         self._events.close()

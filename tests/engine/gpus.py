@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -47,18 +48,32 @@ class OnHost:
     ) -> None:
         self.attention = attention
         self.recorders = recorders or Recorders()
+        self._here = threading.local()
         self.streams: list[int] = []
         """That work went to, in order."""
 
     def on(self, stream: int) -> AbstractContextManager[object]:
         self.streams.append(stream)
+        self._here.stream = stream
         return nullcontext()
+
+    def current(self) -> int:
+        return int(self._here.stream)
 
     def allocator(self, n_bytes: int) -> AllocatorOnDevice:
         return Allocator(n_bytes)
 
     def recorder(self, stream: int) -> FakeRecorder:
         return self.recorders(stream)
+
+
+class AtOnce(FakeDriver):
+    """Streams do what they wait for when they are told to: as `OnHost` computes, which no stream
+    of this driver sees."""
+
+    def wait_for(self, stream: int, event: int) -> None:
+        super().wait_for(stream, event)
+        self.run(stream)
 
 
 def serving(

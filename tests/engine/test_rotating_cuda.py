@@ -1,0 +1,52 @@
+"""Layers rotate on a GPU's memory while graphs are replayed: over stand-ins, no token changes."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from ballast.bench.inprocess import InProcess
+from ballast.core.units import MiB
+from ballast.weights.event_rotor import EventRotor
+from tests.engine.gpus import AtOnce, OnHost, serving
+from tests.engine.test_live import asked, fleet
+from tests.engine.test_machine_cuda import tight
+from tests.engine.test_rotating import calm, disturb, paths, with_path  # noqa: F401
+from tests.models.fake_graphs import Recorders, StaticAttention
+
+GRAPHS = 64 * MiB
+
+
+def test_rotating_layers_change_no_token_on_a_gpu(paths: dict[str, Path]) -> None:  # noqa: F811
+    requests = asked(4)
+    with InProcess(with_path(fleet(paths), "generic", "plain")) as server:
+        alone = server.generate(requests)
+    driver = AtOnce(n_bytes=1 << 30)
+    settings = tight(paths)
+    device = settings.device
+    budget = device.budget_bytes + GRAPHS
+    settings = replace(settings, device=replace(device, budget_bytes=budget, graphs=GRAPHS))
+    recorders = Recorders(driver)
+    with serving(settings, driver, OnHost(StaticAttention, recorders)) as server:
+        policy = disturb(server, 1)
+        first = server.generate(requests)
+        calm(server, policy)
+        while server.device.machine._graphs.wanted:  # type: ignore[attr-defined]
+            threading.Event().wait(0.01)
+        policy.due = 0.0
+        second = server.generate([replace(r, id=f"{r.id}-again") for r in requests])
+        calm(server, policy)
+        state = server.device.state
+        rotors = [m.weights.rotor for m in state.models.values()]
+        state.pool.validate()
+        for m in state.models.values():
+            m.weights.validate()
+        told = server.device.snapshot().graphs
+    assert all(isinstance(rotor, EventRotor) for rotor in rotors)
+    assert sum(rotor.loads.n for rotor in rotors if rotor is not None) > 20
+    assert told is not None
+    assert told.replays > 0
+    for id, answer in alone.items():
+        assert first[id].tokens == second[f"{id}-again"].tokens == answer.tokens
+    assert driver.is_clean()
