@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from ballast.bench.record import prompts_of, submission_for, vocabularies_of
 from ballast.core.event import Finished
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
+from ballast.weights.rotor import Loads
 from ballast.workload.workload import Workload
 from benchmarks.mirage_run import Measured
 
@@ -27,15 +29,12 @@ class Seen:
     """Of one run."""
 
     clients: Measured
-    copy_seconds: float
-    """Of layers, on the link."""
     lent: float
     """Layers, of all models, on average over its answers' tokens."""
 
     def summary(self) -> dict[str, float]:
-        """As the clients', with the seconds of copies and the layers lent."""
-        told = {**self.clients.summary(), "copy_seconds": self.copy_seconds, "lent": self.lent}
-        return told | {"stall_seconds": self.clients.stall_seconds}
+        """As the clients', with the layers lent."""
+        return {**self.clients.summary(), "lent": self.lent}
 
 
 class Served:
@@ -67,15 +66,9 @@ class Served:
             server.submit(submission)
         assert server.wait(PATIENCE), "requests are not answered"
         answers = [server.answers.pop(s.id) for s in made]
-        preemptions, loaded, copying, stalled = np.subtract(self._counts(), before).tolist()
-        clients = measured(due, answers)
-        clients = replace(
-            clients,
-            preemptions=int(preemptions),
-            loaded_bytes=int(loaded),
-            stall_seconds=stalled,
-        )
-        return Seen(clients, copying, float(np.mean(self._lent)))
+        preemptions, n, n_bytes, copying, stalled = np.subtract(self._counts(), before).tolist()
+        loads = Loads(int(n), int(n_bytes), copying, stalled)
+        return Seen(measured(due, answers, int(preemptions), loads), float(np.mean(self._lent)))
 
     def close(self) -> None:
         self._server.__exit__(None, None, None)
@@ -97,26 +90,22 @@ class Served:
             self._server.generate(asked)
 
     def _counts(self) -> tuple[float, ...]:
-        """Since start, of all models: preemptions, and of loads bytes, seconds, and the waits."""
+        """Since start, of all models: preemptions, and of loads their number, bytes, seconds of
+        copying, seconds waited."""
         models = self._server.device.snapshot().models
-        keys = ("preemptions", "loaded_bytes", "copy_seconds", "stall_seconds")
+        keys = ("preemptions", "loads", "loaded_bytes", "copy_seconds", "stall_seconds")
         return tuple(sum(getattr(m, key) for m in models) for key in keys)
 
 
-def measured(due: list[float], answers: list[Answer]) -> Measured:
+def measured(
+    due: Sequence[float], answers: Sequence[Answer], preemptions: int, loads: Loads
+) -> Measured:
     """What the clients of requests saw that were to be sent at `due`."""
-    firsts = [(a.times[0], at) for at, a in zip(due, answers, strict=True) if a.times]
-    gaps = [np.diff(a.times) for a in answers]
+    answered = [(at, a) for at, a in zip(due, answers, strict=True) if isinstance(a.end, Finished)]
     return Measured(
-        ttft=np.array([first - at for first, at in firsts]),
-        ttft_at=np.array([first for first, _ in firsts]),
-        gaps=np.concatenate(gaps),
-        gaps_at=np.concatenate([np.array(a.times[1:]) for a in answers]),
-        seconds=max(a.times[-1] for a in answers if a.times) - min(due),
+        arrived=tuple(at for at, _ in answered),
+        told=tuple(np.array(a.times) for _, a in answered),
         requests=len(answers),
-        failed=sum(not isinstance(a.end, Finished) for a in answers),
-        tokens=sum(len(a.tokens) for a in answers),
-        preemptions=0,
-        loaded_bytes=0,
-        stall_seconds=0.0,
+        preemptions=preemptions,
+        loads=loads,
     )

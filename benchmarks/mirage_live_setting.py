@@ -169,9 +169,11 @@ class Copying:
         sizes = host.spec.segment_bytes[1:-1]
         self._sources = list(zip(host.addresses[1:-1], sizes, strict=True))
         self._room = mmap.mmap(-1, max(sizes))
-        self._at = np.frombuffer(self._room, np.uint8).ctypes.data
+        room = np.frombuffer(self._room, np.uint8)
+        room[:] = 0
+        self._at = room.ctypes.data
         seconds = []
-        for copy in [self._copy(i) for i in range(2 * len(sizes))][len(sizes) :]:
+        for copy in map(self._copy, range(len(sizes))):
             began = time.perf_counter()
             copy_checked(copy)
             seconds.append((time.perf_counter() - began) / copy.n_bytes)
@@ -191,7 +193,7 @@ class Copying:
 
     def _copy(self, i: int) -> Copy:
         source, n_bytes = self._sources[i % len(self._sources)]
-        return Copy(self._at, source, n_bytes)
+        return Copy(self._at, source, n_bytes, touched=True)
 
     def _start(self, i: int) -> None:
         def following(done: TransferDone) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from ballast.core.event import Failed, Finished
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.policy.presets import PRESETS, resolve
 from ballast.sim.catalogue import facts
+from ballast.weights.rotor import Loads
 from benchmarks.mirage_live import SHARINGS, SWEEP, headlines, over, overlap
 from benchmarks.mirage_live_run import Seen, measured
 from benchmarks.mirage_live_setting import LINKS, NAMES, Setting, bursts, filling, ratio_of
@@ -94,18 +94,22 @@ def answer(times: Sequence[float], *, failed: bool = False) -> Answer:
 
 
 def test_latencies_count_from_when_requests_were_due() -> None:
-    seen = measured([1.0, 2.0], [answer([1.5, 1.75, 2.75]), answer([4.0], failed=True)])
-    assert seen.ttft.tolist() == [0.5, 2.0]
-    assert seen.gaps.tolist() == [0.25, 1.0]
-    assert (seen.tokens, seen.requests, seen.failed) == (4, 2, 1)
-    assert seen.seconds == 3.0
-    assert seen.throughput == pytest.approx(4 / 3)
+    """And what failed is asked for, but not answered."""
+    answers = [answer([1.5, 1.75, 2.75]), answer([2.5], failed=True)]
+    seen = measured([1.0, 2.0], answers, 3, Loads())
+    assert (seen.requests, seen.preemptions) == (2, 3)
+    told = seen.summary()
+    assert told["answered"] == 1
+    assert told["p50_ttft"] == 0.5
+    assert told["p50_tbt"] == pytest.approx((0.25 + 1.0) / 2)
+    assert told["throughput"] == pytest.approx(3 / 1.75)
 
 
 def run(seconds: float, copying: float = 0.0, stalled: float = 0.0) -> Seen:
-    """Clients whose times are all `seconds`."""
-    clients = measured([0.0], [answer([seconds, 2 * seconds])])
-    return Seen(replace(clients, stall_seconds=stalled), copying, 0.0)
+    """Clients whose times are all in proportion to `seconds`."""
+    answers = [answer([seconds, 2 * seconds]), answer([2 * seconds, 4 * seconds])]
+    loads = Loads(1, 1, copying, stalled)
+    return Seen(measured([0.0, seconds], answers, 0, loads), 0.0)
 
 
 def test_ratios_are_of_the_same_round() -> None:
