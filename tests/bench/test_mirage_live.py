@@ -95,14 +95,14 @@ def answer(times: Sequence[float], *, failed: bool = False) -> Answer:
 
 def test_latencies_count_from_when_requests_were_due() -> None:
     """And what failed is asked for, but not answered."""
-    answers = [answer([1.5, 1.75, 2.75]), answer([2.5], failed=True)]
-    seen = measured([1.0, 2.0], answers, 3, Loads())
-    assert (seen.requests, seen.preemptions) == (2, 3)
+    answers = [answer([1.5, 1.75, 2.75]), answer([4.0], failed=True), answer([3.5])]
+    seen = measured([1.0, 2.0, 3.0], answers, 3, Loads())
+    assert (seen.requests, seen.preemptions) == (3, 3)
     told = seen.summary()
-    assert told["answered"] == 1
+    assert told["answered"] == 2
     assert told["p50_ttft"] == 0.5
     assert told["p50_tbt"] == pytest.approx((0.25 + 1.0) / 2)
-    assert told["throughput"] == pytest.approx(3 / 1.75)
+    assert told["throughput"] == pytest.approx(4 / 2.5)
 
 
 def run(seconds: float, copying: float = 0.0, stalled: float = 0.0) -> Seen:
