@@ -105,7 +105,7 @@ def run(
             seed = len(told[name])
             seen = served.run(bursts(LOAD * setting.rate, seconds, seed))
             told[name].append(seen)
-            return seen.clients.throughput
+            return seen.clients.summary()["throughput"]
 
         ready = {}
         for name, variant in variants.items():
