@@ -101,7 +101,10 @@ def measured(
     due: Sequence[float], answers: Sequence[Answer], preemptions: int, loads: Loads
 ) -> Measured:
     """What the clients of requests saw that were to be sent at `due`."""
-    answered = [(at, a) for at, a in zip(due, answers, strict=True) if isinstance(a.end, Finished)]
+    failed = [a.end for a in answers if not isinstance(a.end, Finished)]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(answers)} requests were not served: {failed[0]}")
+    answered = list(zip(due, answers, strict=True))
     return Measured(
         arrived=tuple(at for at, _ in answered),
         told=tuple(np.array(a.times) for _, a in answered),

@@ -17,7 +17,7 @@ from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, ModelSettings
-from ballast.core.units import MiB
+from ballast.core.units import KiB, MiB
 from ballast.engine.inbox import MonotonicClock
 from ballast.memory.copies import Copy, copy_checked
 from ballast.memory.transfer import HostLink
@@ -29,6 +29,9 @@ from ballast.workload.workload import Workload
 from benchmarks.exactness import make_llama
 from benchmarks.mirage_setting import C1, MEMORY, SHAREGPT, Device, specs_of
 
+PAGE = 24 * KiB
+"""A layer's KV of one block: larger ones would leave `kvswap`, whose KV lies layer by layer, next
+to nothing of so small a budget."""
 NAMES = ("a", "b")
 SIZES = {
     "hidden_size": 384,
@@ -131,7 +134,12 @@ def prepare(scratch: Path) -> Setting:
     # One thread computes, so that the link's copies have the other core, as on a GPU they have
     # engines of their own.
     device = DeviceSettings(
-        budget_bytes=1024 * MiB, threads=1, step_tokens=128, step_logits=64, prefix_cache=False
+        budget_bytes=1024 * MiB,
+        page_bytes=PAGE,
+        threads=1,
+        step_tokens=128,
+        step_logits=64,
+        prefix_cache=False,
     )
     roomy = FleetSettings(models=models, device=device, preset="recompute")
     ratio = ratio_of(LINKS["GH200"])

@@ -8,6 +8,7 @@ only while the model is resident.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -43,8 +44,8 @@ def layers_of(module: nn.Module, host: HostModel) -> list[nn.Module]:
     found = []
     for segment in host.segments[1 : 1 + host.spec.n_layers]:
         paths = [name.split(".") for packed in segment.tensors for name in packed.names]
-        shared = [parts[0] for parts in zip(*paths, strict=False) if len(set(parts)) == 1]
-        found.append(module.get_submodule(".".join(shared)))
+        together = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+        found.append(module.get_submodule(".".join(parts[0] for parts in together)))
     return found
 
 

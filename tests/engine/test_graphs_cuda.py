@@ -52,7 +52,7 @@ def test_tokens_are_the_same_while_pages_move(paths: dict[str, Path]) -> None:  
         assert cap == state.arena.pages * device.page_bytes
         first = server.generate(requests)
         while (cache := graphs_of(server)).wanted:
-            recorder = next(iter(recorders.made.values()), None)
+            recorder = next(iter(list(recorders.made.values())), None)
             if recorder is not None:
                 recorder.recorded.wait(0.01)
         second = server.generate([replace(r, id=f"{r.id}-again") for r in requests])
