@@ -73,7 +73,8 @@ def test_under_pressure_its_tokens_are_those_of_the_cpu(
     for id, answer in answers.items():
         assert answer.tokens == alone[id].tokens, id
         assert answer.logprobs == pytest.approx(alone[id].logprobs, abs=1e-4)
-    assert sum(m.evictions for m in report.models) > 0
+    # Which of the two it takes depends on when requests end.
+    assert sum(m.evictions + m.preemptions for m in report.models) > 0
     assert lanes <= len(set(compute.streams)) <= lanes * (lanes + 1) // 2
 
 

@@ -153,16 +153,14 @@ def test_leaps_change_nothing_where_layers_lend_their_memory() -> None:
     assert seen["leaps"] > 20, seen
 
 
-@pytest.mark.parametrize(("device", "rotates"), [("cpu:0", True), ("cuda:0", False)])
-def test_layers_rotate_where_they_would_live(
-    device: str, rotates: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("device", ["cpu:0", "cuda:0"])
+def test_layers_rotate_where_they_would_live(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     register(monkeypatch)
     fleet, specs, requests = restless_world(2)
     room = fleet.device.budget_bytes + GiB  # what a GPU takes beside weights and KV
     fleet = replace(fleet, device=replace(fleet.device, name=device, budget_bytes=room))
     _, done = run(fleet, specs, requests, leaps=True)
-    assert any(e["action"] == "Remap" for e in decisions(done)) == rotates
+    assert any(e["action"] == "Remap" and "refused" not in e for e in decisions(done))
 
 
 def decisions(done: Simulated) -> list[dict[str, Any]]:
