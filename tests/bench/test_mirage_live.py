@@ -94,10 +94,12 @@ def answer(times: Sequence[float], *, failed: bool = False) -> Answer:
 
 
 def test_latencies_count_from_when_requests_were_due() -> None:
-    """And what failed is asked for, but not answered."""
-    answers = [answer([1.5, 1.75, 2.75]), answer([4.0], failed=True), answer([3.5])]
-    seen = measured([1.0, 2.0, 3.0], answers, 3, Loads())
-    assert (seen.requests, seen.preemptions) == (3, 3)
+    """And a request that failed has no place in a comparison."""
+    answers = [answer([1.5, 1.75, 2.75]), answer([3.5])]
+    seen = measured([1.0, 3.0], answers, 3, Loads())
+    assert (seen.requests, seen.preemptions) == (2, 3)
+    with pytest.raises(RuntimeError, match="1 of 3 requests were not served"):
+        measured([1.0, 3.0, 2.0], [*answers, answer([4.0], failed=True)], 3, Loads())
     told = seen.summary()
     assert told["answered"] == 2
     assert told["p50_ttft"] == 0.5
