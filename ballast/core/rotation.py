@@ -51,6 +51,29 @@ class Rotation:
         """Layers that share a slot, in the order they are run."""
         return self.layers[slot :: self.slots]
 
+    @property
+    def slot_of(self) -> dict[int, int]:
+        """By rotating layer, its slot."""
+        return {layer: i % self.slots for i, layer in enumerate(self.layers)}
+
+    @property
+    def next_of(self) -> dict[int, int]:
+        """By rotating layer, which its slot holds after it: itself where it shares with none."""
+        circles = map(self.of_slot, range(self.slots))
+        return {a: b for c in circles for a, b in zip(c, (*c[1:], *c[:1]), strict=True)}
+
+    def refusal(self, rotatable: Collection[int]) -> str | None:
+        """Why these layers cannot rotate in a model of which the `rotatable` can."""
+        if self == WHOLE:
+            return None
+        if not 0 < self.slots < len(self.layers):
+            return f"{len(self.layers)} layers cannot rotate through {self.slots} slots"
+        if list(self.layers) != sorted(set(self.layers)):
+            return "rotating layers are named once each, in order"
+        if not set(self.layers).issubset(rotatable):
+            return f"of {self.layers} not all can rotate"
+        return None
+
 
 WHOLE = Rotation()
 """Every layer has memory of its own."""
@@ -116,9 +139,9 @@ def stall(
     """
     shared = [slot for slot in range(rotation.slots) if len(rotation.of_slot(slot)) > 1]
     uses = [
-        (layer * compute, 1 + shared.index(i % rotation.slots))
-        for i, layer in enumerate(rotation.layers)
-        if i % rotation.slots in shared
+        (layer * compute, 1 + shared.index(slot))
+        for layer, slot in rotation.slot_of.items()
+        if slot in shared
     ]
     period = n * compute + outside
     size = 1 + len(shared)

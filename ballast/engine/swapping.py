@@ -16,21 +16,18 @@ from ballast.kv.layered import MORE_SLABS
 
 def refusal(m: ModelState, wanted: Rotation) -> str | None:
     """Why these layers cannot rotate now."""
-    n, slots, layers = m.spec.n_layers, wanted.slots, set(wanted.layers)
-    now = m.kv.rotation
+    n, now = m.spec.n_layers, m.kv.rotation
     if m.swapper is None:
         return "its KV does not lie layer by layer"
     if m.swap_to is not None:
         return "its layers are changing already"
     if wanted == now:
         return "they do already"
-    if wanted != WHOLE and not 0 < slots < len(layers):
-        return f"{len(layers)} layers cannot rotate through {slots} slots"
-    if list(wanted.layers) != sorted(layers) or not layers <= set(range(n)):
-        return "rotating layers are named once each, in order"
+    if (why := wanted.refusal(range(n))) is not None:
+        return why
     if (n - wanted.lent) * MORE_SLABS < n:
         return f"at least one layer in {MORE_SLABS} keeps its pages"
-    before = set(now.layers)
+    before, layers = set(now.layers), set(wanted.layers)
     grows = layers >= before and wanted.lent > now.lent
     shrinks = layers <= before and wanted.lent < now.lent
     if not grows and not shrinks:

@@ -132,14 +132,14 @@ class LayeredBacking(Backing):
         return True
 
     def validate(self, backed: Set[int]) -> None:
-        layout, pages = self.layout, self.layout.plane_pages
+        layout, pages, slot_of = self.layout, self.layout.plane_pages, self.rotation.slot_of
         for index in backed:
             at = index * pages
             for layer in range(layout.shape[0]):
                 self.range.pages(self._at(layer, at), pages)
-            for i, layer in enumerate(self.rotation.layers):
-                slot = self._slots[i % self.rotation.slots]
-                if self.range.pages(self._at(layer, at), pages) != slot.pages(at, pages):
+            for layer, slot in slot_of.items():
+                there = self._slots[slot].pages(at, pages)
+                if self.range.pages(self._at(layer, at), pages) != there:
                     raise BrokenPromise(f"{self.owner}: layer {layer} is not in its slot")
         slots = sum(slot.backed for slot in self._slots)
         if self.pages != len(backed) * layout.slab_pages or self.pages != self.range.backed + slots:
@@ -170,9 +170,10 @@ class LayeredBacking(Backing):
         return BackedRange(self._pool, self._vm, self._slot_owner, n_bytes)
 
     def _alias(self, runs: Sequence[tuple[int, int]]) -> None:
+        slot_of = self.rotation.slot_of
         for at, n in runs:
-            for i, layer in enumerate(self.rotation.layers):
-                pages = self._slots[i % self.rotation.slots].pages(at, n)
+            for layer, slot in slot_of.items():
+                pages = self._slots[slot].pages(at, n)
                 self.range.alias(self._at(layer, at), pages, self._slot_owner, prefault=True)
 
     def _back_home(self, indices: Sequence[int]) -> bool:

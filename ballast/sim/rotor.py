@@ -26,7 +26,7 @@ from ballast.sim.link import SimLink
 from ballast.weights.rotor import Loads
 
 STAYS = -1
-"""In place of a place in the rotation: the layer has memory of its own."""
+"""In place of a slot: the layer has memory of its own."""
 
 
 class Schedule:
@@ -114,11 +114,11 @@ class SimRotor:
         self._lay(rotation, held)
         firsts = {layer: i for i, layer in enumerate(rotation.layers[: rotation.slots])}
         for layer in sorted({*firsts, *missing}):
-            i = firsts.get(layer, STAYS)
-            if i == STAYS:
+            slot = firsts.get(layer, STAYS)
+            if slot == STAYS:
                 self._back[layer] = self._bring(layer, now, rate)
-            elif held[i] != layer:
-                self._held[i] = layer
+            elif held[slot] != layer:
+                self._held[slot] = layer
                 self._there[layer] = self._bring(layer, now, rate)
 
     def forget(self) -> None:
@@ -147,28 +147,23 @@ class SimRotor:
         self._schedule.pass_time(now)
         n, rate, there, held = self._spec.n_layers, self._schedule.rate, self._there, self._held
         stall = 0.0
-        for layer, i in stops:
+        for layer, slot in stops:
             at = now + (seconds * (layer / n) + stall)
-            late = (self._back[layer] if i == STAYS else there.get(layer, at)) - at
+            late = (self._back[layer] if slot == STAYS else there.get(layer, at)) - at
             if late > 0:
                 stall += late
-            if i != STAYS and (following := self._following[i]) != layer:
+            if slot != STAYS and (following := self._next[layer]) != layer:
                 done = now + (seconds * ((layer + 1) / n) + stall)
                 there[following] = self._bring(following, done, rate)
-                held[i % len(held)] = following
+                held[slot] = following
         return stall
 
     def _lay(self, rotation: Rotation, held: Sequence[int]) -> None:
         """A rotation is in force, and no load on its way; `held`: as of `turn`."""
         self._held = list(held)
-        self._rotating = [(layer, i) for i, layer in enumerate(rotation.layers)]
-        """(layer, place in the rotation)."""
-        shared = [rotation.of_slot(i % rotation.slots) for i in range(len(rotation.layers))]
-        self._following = [
-            layers[(layers.index(layer) + 1) % len(layers)]
-            for layer, layers in zip(rotation.layers, shared, strict=True)
-        ]
-        """By place, the layer that its slot holds next."""
+        self._rotating = list(rotation.slot_of.items())
+        """(layer, slot)."""
+        self._next = rotation.next_of
         self._there: dict[int, float] = {}
         """When a rotating layer will be there for the next job; in the past if left out."""
         self._back = {}

@@ -64,11 +64,7 @@ class EventRotor:
         with self._lock:
             self._driver.set_current(self._context)
             self.rotation = rotation
-            self._slot_of = {layer: i % rotation.slots for i, layer in enumerate(rotation.layers)}
-            self._next = {}
-            for slot in range(rotation.slots):
-                layers = rotation.of_slot(slot)
-                self._next |= dict(zip(layers, (*layers[1:], layers[0]), strict=True))
+            self._slot_of, self._next = rotation.slot_of, rotation.next_of
             self._past += self._landed.values()
             self._landed.clear()
             self._held = list(held)

@@ -75,11 +75,7 @@ class LinkRotor:
         with self._change:
             self.rotation = rotation
             self._settling, self._error, self._busy = False, None, True
-            self._slot_of = {layer: i % rotation.slots for i, layer in enumerate(rotation.layers)}
-            self._next = {}
-            for slot in range(rotation.slots):
-                layers = rotation.of_slot(slot)
-                self._next |= dict(zip(layers, (*layers[1:], layers[0]), strict=True))
+            self._slot_of, self._next = rotation.slot_of, rotation.next_of
             self._held = list(held)
             for layer in range(len(self._ready)):
                 self._ready[layer] = layer not in self._slot_of

@@ -84,15 +84,7 @@ class Slots:
 
     def refusal(self, wanted: Rotation) -> str | None:
         """Why these layers cannot rotate."""
-        if wanted == WHOLE:
-            return None
-        if not 0 < wanted.slots < len(wanted.layers):
-            return f"{len(wanted.layers)} layers cannot rotate through {wanted.slots} slots"
-        if list(wanted.layers) != sorted(set(wanted.layers)):
-            return "rotating layers are named once each, in order"
-        if not set(wanted.layers) <= set(self.rotatable):
-            return f"of {wanted.layers} not all can rotate"
-        return None
+        return wanted.refusal(self.rotatable)
 
     def turn(self, wanted: Rotation, held: Sequence[int]) -> Turned | Short:
         """Change the layers that rotate; or change nothing, where the pool is short.
@@ -107,8 +99,8 @@ class Slots:
         short -= self._pool.available(self._range.owner)
         if short > 0:
             return Short(short)
-        before = _slot_of(self.rotation)
-        after = _slot_of(wanted)
+        before = self.rotation.slot_of
+        after = wanted.slot_of
         kept = min(self.rotation.slots, wanted.slots)
         for layer, slot in before.items():
             if slot >= kept or after.get(layer) != slot:
@@ -148,7 +140,7 @@ class Slots:
 
     def dissolve(self) -> None:
         """No slots are left, and none of the rotating layers has memory: before an eviction."""
-        for layer, slot in _slot_of(self.rotation).items():
+        for layer, slot in self.rotation.slot_of.items():
             self._unmap(layer, slot)
         for slot in range(self.rotation.slots):
             self._dissolve(slot, None)
@@ -157,7 +149,7 @@ class Slots:
 
     def validate(self) -> None:
         """Raises BrokenPromise unless each slot lies beneath its layers, and the pool agrees."""
-        for layer, slot in _slot_of(self.rotation).items():
+        for layer, slot in self.rotation.slot_of.items():
             if self._range.pages(*self._where(layer)) != self._pages[slot]:
                 raise BrokenPromise(f"{self.owner}: layer {layer} is not in slot {slot}")
         if self._pool.owned(self.owner) != self.pages:
@@ -190,8 +182,3 @@ class Slots:
     def _must(self, short: Short | None) -> None:
         if short is not None:
             raise BrokenPromise(f"{self.owner}: {short.pages} pages are gone that were free")
-
-
-def _slot_of(rotation: Rotation) -> dict[int, int]:
-    """By rotating layer, its slot."""
-    return {layer: i % rotation.slots for i, layer in enumerate(rotation.layers)}

@@ -55,6 +55,23 @@ def simulated(
     raise AssertionError("no state came back")
 
 
+def test_a_slot_holds_its_layers_in_a_circle() -> None:
+    rotation = Rotation((1, 2, 4, 5, 7), 3)
+    assert rotation.slot_of == {1: 0, 2: 1, 4: 2, 5: 0, 7: 1}
+    assert rotation.next_of == {1: 5, 5: 1, 2: 7, 7: 2, 4: 4}
+    assert WHOLE.slot_of == WHOLE.next_of == {}
+
+
+def test_a_rotation_that_cannot_be_is_refused() -> None:
+    assert WHOLE.refusal(()) is Rotation((0, 2), 1).refusal(range(3)) is None
+    for slots in (0, 2, 3):
+        assert "2 layers cannot rotate" in (Rotation((0, 2), slots).refusal(range(3)) or "")
+    for layers in ((2, 0), (0, 0)):
+        assert "once each, in order" in (Rotation(layers, 1).refusal(range(3)) or "")
+    for layers in ((0, 3), (-1, 0)):
+        assert "not all can rotate" in (Rotation(layers, 1).refusal(range(3)) or "")
+
+
 @st.composite
 def rotations(draw: st.DrawFn) -> tuple[int, Rotation]:
     n = draw(st.integers(2, 16))
