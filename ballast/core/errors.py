@@ -22,9 +22,19 @@ Running out of pages is not here: it is a result (`ballast.core.actions.Short`).
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class BallastError(Exception):
-    """Root of everything Ballast raises on purpose."""
+    """Root of everything Ballast raises on purpose. It can be pickled, whatever it is made of."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exception would call the class with `args`, which is the finished message alone.
+        return _again, (type(self), *self.args), self.__dict__
+
+
+def _again(kind: type[BallastError], *args: object) -> BallastError:
+    return kind.__new__(kind, *args)
 
 
 class ConfigError(BallastError):
