@@ -9,7 +9,6 @@ nothing. How much there is to do (`counts`) is read by the kernels, on the devic
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -19,13 +18,10 @@ from torch import Tensor
 from ballast.core.errors import BrokenPromise
 from ballast.kernels.device_kv import DeviceKv
 from ballast.kernels.device_plan import ITEM_FIELDS, MERGE_FIELDS, Bucket, Plan, Shape, plan
+from ballast.kernels.staging import Sizes, Staged, put
 
 Array = np.ndarray[Any, Any]
 
-ALIGNMENT = 256
-"""Bytes: what a tensor that PyTorch allocates on a GPU is aligned to; kernels load 16 at once."""
-STAGES = 2
-"""Host buffers used in turns: the copy of one may still run when the next job is prepared."""
 NOWHERE = -1
 """The slot of a row that is padding."""
 
@@ -73,17 +69,6 @@ class Scratch:
         return kept[:n].view(shape)
 
 
-@dataclass(frozen=True, slots=True)
-class _Field:
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def n_bytes(self) -> int:
-        return int(np.prod(self.shape)) * self.dtype.itemsize
-
-
 class DeviceBatch:
     """Room for the jobs of one bucket; `fill` says what the next one is.
 
@@ -107,15 +92,8 @@ class DeviceBatch:
         self.shape = Shape(heads, kv.kv_heads, kv.block_tokens)
         self.few_tokens = 1 if bucket.decodes else self.shape.few
         """Most new tokens of a sequence that is cut by its keys."""
-        self._fields, n_bytes = _fields(bucket, self.shape)
-        self._device = torch.zeros(n_bytes, dtype=torch.uint8, device=kv.device)
-        self._on_gpu = kv.device.type == "cuda"
-        self._stages = [
-            torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(STAGES)
-        ]
-        self._copied: list[torch.cuda.Event | None] = [None] * STAGES
-        self._next = 0
-        views = {name: self._view(self._device, name) for name in self._fields}
+        self._staged = Staged(_sizes(bucket, self.shape), kv.device)
+        views = self._staged.tensors
         self.tokens, self.positions = views["tokens"], views["positions"]
         self.wanted, self.slots = views["wanted"], views["slots"]
         self.bounds, self.lengths = views["bounds"], views["lengths"]
@@ -172,29 +150,19 @@ class DeviceBatch:
         """
         made = plan(self.shape, starts, counts, tables)
         self._check(made, len(wanted))
-        stage = self._stages[self._next]
-        copied = self._copied[self._next]
-        if copied is not None:
-            copied.synchronize()
-        host = {name: self._view(stage, name).numpy() for name in self._fields}
-        _put(host["tokens"], tokens)
-        _put(host["positions"], made.positions)
-        _put(host["wanted"], wanted)
-        _put(host["slots"], made.slots, rest=NOWHERE)
-        _put(host["bounds"], made.bounds, rest=int(made.bounds[-1]))
-        _put(host["lengths"], made.lengths)
-        _put(host["table_bounds"], made.table_bounds, rest=int(made.table_bounds[-1]))
+        host = self._staged.host()
+        put(host["tokens"], tokens)
+        put(host["positions"], made.positions)
+        put(host["wanted"], wanted)
+        put(host["slots"], made.slots, rest=NOWHERE)
+        put(host["bounds"], made.bounds, rest=int(made.bounds[-1]))
+        put(host["lengths"], made.lengths)
+        put(host["table_bounds"], made.table_bounds, rest=int(made.table_bounds[-1]))
         host["counts"][:] = len(made.few), len(made.many), len(made.merges)
         for name, rows in (("few", made.few), ("many", made.many), ("merges", made.merges)):
             host[name][: len(rows)] = rows
         host["tables"][: len(made.tables)] = made.tables
-        used = self._fields["tables"].offset + made.tables.nbytes
-        self._device[:used].copy_(stage[:used], non_blocking=True)
-        if self._on_gpu:
-            event = self._copied[self._next] or torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            self._copied[self._next] = event
-        self._next = (self._next + 1) % STAGES
+        self._staged.send(made.tables.nbytes)
         self.plan, self.n_wanted = made, len(wanted)
         self._attention.prepare()
 
@@ -246,18 +214,12 @@ class DeviceBatch:
         if b.decodes and len(made.positions) > len(made.lengths):
             raise BrokenPromise("a sequence has several new tokens in a bucket of decodes")
 
-    def _view(self, memory: Tensor, name: str) -> Tensor:
-        field = self._fields[name]
-        flat = memory[field.offset : field.offset + field.n_bytes]
-        return flat.view(field.dtype).view(field.shape)
 
-
-def _fields(bucket: Bucket, shape: Shape) -> tuple[dict[str, _Field], int]:
-    """Where each tensor is, and how many bytes they take. `tables` comes last: only what a job
-    uses of it is copied, as it may be long."""
+def _sizes(bucket: Bucket, shape: Shape) -> Sizes:
+    """`tables` comes last: only what a job uses of it is copied, as it may be long."""
     n, rows = bucket.sequences, bucket.tokens
     wide, narrow = torch.int64, torch.int32
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    return {
         "tokens": ((rows,), wide),
         "positions": ((rows,), wide),
         "wanted": ((bucket.wanted,), wide),
@@ -271,14 +233,3 @@ def _fields(bucket: Bucket, shape: Shape) -> tuple[dict[str, _Field], int]:
         "merges": ((n, MERGE_FIELDS), narrow),
         "tables": ((bucket.blocks,), narrow),
     }
-    fields: dict[str, _Field] = {}
-    at = 0
-    for name, (sizes, dtype) in shapes.items():
-        fields[name] = field = _Field(at, sizes, dtype)
-        at += -(-field.n_bytes // ALIGNMENT) * ALIGNMENT
-    return fields, at
-
-
-def _put(into: Array, values: Sequence[int] | Array, rest: int = 0) -> None:
-    into[: len(values)] = values
-    into[len(values) :] = rest
