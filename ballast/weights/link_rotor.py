@@ -22,8 +22,9 @@ class LinkRotor:
     """Implements `Rotor`, and `ballast.models.barriers.Barriers` for the jobs.
 
     A slot's next layer is loaded as soon as its last user is done: at the end of a pass those that
-    the next one begins with. The loop's thread turns and settles, lanes pass, the link's thread
-    tells what has landed.
+    the next one begins with. What could not be loaded fails the pass that comes to it, and is tried
+    once more by the next. The loop's thread turns and settles, lanes pass, the link's thread tells
+    what has landed.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class LinkRotor:
         """Layers on their way."""
         self._touched: set[int] = set()
         """Layers brought since they were last mapped, perhaps."""
+        self._broken: dict[int, str] = {}
+        """Layers that could not be brought to where they are read, and why."""
         self._settling = False
-        self._error: str | None = None
         self._stalled = 0.0
         """Seconds, since they were last asked for."""
         self._busy = False
@@ -74,31 +76,34 @@ class LinkRotor:
     def turn(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
         with self._change:
             self.rotation = rotation
-            self._settling, self._error, self._busy = False, None, True
+            self._settling, self._busy = False, True
             self._slot_of, self._next = rotation.slot_of, rotation.next_of
-            self._held = list(held)
+            # Nobody else knows of a layer with memory of its own that it is not there.
+            self._held = [_NOBODY if layer in self._broken else layer for layer in held]
             for layer in range(len(self._ready)):
                 self._ready[layer] = layer not in self._slot_of
-            for layer in held:
+            for layer in self._held:
                 if layer >= 0:
                     self._ready[layer] = True
             self._touched.clear()
-            wanted = [*missing]
+            wanted = {*missing, *(layer for layer in self._broken if layer not in self._slot_of)}
+            self._broken.clear()
             for slot, layer in enumerate(rotation.layers[: rotation.slots]):
-                if held[slot] != layer:
+                if self._held[slot] != layer:
                     self._replace(slot, layer)
-                    wanted.append(layer)
+                    wanted.add(layer)
             for layer in sorted(wanted):
                 self._load(layer)
 
     def forget(self) -> None:
+        self._broken.clear()
         self.turn(WHOLE, (), ())
 
     # -- a lane's thread --------------------------------------------------------------------------
 
     def begin_pass(self, work: Sequence[SequenceWork] = ()) -> frozenset[int]:
         """Layers that rotate, or are not there yet. Where the last pass broke off, slots are not
-        what the first layers need: they are brought."""
+        what the first layers need: they are brought, as is what could not be brought before."""
         if not self._busy:
             return frozenset()
         with self._change:
@@ -106,11 +111,14 @@ class LinkRotor:
                 if self._held[slot] == first:
                     continue
                 while self._held[slot] in self._flying:
-                    self._await()
+                    self._change.wait()
                 self._replace(slot, first)
                 self._load(first)
-            self._busy = bool(self._slot_of) or bool(self._flying)
-            return frozenset(self._slot_of) | self._flying
+            for layer in sorted(self._broken):
+                self._load(layer)
+            stops = frozenset(self._slot_of) | self._flying | self._broken.keys()
+            self._busy = bool(stops)
+            return stops
 
     def wait(self, layer: int) -> None:
         """Returns when the layer is there. Raises DeviceError if it cannot be brought."""
@@ -119,7 +127,10 @@ class LinkRotor:
         began = self._clock.now()
         with self._change:
             while not self._ready[layer]:
-                self._await()
+                if layer in self._broken:
+                    why = self._broken[layer]
+                    raise DeviceError("link", f"a layer could not be brought: {why}")
+                self._change.wait()
             seconds = self._clock.now() - began
             self._stalled += seconds
             self.loads.stall_seconds += seconds
@@ -149,7 +160,7 @@ class LinkRotor:
                 self.loads.n_bytes += done.n_bytes
                 self.loads.copy_seconds += done.seconds
             else:
-                self._error = done.error
+                self._broken[layer] = done.error
             self._change.notify_all()
             quiet = self._settling and not self._flying
         if quiet:
@@ -157,26 +168,27 @@ class LinkRotor:
 
     # -- under the lock ---------------------------------------------------------------------------
 
-    def _await(self) -> None:
-        if self._error is not None:
-            raise DeviceError("link", f"a layer could not be brought: {self._error}")
-        self._change.wait()
-
     def _replace(self, slot: int, layer: int) -> None:
         """The slot is the layer's from now on."""
         before = self._held[slot]
         if before >= 0:
             self._ready[before] = False
+            self._broken.pop(before, None)
         self._held[slot] = layer
 
     def _load(self, layer: int) -> None:
         self._ready[layer] = False
+        self._broken.pop(layer, None)
         self._flying.add(layer)
         copy = replace(self._copies[layer], touched=layer in self._touched)
         self._touched.add(layer)
-        self._link.start(
-            layer,
-            [copy],
-            self._stream,
-            on_done=lambda done: self._landed(layer, done),
-        )
+        try:
+            self._link.start(
+                layer,
+                [copy],
+                self._stream,
+                on_done=lambda done: self._landed(layer, done),
+            )
+        except DeviceError as error:
+            self._flying.discard(layer)
+            self._broken[layer] = str(error)

@@ -27,7 +27,9 @@ class SlowLink:
         self.reading: set[int] = set()
         """Places."""
         self.faults: list[str] = []
-        self.error: str | None = None
+        self.fails: Callable[[], bool] = lambda: False
+        """Whether the next copy does, leaving nothing."""
+        self.refuses = False
         self._waiting: list[tuple[int, Callable[[TransferDone], None]]] = []
         self._wake = threading.Condition()
         self._closed = False
@@ -42,6 +44,8 @@ class SlowLink:
         on_done: Callable[[TransferDone], None],
     ) -> None:
         (copy,) = copies
+        if self.refuses:
+            raise DeviceError("link", "it is closed")
         with self._wake:
             if self.place(copy.src) in self.reading:
                 self.faults.append(f"layer {copy.src} overwrites what is read")
@@ -65,8 +69,10 @@ class SlowLink:
                     return
                 layer, on_done = self._waiting.pop(0)
             threading.Event().wait(rng.choice((0.0, 0.0, 0.0005)))
-            self.there[self.place(layer)] = layer
-            on_done(TransferDone(layer, 1, 0.0, self.error))
+            error = "the host is gone" if self.fails() else None
+            if error is None:
+                self.there[self.place(layer)] = layer
+            on_done(TransferDone(layer, 1, 0.0, error))
 
 
 def made(n: int) -> tuple[SlowLink, Any, threading.Event]:
@@ -91,16 +97,19 @@ def run_pass(link: SlowLink, rotor: LinkRotor, n: int, upto: int | None = None) 
 
 
 def turn(link: SlowLink, rotor: LinkRotor, n: int, wanted: Rotation) -> None:
-    """As `Slots.turn` would: new places, of which some hold what is said."""
+    """As `Slots.turn` would: new places, of which some hold what is said, unless it has failed."""
     slot_of = {layer: n + i % wanted.slots for i, layer in enumerate(wanted.layers)}
-    whole = [i for i in range(n) if link.there[link.place(i)] == i]
+    there_before = [link.there[link.place(i)] == i for i in range(n)]
+    whole = [i for i in range(n) if i not in rotor.rotation.layers or i in rotor.held]
     missing = [i for i in range(n) if i not in slot_of and i not in whole]
     held = []
-    there: list[int | None] = [i if i in whole and i not in slot_of else None for i in range(n)]
+    there: list[int | None] = [
+        i if there_before[i] and i in whole and i not in slot_of else None for i in range(n)
+    ]
     for slot in range(wanted.slots):
         layer = next((i for i in wanted.of_slot(slot) if i in whole), -1)
         held.append(layer)
-        there.append(layer if layer >= 0 else None)
+        there.append(layer if layer >= 0 and there_before[layer] else None)
     link.there = there
     link.place = lambda layer: slot_of.get(layer, layer)
     rotor.turn(wanted, held, missing)
@@ -147,19 +156,63 @@ def test_only_layers_that_share_their_slot_are_brought_again() -> None:
         link.close()
 
 
-def test_a_layer_that_cannot_be_brought_fails_the_job_and_not_for_ever() -> None:
-    link, rotor, settled = made(4)
+def test_a_layer_that_cannot_be_brought_fails_a_job_and_is_tried_again_by_the_next() -> None:
+    link, rotor, _ = made(4)
     try:
         turn(link, rotor, 4, Rotation((0, 2), 1))
         run_pass(link, rotor, 2)
-        link.error = "the host is gone"
-        with pytest.raises(DeviceError, match="the host is gone"):
-            run_pass(link, rotor, 4)
-        rotor.settle()
-        assert settled.wait(10)
-        link.error = None
-        turn(link, rotor, 4, WHOLE)
+        link.fails = lambda: True
+        for _ in range(2):
+            with pytest.raises(DeviceError, match="the host is gone"):
+                run_pass(link, rotor, 4)
+        link.fails = lambda: False
         run_pass(link, rotor, 4)
         assert not link.faults
+    finally:
+        link.close()
+
+
+def test_a_link_that_takes_nothing_fails_jobs_only() -> None:
+    link, rotor, _ = made(4)
+    try:
+        turn(link, rotor, 4, Rotation((0, 2), 1))
+        run_pass(link, rotor, 4)
+        link.refuses = True
+        turn(link, rotor, 4, WHOLE)
+        with pytest.raises(DeviceError, match="it is closed"):
+            run_pass(link, rotor, 4)
+        link.refuses = False
+        run_pass(link, rotor, 4)
+        assert not link.faults
+    finally:
+        link.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_could_not_be_brought_is_never_read(seed: int) -> None:
+    rng, dice = random.Random(seed), random.Random(seed)
+    n = rng.randint(3, 7)
+    link, rotor, settled = made(n)
+    failed = passed = 0
+    try:
+        for _ in range(60):
+            link.fails = lambda: dice.random() < 0.2
+            m = rng.randint(1, n)
+            layers = tuple(sorted(rng.sample(range(n), m)))
+            turn(link, rotor, n, WHOLE if m == 1 else Rotation(layers, rng.randint(1, m - 1)))
+            for _ in range(rng.randint(0, 3)):
+                try:
+                    run_pass(link, rotor, n)
+                    passed += 1
+                except DeviceError:
+                    failed += 1
+            settled.clear()
+            rotor.settle()
+            assert settled.wait(10)
+        link.fails = lambda: False
+        run_pass(link, rotor, n)
+        assert not link.faults
+        assert failed
+        assert passed
     finally:
         link.close()
