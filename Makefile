@@ -1,6 +1,7 @@
 # Everything a newcomer types. `make test` and `make demo` set up first where nothing is set up.
 VENV   ?= .venv
 FLEET  ?= fleets/demo/fleet.yaml
+JOBS   ?= 2
 PYTHON := $(VENV)/bin/python
 READY  := $(VENV)/.ballast-ready
 
@@ -11,7 +12,7 @@ help:
 	@echo "make setup   create $(VENV) and install everything (quick the second time)"
 	@echo "make demo    eight small models serve a bursty workload from one memory budget"
 	@echo "make serve   serve FLEET (default $(FLEET)) over HTTP"
-	@echo "make test    run the tests"
+	@echo "make test    run the tests, in JOBS processes (default $(JOBS))"
 	@echo "make check   the gate: format, lint, types, import contracts, tests"
 	@echo "make bench   the quick form of the benchmarks, results under out/"
 
@@ -31,10 +32,10 @@ serve: $(READY) $(FLEET)
 	$(VENV)/bin/ballast serve $(FLEET)
 
 test: $(READY)
-	$(PYTHON) -m pytest -q
+	$(PYTHON) -m pytest -q -n $(JOBS) --dist loadfile
 
 check: $(READY)
-	@VENV=$(VENV) scripts/check
+	@VENV=$(VENV) scripts/check -n $(JOBS) --dist loadfile
 
 bench: $(READY)
 	@mkdir -p out

@@ -127,7 +127,7 @@ def worlds(draw: st.DrawFn) -> tuple[int, tuple[int, ...], int, float, float]:
     return n, rotatable, alpha, float(draw(RATIOS)), draw(st.integers(0, 16)) / 4
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(worlds())
 def test_no_plan_waits_less_or_brings_less_as_brute_force_finds(
     world: tuple[int, tuple[int, ...], int, float, float],

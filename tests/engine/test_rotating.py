@@ -69,14 +69,3 @@ def test_rotating_layers_change_no_token(
     for id, answer in answers.items():
         assert answer.tokens == alone[id].tokens, id
         assert answer.logprobs == pytest.approx(alone[id].logprobs, abs=1e-4)
-
-
-def test_reports_tell_who_owns_every_page(paths: dict[str, Path]) -> None:
-    with InProcess(fleet(paths)) as server:
-        policy = disturb(server, 2)
-        server.generate(asked(2))
-        calm(server, policy)
-        report = server.device.snapshot()
-        slots = {f"slots:{name}" for name in NAMES} & report.owners.keys()
-    assert slots
-    assert sum(report.owners.values()) == report.total - report.free - report.reclaiming

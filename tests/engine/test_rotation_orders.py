@@ -51,6 +51,16 @@ def at_tokens(server: InProcess, wanted: Mapping[tuple[str, int], Action]) -> No
     server.listen = act
 
 
+def test_reports_tell_who_owns_every_page(paths: dict[str, Path]) -> None:
+    with InProcess(fleet(paths, *NAMES)) as server:
+        at_tokens(server, {("a", 10): Remap("a", TURNED), ("b", 10): Remap("b", TURNED)})
+        server.generate([asked(name, 40) for name in NAMES])
+        report = server.device.snapshot()
+    assert report.owners.keys() >= {"slots:a", "slots:b"}
+    assert "slots:c" not in report.owners
+    assert sum(report.owners.values()) == report.total - report.free - report.reclaiming
+
+
 def test_orders_while_layers_of_all_models_rotate(
     paths: dict[str, Path], alone: Mapping[str, list[int]]
 ) -> None:

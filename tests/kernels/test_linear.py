@@ -58,7 +58,7 @@ def test_panels_hold_the_matrix(n: int, k: int, dtype: torch.dtype) -> None:
     assert torch.equal(rows(packed, n, k, ids), weight[ids])
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     dtype=st.sampled_from(DTYPES),
     n=st.integers(1, 300),

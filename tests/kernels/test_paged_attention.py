@@ -108,7 +108,7 @@ sequences = st.lists(
 heads_of = st.sampled_from([(1, 1), (4, 4), (6, 2), (9, 3), (8, 1), (33, 1)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sequences,
     heads_of,

@@ -65,7 +65,7 @@ class Case:
     st.sampled_from([None, 5.0]),
     st.sampled_from(KvLayout),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_it_agrees_with_the_reference(
     spans: list[tuple[int, int]],
     group: int,

@@ -383,4 +383,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestMachine.settings = settings(max_examples=80, stateful_step_count=50)

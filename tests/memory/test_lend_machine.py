@@ -308,6 +308,6 @@ class RealLending(Lending):
 
 
 TestNull = Lending.TestCase
-TestNull.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+TestNull.settings = settings(max_examples=40, stateful_step_count=50)
 TestReal = RealLending.TestCase
-TestReal.settings = settings(max_examples=15, stateful_step_count=50, deadline=None)
+TestReal.settings = settings(max_examples=15, stateful_step_count=50)

@@ -227,8 +227,8 @@ class CudaMemory(Memory):
 
 
 TestNull = Memory.TestCase
-TestNull.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestNull.settings = settings(max_examples=60, stateful_step_count=40)
 TestReal = RealMemory.TestCase
-TestReal.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestReal.settings = settings(max_examples=25, stateful_step_count=40)
 TestCuda = CudaMemory.TestCase
-TestCuda.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestCuda.settings = settings(max_examples=25, stateful_step_count=40)

@@ -67,7 +67,7 @@ def test_what_the_loop_adds_is_found_again(jobs: list[Timed]) -> None:
         assert found.base == truth.base
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 1000))
 def test_noise_and_stalls_shift_no_mean(seed: int) -> None:
     """Half of the jobs take a fifth longer, some a hundred times: the costs are of a mean job."""

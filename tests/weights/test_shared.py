@@ -339,6 +339,6 @@ class RealSharing(Sharing):
 
 
 TestNull = Sharing.TestCase
-TestNull.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestNull.settings = settings(max_examples=60, stateful_step_count=30)
 TestReal = RealSharing.TestCase
-TestReal.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+TestReal.settings = settings(max_examples=15, stateful_step_count=30)
