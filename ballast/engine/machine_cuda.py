@@ -27,6 +27,7 @@ from ballast.memory.cuda_driver import CudaDriver
 from ballast.memory.cuda_pins import Pins
 from ballast.memory.link_cuda import CudaLink
 from ballast.memory.vm_cuda import CudaVm
+from ballast.models.device_fused import DeviceFusedModel
 from ballast.models.graphs import GraphCache
 from ballast.models.on_device import DeviceModel
 from ballast.models.served import Served
@@ -88,12 +89,11 @@ class CudaMachine:
             )
 
     def load(self, settings: ModelSettings, tier: HostTier, threads: int = THREADS) -> HostModel:
-        """As stored, and page-locked. Raises ConfigError for what only CPUs have."""
-        for key, only in (("model_impl", "fused"), ("linear", "packed")):
-            if getattr(settings, key) == only:
-                allowed = f"{self.device.name} is a GPU: that is of CPUs"
-                raise ConfigError(f"{settings.name}: {key}", only, allowed)
-        plain = replace(settings, model_impl="generic", linear="plain", adapters=())
+        """With plain matrices, and page-locked. Raises ConfigError for what only CPUs have."""
+        if settings.linear == "packed":
+            allowed = f"{self.device.name} is a GPU: that is of CPUs"
+            raise ConfigError(f"{settings.name}: linear", settings.linear, allowed)
+        plain = replace(settings, linear="plain", adapters=())
         host = load_host_model(plain, tier, threads)
         host.failed = {**host.failed, **{a.name: NO_ADAPTERS for a in settings.adapters}}
         try:
@@ -136,7 +136,8 @@ class CudaMachine:
         """Of `workspaces` only the number matters: PyTorch's allocator gives what a job needs."""
         compute, blocks = self._compute, kv.range.range.n_bytes // kv.layout.stride_bytes
         where = (segments, kv.base, kv.layout, blocks, compute.device)
-        made = DeviceModel(host, *where, compute.attention, self._graphs)
+        kind = DeviceFusedModel if host.fused else DeviceModel
+        made = kind(host, *where, compute.attention, self._graphs)
         return (made,) * len(workspaces)
 
     def cap(self, n_bytes: int) -> Cap:

@@ -1,14 +1,16 @@
-"""Any decoder that `transformers` knows, on a GPU: the generic path of `models/transformers.py`.
+"""Models on a GPU: what all of them share, and any decoder that `transformers` knows.
 
-The module and the attention it calls are the same as on a CPU; what differs is where its parameters
-and the job's tensors are. A job is filled into the batch of its bucket, whose addresses stay: over
-a batch of decodes a CUDA graph can be recorded (`models/graphs.py`). Nothing waits for the device
-before the tokens are fetched. Logits stay there as long as nobody asks for more than the likeliest
-token; what else depends on them is computed on the host, by the function that all devices share.
+The generic path is that of `models/transformers.py`: the module and the attention it calls are the
+same, where its parameters and the job's tensors are differs. `models/device_fused.py` is the other.
+A job is filled into the batch of its bucket, whose addresses stay: over a batch of decodes a CUDA
+graph can be recorded (`models/graphs.py`). Nothing waits for the device before the tokens are
+fetched. Logits stay there as long as nobody asks for more than the likeliest token; what else
+depends on them is computed on the host, by the function that all devices share.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -31,7 +33,7 @@ from ballast.memory.cuda_tensor import device_tensor_at
 from ballast.memory.tensor import tensor_at
 from ballast.models import attention
 from ballast.models.graphs import GraphCache, Recording, Stops
-from ballast.models.module import layers_of, placed
+from ballast.models.module import View, layers_of, placed
 from ballast.models.served import Served, wanted_rows
 from ballast.weights.host import HostModel
 
@@ -39,7 +41,7 @@ CHUNK_BUCKETS = 8
 """Buckets with prefills whose batches are kept: no graph is captured over them."""
 
 
-class DeviceModel(Served):
+class OnDevice(Served):
     """Runs the jobs of a model whose weights and KV cache are at addresses of one device."""
 
     def __init__(
@@ -62,14 +64,15 @@ class DeviceModel(Served):
         super().__init__(host, kv_base, layout)
         if host.adapters:
             raise UnsupportedModel(f"{self.spec.name}: adapters are not served from a GPU yet")
+        self._host, self._device = host, device
         on_gpu = device.type == "cuda"
-        view = partial(device_tensor_at, device=device) if on_gpu else tensor_at
-        self._module: Any = placed(host, segment_addresses, view, device)
+        self._view: View = partial(device_tensor_at, device=device) if on_gpu else tensor_at
+        self._set_up(host, tuple(segment_addresses))
         if on_gpu:
             # Jobs run on streams that wait for no other: buffers have to be there by then.
             torch.cuda.current_stream(device).synchronize()
         stride = layout.stride_bytes // self.dtype.itemsize
-        memory = view(kv_base, (blocks * stride,), self.dtype)
+        memory = self._view(kv_base, (blocks * stride,), self.dtype)
         self._cache = DeviceKv.over(memory, KvLayout.BLOCK_MAJOR, layout.shape, stride)
         self._make = make or choose(self._cache)
         self._scratch = Scratch(device)
@@ -79,9 +82,19 @@ class DeviceModel(Served):
         self._cuts: tuple[int, ...] = ()
         """Layers at which the pass under way stops, and who is told."""
         self._stops: Stops | None = None
-        for i, layer in enumerate(layers_of(self._module, host)):
-            layer.register_forward_pre_hook(partial(self._reach, i))
-            layer.register_forward_hook(partial(self._leave, i))
+
+    @abstractmethod
+    def _set_up(self, host: HostModel, addresses: tuple[int, ...]) -> None:
+        """Make of each segment at its address what computes; touches nothing there."""
+
+    @abstractmethod
+    def _compute_logits(self, batch: DeviceBatch, n: int) -> Tensor:
+        """Of the first `n` rows that are wanted, float32. Calls `_reach` and `_leave` for each
+        layer, in order, around all that uses its weights or its KV."""
+
+    @abstractmethod
+    def _compute_hidden(self, batch: DeviceBatch, n: int) -> Tensor:
+        """What the head gets of these rows, likewise."""
 
     @torch.inference_mode()
     def logits(self, work: Sequence[SequenceWork]) -> Tensor:
@@ -101,9 +114,7 @@ class DeviceModel(Served):
     def hidden(self, work: Sequence[SequenceWork]) -> Tensor:
         batch = self.batch(work)
         self._cuts, self._stops = tuple(self._begin_pass(work)), self.barriers
-        output = self._forward(self._module.base_model, batch)
-        hidden: Tensor = output.last_hidden_state[0, batch.wanted[: batch.n_wanted]].cpu()
-        return hidden
+        return self._compute_hidden(batch, batch.n_wanted).cpu()
 
     @torch.inference_mode()
     def choose(
@@ -173,9 +184,7 @@ class DeviceModel(Served):
     ) -> Tensor:
         """Logits of the first `n` rows that are wanted, float32."""
         self._cuts, self._stops = cuts, stops
-        output = self._forward(self._module, batch, logits_to_keep=batch.wanted)
-        logits: Tensor = output.logits[0, :n].float()
-        return logits
+        return self._compute_logits(batch, n)
 
     @torch.inference_mode()
     def _recorded(self, batch: DeviceBatch, cuts: tuple[int, ...], recording: Recording) -> Tensor:
@@ -188,6 +197,26 @@ class DeviceModel(Served):
     def _leave(self, layer: int, *_: Any) -> None:
         if layer in self._cuts and self._stops is not None:
             self._stops.used(layer)
+
+
+class DeviceModel(OnDevice):
+    """Any decoder, through its own module."""
+
+    def _set_up(self, host: HostModel, addresses: tuple[int, ...]) -> None:
+        self._module: Any = placed(host, addresses, self._view, self._device)
+        for i, layer in enumerate(layers_of(self._module, host)):
+            layer.register_forward_pre_hook(partial(self._reach, i))
+            layer.register_forward_hook(partial(self._leave, i))
+
+    def _compute_logits(self, batch: DeviceBatch, n: int) -> Tensor:
+        output = self._forward(self._module, batch, logits_to_keep=batch.wanted)
+        logits: Tensor = output.logits[0, :n].float()
+        return logits
+
+    def _compute_hidden(self, batch: DeviceBatch, n: int) -> Tensor:
+        output = self._forward(self._module.base_model, batch)
+        hidden: Tensor = output.last_hidden_state[0, batch.wanted[:n]]
+        return hidden
 
     def _forward(self, module: Any, batch: DeviceBatch, **more: Tensor) -> Any:
         with attention.running(attention.JobContext(batch, batch.out)):

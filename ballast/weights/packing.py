@@ -143,7 +143,7 @@ def _layer(wanted: Sequence[Wanted], dtype: str, packed: bool) -> tuple[PackedTe
         found.append(matrix)
         if any(biases):
             bias = _stack(f"{role}.bias", biases, dtype, WIDE)
-            if bias is None or role == "gate_up":
+            if bias is None or role in ("gate_up", "down"):
                 return None
             found.append(bias)
     return None if by_part else tuple(found)

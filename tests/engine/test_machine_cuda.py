@@ -15,6 +15,8 @@ from ballast.core.settings import FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB
 from ballast.engine.build import GPU_LANE_BYTES
 from ballast.memory.cuda_calls import Attribute
+from ballast.models.device_fused import DeviceFusedModel
+from ballast.models.on_device import DeviceModel
 from tests.engine.checkpoints import make_llama
 from tests.engine.gpus import OnHost, on_gpu, serving
 from tests.engine.test_live import asked, fleet, need, paths  # noqa: F401
@@ -40,12 +42,15 @@ def tight(paths: dict[str, Path], lanes: int = 1, preset: str = "balloon") -> Fl
     )
 
 
-@pytest.mark.parametrize(("preset", "lanes"), [("swap", 1), ("balloon", 2)])
+@pytest.mark.parametrize(
+    ("preset", "lanes", "impl"), [("swap", 1, "fused"), ("balloon", 2, "generic")]
+)
 def test_under_pressure_its_tokens_are_those_of_the_cpu(
     paths: dict[str, Path],  # noqa: F811
     driver: FakeDriver,
     preset: str,
     lanes: int,
+    impl: str,
 ) -> None:
     requests = [*asked(3), *(replace(r, id=f"{r.id}-warm") for r in asked(2, 0.8))]
     requests.append(
@@ -56,7 +61,12 @@ def test_under_pressure_its_tokens_are_those_of_the_cpu(
     with InProcess(replace(generic, models=models)) as server:
         alone = server.generate(requests)
     compute = OnHost()
-    with serving(tight(paths, lanes, preset), driver, compute) as server:
+    pressed = tight(paths, lanes, preset)
+    models = tuple(replace(m, model_impl=impl) for m in pressed.models)
+    with serving(replace(pressed, models=models), driver, compute) as server:
+        executors = server.device.executors.values()
+        kind = DeviceFusedModel if impl == "fused" else DeviceModel
+        assert all(isinstance(e, kind) for of_model in executors for e in of_model)
         answers = server.generate(requests)
         device = server.device
         report, state = device.snapshot(), device.state

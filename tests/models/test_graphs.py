@@ -14,7 +14,7 @@ from ballast.core.job import SequenceWork
 from ballast.kernels.device_plan import Bucket
 from ballast.kernels.plain_attention import PlainAttention
 from ballast.models.graphs import PIECE_BYTES, GraphCache, Recording
-from ballast.models.on_device import DeviceModel
+from ballast.models.on_device import OnDevice
 from tests.memory.fake_cuda import Misuse
 from tests.models.fake_graphs import FakeRecorder, Recorders, StaticAttention
 from tests.models.test_on_device import prompts_of
@@ -26,12 +26,12 @@ STREAM = 7
 class Graphed(Served):
     """Served as from a GPU, with graphs."""
 
-    def __init__(self, path: Path, cap: int = 1 << 30, graph_bytes: int = 1 << 20) -> None:
-        super().__init__(path, attention=StaticAttention)
-        assert isinstance(self.model, DeviceModel)
+    def __init__(self, path: Path, impl: str = "generic") -> None:
+        super().__init__(path, attention=StaticAttention, model_impl=impl)
+        assert isinstance(self.model, OnDevice)
         self.device_model = self.model
-        self.recorders = Recorders(graph_bytes=graph_bytes)
-        self.graphs = GraphCache(cap, self.recorders)
+        self.recorders = Recorders(graph_bytes=1 << 20)
+        self.graphs = GraphCache(1 << 30, self.recorders)
         self.device_model._graphs = self.graphs
 
     def run(self, *work: SequenceWork) -> Tensor:
@@ -43,10 +43,10 @@ class Graphed(Served):
             self.graphs.record_one()
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Graphed]:
+@pytest.fixture(params=["generic", "fused"])
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Graphed]:
     llama(tmp_path)
-    made = Graphed(tmp_path)
+    made = Graphed(tmp_path, request.param)
     yield made
     made.graphs.close()
     assert not made.recorders.graphs
@@ -67,13 +67,14 @@ def prefilled(served: Graphed, *sizes: int) -> list[SequenceWork]:
     return found
 
 
-def test_tokens_are_the_same_with_graphs_and_without(tmp_path: Path) -> None:
+@pytest.mark.parametrize("impl", ["generic", "fused"])
+def test_tokens_are_the_same_with_graphs_and_without(tmp_path: Path, impl: str) -> None:
     llama(tmp_path)
     prompts = prompts_of(5, 40, 23)
     plain = Served(tmp_path, attention=PlainAttention)
     expected = plain.generate(prompts, 24, chunk=7)
     plain.close()
-    served = Graphed(tmp_path)
+    served = Graphed(tmp_path, impl)
     run = served.device_model.run
 
     def with_graphs(work: object) -> object:

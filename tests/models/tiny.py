@@ -18,8 +18,9 @@ from ballast.core.settings import ModelSettings
 from ballast.kernels.device_batch import Attention, DeviceBatch
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
+from ballast.models.device_fused import DeviceFusedModel
 from ballast.models.fused import FusedModel, workspace_bytes
-from ballast.models.on_device import DeviceModel
+from ballast.models.on_device import DeviceModel, OnDevice
 from ballast.models.parallel import ParallelModel
 from ballast.models.transformers import ServedModel
 from ballast.weights.checkpoint import load_host_model
@@ -86,9 +87,10 @@ class Served:
         base = -(-self.kv.ctypes.data // 64) * 64
         addresses = [w.ctypes.data for w in self.weights]
         where = (self.host, addresses, base, self.layout)
-        self.model: ServedModel | FusedModel | DeviceModel
+        self.model: ServedModel | FusedModel | OnDevice
         if attention is not None:
-            self.model = DeviceModel(*where, blocks, torch.device("cpu"), attention)
+            kind = DeviceFusedModel if self.host.fused else DeviceModel
+            self.model = kind(*where, blocks, torch.device("cpu"), attention)
         elif self.host.fused:
             workspace = Workspace(workspace_bytes(self.spec, ROWS, SAMPLED))
             size = (workspace, ROWS, SAMPLED)

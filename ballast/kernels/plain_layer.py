@@ -1,0 +1,61 @@
+"""`LayerKernels` in PyTorch's own operations: on any device, as a reference."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ballast.kernels.device_batch import DeviceBatch
+from ballast.kernels.device_layer import HeadVectors
+
+
+class PlainLayer:
+    """Implements `LayerKernels`."""
+
+    def add_norm(
+        self,
+        hidden: Tensor,
+        more: Tensor | None,
+        bias: Tensor | None,
+        weight: Tensor,
+        epsilon: float,
+    ) -> Tensor:
+        if more is not None:
+            hidden += more if bias is None else (more + bias).to(hidden.dtype)
+        return _norm(hidden, weight, epsilon)
+
+    def rotate(
+        self,
+        batch: DeviceBatch,
+        layer: int,
+        qkv: Tensor,
+        vectors: HeadVectors,
+        epsilon: float,
+        cosine: Tensor,
+        sine: Tensor,
+    ) -> Tensor:
+        kv = batch.kv
+        if vectors.bias is not None:
+            qkv.copy_(qkv + vectors.bias)
+        heads = qkv.view(len(qkv), -1, kv.head_dim)
+        sizes = [batch.heads, kv.kv_heads, kv.kv_heads]
+        query, key, value = torch.split(heads, sizes, dim=1)
+        for part, weight in ((query, vectors.q_norm), (key, vectors.k_norm)):
+            normed = part if weight is None else _norm(part, weight, epsilon)
+            first, second = normed.chunk(2, dim=-1)
+            c, s = cosine[:, None], sine[:, None]
+            turned = (first * c - second * s, second * c + first * s)
+            part.copy_(torch.cat(turned, dim=-1))
+        batch.write(layer, key, value)
+        return query
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+
+def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    normed: Tensor = weight * (wide * scale).to(x.dtype)
+    return normed

@@ -1,0 +1,122 @@
+"""The fast path of the Llama-shaped families on a GPU: a layer is ten launches, four of them GEMMs.
+
+Weights lie as `ballast.weights.packing.fused` has them for plain matrices: queries, keys and values
+are one, gates and ups another. Between matrices are our own kernels (`kernels/device_layer.py`),
+which also put keys and values where they belong. What a batch, a graph and a rotating layer are is
+as in `models/on_device.py`, whose generic path is the reference, and serves everything else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ballast.core.errors import BrokenPromise
+from ballast.kernels.device_batch import DeviceBatch
+from ballast.kernels.device_layer import HeadVectors, LayerKernels, layer_kernels
+from ballast.models.on_device import OnDevice
+from ballast.weights.architecture import build
+from ballast.weights.host import PLAIN, HostModel, Segment
+from ballast.weights.packing import DTYPES, WIDE
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Matrices (outputs, inputs) and vectors of one layer."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    vectors: HeadVectors
+    o: Tensor
+    o_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+    @classmethod
+    def of(cls, roles: dict[str, Tensor]) -> _Layer:
+        vectors = HeadVectors(roles.get("qkv.bias"), roles.get("q_norm"), roles.get("k_norm"))
+        names = ("o", "post_norm", "gate_up", "down")
+        more = {name: roles[name] for name in names}
+        return cls(roles["input_norm"], roles["qkv"], vectors, o_bias=roles.get("o.bias"), **more)
+
+
+class DeviceFusedModel(OnDevice):
+    """Runs the jobs of a model whose host tier is in the layout `ballast.weights.packing.fused`,
+    with plain matrices."""
+
+    def __init__(self, *where: Any, kernels: LayerKernels | None = None) -> None:
+        """`where`: as `OnDevice`; `kernels`: chosen by the device if not given."""
+        super().__init__(*where)
+        self._kernels = kernels or layer_kernels(self._device)
+
+    def _set_up(self, host: HostModel, addresses: tuple[int, ...]) -> None:
+        n = self.spec.n_layers
+        roles = [self._roles(*s) for s in zip(host.segments, addresses, strict=True)]
+        last = roles[-1] if len(roles) > 1 + n else roles[0]
+        self._table, self._norm, self._head = roles[0]["embeddings"], last["norm"], last["head"]
+        self._layers = [_Layer.of(r) for r in roles[1 : 1 + n]]
+        self._angles = _Angles(host.config, self.dtype, self._device)
+        self._epsilon = float(host.config.rms_norm_eps)
+        self._scaling = self.spec.head_dim**-0.5
+
+    def _roles(self, segment: Segment, address: int) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for packed in segment.tensors:
+            if packed.layout not in (PLAIN, WIDE):
+                raise BrokenPromise(f"{packed.names} lies in {packed.layout}, which is of CPUs")
+            tensor = self._view(address + packed.offset, packed.shape, DTYPES[packed.dtype])
+            found |= dict.fromkeys(packed.names, tensor)
+        return found
+
+    def _compute_logits(self, batch: DeviceBatch, n: int) -> Tensor:
+        return self._multiply("head", self._head, self._compute_hidden(batch, n)).float()
+
+    def _compute_hidden(self, batch: DeviceBatch, n: int) -> Tensor:
+        k, last = self._kernels, self.spec.n_layers - 1
+        cosine, sine = self._angles(batch.positions)
+        hidden = torch.nn.functional.embedding(batch.tokens, self._table)
+        more: Tensor | None = None
+        for i, layer in enumerate(self._layers):
+            self._reach(i)
+            x = k.add_norm(hidden, more, None, layer.input_norm, self._epsilon)
+            qkv = self._multiply("qkv", layer.qkv, x, i)
+            where = (layer.vectors, self._epsilon, cosine, sine)
+            query = k.rotate(batch, i, qkv, *where)
+            if i == last and not n:
+                # Nobody wants more of it than its keys and values.
+                self._leave(i)
+                return hidden[:0]
+            window = self._host.windows[i]
+            batch.attend(i, query, self._scaling, batch.out, window=window)
+            more = self._multiply("o", layer.o, batch.out.flatten(1), i)
+            x = k.add_norm(hidden, more, layer.o_bias, layer.post_norm, self._epsilon)
+            gated = k.gate(self._multiply("gate_up", layer.gate_up, x, i))
+            more = self._multiply("down", layer.down, gated, i)
+            self._leave(i)
+        wanted = batch.wanted[:n]
+        ends = [x.index_select(0, wanted) for x in (hidden, more) if x is not None]
+        return k.add_norm(ends[0], ends[1], None, self._norm, self._epsilon)
+
+    def _multiply(self, role: str, matrix: Tensor, x: Tensor, layer: int | None = None) -> Tensor:
+        """x W^T of a layer's matrix, or of the head."""
+        return torch.nn.functional.linear(x, matrix)
+
+
+class _Angles:
+    """Rotary angles by position, from the frequencies that `transformers` derives."""
+
+    def __init__(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        rotary: Any = type(build(config).get_submodule("model.rotary_emb"))(config)
+        self._frequencies: Tensor = rotary.inv_freq.float().to(device)
+        self._scale, self._dtype = float(rotary.attention_scaling), dtype
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of (T,) positions, each (T, head_dim / 2), computed in float32."""
+        angles = positions[:, None] * self._frequencies
+        turned = angles.cos(), angles.sin()
+        cosine, sine = ((t * self._scale).to(self._dtype) for t in turned)
+        return cosine, sine
