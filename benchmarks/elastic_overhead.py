@@ -18,10 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from ballast.bench.inprocess import InProcess
+from ballast.cluster.machines import machine_of
 from ballast.core.event import Finished, Output
 from ballast.core.request import Submission
 from ballast.core.settings import GPU_PAGE, DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB, ceil_div
+from ballast.engine.machine import MakeMachine
 from benchmarks.common import finish, interleave, options
 from benchmarks.exactness import make_llama
 
@@ -36,10 +38,19 @@ CEILING = 1.1
 class Load:
     """A closed loop on one device, kept from round to round."""
 
-    def __init__(self, path: Path, device: DeviceSettings, budget: int, *, once: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        device: DeviceSettings,
+        budget: int,
+        *,
+        once: bool,
+        make: MakeMachine = machine_of,
+    ) -> None:
         model = ModelSettings(name=NAME, path=str(path), dtype="bfloat16")
         device = replace(device, budget_bytes=budget, prefix_cache=False)
-        self.server = InProcess(FleetSettings(models=(model,), device=device))
+        fleet = FleetSettings(models=(model,), device=device)
+        self.server = InProcess(fleet, make_machine=make)
         self.pages = 0
         """Given back to the pool since the last round began, by the KV cache."""
         self.tpots: list[float] = []
@@ -114,18 +125,18 @@ class Load:
         self.server.__exit__(None, None, None)
 
 
-def need(path: Path, device: DeviceSettings) -> tuple[int, int]:
+def need(path: Path, device: DeviceSettings, make: MakeMachine = machine_of) -> tuple[int, int]:
     """(bytes that cannot be KV, bytes of KV of CONCURRENT requests at their longest)."""
     settings = FleetSettings(
         models=(ModelSettings(name=NAME, path=str(path), dtype="bfloat16"),),
         device=device,
     )
-    with InProcess(settings) as server:
+    with InProcess(settings, make_machine=make) as server:
         state = server.device.state
         m = state.models[NAME]
         kv = m.kv.most_pages(CONCURRENT * ceil_div(PROMPT + OUTPUT, m.spec.block_tokens))
         page = settings.device.page_bytes
-        return (state.arena.pages + m.weights.pages) * page, kv * page
+        return (state.set_aside + m.weights.pages) * page, kv * page
 
 
 def main() -> None:

@@ -35,6 +35,44 @@ class _Nowhere:
         return (0,) * self._n
 
 
+def spec_of(config: Any, dtype: str = "bfloat16") -> ModelSpec:
+    """Of a Llama of that configuration, in blocks of 16 tokens."""
+    architecture = learn(config)
+    segments = [pack(*s) for s in packing.as_stored(architecture, dtype)]
+    return ModelSpec(
+        name="random",
+        n_layers=architecture.n_layers,
+        n_heads=architecture.heads,
+        kv_heads=architecture.kv_heads,
+        head_dim=architecture.head_dim,
+        hidden=architecture.hidden,
+        intermediate=architecture.intermediate,
+        vocab=architecture.vocab,
+        dtype=dtype,
+        max_model_len=config.max_position_embeddings,
+        block_tokens=16,
+        segment_bytes=tuple(s.n_bytes for s in segments),
+        fingerprint="",
+    )
+
+
+def reference(config: Any, batch: int, context: int, device: torch.device) -> Callable[[], object]:
+    """A decode step of `transformers`, with weights and a cache of its own."""
+    with device:
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+        ids = torch.zeros((batch, context), dtype=torch.int64)
+    with torch.inference_mode():
+        cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+
+    def step() -> None:
+        with torch.inference_mode():
+            told = model(ids[:, :1], past_key_values=cache, use_cache=True)
+            told.logits[:, -1].argmax(-1).tolist()
+            cache.crop(-1)
+
+    return step
+
+
 class Random:
     """Weights in bfloat16, and KV for `sequences` of `context` tokens, of any content."""
 
@@ -54,21 +92,7 @@ class Random:
         self._device, self._sequences = device, sequences
         architecture = learn(config)
         segments = tuple(pack(*s) for s in packing.as_stored(architecture, "bfloat16"))
-        self.spec = spec = ModelSpec(
-            name="random",
-            n_layers=architecture.n_layers,
-            n_heads=architecture.heads,
-            kv_heads=architecture.kv_heads,
-            head_dim=architecture.head_dim,
-            hidden=architecture.hidden,
-            intermediate=architecture.intermediate,
-            vocab=architecture.vocab,
-            dtype="bfloat16",
-            max_model_len=config.max_position_embeddings,
-            block_tokens=16,
-            segment_bytes=tuple(s.n_bytes for s in segments),
-            fingerprint="",
-        )
+        self.spec = spec = spec_of(config)
         memory = cast(HostBytes, _Nowhere(len(segments)))
         host = HostModel(
             spec, config, Path(), segments, memory, windows=architecture.windows, fused=False
@@ -123,22 +147,6 @@ class Random:
             )
             for i in range(batch)
         ]
-
-    def reference(self, config: Any, batch: int, context: int) -> Callable[[], object]:
-        """The same step of `transformers`, with weights and a cache of its own."""
-        with self._device:
-            model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
-            ids = torch.zeros((batch, context), dtype=torch.int64)
-        with torch.inference_mode():
-            cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
-
-        def step() -> None:
-            with torch.inference_mode():
-                told = model(ids[:, :1], past_key_values=cache, use_cache=True)
-                told.logits[:, -1].argmax(-1).tolist()
-                cache.crop(-1)
-
-        return step
 
     def __enter__(self) -> Random:
         return self

@@ -53,10 +53,9 @@ def choose(kv: DeviceKv, asked: str | None = None) -> Callable[[DeviceBatch], At
     Says once which it is and why not another. Raises ConfigError where the one asked for does not
     fit, or Triton, which all of them take, is not there.
     """
-    fit = Fit.of(kv)
     if find_spec("triton") is None:
         raise ConfigError("device", str(kv.device), "Triton is needed on a GPU")
-    reasons = {name: _WHY_NOT[name](fit) for name in NAMES}
+    reasons = why_not(kv)
     name = asked or next(name for name in NAMES if reasons[name] is None)
     if name not in reasons or reasons[name] is not None:
         fitting = [n for n in NAMES if reasons[n] is None]
@@ -69,6 +68,12 @@ def choose(kv: DeviceKv, asked: str | None = None) -> Callable[[DeviceBatch], At
     module, made = _MADE[name]
     make: Callable[[DeviceBatch], Attention] = getattr(importlib.import_module(module), made)
     return make
+
+
+def why_not(kv: DeviceKv) -> dict[str, str | None]:
+    """By name, what speaks against an implementation for this model."""
+    fit = Fit.of(kv)
+    return {name: _WHY_NOT[name](fit) for name in NAMES}
 
 
 def why_not_varlen(fit: Fit) -> str | None:

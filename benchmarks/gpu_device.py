@@ -1,0 +1,164 @@
+"""The GPU that is measured: what it is, how long things take on it, and memory of it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ballast.core.errors import DeviceError
+from ballast.core.units import GiB, MiB
+from ballast.memory.cuda_devices import driver_version
+from ballast.memory.cuda_driver import CudaDriver
+
+PAGE = 2 * MiB
+SIZES = {
+    "0.1B": (768, 2048, 12, 12, 32000),
+    "0.5B": (1280, 3584, 22, 20, 32000),
+    "1B": (2048, 5632, 22, 32, 32000),
+    "3B": (3072, 8192, 28, 24, 64000),
+    "8B": (4096, 14336, 32, 32, 128256),
+}
+"""Hidden, intermediate, layers, heads (a fourth of them for KV), vocabulary."""
+SPARE = 4 * GiB
+"""Beside weights and KV: PyTorch's own memory, and what a prefill computes."""
+_PACKAGES = ("triton", "transformers", "cuda-bindings", "numba", "flashinfer-python")
+_NVIDIA = Path("/proc/driver/nvidia/version")
+
+
+class Gpu:
+    """The first one that CUDA shows."""
+
+    def __init__(self) -> None:
+        self.driver = CudaDriver()
+        self.device = torch.device("cuda", 0)
+        torch.cuda.set_device(self.device)
+        # PyTorch makes the primary context where it first needs it; our calls need it current.
+        self.context = self.driver.retain_context(self.driver.device(0))
+        self.driver.set_current(self.context)
+
+    @property
+    def free(self) -> int:
+        """Bytes of the device that nobody has."""
+        return self.driver.free_and_total()[0]
+
+    def facts(self) -> dict[str, Any]:
+        """All that a figure depends on, but the code."""
+        told = torch.cuda.get_device_properties(0)
+        return {
+            "gpu": told.name,
+            "memory_bytes": told.total_memory,
+            "multiprocessors": told.multi_processor_count,
+            "capability": f"{told.major}.{told.minor}",
+            "peak_bytes_per_second": _peak(told),
+            "nvidia_driver": nvidia_driver(),
+            "cuda_driver": ".".join(map(str, self.driver.version())),
+            "torch": torch.__version__,
+            "torch_cuda": torch.version.cuda,
+            **{name: version for name in _PACKAGES if (version := _version(name)) is not None},
+            "python": platform.python_version(),
+            "kernel": platform.release(),
+        }
+
+    def seconds(self, work: Callable[[], object], times: int) -> float:
+        """Of one call, by the device's clock: the median of `times`, after two for nothing."""
+        found = []
+        for i in range(times + 2):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            work()
+            end.record()
+            end.synchronize()
+            if i >= 2:
+                found.append(begin.elapsed_time(end) / 1e3)
+        return float(statistics.median(found))
+
+    def bandwidth(self) -> float:
+        """Bytes per second of its memory: the better of a sum over 2 GiB and a copy of 1 GiB."""
+        x = torch.ones(GiB // 2, dtype=torch.float32, device=self.device)
+        read = 2 * GiB / self.seconds(x.sum, 10)
+        half = len(x) // 2
+        copied = 2 * GiB / self.seconds(lambda: x[:half].copy_(x[half:]), 10)
+        return float(max(read, copied))
+
+    @contextmanager
+    def busy(self, seconds: float) -> Iterator[None]:
+        """A kernel runs meanwhile, on a stream that waits for no other."""
+        cuda: Any = torch.cuda
+        stream = cuda.Stream(self.device)
+        with cuda.stream(stream):
+            cuda._sleep(int(seconds * 2e9))  # cycles, of at most 2 GHz
+        try:
+            yield
+        finally:
+            stream.synchronize()
+
+
+def nvidia_driver() -> str | None:
+    """Its version; None where neither NVML nor the kernel tells."""
+    try:
+        return driver_version()
+    except DeviceError:
+        words = _NVIDIA.read_text().split() if _NVIDIA.exists() else []
+        return next((word for word in words if word.count(".") == 2 and word[0].isdigit()), None)
+
+
+def config_of(size: str) -> LlamaConfig:
+    hidden, intermediate, layers, heads, vocab = SIZES[size]
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 4),
+        vocab_size=vocab,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+    )
+
+
+def on_meta(config: LlamaConfig) -> LlamaForCausalLM:
+    with torch.device("meta"):
+        return LlamaForCausalLM(config)
+
+
+def bytes_of(config: LlamaConfig) -> int:
+    """Of its weights in bfloat16."""
+    return sum(2 * int(p.numel()) for p in on_meta(config).parameters())
+
+
+def wall_seconds(work: Callable[[], object], times: int) -> float:
+    """Of one call that waits for what it has launched: the median, after two that do not count."""
+    found = []
+    for _ in range(times + 2):
+        begun = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - begun)
+    return statistics.median(found[2:])
+
+
+def give_back() -> None:
+    """What PyTorch keeps unused, so that pages can be made of it."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def _peak(told: Any) -> float | None:
+    """Of its memory, by clock (kHz) and width (bits), twice a cycle; where PyTorch tells them."""
+    clock, width = (getattr(told, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
+    return 2e3 * clock * width / 8 if clock and width else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

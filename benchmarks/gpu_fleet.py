@@ -1,0 +1,200 @@
+"""Three small Llamas on one GPU that has memory for two: their tokens, against `transformers`.
+
+`python -m benchmarks.gpu_fleet`: one quick run in float32, which `compute-sanitizer` can watch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from ballast.bench.inprocess import Answer, InProcess
+from ballast.cluster.machines import machine_of
+from ballast.core.request import Submission
+from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
+from ballast.core.units import GiB, MiB, ceil_div
+from ballast.engine.machine import MakeMachine
+from benchmarks.rotations import RandomRotations
+
+PAGE = 2 * MiB
+MARGIN = 1e-4
+"""Logits of the reference that are nearer to each other than this are a tie."""
+VOCAB, LONGEST = 1024, 512
+DEVICE = DeviceSettings(name="cuda:0", budget_bytes=4 * GiB, page_bytes=PAGE, step_tokens=64)
+"""Roomy; `tight` takes away what is too much."""
+Answers = Mapping[str, Answer]
+
+
+def make_models(home: Path, dtype: str, hidden: int, impl: str) -> tuple[ModelSettings, ...]:
+    """Checkpoints of random weights, and their settings."""
+    made = []
+    for i, name in enumerate("abc"):
+        torch.manual_seed(i)
+        config = LlamaConfig(
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            vocab_size=VOCAB,
+            max_position_embeddings=LONGEST,
+            initializer_range=0.1,
+            tie_word_embeddings=False,
+        )
+        LlamaForCausalLM(config).save_pretrained(home / name)
+        path = str(home / name)
+        made.append(ModelSettings(name=name, path=path, dtype=dtype, model_impl=impl))
+    return tuple(made)
+
+
+def requests_for(
+    models: Sequence[ModelSettings], each: int = 4, tokens: int = 48
+) -> list[Submission]:
+    """Greedy, of prompts of different lengths."""
+    return [
+        Submission(
+            id=f"{m.name}{i}",
+            model=m.name,
+            prompt=tuple((7 * i + 3 * k + ord(m.name)) % VOCAB for k in range(9 + 30 * i)),
+            max_tokens=tokens,
+            ignore_eos=True,
+        )
+        for i in range(each)
+        for m in models
+    ]
+
+
+def tight(
+    models: tuple[ModelSettings, ...],
+    device: DeviceSettings,
+    make: MakeMachine = machine_of,
+    resident: int = 2,
+) -> FleetSettings:
+    """A fleet on memory for `resident` of its models and some of their KV."""
+    fleet = FleetSettings(models=models, device=device)
+    with InProcess(fleet, make_machine=make) as server:
+        state = server.device.state
+        weights = max(m.weights.pages for m in state.models.values())
+        kv = max(m.kv.most_pages(ceil_div(200, m.spec.block_tokens)) for m in state.models.values())
+        n = state.set_aside + resident * weights + 3 * kv
+    return replace(fleet, device=replace(device, budget_bytes=n * device.page_bytes))
+
+
+def served(
+    fleet: FleetSettings,
+    requests: Sequence[Submission],
+    make: MakeMachine = machine_of,
+    rotating: bool = False,
+) -> tuple[list[Answers], dict[str, Any]]:
+    """Answers of two rounds, the second with the graphs that were recorded after the first; what
+    happened. `rotating`: layers do, in other ways every few milliseconds."""
+    with InProcess(fleet, make_machine=make) as server:
+        device = server.device
+        if rotating:
+            loop = device.loop
+            loop.preset = replace(loop.preset, device=RandomRotations(loop.preset.device))
+        rounds: list[Answers] = []
+        for i in range(2):
+            rounds.append(server.generate([replace(r, id=f"{r.id}/{i}") for r in requests]))
+            _let_it_record(server)
+        report = device.snapshot()
+        told = {
+            "evictions": sum(m.evictions for m in report.models),
+            "preemptions": sum(m.preemptions for m in report.models),
+            "graphs": 0 if report.graphs is None else report.graphs.graphs,
+            "replays": 0 if report.graphs is None else report.graphs.replays,
+            "layers_loaded": sum(
+                m.weights.rotor.loads.n
+                for m in device.state.models.values()
+                if m.weights.rotor is not None
+            ),
+        }
+        device.state.pool.validate()
+    return rounds, told
+
+
+def compared(
+    models: Sequence[ModelSettings],
+    requests: Sequence[Submission],
+    rounds: Sequence[Answers],
+    device: torch.device,
+) -> dict[str, int]:
+    """Our tokens, each against the reference's choice after the same tokens."""
+    told = dict.fromkeys(
+        ("tokens", "wrong", "ties", "reference_differs_from_itself_in_a_batch_of_two"), 0
+    )
+    for m in models:
+        kind = getattr(torch, m.dtype)
+        reference = AutoModelForCausalLM.from_pretrained(m.path, dtype=kind).to(device).eval()
+        for i, answers in enumerate(rounds):
+            for r in (r for r in requests if r.model == m.name):
+                answer = answers[f"{r.id}/{i}"]
+                assert answer.finished.output_tokens == len(answer.tokens) == r.max_tokens
+                ids = torch.tensor([[*r.prompt, *answer.tokens]], device=device)
+                with torch.inference_mode():
+                    logits = reference(ids).logits[0, len(r.prompt) - 1 : -1].float()
+                    twice = reference(ids.repeat(2, 1)).logits[0, len(r.prompt) - 1 : -1]
+                top = logits.topk(2, dim=-1)
+                differs = top.indices[:, 0] != torch.tensor(answer.tokens, device=device)
+                tie = top.values[:, 0] - top.values[:, 1] < MARGIN
+                told["tokens"] += len(answer.tokens)
+                told["wrong"] += int((differs & ~tie).sum())
+                told["ties"] += int((differs & tie).sum())
+                again = top.indices[:, 0] != twice.argmax(-1)
+                told["reference_differs_from_itself_in_a_batch_of_two"] += int(again.sum())
+    return told
+
+
+def proved(
+    dtype: str,
+    torch_device: torch.device,
+    device: DeviceSettings = DEVICE,
+    make: MakeMachine = machine_of,
+    hidden: int = 512,
+    each: int = 4,
+    tokens: int = 48,
+    lanes: int = 1,
+    rotating: bool = False,
+    impl: str = "auto",
+) -> dict[str, Any]:
+    """All of it: what was compared, and what happened meanwhile."""
+    device = replace(device, lanes=lanes)
+    with tempfile.TemporaryDirectory() as home:
+        models = make_models(Path(home), dtype, hidden, impl)
+        requests = requests_for(models, each, tokens)
+        fleet = tight(models, device, make)
+        rounds, told = served(fleet, requests, make, rotating)
+        return {**compared(models, requests, rounds, torch_device), **told}
+
+
+def _let_it_record(server: InProcess, seconds: float = 5.0) -> None:
+    """Until no further graph comes."""
+    ends, before = time.monotonic() + seconds, -1
+    while (told := server.device.machine.graphs) is not None and time.monotonic() < ends:
+        if told.graphs == before or told.cap_bytes == 0:
+            return
+        before = told.graphs
+        time.sleep(0.3)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--lanes", type=int, default=1)
+    args = parser.parse_args(argv)
+    found = proved("float32", torch.device("cuda", 0), each=2, lanes=args.lanes)
+    print(json.dumps(found))
+    return 1 if found["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,314 @@
+"""What `scripts/gpu_check` times: pages, decode steps, attention and activations."""
+
+from __future__ import annotations
+
+import queue
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from ballast.core.event import TransferDone
+from ballast.core.job import Sampled, SequenceWork
+from ballast.core.settings import GRAPH_BYTES
+from ballast.core.units import GiB, ceil_div
+from ballast.engine.inbox import MonotonicClock
+from ballast.engine.runner_cuda import TorchOnGpu
+from ballast.kernels.device_attention import choose, why_not
+from ballast.kernels.device_batch import DeviceBatch
+from ballast.kernels.device_kv import DeviceKv, KvLayout
+from ballast.kernels.device_plan import Bucket
+from ballast.memory.cuda_calls import Driver
+from ballast.memory.cuda_pins import Pins
+from ballast.memory.link_cuda import CudaLink
+from ballast.memory.pool import Pool
+from ballast.memory.vm_cuda import CudaVm
+from ballast.models.graphs import GraphCache
+from ballast.weights.host import HostTier, PackedTensor, Segment
+from ballast.weights.residency import WeightsOnDevice
+from benchmarks.gpu_apart import Findings
+from benchmarks.gpu_device import (
+    PAGE,
+    SIZES,
+    SPARE,
+    Gpu,
+    bytes_of,
+    config_of,
+    give_back,
+    wall_seconds,
+)
+from benchmarks.gpu_model import Random, reference, spec_of
+
+CONTEXT, SEQUENCES = 1024, 32
+BATCHES = (1, SEQUENCES)
+GOALS = {1: 0.85, SEQUENCES: 0.70}
+"""Of the bandwidth roofline, of an 8B model, by batch."""
+STEP_SIZES = ("1B", "8B")
+
+
+def pool(gpu: Gpu, found: Findings) -> None:
+    """Microseconds a page, of recycled pages: mapped and made accessible, and unmapped."""
+    n = 64
+    vm = CudaVm(gpu.driver, 0, PAGE, n)
+    try:
+        begun = time.perf_counter()
+        vm.populate(range(n))
+        found["populate_microseconds"] = 1e6 * (time.perf_counter() - begun) / n
+        r = vm.reserve(n * PAGE)
+
+        def times(pages: int, rounds: int) -> dict[str, float]:
+            both: dict[str, list[float]] = {"map": [], "unmap": []}
+            for i in range(rounds):
+                at = i * pages % n
+                begun = time.perf_counter()
+                vm.map(r, at, range(at, at + pages))
+                mapped = time.perf_counter()
+                vm.unmap(r, at, pages)
+                both["unmap"].append((time.perf_counter() - mapped) / pages)
+                both["map"].append((mapped - begun) / pages)
+            told = {k: 1e6 * statistics.median(v[rounds // 8 :]) for k, v in both.items()}
+            return {**told, "both": sum(told.values())}
+
+        found["microseconds"] = alone = times(1, 512)
+        found["goal_met"] = alone["both"] <= 70
+        found["microseconds_of_64_at_once"] = times(n, 16)
+        with gpu.busy(0.5):
+            # Where this is far more, the driver waits for the kernel.
+            found["microseconds_beside_a_kernel"] = times(1, 64)
+    finally:
+        vm.close()
+
+
+def single_model(gpu: Gpu, found: Findings) -> None:
+    """Tokens per second of decode steps over 1024 tokens of context, host's work included; their
+    part of what reading weights and KV once at the measured bandwidth allows."""
+    found["bytes_per_second"] = bandwidth = gpu.bandwidth()
+    give_back()
+    for size in STEP_SIZES:
+        config = config_of(size)
+        kv_bytes = SEQUENCES * (CONTEXT + 64) * spec_of(config).kv_bytes_per_token
+        if bytes_of(config) + kv_bytes + SPARE > gpu.free:
+            found[size] = {"not_run": "it does not fit"}
+            continue
+        for batch, told in decode_steps(gpu, config, bandwidth).items():
+            found[f"{size}_batch_{batch}"] = told
+        give_back()
+        for batch in BATCHES:
+            told = found[f"{size}_batch_{batch}"]
+            try:
+                theirs = wall_seconds(reference(config, batch, CONTEXT, gpu.device), 10)
+            except torch.OutOfMemoryError:
+                told["transformers"] = "it does not fit"
+            else:
+                told["transformers_seconds"] = theirs
+                told["over_transformers"] = theirs / told["seconds"]
+            if size == "8B":
+                told["goal_met"] = told["of_roofline"] >= GOALS[batch]
+            give_back()
+            found[f"{size}_batch_{batch}"] = told
+
+
+def decode_steps(gpu: Gpu, config: Any, bandwidth: float) -> dict[int, dict[str, Any]]:
+    """By batch: with CUDA graphs and without."""
+    compute = TorchOnGpu(0)
+    stream, twin = gpu.driver.new_stream(), gpu.driver.new_stream()
+    cache = GraphCache(GRAPH_BYTES, lambda _: compute.recorder(twin))
+    shape = (gpu.driver, gpu.device, config, PAGE)
+    found: dict[int, dict[str, Any]] = {}
+    made = Random(*shape, sequences=SEQUENCES, context=CONTEXT + 64, graphs=cache)
+    with made as model:
+        for batch in BATCHES:
+            work = model.decodes(batch, CONTEXT)
+
+            def step(work: list[SequenceWork] = work) -> list[int]:
+                with compute.on(stream):
+                    return tokens_of(model.served.run(work))
+
+            told = with_and_without(step, cache, stream, free_bytes, 20)
+            least = (model.weight_bytes + batch * CONTEXT * model.kv_bytes) / bandwidth
+            seconds = min(told["seconds_with_graph"], told["seconds_without"])
+            found[batch] = {
+                "seconds": seconds,
+                "tokens_per_second": batch / seconds,
+                "of_roofline": least / seconds,
+                **told,
+            }
+        cache.close()
+    for made_stream in (stream, twin):
+        gpu.driver.destroy_stream(made_stream)
+    return found
+
+
+def free_bytes() -> tuple[int, int]:
+    """Of the device, and of PyTorch's allocator there."""
+    return torch.cuda.mem_get_info(0)[0], torch.cuda.memory_reserved(0)
+
+
+def tokens_of(results: Sequence[object]) -> list[int]:
+    return [told.token for told in results if isinstance(told, Sampled)]
+
+
+def with_and_without(
+    step: Callable[[], list[int]],
+    cache: GraphCache,
+    stream: int,
+    free: Callable[[], tuple[int, int]],
+    times: int,
+) -> dict[str, Any]:
+    """A decode step, before there is a graph of it and after. It ends with its tokens, on the host,
+    so that the wall clock says how long it takes."""
+
+    def median() -> tuple[float, list[int]]:
+        tokens: list[int] = []
+
+        def run() -> None:
+            tokens[:] = step()
+
+        with cache.on(stream):
+            return wall_seconds(run, times), tokens
+
+    eager, expected = median()
+    before, reserved = free()
+    begun = time.perf_counter()
+    cache.record_one()
+    recording = time.perf_counter() - begun
+    after, now = free()
+    replays = cache.report().replays
+    replayed, tokens = median()
+    if cache.report().replays == replays:
+        raise RuntimeError("nothing could be recorded: the log says why")
+    return {
+        "seconds_without": eager,
+        "seconds_with_graph": replayed,
+        "same_tokens": tokens == expected,
+        "recording_seconds": recording,
+        "pool_bytes": max(0, now - reserved),
+        "driver_bytes": max(0, before - after - max(0, now - reserved)),
+    }
+
+
+def layouts(gpu: Gpu, found: Findings) -> None:
+    """Microseconds that the attention of all layers of a decode step takes."""
+    layers, heads, kv_heads, dim, n, context = 32, 32, 8, 128, 32, 2048
+    found["shape"] = f"{n} sequences of {context} tokens, {layers} layers, {heads}/{kv_heads} heads"
+    q = torch.randn(n, heads, dim, dtype=torch.bfloat16, device=gpu.device)
+    for block, layout in product((16, 256), KvLayout):
+        shape = (layers, 2, block, kv_heads, dim)
+        stride = torch.Size(shape).numel()
+        each = context // block
+        memory = torch.randn(n * each * stride, dtype=torch.bfloat16, device=gpu.device)
+        order = torch.randperm(n * each).tolist()
+        tables = [order[i * each : (i + 1) * each] for i in range(n)]
+        kv = DeviceKv.over(memory, layout, shape, stride)
+        for name, why in why_not(kv).items():
+            key = f"{name}_blocks_of_{block}_{layout.value}"
+            if why is not None:
+                found[key] = {"not_run": why}
+                continue
+            try:
+                batch = DeviceBatch(kv, heads, Bucket.decode(n, n * each, each), choose(kv, name))
+                batch.fill([0] * n, [context - 1] * n, [1] * n, tables, [0] * n)
+
+                def step(batch: DeviceBatch = batch) -> None:
+                    for layer in range(layers):
+                        batch.attend(layer, q, dim**-0.5, batch.out)
+
+                found[key] = 1e6 * gpu.seconds(step, 20)
+            except RuntimeError as error:
+                found[key] = {"not_run": str(error)[:300]}
+        del memory, kv
+        give_back()
+
+
+@contextmanager
+def host_bytes(n_bytes: int) -> Iterator[int]:
+    """An address of zeros in the host tier, which are sealed as weights are."""
+    tensor = PackedTensor(("zeros",), (n_bytes,), "uint8", 0, n_bytes, "plain", ("zeros",))
+    tier = HostTier()
+    held = tier.hold("zeros", Segment("zeros", n_bytes, (tensor,)), lambda piece: b"", 8)
+    try:
+        yield held.address
+    finally:
+        tier.release(held)
+
+
+def activation(gpu: Gpu, found: Findings) -> None:
+    """Seconds to bring a model's weights into recycled pages as a device does, and that over the
+    bandwidth of one plain copy. The host's bytes are one segment, copied again and again."""
+    host = torch.empty(GiB, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(GiB, dtype=torch.uint8, device=gpu.device)
+    rate = GiB / gpu.seconds(partial(target.copy_, host, non_blocking=True), 5)
+    found["link_bytes_per_second"] = rate
+    del host, target
+    give_back()
+    specs = {size: spec_of(config_of(size)) for size in SIZES}
+    largest = max(n for spec in specs.values() for n in spec.segment_bytes)
+    pins, told = Pins(gpu.driver, 0), queue.SimpleQueue[TransferDone]()
+    link = CudaLink(gpu.driver, 0, MonotonicClock(), told.put)
+    try:
+        with host_bytes(ceil_div(largest, PAGE) * PAGE) as address:
+            begun = time.perf_counter()
+            found["pinned"] = pins.pin(address, ceil_div(largest, PAGE) * PAGE)
+            found["pinning_bytes_per_second"] = largest / (time.perf_counter() - begun)
+            try:
+                for size, spec in specs.items():
+                    if sum(spec.segment_bytes) + GiB > gpu.free:
+                        found[size] = {"not_run": "it does not fit"}
+                        continue
+                    found[size] = activated(gpu.driver, spec, link, told, address, rate)
+            finally:
+                pins.unpin(address)
+    finally:
+        link.close()
+        pins.close()
+
+
+def activated(
+    driver: Driver,
+    spec: Any,
+    link: CudaLink,
+    told: queue.SimpleQueue[TransferDone],
+    address: int,
+    rate: float,
+    page: int = PAGE,
+) -> dict[str, Any]:
+    """The best of three activations after one that makes the pages."""
+    n = sum(ceil_div(n_bytes, page) for n_bytes in spec.segment_bytes)
+    vm = CudaVm(driver, 0, page, n)
+    pool = Pool(vm, n)
+    weights = WeightsOnDevice(spec, pool, vm, link, [address] * len(spec.segment_bytes))
+    try:
+        times: list[tuple[float, float, float]] = []
+        for _ in range(4):
+            begun = time.perf_counter()
+            short = weights.activate(1)
+            mapped = time.perf_counter()
+            if short is not None:
+                raise MemoryError(f"{short.pages} of {n} pages are not to be had")
+            done = told.get()
+            ended = time.perf_counter()
+            if done.error is not None:
+                raise RuntimeError(done.error)
+            weights.landed()
+            weights.evict()
+            times.append((ended - begun, mapped - begun, time.perf_counter() - ended))
+        seconds, mapping, evicting = min(times[1:])
+        n_bytes = sum(spec.segment_bytes)
+        return {
+            "bytes": n_bytes,
+            "seconds": seconds,
+            "of_link": n_bytes / seconds / rate,
+            "goal_met": n_bytes / seconds / rate >= 0.9,
+            "mapping_seconds": mapping,
+            "copies_of_link": n_bytes / (seconds - mapping) / rate,
+            "evicting_seconds": evicting,
+            "first_seconds": times[0][0],
+        }
+    finally:
+        weights.close()
+        vm.close()

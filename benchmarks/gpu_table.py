@@ -1,0 +1,125 @@
+"""What `gpu_results.json` says, line by line: for the terminal, and as the table of docs/gpu.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Found = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    what: str
+    figure: str
+    goal: str = ""
+    met: bool | None = None
+
+
+def on_what(found: Found) -> str:
+    """GPU, driver and versions that all figures are of."""
+    m = found.get("machine", {})
+    return (
+        f"{m.get('gpu')}, NVIDIA driver {m.get('nvidia_driver')} (CUDA {m.get('cuda_driver')}), "
+        f"PyTorch {m.get('torch')}, Triton {m.get('triton')}, Python {m.get('python')}"
+    )
+
+
+def lines(found: Found) -> Iterator[Line]:
+    """A line for each figure with a goal and for what explains it; and for what did not run."""
+    for make in (_proofs, _pages, _decodes, _overhead, _activations, _layouts):
+        yield from make(found)
+    for name, told in found.items():
+        for key in ("not_run", "broke_off"):
+            if isinstance(told, Mapping) and key in told:
+                yield Line(f"`{name}`", f"{key.replace('_', ' ')}: {told[key]}", met=False)
+
+
+def markdown(found: Found) -> str:
+    """To be put into docs/gpu.md as it is."""
+    rows = [f"| {x.what} | {x.figure} | {x.goal} | {_mark(x.met)} |" for x in lines(found)]
+    head = ["| | measured | goal | |", "|---|---|---|---|"]
+    return "\n".join([f"{on_what(found)}: `scripts/gpu_check`.", "", *head, *rows]) + "\n"
+
+
+def plain(found: Found) -> str:
+    rows = [f"{x.what:48} {x.figure:44} {x.goal:18} {_mark(x.met)}" for x in lines(found)]
+    return "\n".join([on_what(found), *rows])
+
+
+def _mark(met: bool | None) -> str:
+    return "" if met is None else "met" if met else "missed"
+
+
+def _part(found: Found, name: str) -> Found:
+    told: Found = found.get(name, {})
+    return told
+
+
+def _proofs(found: Found) -> Iterator[Line]:
+    tests = {k: v for k, v in _part(found, "tests").items() if isinstance(v, Mapping)}
+    if tests:
+        passed = sum(1 for t in tests.values() if t["passed"])
+        yield Line("`gpu` tests, by file", f"{passed} of {len(tests)}", "all", passed == len(tests))
+    for case, told in _part(found, "exactness").items():
+        if isinstance(told, Mapping):
+            goal = "0" if told["must_be_exact"] else ""
+            met = told["wrong"] == 0 if told["must_be_exact"] else None
+            moves = told["evictions"], told["preemptions"], told["layers_loaded"]
+            figure = f"{told['wrong']} of {told['tokens']}; moves {moves[0]}/{moves[1]}/{moves[2]}"
+            yield Line(f"tokens that differ, {case}", figure, goal, met)
+    told = _part(found, "sanitizer")
+    if "errors" in told:
+        yield Line("errors under memcheck", f"{told['errors']}", "0", told["errors"] == 0)
+
+
+def _pages(found: Found) -> Iterator[Line]:
+    told = _part(found, "pool")
+    if "microseconds" in told:
+        us = told["microseconds"]
+        figure = f"{us['both']:.1f} us: {us['map']:.1f} + {us['unmap']:.1f}"
+        yield Line("map + unmap of a recycled page", figure, "<= 70 us", told["goal_met"])
+    for key, what in (
+        ("microseconds_of_64_at_once", "the same, of 64 at once, a page"),
+        ("microseconds_beside_a_kernel", "the same, while a kernel runs"),
+    ):
+        if key in told:
+            yield Line(what, f"{told[key]['both']:.1f} us")
+
+
+def _decodes(found: Found) -> Iterator[Line]:
+    for key, told in _part(found, "single_model").items():
+        if not isinstance(told, Mapping) or "seconds" not in told:
+            continue
+        goal = {"8B_batch_1": ">= 85 %", "8B_batch_32": ">= 70 %"}.get(key, "")
+        figure = (
+            f"{1e3 * told['seconds']:.2f} ms, {100 * told['of_roofline']:.0f} % of the roofline"
+        )
+        yield Line(f"decode, {key.replace('_', ' ')}", figure, goal, told.get("goal_met"))
+        if "over_transformers" in told:
+            yield Line(f"over `transformers`, {key}", f"{told['over_transformers']:.2f}")
+
+
+def _overhead(found: Found) -> Iterator[Line]:
+    told = _part(found, "elastic_overhead")
+    if "throughput_ratio" in told:
+        yield Line(
+            "`elastic_overhead`", f"{told['throughput_ratio']:.3f}", ">= 0.98", told["goal_met"]
+        )
+
+
+def _activations(found: Found) -> Iterator[Line]:
+    part = _part(found, "activation")
+    if "link_bytes_per_second" in part:
+        yield Line("link, one plain copy", f"{part['link_bytes_per_second'] / 1e9:.1f} GB/s")
+    for size, told in part.items():
+        if isinstance(told, Mapping) and "of_link" in told:
+            figure = f"{1e3 * told['seconds']:.1f} ms, {100 * told['of_link']:.0f} % of the link"
+            yield Line(f"activation, {size}", figure, ">= 90 %", told["goal_met"])
+
+
+def _layouts(found: Found) -> Iterator[Line]:
+    for key, told in _part(found, "layouts").items():
+        if isinstance(told, float) and key != "took_seconds":
+            yield Line(f"attention of a step, {key.replace('_', ' ')}", f"{told:.0f} us")
