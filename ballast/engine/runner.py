@@ -106,12 +106,12 @@ class LaneRunner(ABC):
                     executor = self._executors[job.model][lane]
                     executor.stalled()  # of a job that failed
                     results = tuple(executor.run(job.work))
+                seconds, stall = self._clock.now() - begun, executor.stalled()
             except Exception as error:  # the fleet outlives a job that breaks
                 log.exception("job %d of %s failed", job.id, job.model)
                 self._post(JobFailed(job, f"{type(error).__name__}: {error}"))
             else:
-                seconds = self._clock.now() - begun
-                self._post(JobDone(job, results, seconds, executor.stalled()))
+                self._post(JobDone(job, results, seconds, stall))
             self._end(job)
 
     def _next(self, lane: int) -> Job | None:

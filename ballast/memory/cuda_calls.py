@@ -115,8 +115,8 @@ class Driver(Protocol):
     def wait_for(self, stream: int, event: int) -> None:
         """What comes next in the stream begins after what was recorded. Returns at once."""
 
-    def new_event(self) -> int:
-        """Without a time; whoever waits for it sleeps. *Current*."""
+    def new_event(self, timed: bool = False) -> int:
+        """Whoever waits for it sleeps; `timed`: `elapsed` may be asked of it. *Current*."""
 
     def destroy_event(self, event: int) -> None: ...
 
@@ -128,6 +128,10 @@ class Driver(Protocol):
 
     def wait(self, event: int) -> None:
         """Return when it is done. An error of that work is raised."""
+
+    def elapsed(self, start: int, end: int) -> float:
+        """Seconds from when one timed event was reached to when another was; both are done. To
+        about half a microsecond."""
 
     def copy_to_device(self, target: int, source: int, n_bytes: int, stream: int) -> None:
         """From an address of the host; in the order of the stream. *Current*."""

@@ -157,9 +157,11 @@ class CudaDriver:
     def wait_for(self, stream: int, event: int) -> None:
         self._call("cuStreamWaitEvent", stream, event, 0)
 
-    def new_event(self) -> int:
+    def new_event(self, timed: bool = False) -> int:
         flags = self._api.CUevent_flags
-        kind = int(flags.CU_EVENT_DISABLE_TIMING) | int(flags.CU_EVENT_BLOCKING_SYNC)
+        kind = int(flags.CU_EVENT_BLOCKING_SYNC)
+        if not timed:
+            kind |= int(flags.CU_EVENT_DISABLE_TIMING)
         return self._int("cuEventCreate", kind)
 
     def destroy_event(self, event: int) -> None:
@@ -177,6 +179,9 @@ class CudaDriver:
 
     def wait(self, event: int) -> None:
         self._call("cuEventSynchronize", event)
+
+    def elapsed(self, start: int, end: int) -> float:
+        return float(self._call("cuEventElapsedTime", start, end)) / 1000.0
 
     def copy_to_device(self, target: int, source: int, n_bytes: int, stream: int) -> None:
         self._call("cuMemcpyHtoDAsync", target, source, n_bytes, stream)

@@ -27,8 +27,9 @@ class EventFence:
 class Events:
     """Events of one device, used again and again: making one takes a driver call."""
 
-    def __init__(self, driver: Driver) -> None:
-        self.driver = driver
+    def __init__(self, driver: Driver, timed: bool = False) -> None:
+        """`timed`: they know when they were reached, which costs the streams a little."""
+        self.driver, self._timed = driver, timed
         self._made: list[int] = []
         self._unused: list[int] = []
 
@@ -46,7 +47,7 @@ class Events:
         """One that nothing waits for, to be recorded."""
         if self._unused:
             return self._unused.pop()
-        event = self.driver.new_event()
+        event = self.driver.new_event(self._timed)
         self._made.append(event)
         return event
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ballast.core.job import SequenceWork
 from ballast.core.rotation import WHOLE, Rotation
@@ -12,15 +14,23 @@ from ballast.memory.cuda_calls import Driver
 from ballast.memory.cuda_events import Events
 from ballast.weights.rotor import Loads
 
-_NOBODY = -1
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A copy on its way, between two events that know when they were reached."""
+
+    layer: int
+    n_bytes: int
+    began: int
+    ended: int
 
 
 class EventRotor:
     """Implements `Rotor`, and `ballast.models.barriers.Barriers` for the jobs.
 
     A layer is copied after the event that follows the last use of its slot, and run after the event
-    that follows its copy. What a stream waits for is not seen here: jobs that waited say that they
-    did not, and loads have no seconds.
+    that follows its copy. How long a copy took, or a lane's stream stood still, the device says by
+    the events around it: they are asked once they are reached, so that nobody waits for the answer.
     """
 
     def __init__(
@@ -39,11 +49,15 @@ class EventRotor:
         self._copies, self._lane, self._settled = copies, stream, settled
         driver.set_current(context)
         self._stream = driver.new_stream()
-        self._events = Events(driver)
-        self._landed: dict[int, int] = {}
-        """By layer, the event after its copy; it may be reached."""
+        self._events, self._timed = Events(driver), Events(driver, timed=True)
+        self._flights: deque[_Flight] = deque()
+        """In the order of their stream."""
+        self._landing: dict[int, int] = {}
+        """By layer, the event after its copy, which was not seen to be reached."""
         self._past: list[int] = []
-        """Events that are waited for no more, but perhaps not reached."""
+        """Events of lanes' streams that were not seen to be reached."""
+        self._waits: list[tuple[int, int]] = []
+        """Since `stalled` was last asked: the events before and after each."""
         self._held: list[int] = []
         """By slot, the layer that was brought there last."""
         self._next: dict[int, int] = {}
@@ -65,8 +79,7 @@ class EventRotor:
             self._driver.set_current(self._context)
             self.rotation = rotation
             self._slot_of, self._next = rotation.slot_of, rotation.next_of
-            self._past += self._landed.values()
-            self._landed.clear()
+            self._landing.clear()
             self._held = list(held)
             first = rotation.layers[: rotation.slots]
             wanted = [layer for slot, layer in enumerate(first) if held[slot] != layer]
@@ -80,12 +93,15 @@ class EventRotor:
     def rest(self) -> None:
         """Return when nothing is on its way. No job runs; the context is current."""
         self._driver.finish(self._stream)
+        with self._lock:
+            self._look()
 
     def close(self) -> None:
         """No job runs."""
         self._driver.set_current(self._context)
         self._driver.finish(self._stream)
         self._events.close()
+        self._timed.close()
         self._driver.destroy_stream(self._stream)
 
     # -- a lane's thread --------------------------------------------------------------------------
@@ -94,17 +110,23 @@ class EventRotor:
         """Layers that rotate, or were brought since. Where the last pass broke off, slots are not
         what the first layers need: they are brought, as all that it launched has ended."""
         with self._lock:
-            self._tidy()
+            self._look()
             for slot, first in enumerate(self.rotation.layers[: self.rotation.slots]):
                 if self._held[slot] != first:
                     self._replace(slot, first)
-            return frozenset(self._slot_of) | frozenset(self._landed)
+            return frozenset(self._slot_of) | frozenset(self._landing)
 
     def wait(self, layer: int) -> None:
         """Kernels launched from here on run when it is there. Returns at once."""
-        event = self._landed.get(layer)
-        if event is not None:
-            self._driver.wait_for(self._lane(), event)
+        with self._lock:
+            event = self._landing.get(layer)
+            if event is None:
+                return
+            lane, before, after = self._lane(), self._timed.take(), self._timed.take()
+            self._driver.record(before, lane)
+            self._driver.wait_for(lane, event)
+            self._driver.record(after, lane)
+            self._waits.append((before, after))
 
     def used(self, layer: int) -> None:
         """Once what was launched so far has ended, the next of its slot takes its place."""
@@ -119,35 +141,52 @@ class EventRotor:
             self._replace(self._slot_of[layer], following)
 
     def stalled(self) -> float:
-        return 0.0
+        """Seconds that lanes' streams stood still for layers since this was last asked. What was
+        launched by then has ended."""
+        with self._lock:
+            waits, self._waits = self._waits, []
+            seconds = 0.0
+            for before, after in waits:
+                seconds += self._driver.elapsed(before, after)
+                self._timed.put_back(before)
+                self._timed.put_back(after)
+            self.loads.stall_seconds += seconds
+            self._look()
+            return seconds
 
     # -- inside -----------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         self._driver.set_current(self._context)
         self._driver.finish(self._stream)
+        with self._lock:
+            self._look()
         self._settled()
 
     def _replace(self, slot: int, layer: int) -> None:
-        before = self._landed.pop(self._held[slot], None)
-        if before is not None:
-            self._past.append(before)
+        self._landing.pop(self._held[slot], None)
         self._held[slot] = layer
         self._load(layer)
 
     def _load(self, layer: int) -> None:
-        copy = self._copies[layer]
+        copy, began, ended = self._copies[layer], self._timed.take(), self._timed.take()
+        self._driver.record(began, self._stream)
         self._driver.copy_to_device(copy.dst, copy.src, copy.n_bytes, self._stream)
-        self._landed[layer] = event = self._events.take()
-        self._driver.record(event, self._stream)
-        self.loads.n += 1
-        self.loads.n_bytes += copy.n_bytes
+        self._driver.record(ended, self._stream)
+        self._landing[layer] = ended
+        self._flights.append(_Flight(layer, copy.n_bytes, began, ended))
 
-    def _tidy(self) -> None:
-        """Events that are reached can be used again; layers that stay need not be waited for."""
-        for layer, event in list(self._landed.items()):
-            if layer not in self._slot_of and self._driver.is_done(event):
-                self._events.put_back(self._landed.pop(layer))
+    def _look(self) -> None:
+        """What has landed is counted, and need not be waited for; its events can be used again."""
+        while self._flights and self._driver.is_done(self._flights[0].ended):
+            flight = self._flights.popleft()
+            self.loads.n += 1
+            self.loads.n_bytes += flight.n_bytes
+            self.loads.copy_seconds += self._driver.elapsed(flight.began, flight.ended)
+            if self._landing.get(flight.layer) == flight.ended:
+                del self._landing[flight.layer]
+            self._timed.put_back(flight.began)
+            self._timed.put_back(flight.ended)
         waited, self._past = self._past, []
         for event in waited:
             if self._driver.is_done(event):

@@ -18,13 +18,15 @@ from tests.engine.test_rotation_orders import TURNED, at_tokens
 from tests.models.fake_graphs import Recorders, StaticAttention
 
 GRAPHS = 64 * MiB
+BANDWIDTH = 1e13
+"""Bytes a second, on the stand-in's clock: stalls are there, and nothing beside real seconds."""
 
 
 def test_rotating_layers_change_no_token_on_a_gpu(paths: dict[str, Path]) -> None:  # noqa: F811
     requests = asked(2)
     with InProcess(with_path(fleet(paths), "generic", "plain")) as server:
         alone = server.generate(requests)
-    driver = AtOnce(n_bytes=1 << 30)
+    driver = AtOnce(n_bytes=1 << 30, bandwidth=BANDWIDTH)
     settings = tight(paths)
     device = settings.device
     budget = device.budget_bytes + GRAPHS
@@ -52,6 +54,10 @@ def test_rotating_layers_change_no_token_on_a_gpu(paths: dict[str, Path]) -> Non
     assert before is not None
     assert after is not None
     assert after.replays > before.replays
+    for rotor in rotors:
+        assert rotor is not None
+        assert rotor.loads.copy_seconds >= rotor.loads.n_bytes / BANDWIDTH * (1 - 1e-9)
+    assert sum(rotor.loads.stall_seconds for rotor in rotors if rotor is not None) > 0
     for id, answer in alone.items():
         again = (second[f"{id}-second"], third[f"{id}-third"])
         assert first[id].tokens == answer.tokens == again[0].tokens == again[1].tokens

@@ -2,9 +2,10 @@
 
 Handles are memfds, mappings are `mmap`: what is reserved and not mapped, or mapped and not made
 accessible, cannot be touched, contents follow the page, and descriptors go to other processes.
-Work on streams happens when somebody waits for it, or when a test says so (`run`), as late as a
-GPU may do it. What no correct program does is a `Misuse`, which nothing that is tested catches;
-what a driver may answer to a correct one is a DeviceError, and `fail` asks for one.
+Work on streams happens when somebody waits for it, or when a test says so (`run`), as late as a GPU
+may do it; it takes what its author says on a clock of its own, which events read. What no correct
+program does is a `Misuse`, which nothing that is tested catches; what a driver may answer to a
+correct one is a DeviceError, and `fail` asks for one.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from __future__ import annotations
 import ctypes
 import inspect
 import itertools
+import math
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ballast.core.errors import DeviceError, OutOfMemory
@@ -66,13 +68,21 @@ class Work:
     """(address, bytes) on the device or the host."""
     waits_for: tuple[int, int] | None = None
     """(event, number of its record)."""
+    seconds: float = 0.0
+    launched: float = 0.0
 
 
 @dataclass
 class Event:
     recorded: int = 0
-    done: int = 0
     stream: int | None = None
+    timed: bool = False
+    reached: list[float] = field(default_factory=list)
+    """When, each time."""
+
+    @property
+    def done(self) -> int:
+        return len(self.reached)
 
 
 @dataclass
@@ -112,11 +122,18 @@ class FakeDriver:
         peers: bool = True,
         attributes: dict[Attribute, int] | None = None,
         groups: int = 8,
+        bandwidth: float = math.inf,
     ) -> None:
+        """`bandwidth`: of each copy, in bytes a second."""
         self.n_bytes, self.n_devices, self.grain, self.peers = n_bytes, devices, granularity, peers
         self.attributes = dict.fromkeys(Attribute, 1) | (attributes or {})
         self.lock = threading.RLock()
         self.calls: list[str] = []
+        self.bandwidth = bandwidth
+        self.now = 0.0
+        """When the host last saw something reached: what is launched later runs later."""
+        self.times: dict[int, float] = {}
+        """When each stream has done what it has done."""
         self.used = [0] * devices
         self.contexts: dict[int, int] = {}
         """Device -> times retained; the context of device `d` is number `d + 100`."""
@@ -145,11 +162,27 @@ class FakeDriver:
         told = error or DeviceError("/".join(calls), "CUDA_ERROR_UNKNOWN: asked for")
         self._failures.append(_Failure(calls, after, told))
 
-    def launch(self, stream: int, address: int, n_bytes: int, value: int) -> None:
+    def launch(
+        self, stream: int, address: int, n_bytes: int, value: int, seconds: float = 0.0
+    ) -> None:
         """A kernel that fills memory, once the stream gets to it."""
+
+        def fill() -> None:
+            ctypes.memset(address, value, n_bytes)
+
+        self.put(stream, fill, [(address, n_bytes)], seconds=seconds)
+
+    def put(
+        self,
+        stream: int,
+        do: Callable[[], object],
+        touches: list[tuple[int, int]],
+        waits_for: tuple[int, int] | None = None,
+        seconds: float = 0.0,
+    ) -> None:
+        """Work of any kind."""
         self._known_stream(stream)
-        work = Work(lambda: ctypes.memset(address, value, n_bytes), [(address, n_bytes)])
-        self.streams[stream].append(work)
+        self.streams[stream].append(Work(do, touches, waits_for, seconds, self.now))
 
     def run(self, stream: int, most: int | None = None) -> int:
         """Do up to `most` items of a stream, and whatever they wait for; how many were done."""
@@ -384,16 +417,15 @@ class FakeDriver:
     def finish(self, stream: int) -> None:
         self._known_stream(stream)
         self.run(stream)
+        self.now = max(self.now, self.times.get(stream, 0.0))
 
     def wait_for(self, stream: int, event: int) -> None:
-        self._known_stream(stream)
         known = self._recorded(event, "waited for")
-        waits = (event, known.recorded)
-        self.streams[stream].append(Work(lambda: None, [], waits))
+        self.put(stream, lambda: None, [], (event, known.recorded))
 
-    def new_event(self) -> int:
+    def new_event(self, timed: bool = False) -> int:
         event = next(self._numbers)
-        self.events[event] = Event()
+        self.events[event] = Event(timed=timed)
         return event
 
     def destroy_event(self, event: int) -> None:
@@ -410,12 +442,7 @@ class FakeDriver:
             raise Misuse(f"recorded event {event} before its last record was reached")
         known.recorded += 1
         known.stream = stream
-        number = known.recorded
-
-        def reach() -> None:
-            known.done = max(known.done, number)
-
-        self.streams[stream].append(Work(reach, []))
+        self.put(stream, lambda: known.reached.append(self.times[stream]), [])
 
     def is_done(self, event: int) -> bool:
         known = self._recorded(event, "asked for")
@@ -424,6 +451,16 @@ class FakeDriver:
     def wait(self, event: int) -> None:
         known = self._recorded(event, "waited for")
         self._run_to(event, known.recorded)
+        self.now = max(self.now, known.reached[-1])
+
+    def elapsed(self, start: int, end: int) -> float:
+        known = [self._recorded(event, "asked for its time") for event in (start, end)]
+        for event in known:
+            if not event.timed:
+                raise Misuse("asked an event for its time that was made without")
+            if event.done < event.recorded:
+                raise Misuse("asked an event for its time before it was reached")
+        return known[1].reached[-1] - known[0].reached[-1]
 
     def copy_to_device(self, target: int, source: int, n_bytes: int, stream: int) -> None:
         self._copy(target, source, n_bytes, stream, device_address=target)
@@ -461,14 +498,13 @@ class FakeDriver:
     def _copy(
         self, target: int, source: int, n_bytes: int, stream: int, device_address: int
     ) -> None:
-        self._known_stream(stream)
         if n_bytes <= 0 or target <= 0 or source <= 0:
             raise DeviceError("cuMemcpyAsync", "CUDA_ERROR_INVALID_VALUE: invalid argument")
         if not self._accessible(device_address, n_bytes):
             raise DeviceError("cuMemcpyAsync", "CUDA_ERROR_INVALID_VALUE: invalid argument")
         touches = [(target, n_bytes), (source, n_bytes)]
-        work = Work(lambda: ctypes.memmove(target, source, n_bytes), touches)
-        self.streams[stream].append(work)
+        seconds = n_bytes / self.bandwidth
+        self.put(stream, lambda: ctypes.memmove(target, source, n_bytes), touches, None, seconds)
 
     def _accessible(self, address: int, n_bytes: int) -> bool:
         end = address + n_bytes
@@ -483,9 +519,13 @@ class FakeDriver:
 
     def _do_next(self, stream: int) -> None:
         work = self.streams[stream][0]
+        begin = self.times.get(stream, 0.0)
         if work.waits_for is not None:
             self._run_to(*work.waits_for)
+            event, number = work.waits_for
+            begin = max(begin, self.events[event].reached[number - 1])
         self.streams[stream].pop(0)
+        self.times[stream] = max(begin, work.launched) + work.seconds
         work.do()
 
     def _run_to(self, event: int, number: int) -> None:
@@ -548,7 +588,7 @@ class FakeDriver:
         return stat.st_dev, stat.st_ino
 
 
-_NOT_CALLS = {"fail", "launch", "run", "is_clean", "current", "handle_device_of"}
+_NOT_CALLS = {"fail", "launch", "put", "run", "is_clean", "current", "handle_device_of"}
 for _name, _call in list(vars(FakeDriver).items()):
     if inspect.isfunction(_call) and not _name.startswith("_") and _name not in _NOT_CALLS:
         setattr(FakeDriver, _name, _checked(_name, _call))

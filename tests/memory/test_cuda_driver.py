@@ -99,6 +99,13 @@ def test_every_call_takes_these_arguments(api: Answering) -> None:
     d.finish(7)
     d.wait_for(7, 8)
     assert d.new_event() == 7
+    assert d.new_event(timed=True) == 7
+    (*_, plain), (*_, timed) = api.calls[-2:]
+    untimed = int(real.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+    assert plain[0] & untimed
+    assert not timed[0] & untimed
+    api.answers["cuEventElapsedTime"] = (0, 1500.0)
+    assert d.elapsed(7, 8) == 1.5
     d.destroy_event(8)
     d.record(8, 7)
     assert d.is_done(8) is True

@@ -9,20 +9,24 @@ from collections.abc import Iterator
 
 import pytest
 
-from ballast.core.rotation import WHOLE, Rotation
+from ballast.core.rotation import WHOLE, Rotation, stall
 from ballast.memory.copies import Copy
 from ballast.weights.event_rotor import EventRotor
-from tests.memory.fake_cuda import FakeDriver, Work
+from tests.memory.fake_cuda import FakeDriver
 
 PAGE = 64 << 10
 N = 9
+TRANSFER = 2.0
+"""Seconds of a layer's copy, as the device counts."""
 
 
 class World:
     """Layers of a page each, in slots or places of their own; a lane that reads them."""
 
     def __init__(self) -> None:
-        self.driver = driver = FakeDriver()
+        self.driver = driver = FakeDriver(bandwidth=PAGE / TRANSFER)
+        self.compute = 0.0
+        """Seconds of each layer."""
         self.context = driver.retain_context(0)
         driver.set_current(self.context)
         self.lane = driver.new_stream()
@@ -83,7 +87,7 @@ class World:
             def read(layer: int = layer, at: int = at) -> None:
                 self.read.append((layer, ctypes.string_at(at, 1)[0]))
 
-            self.driver.streams[self.lane].append(Work(read, [(at, PAGE)]))
+            self.driver.put(self.lane, read, [(at, PAGE)], seconds=self.compute)
             if layer in stops:
                 self.rotor.used(layer)
         self.driver.finish(self.lane)
@@ -150,9 +154,50 @@ def test_a_pass_that_breaks_off_leaves_the_next_what_it_needs(world: World) -> N
 
 def test_events_are_used_again(world: World) -> None:
     world.turn(ROTATIONS[0])
-    for _ in range(3):
-        world.run_pass()
+
+    def run(passes: int) -> None:
+        for _ in range(passes):
+            world.run_pass()
+            world.rotor.stalled()
+
+    run(3)
     made = len(world.driver.events)
-    for _ in range(5):
-        world.run_pass()
+    run(5)
     assert len(world.driver.events) == made
+
+
+@pytest.mark.parametrize("rotation", ROTATIONS, ids=str)
+@pytest.mark.parametrize("compute", [0.25, 0.5, 1.0, 4.0])
+def test_stalls_are_what_passes_take_beyond_their_work(
+    world: World, rotation: Rotation, compute: float
+) -> None:
+    world.compute = compute
+    world.turn(rotation)
+    for _ in range(4):
+        world.run_pass()
+    world.rotor.stalled()
+    began, before = world.driver.now, world.rotor.loads.stall_seconds
+    passes = 12
+    told = 0.0
+    for _ in range(passes):
+        world.run_pass()
+        told += world.rotor.stalled()
+    took = world.driver.now - began
+    assert told == pytest.approx(took - passes * N * compute)
+    assert told / passes == pytest.approx(stall(N, rotation, TRANSFER, compute))
+    assert world.rotor.loads.stall_seconds - before == pytest.approx(told)
+    assert world.rotor.stalled() == 0.0
+    world.rotor.rest()
+    loads = world.rotor.loads
+    assert loads.copy_seconds == pytest.approx(loads.n * TRANSFER)
+    assert loads.n_bytes == loads.n * PAGE
+
+
+def test_nobody_waits_for_the_time_of_a_copy(world: World) -> None:
+    """Only what was reached is asked, and nothing is run by asking."""
+    world.turn(ROTATIONS[0])
+    n = world.rotor.loads.n
+    world.rotor.begin_pass()
+    assert world.rotor.stalled() == 0.0
+    assert world.rotor.loads.n == n
+    assert world.driver.streams[world.rotor._stream]
