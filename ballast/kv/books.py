@@ -1,0 +1,236 @@
+"""The books of a KV cache: which blocks are used, cached or free, and what that takes in pages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from ballast.core.actions import Short
+from ballast.core.errors import BrokenPromise
+from ballast.core.model import ModelSpec
+from ballast.core.rotation import WHOLE, Rotation
+from ballast.core.units import ceil_div
+from ballast.kv.backing import Backing
+from ballast.kv.layered import LayeredBacking, LayeredLayout
+from ballast.kv.layout import Layout
+from ballast.kv.prefix import PrefixIndex
+from ballast.kv.slabs import Slabs
+from ballast.memory.borrow import Borrower
+from ballast.memory.pool import Pool
+from ballast.memory.range import BackedRange
+from ballast.memory.vm import Vm
+
+
+class BlockBooks:
+    """What a cache has. Nothing here changes any of it."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        pool: Pool,
+        vm: Vm,
+        *,
+        prefix: bool = True,
+        move: Callable[[int, int], None] | None = None,
+        capacity_blocks: int | None = None,
+        borrower: Borrower | None = None,
+        layered: bool = False,
+    ) -> None:
+        """`prefix`: whether prefixes are cached. `move(source, target)` copies one block's bytes;
+        None where there are none (in virtual time). `capacity_blocks` bounds the cache for ever, in
+        whole slabs; None: every page of the pool may become this model's. `borrower` has pages of
+        other devices, which back slabs where the pool is short. `layered`: it lies layer by layer,
+        so that layers can share pages (`turn`); such a cache has no capacity and no borrower."""
+        self.spec = spec
+        self.move = move
+        self.fixed = False
+        """While it is, what is cached stays where it is."""
+        self.hit_tokens = 0
+        """Tokens whose KV `match` has found, and, below, those it was asked for; since start."""
+        self.asked_tokens = 0
+        self._layered: LayeredBacking | None = None
+        if layered:
+            planes = LayeredLayout.over(spec, vm.page_bytes, pool.total)
+            self._layered = LayeredBacking(spec.name, planes, pool, vm)
+        self._backing = self._layered or _block_major(spec, pool, vm, capacity_blocks, borrower)
+        self._size = self.layout.blocks_per_slab
+        self._slabs = Slabs(self._size)
+        self._refs: dict[int, int] = {}
+        """References of each used block, at least 1."""
+        self._shared = 0
+        """Used blocks with more than one."""
+        self._prefix = PrefixIndex(spec.fingerprint, spec.block_tokens) if prefix else None
+
+    # -- sizes ------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        return self._backing.layout
+
+    @property
+    def rotation(self) -> Rotation:
+        """Layers that share pages."""
+        return WHOLE if self._layered is None else self._layered.rotation
+
+    @property
+    def layer_pages(self) -> int:
+        """Pages of one layer that shares its own with none; 0 where no layer can."""
+        layered = self._layered
+        return 0 if layered is None else len(self._slabs.of) * layered.layout.plane_pages
+
+    @property
+    def slabs(self) -> tuple[int, ...]:
+        """Those that are backed, ascending."""
+        return tuple(sorted(self._slabs.of))
+
+    @property
+    def owner(self) -> str:
+        return self._backing.owner
+
+    @property
+    def base(self) -> int:
+        """Address of block 0; never changes."""
+        return self._backing.range.base
+
+    @property
+    def range(self) -> BackedRange:
+        return self._backing.range
+
+    @property
+    def pages(self) -> int:
+        """Pages of the pool that back blocks now."""
+        return self._backing.pages
+
+    @property
+    def borrowed_pages(self) -> int:
+        """Borrowed pages that do."""
+        return len(self._backing.abroad) * self.layout.slab_pages
+
+    @property
+    def limit(self) -> int | None:
+        """Most pages of the pool that growth may reach (None: no bound); lowering it takes nothing
+        away."""
+        return self._backing.limit
+
+    @limit.setter
+    def limit(self, pages: int | None) -> None:
+        self._backing.limit = pages
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages of the pool that dropping all cached prefixes would free."""
+        if self.fixed:
+            return 0
+        return len(self._slabs.idle) * self.layout.slab_pages - self.cached_borrowed_pages
+
+    @property
+    def cached_borrowed_pages(self) -> int:
+        """Borrowed pages that it would free."""
+        idle = self._slabs.idle
+        abroad = tuple(self._backing.abroad)  # reports are made by another thread
+        return sum(index in idle for index in abroad) * self.layout.slab_pages
+
+    @property
+    def loose_pages(self) -> int:
+        """Pages that `compact` would free if every block could be moved."""
+        return self._slabs.holes // self._size * self.layout.slab_pages
+
+    @property
+    def at_hand(self) -> int:
+        """Blocks that a table can have without any page more."""
+        return self._slabs.at_hand
+
+    @property
+    def used_blocks(self) -> int:
+        return len(self._refs)
+
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks no table uses that hold a prefix."""
+        return len(self._slabs.of) * self._size - self._slabs.free - len(self._refs)
+
+    def block_address(self, block: int) -> int:
+        return self.base + block * self.layout.stride_bytes
+
+    def most_pages(self, n_blocks: int) -> int:
+        """Pages that a table of `n_blocks` takes if it is alone, and layers share none."""
+        return ceil_div(n_blocks, self._size) * self.layout.whole_pages
+
+    def pages_for(self, n_blocks: int) -> int:
+        """Pages that growth by `n_blocks` would need now, from the pool or from `cached_pages`.
+
+        Growth succeeds if and only if the pool can lease so many, less `cached_pages`, within the
+        limit, or borrowed pages make up for it. Cached prefixes scattered over slabs in use count
+        as room: re-using them is free.
+        """
+        return self.layout.pages(max(0, n_blocks - self._slabs.at_hand))
+
+    def if_freed(self, blocks: Sequence[int]) -> tuple[int, int]:
+        """What `free(blocks, surrender=True)` would free now: pages, and blocks in slabs that stay.
+
+        The pages are apart from `cached_pages`: doing both frees the sum. The blocks are this
+        cache's own, beside the pages; those on borrowed pages are among them.
+        """
+        if self._shared:
+            refs = self._refs
+            blocks = [b for b in blocks if refs[b] == 1]
+        if self._size == 1:
+            n = sum(b in self._backing.abroad for b in blocks) if self._backing.abroad else 0
+            return (len(blocks) - n) * self.layout.slab_pages, n
+        of, emptied, stay = self._slabs.of, 0, 0
+        for index, n in Counter(map(self._size.__rfloordiv__, blocks)).items():
+            if of[index].used == n and index not in self._backing.abroad:
+                emptied += 1
+            else:
+                stay += n
+        return emptied * self.layout.slab_pages, stay
+
+    def limited(self, short: Short) -> bool:
+        """Whether a growth just refused with `short` would exceed the limit, whatever is free."""
+        most = self._backing.most
+        return most is not None and self.pages - self.cached_pages + short.pages > most
+
+    # -- checks -----------------------------------------------------------------------------------
+
+    def validate(self, tables: Iterable[Sequence[int]]) -> None:
+        """Raises BrokenPromise unless references, slabs, names and pages agree.
+
+        `tables`: all tables that hold references.
+        """
+        if Counter(block for table in tables for block in table) != self._refs:
+            raise BrokenPromise(f"{self.owner}: references are not those of the tables")
+        if self._shared != sum(n > 1 for n in self._refs.values()):
+            raise BrokenPromise(f"{self.owner}: {self._shared} blocks shared is a miscount")
+        slabs = self._slabs
+        slabs.validate()
+        used = Counter(block // self._size for block in self._refs)
+        if any(slab.used != used[index] for index, slab in slabs.of.items()):
+            raise BrokenPromise(f"{self.owner}: a slab counts its used blocks wrongly")
+        dormant = {block for slab in slabs.of.values() for block in (*slab.cached, *slab.free)}
+        if not dormant.isdisjoint(self._refs):
+            raise BrokenPromise(f"{self.owner}: a used block is also cached or free")
+        self._validate_names({block for slab in slabs.of.values() for block in slab.cached})
+        self._backing.validate(slabs.of.keys())
+
+    def _validate_names(self, cached: set[int]) -> None:
+        named: set[int] = set()
+        kept: set[int] = set()
+        if self._prefix is not None:
+            self._prefix.validate()
+            named, kept = self._prefix.named(), self._prefix.kept()
+        if not cached <= kept or not named <= cached | self._refs.keys():
+            raise BrokenPromise(f"{self.owner}: the prefix cache names blocks that hold nothing")
+
+
+def _block_major(
+    spec: ModelSpec, pool: Pool, vm: Vm, capacity_blocks: int | None, borrower: Borrower | None
+) -> Backing:
+    layout = Layout.of(spec, vm.page_bytes)
+    # As much again may be borrowed.
+    n_slabs = pool.total // layout.slab_pages * (1 if borrower is None else 2)
+    if capacity_blocks is not None:
+        n_slabs = min(n_slabs, ceil_div(capacity_blocks, layout.blocks_per_slab))
+    backing = Backing(f"kv:{spec.name}", layout, pool, vm, n_slabs, borrower)
+    if capacity_blocks is not None:
+        backing.bound = n_slabs * layout.slab_pages
+    return backing

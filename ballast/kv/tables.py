@@ -1,0 +1,152 @@
+"""The step path of a KV cache: block tables begin, grow and end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ballast.core.actions import Short
+from ballast.core.errors import BrokenPromise
+from ballast.core.units import ceil_div
+from ballast.kv.books import BlockBooks
+from ballast.kv.slabs import Slab
+
+
+class BlockTables(BlockBooks):
+    """Block tables are lists of block numbers owned by the caller, one reference for each entry.
+
+    Everything here costs O(1) a block, plus what the operating system takes to map and unmap pages.
+    """
+
+    def held_tokens(self, tokens: Sequence[int], salt: str = "") -> int:
+        """How many of `tokens` `match` would find; nothing changes."""
+        if self._prefix is None:
+            return 0
+        return len(self._prefix.find(tokens, salt)) * self.spec.block_tokens
+
+    def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
+        """A new table of the longest cached prefix: whole blocks, never the last token.
+
+        Its references are the caller's, to be freed like any others.
+        """
+        if self._prefix is None:
+            return []
+        found = self._prefix.find(tokens, salt)
+        refs, slabs = self._refs, self._slabs
+        for block in found:
+            n = refs.get(block, 0)
+            refs[block] = n + 1
+            if n == 1:
+                self._shared += 1
+            elif n == 0:
+                slab = slabs.home(block)
+                del slab.cached[block]
+                slab.used += 1
+                slabs.settle(slab, touched=True)
+        self.asked_tokens += len(tokens)
+        self.hit_tokens += len(found) * self.spec.block_tokens
+        return found
+
+    def grow(self, blocks: list[int], n_tokens: int) -> Short | None:
+        """Extend a table to cover `n_tokens`, or change nothing and say how many pages it needs.
+
+        Free blocks of partly used slabs come first, then new slabs. Where the pool or the limit is
+        short, the model's own cached prefixes are re-used first, and only the rest is asked of the
+        pool. `Short.pages` is `pages_for` the growth: what it asked for, free pages not deducted.
+        """
+        n = ceil_div(n_tokens, self.spec.block_tokens) - len(blocks)
+        if n <= 0:
+            return None
+        slabs = self._slabs
+        missing = n - slabs.free
+        if missing > 0 and not self._back(ceil_div(missing, self._size)):
+            beyond = n - slabs.at_hand - len(slabs.idle) * self._size
+            fresh = ceil_div(max(0, beyond), self._size)
+            if fresh and not self._back(fresh):
+                return Short(self.pages_for(n), max(0, n - slabs.at_hand))
+            self._forget(slabs.sacrifice(n - slabs.free))
+        taken = slabs.take(n)
+        self._refs.update(dict.fromkeys(taken, 1))
+        blocks += taken
+        return None
+
+    def free(self, blocks: Sequence[int], *, surrender: bool = False) -> None:
+        """Drop a table's references. Blocks that hold a prefix stay cached, others become free.
+
+        `surrender`: where that empties a slab, what is cached in it goes too, so that pages come
+        free at once (for a preemption); prefixes in other slabs stay. The list is left as it is.
+        """
+        refs, size = self._refs, self._size
+        lost: dict[int, list[int]] = {}
+        # From the end: the tail of a prefix is less worth keeping than its beginning.
+        for block in reversed(blocks):
+            n = refs.get(block, 0)
+            if n > 1:
+                refs[block] = n - 1
+                self._shared -= n == 2
+            elif n == 1:
+                del refs[block]
+                group = lost.pop(block // size, None) or []
+                group.append(block)
+                lost[block // size] = group
+            else:
+                raise BrokenPromise(f"{self.owner}: block {block} is freed but nobody uses it")
+        emptied = []
+        for index, group in lost.items():
+            slab = self._slabs.of[index]
+            self._unused(slab, group)
+            if surrender and not slab.used:
+                self._drop(slab)
+            if not slab.occupied:
+                emptied.append(slab)
+        self._give_back(emptied)
+
+    def remember(
+        self, tokens: Sequence[int], blocks: Sequence[int], computed: int, salt: str = ""
+    ) -> None:
+        """Offer a table's full blocks to the prefix cache; KV exists for `tokens[:computed]`.
+
+        May be called after every step: if no block has filled since, it costs one look-up. Of two
+        blocks with equal contents the first is cached; the other stays private while the first is.
+        """
+        if self._prefix is not None:
+            self._prefix.name(tokens, blocks, computed // self.spec.block_tokens, salt)
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _back(self, n: int) -> bool:
+        """`n` more slabs, or none."""
+        indices = self._backing.back(n)
+        if indices is None:
+            return False
+        self._slabs.open(indices)
+        return True
+
+    def _give_back(self, slabs: list[Slab]) -> int:
+        """Pages of empty slabs go to the pool; how many."""
+        if not slabs:
+            return 0
+        for slab in slabs:
+            self._slabs.close(slab)
+        return self._backing.release([slab.index for slab in slabs])
+
+    def _unused(self, slab: Slab, blocks: list[int]) -> None:
+        """The last references of these blocks of one slab are gone."""
+        slab.used -= len(blocks)
+        for block in blocks:
+            if self._prefix is not None and self._prefix.keep(block):
+                slab.cached[block] = None
+            else:
+                self._forget((block,))
+                slab.free.append(block)
+        self._slabs.settle(slab, touched=True)
+
+    def _drop(self, slab: Slab) -> None:
+        """What is cached in a slab becomes free."""
+        lost = list(slab.cached)
+        self._forget(lost)
+        self._slabs.uncache(slab, lost)
+
+    def _forget(self, blocks: Iterable[int]) -> None:
+        if self._prefix is not None:
+            for block in blocks:
+                self._prefix.forget(block)
