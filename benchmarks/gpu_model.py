@@ -22,7 +22,8 @@ from ballast.models.graphs import GraphCache
 from ballast.models.on_device import DeviceModel
 from ballast.weights import packing
 from ballast.weights.architecture import learn
-from ballast.weights.host import HostBytes, HostModel, pack
+from ballast.weights.host import HostBytes, HostModel
+from ballast.weights.segment import pack
 
 
 class _Nowhere:

@@ -29,8 +29,9 @@ from ballast.memory.link_cuda import CudaLink
 from ballast.memory.pool import Pool
 from ballast.memory.vm_cuda import CudaVm
 from ballast.models.graphs import GraphCache
-from ballast.weights.host import HostTier, PackedTensor, Segment
+from ballast.weights.host import HostTier
 from ballast.weights.residency import WeightsOnDevice
+from ballast.weights.segment import PackedTensor, Segment
 from benchmarks.gpu_apart import Findings
 from benchmarks.gpu_device import (
     PAGE,

@@ -33,8 +33,9 @@ from ballast.models.on_device import DeviceModel
 from ballast.models.served import Served
 from ballast.weights.checkpoint import THREADS, load_host_model
 from ballast.weights.event_rotor import EventRotor
-from ballast.weights.host import HostModel, HostTier, whole_pages
+from ballast.weights.host import HostModel, HostTier
 from ballast.weights.rotor import MakeRotor
+from ballast.weights.segment import whole_pages
 
 NO_ADAPTERS = "adapters are not served on a GPU so far"
 

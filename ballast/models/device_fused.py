@@ -19,8 +19,9 @@ from ballast.kernels.device_batch import DeviceBatch
 from ballast.kernels.device_layer import HeadVectors, LayerKernels, layer_kernels
 from ballast.models.on_device import OnDevice
 from ballast.weights.architecture import build
-from ballast.weights.host import PLAIN, HostModel, Segment
+from ballast.weights.host import HostModel
 from ballast.weights.packing import DTYPES, WIDE
+from ballast.weights.segment import PLAIN, Segment
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,9 @@ from ballast.models.fused_adapters import AdaptedRows, FusedAdapters
 from ballast.models.library import Library, gate
 from ballast.models.served import Rows, Served
 from ballast.weights.architecture import build
-from ballast.weights.host import HostModel, PackedTensor
+from ballast.weights.host import HostModel
 from ballast.weights.packing import GATED, MATRICES, PANELS
+from ballast.weights.segment import PackedTensor
 from ballast.weights.sharding import Shard
 
 Array = np.ndarray[Any, Any]

@@ -11,8 +11,8 @@ from ballast.core.units import ceil_div
 from ballast.kernels import onednn
 from ballast.kernels.linear_code import PANEL
 from ballast.memory.tensor import tensor_at
-from ballast.weights.host import PLAIN, PackedTensor
 from ballast.weights.packing import GATED, MATRICES
+from ballast.weights.segment import PLAIN, PackedTensor
 
 _Roles = Mapping[str, tuple[PackedTensor, int]]
 """A segment's tensors and their device addresses, by role."""

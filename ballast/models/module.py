@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from ballast.core.errors import BrokenPromise, UnsupportedModel
 from ballast.models import attention, linears
 from ballast.weights.architecture import build
-from ballast.weights.host import HostModel, Segment
+from ballast.weights.host import HostModel
 from ballast.weights.packing import DTYPES, PANELS
+from ballast.weights.segment import Segment
 
 View = Callable[[int, Sequence[int], torch.dtype], Tensor]
 """A tensor of a shape and dtype at an address: `memory.tensor.tensor_at`, or a GPU's."""

@@ -25,7 +25,8 @@ from ballast.kernels import linear, team
 from ballast.memory.tensor import tensor_at
 from ballast.models.fused import FusedModel, Place
 from ballast.models.served import Rows
-from ballast.weights.host import HostModel, PackedTensor
+from ballast.weights.host import HostModel
+from ballast.weights.segment import PackedTensor
 from ballast.weights.sharding import Shard
 
 

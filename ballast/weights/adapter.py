@@ -26,18 +26,9 @@ from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.settings import AdapterSettings
 from ballast.weights.architecture import build
 from ballast.weights.assemble import READABLE, Recipe, Sources
-from ballast.weights.host import (
-    PLAIN,
-    Delta,
-    HostAdapter,
-    HostBytes,
-    HostModel,
-    HostTier,
-    PackedTensor,
-    Piece,
-    pack,
-)
+from ballast.weights.host import Delta, HostAdapter, HostBytes, HostModel, HostTier
 from ballast.weights.packing import DTYPES
+from ballast.weights.segment import PLAIN, PackedTensor, Piece, pack
 from ballast.weights.stored import Stored, read_header
 
 CONFIG = "adapter_config.json"

@@ -28,17 +28,10 @@ from ballast.weights import packing
 from ballast.weights.adapter import load_adapters
 from ballast.weights.architecture import Architecture, learn, packable
 from ballast.weights.assemble import READABLE, Recipe, Sources, recipes
-from ballast.weights.host import (
-    HostBytes,
-    HostModel,
-    HostTier,
-    PackedTensor,
-    Piece,
-    Segment,
-    pack,
-)
+from ballast.weights.host import HostBytes, HostModel, HostTier
 from ballast.weights.origin import origin_of
 from ballast.weights.pooling import pools_last_token
+from ballast.weights.segment import PackedTensor, Piece, Segment, pack
 from ballast.weights.sharding import WHOLE, Shard, absent, divided, narrowed
 from ballast.weights.stored import ITEM_BYTES, Stored, find_tensors
 

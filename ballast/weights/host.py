@@ -14,159 +14,19 @@ multiples of 64 bytes within their segment.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
-import mmap as std_mmap
 import os
 import resource
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from ballast.core.errors import DeviceError
 from ballast.core.model import AdapterSpec, ModelSpec
-from ballast.core.units import MiB, ceil_div, format_bytes
-from ballast.memory import syscalls
+from ballast.weights.sealed import SealedSegment, no_memory
+from ballast.weights.segment import Fill, Origin, PackedTensor, Piece, Segment, whole_pages
 from ballast.weights.sharding import WHOLE, Shard
-
-PLAIN = "plain"
-"""Layout of a tensor that is as it was stored."""
-TENSOR_ALIGNMENT = 64
-PIECE_BYTES = 4 * MiB
-"""Bytes filled and hashed at once by a thread; a multiple of the OS's page and of elements."""
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-
-
-@dataclass(frozen=True, slots=True)
-class PackedTensor:
-    """A tensor within a segment, contiguous at byte `offset`; `names` of its parameters.
-
-    `layout`: how its elements lie, and `sources`: the architecture's tensors, by name, that they
-    come from (`ballast.weights.packing`).
-    """
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    offset: int
-    n_bytes: int
-    layout: str
-    sources: tuple[str, ...]
-
-    @property
-    def as_stored(self) -> bool:
-        """Whether it can be filled in pieces, from one stored tensor."""
-        return self.layout == PLAIN and len(self.sources) == 1
-
-    @property
-    def piece_bytes(self) -> int:
-        """Of what is filled at once."""
-        return PIECE_BYTES if self.as_stored else self.n_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The unit in which weights come and go. `n_bytes`: packed, a multiple of 64."""
-
-    name: str
-    n_bytes: int
-    tensors: tuple[PackedTensor, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Bytes `start .. start + n_bytes` of one tensor, which go to `address`."""
-
-    tensor: PackedTensor
-    start: int
-    n_bytes: int
-    address: int
-
-
-Fill = Callable[[Piece], bytes]
-"""Write the piece's bytes at its address; a digest of them."""
-
-
-Origin = Callable[[Segment], str | None]
-"""What a segment's bytes would be made of: equal only where these are. None: it is not known."""
-
-
-class SealedSegment:
-    """The memory of one segment, which any number of models hold. One memfd, mapped read only."""
-
-    def __init__(self, fd: int, n_bytes: int, digest: str) -> None:
-        """Takes `fd` over. Raises DeviceError where it is no sealed file of this size, OSError
-        where it cannot be mapped; it is closed then."""
-        self.holds = 0
-        self.n_bytes = n_bytes
-        self.digest = digest
-        self.fd = fd
-        try:
-            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
-            if not sealed or os.fstat(fd).st_size != n_bytes:
-                raise DeviceError("host tier", "another process's segment is none")
-            shared = syscalls.MAP_SHARED | syscalls.MAP_POPULATE
-            self.address = syscalls.mmap(0, n_bytes, syscalls.PROT_READ, shared, fd)
-        except BaseException:
-            os.close(fd)
-            raise
-
-    @classmethod
-    def filled(cls, model: str, segment: Segment, fill: Fill, threads: int) -> SealedSegment:
-        """Allocate, call `fill` for every piece from several threads, seal."""
-        n_bytes = whole_pages(segment)
-        _check_available(model, segment.name, n_bytes)
-        try:
-            fd = os.memfd_create(f"ballast-{model}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            try:
-                os.ftruncate(fd, n_bytes)
-                digest = _filled(fd, n_bytes, segment, fill, threads)
-                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            except BaseException:
-                os.close(fd)
-                raise
-            return cls(fd, n_bytes, digest)
-        except OSError as error:
-            raise _no_memory(model, n_bytes, error) from error
-
-    def close(self) -> None:
-        """Give the memory back, unless another process has it too."""
-        syscalls.munmap(self.address, self.n_bytes)
-        os.close(self.fd)
-
-
-def _filled(fd: int, n_bytes: int, segment: Segment, fill: Fill, threads: int) -> str:
-    """Fill everything; hex SHA-256 over the layout (but for names) and the pieces' digests."""
-    write = syscalls.PROT_READ | syscalls.PROT_WRITE
-    base = syscalls.mmap(0, n_bytes, write, syscalls.MAP_SHARED, fd)
-
-    def work(piece: Piece) -> bytes:
-        # Memory that is missing shows here, as an error, and not as a signal when written.
-        page = std_mmap.PAGESIZE
-        first = (piece.address - base) // page * page
-        end = ceil_div(piece.address - base + piece.n_bytes, page) * page
-        syscalls.fallocate(fd, 0, first, end - first)
-        return fill(piece)
-
-    layout = [(t.shape, t.dtype, t.layout, t.offset, t.n_bytes) for t in segment.tensors]
-    total = hashlib.sha256(repr((segment.n_bytes, layout)).encode())
-    pool = ThreadPoolExecutor(threads, "fill")
-    try:
-        pieces = [
-            Piece(t, start, min(t.piece_bytes, t.n_bytes - start), base + t.offset + start)
-            for t in segment.tensors
-            for start in range(0, t.n_bytes, t.piece_bytes)
-        ]
-        for digest in pool.map(work, pieces):
-            total.update(digest)
-        return total.hexdigest()
-    finally:
-        # No thread may write once the mapping is gone.
-        pool.shutdown(wait=True, cancel_futures=True)
-        syscalls.munmap(base, n_bytes)
 
 
 class Exchange(Protocol):
@@ -293,7 +153,7 @@ class HostTier:
         except BaseException as error:
             self._exchange.release(digest)
             if isinstance(error, OSError):
-                raise _no_memory("a model", n_bytes, error) from error
+                raise no_memory("a model", n_bytes, error) from error
             raise
 
 
@@ -407,66 +267,8 @@ class HostModel:
         self.memory.close()
 
 
-def pack(name: str, tensors: Sequence[PackedTensor]) -> Segment:
-    """Lay tensors out one after the other, whatever their `offset` was."""
-    packed, at = [], 0
-    for tensor in tensors:
-        packed.append(replace(tensor, offset=at))
-        at = _up(at + tensor.n_bytes, TENSOR_ALIGNMENT)
-    return Segment(name, at, tuple(packed))
-
-
 def _allow_files() -> None:
     """As many open files as the system allows: a tier has one per segment, and 1024 is common."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def whole_pages(segment: Segment) -> int:
-    """Bytes of its memory, in whole pages of the operating system."""
-    return _up(max(segment.n_bytes, 1), std_mmap.PAGESIZE)
-
-
-def _up(n: int, multiple: int) -> int:
-    return ceil_div(n, multiple) * multiple
-
-
-def _check_available(model: str, segment: str, n_bytes: int) -> None:
-    """Refuse what the kernel would answer by killing a process."""
-    available = _available()
-    if available is not None and n_bytes > available:
-        raise DeviceError(
-            "host tier",
-            f"{segment} of {model} takes {format_bytes(n_bytes)} of host memory, "
-            f"{format_bytes(available)} are available; free some, or serve fewer models",
-        )
-
-
-def _available() -> int | None:
-    """Bytes that can still be had, by the kernel's estimate and the control group's limit."""
-    found: list[int] = []
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) * 1024)
-    except OSError:
-        pass
-    try:
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            found.append(int(limit) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):
-        pass
-    return max(0, min(found)) if found else None
-
-
-def _no_memory(name: str, n_bytes: int, error: OSError) -> DeviceError:
-    if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EAGAIN):
-        return DeviceError(
-            "host tier",
-            f"no host memory for another {format_bytes(n_bytes)} of {name}'s weights "
-            f"({error.strerror}); free some, or serve fewer models",
-        )
-    return DeviceError("host tier", f"{name}: {error}")

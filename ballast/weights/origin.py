@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 from ballast import __version__
 from ballast.weights.assemble import Recipe, Sources
-from ballast.weights.host import Segment
+from ballast.weights.segment import Segment
 
 QUIET_SECONDS = 2.0
 """A file that was changed so lately may change again and show the same time."""

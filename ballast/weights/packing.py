@@ -18,7 +18,7 @@ from ballast.core.units import ceil_div
 from ballast.kernels import linear
 from ballast.kernels.linear_code import PANEL
 from ballast.weights.architecture import Architecture, Wanted
-from ballast.weights.host import PLAIN, PackedTensor
+from ballast.weights.segment import PLAIN, PackedTensor
 
 PANELS = "panels"
 """Layout of a matrix in panels (`kernels/linear.py`)."""

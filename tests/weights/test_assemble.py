@@ -18,7 +18,8 @@ from transformers.core_model_loading import Transpose, WeightConverter
 from ballast.core.errors import CheckpointError, UnsupportedModel
 from ballast.core.settings import ModelSettings
 from ballast.memory.tensor import tensor_at
-from ballast.weights import checkpoint, host
+from ballast.weights import checkpoint
+from ballast.weights import segment as segments
 from ballast.weights.assemble import Recipe, Sources, concatenate, recipes, stack
 from ballast.weights.checkpoint import load_host_model
 from ballast.weights.stored import read_header
@@ -93,7 +94,7 @@ def test_experts_are_put_together(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = make(tmp_path, config(family)).state_dict()
-    monkeypatch.setattr(host, "PIECE_BYTES", 4096)  # pieces that begin and end within an expert
+    monkeypatch.setattr(segments, "PIECE_BYTES", 4096)  # pieces that begin and end within an expert
     found = contents(tmp_path)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():

@@ -23,7 +23,8 @@ from ballast.core.errors import CheckpointError, ConfigError, DeviceError, Unsup
 from ballast.core.settings import ModelSettings, Slo
 from ballast.memory import syscalls
 from ballast.memory.tensor import tensor_at
-from ballast.weights import host as host_module
+from ballast.weights import sealed
+from ballast.weights import segment as segments
 from ballast.weights.checkpoint import load_host_model, read_spec
 from ballast.weights.host import HostModel
 
@@ -112,7 +113,7 @@ def test_headers_tell_the_spec(tmp_path: Path) -> None:
 def test_large_tensors_go_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(tmp_path)
     whole = load(tmp_path, dtype="bfloat16")
-    monkeypatch.setattr(host_module, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(segments, "PIECE_BYTES", 4096)
     pieces = load(tmp_path, dtype="bfloat16")
     for name, tensor in model.state_dict().items():
         assert torch.equal(contents(pieces)[name], tensor.to(torch.bfloat16))
@@ -409,7 +410,7 @@ def test_faults_of_shards(tmp_path: Path, fault: str) -> None:
 
 def test_a_file_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path)
-    monkeypatch.setattr(host_module, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(segments, "PIECE_BYTES", 4096)
     pread = os.preadv
     calls = []
 
@@ -445,7 +446,7 @@ def test_host_memory_that_runs_out_is_an_error(
         with pytest.raises(DeviceError, match=r"no host memory for another .* of m's weights"):
             load(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(host_module, "_available", lambda: 1000)
+        patch.setattr(sealed, "_available", lambda: 1000)
         with pytest.raises(DeviceError, match="1000B are available"):
             load(tmp_path)
     assert set(os.listdir("/proc/self/fd")) == before

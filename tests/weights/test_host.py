@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from ballast.core.errors import DeviceError
-from ballast.weights.host import PLAIN, HostBytes, HostTier, PackedTensor, Piece, Segment, pack
+from ballast.weights.host import HostBytes, HostTier
+from ballast.weights.segment import PLAIN, PackedTensor, Piece, Segment, pack
 
 ROWS = 5000
 

@@ -1,0 +1,133 @@
+"""A segment's memory in the host tier: a memfd that is filled, sealed, and mapped read only."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import mmap as std_mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ballast.core.errors import DeviceError
+from ballast.core.units import ceil_div, format_bytes
+from ballast.memory import syscalls
+from ballast.weights.segment import Fill, Piece, Segment, whole_pages
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+
+class SealedSegment:
+    """The memory of one segment, which any number of models hold. One memfd, mapped read only."""
+
+    def __init__(self, fd: int, n_bytes: int, digest: str) -> None:
+        """Takes `fd` over. Raises DeviceError where it is no sealed file of this size, OSError
+        where it cannot be mapped; it is closed then."""
+        self.holds = 0
+        self.n_bytes = n_bytes
+        self.digest = digest
+        self.fd = fd
+        try:
+            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+            if not sealed or os.fstat(fd).st_size != n_bytes:
+                raise DeviceError("host tier", "another process's segment is none")
+            shared = syscalls.MAP_SHARED | syscalls.MAP_POPULATE
+            self.address = syscalls.mmap(0, n_bytes, syscalls.PROT_READ, shared, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def filled(cls, model: str, segment: Segment, fill: Fill, threads: int) -> SealedSegment:
+        """Allocate, call `fill` for every piece from several threads, seal."""
+        n_bytes = whole_pages(segment)
+        _check_available(model, segment.name, n_bytes)
+        try:
+            fd = os.memfd_create(f"ballast-{model}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
+                os.ftruncate(fd, n_bytes)
+                digest = _filled(fd, n_bytes, segment, fill, threads)
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            except BaseException:
+                os.close(fd)
+                raise
+            return cls(fd, n_bytes, digest)
+        except OSError as error:
+            raise no_memory(model, n_bytes, error) from error
+
+    def close(self) -> None:
+        """Give the memory back, unless another process has it too."""
+        syscalls.munmap(self.address, self.n_bytes)
+        os.close(self.fd)
+
+
+def _filled(fd: int, n_bytes: int, segment: Segment, fill: Fill, threads: int) -> str:
+    """Fill everything; hex SHA-256 over the layout (but for names) and the pieces' digests."""
+    write = syscalls.PROT_READ | syscalls.PROT_WRITE
+    base = syscalls.mmap(0, n_bytes, write, syscalls.MAP_SHARED, fd)
+
+    def work(piece: Piece) -> bytes:
+        # Memory that is missing shows here, as an error, and not as a signal when written.
+        page = std_mmap.PAGESIZE
+        first = (piece.address - base) // page * page
+        end = ceil_div(piece.address - base + piece.n_bytes, page) * page
+        syscalls.fallocate(fd, 0, first, end - first)
+        return fill(piece)
+
+    layout = [(t.shape, t.dtype, t.layout, t.offset, t.n_bytes) for t in segment.tensors]
+    total = hashlib.sha256(repr((segment.n_bytes, layout)).encode())
+    pool = ThreadPoolExecutor(threads, "fill")
+    try:
+        pieces = [
+            Piece(t, start, min(t.piece_bytes, t.n_bytes - start), base + t.offset + start)
+            for t in segment.tensors
+            for start in range(0, t.n_bytes, t.piece_bytes)
+        ]
+        for digest in pool.map(work, pieces):
+            total.update(digest)
+        return total.hexdigest()
+    finally:
+        # No thread may write once the mapping is gone.
+        pool.shutdown(wait=True, cancel_futures=True)
+        syscalls.munmap(base, n_bytes)
+
+
+def _check_available(model: str, segment: str, n_bytes: int) -> None:
+    """Refuse what the kernel would answer by killing a process."""
+    available = _available()
+    if available is not None and n_bytes > available:
+        raise DeviceError(
+            "host tier",
+            f"{segment} of {model} takes {format_bytes(n_bytes)} of host memory, "
+            f"{format_bytes(available)} are available; free some, or serve fewer models",
+        )
+
+
+def _available() -> int | None:
+    """Bytes that can still be had, by the kernel's estimate and the control group's limit."""
+    found: list[int] = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    except OSError:
+        pass
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            found.append(int(limit) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass
+    return max(0, min(found)) if found else None
+
+
+def no_memory(name: str, n_bytes: int, error: OSError) -> DeviceError:
+    if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EAGAIN):
+        return DeviceError(
+            "host tier",
+            f"no host memory for another {format_bytes(n_bytes)} of {name}'s weights "
+            f"({error.strerror}); free some, or serve fewer models",
+        )
+    return DeviceError("host tier", f"{name}: {error}")

@@ -1,0 +1,87 @@
+"""Segments: tensors packed one after the other, which are filled piece by piece."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ballast.core.units import MiB, ceil_div
+
+PLAIN = "plain"
+"""Layout of a tensor that is as it was stored."""
+TENSOR_ALIGNMENT = 64
+PIECE_BYTES = 4 * MiB
+"""Bytes filled and hashed at once by a thread; a multiple of the OS's page and of elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """A tensor within a segment, contiguous at byte `offset`; `names` of its parameters.
+
+    `layout`: how its elements lie, and `sources`: the architecture's tensors, by name, that they
+    come from (`ballast.weights.packing`).
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    n_bytes: int
+    layout: str
+    sources: tuple[str, ...]
+
+    @property
+    def as_stored(self) -> bool:
+        """Whether it can be filled in pieces, from one stored tensor."""
+        return self.layout == PLAIN and len(self.sources) == 1
+
+    @property
+    def piece_bytes(self) -> int:
+        """Of what is filled at once."""
+        return PIECE_BYTES if self.as_stored else self.n_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The unit in which weights come and go. `n_bytes`: packed, a multiple of 64."""
+
+    name: str
+    n_bytes: int
+    tensors: tuple[PackedTensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes `start .. start + n_bytes` of one tensor, which go to `address`."""
+
+    tensor: PackedTensor
+    start: int
+    n_bytes: int
+    address: int
+
+
+Fill = Callable[[Piece], bytes]
+"""Write the piece's bytes at its address; a digest of them."""
+
+
+Origin = Callable[[Segment], str | None]
+"""What a segment's bytes would be made of: equal only where these are. None: it is not known."""
+
+
+def pack(name: str, tensors: Sequence[PackedTensor]) -> Segment:
+    """Lay tensors out one after the other, whatever their `offset` was."""
+    packed, at = [], 0
+    for tensor in tensors:
+        packed.append(replace(tensor, offset=at))
+        at = _up(at + tensor.n_bytes, TENSOR_ALIGNMENT)
+    return Segment(name, at, tuple(packed))
+
+
+def whole_pages(segment: Segment) -> int:
+    """Bytes of its memory, in whole pages of the operating system."""
+    return _up(max(segment.n_bytes, 1), mmap.PAGESIZE)
+
+
+def _up(n: int, multiple: int) -> int:
+    return ceil_div(n, multiple) * multiple
