@@ -5,39 +5,25 @@ And asks Triton's compiler what it makes of the kernels for GPUs, for which it n
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.kernels.triton_here import compiled, run_cases, run_interpreted
+
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-
-
-def run_cases(**environment: str) -> None:
-    """In a process of its own: what is interpreted is decided when Triton is first imported."""
-    cases = Path(__file__).with_name("device_cases.py")
-    # Hooks of other plugins cost seconds.
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:schemathesis", str(cases)]
-    told = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True
-    )
-    assert told.returncode == 0, told.stdout + told.stderr
 
 
 @pytest.mark.slow
 def test_cases_hold_in_the_interpreter() -> None:
-    # Without the devices, or the cases would take the GPU's tensors.
-    run_cases(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    run_interpreted("device_cases.py")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no GPU")
 def test_cases_hold_on_a_gpu() -> None:
-    run_cases(TRITON_INTERPRET="0")
+    run_cases("device_cases.py", TRITON_INTERPRET="0")
 
 
 @pytest.mark.slow
@@ -55,10 +41,7 @@ def test_cases_hold_on_a_gpu() -> None:
 def test_what_a_gpu_gets_is_vectorised_and_fits_its_shared_memory(
     dtype: str, dim: int, rows: int, capability: int
 ) -> None:
-    import triton
     import triton.language as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     from ballast.kernels.triton_attention import sizes
     from ballast.kernels.triton_code import attend_code
@@ -81,24 +64,15 @@ def test_what_a_gpu_gets_is_vectorised_and_fits_its_shared_memory(
         "ALIGNED": 16,
         **chosen,
     }
-    kinds_of = {
-        **dict.fromkeys(attend_code.arg_names, "i32"),
+    types = {
         **dict.fromkeys(("query", "out"), f"*{dtype}"),
         **dict.fromkeys(("keys", "values"), "i64"),
         **dict.fromkeys(("items", "count", "tables"), "*i32"),
         **dict.fromkeys(("scale", "softcap"), "fp32"),
         "partial": "*fp32",
-        **dict.fromkeys(constants, "constexpr"),
     }
-    names = list(attend_code.arg_names)
     aligned = ("query", "keys", "values", "out", "query_token", "query_head", "block_stride")
-    source = ASTSource(
-        attend_code,
-        kinds_of,
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    made = compiled(attend_code, types, constants, aligned, capability, **options)
     assert made.metadata.shared <= 99 * 1024
     # K and V are loaded 16 bytes at once, though their address comes as a number.
     copies = made.asm["ptx"].count("cp.async.cg.shared.global")

@@ -14,6 +14,7 @@ from ballast.core.settings import ModelSettings
 from ballast.kernels.plain_attention import PlainAttention
 from ballast.kv.layout import Layout
 from ballast.memory.tensor import tensor_at
+from ballast.models.device_fused import DeviceFusedModel
 from ballast.models.on_device import DeviceModel
 from ballast.weights.checkpoint import load_host_model
 from benchmarks.families import config, make
@@ -28,8 +29,8 @@ def device_model(served: Served) -> DeviceModel:
 class OnGpu(Served):
     """Served from plain tensors of the first GPU."""
 
-    def __init__(self, path: Path, blocks: int = 64) -> None:
-        asked = ModelSettings(name=path.name, path=str(path), model_impl="generic", linear="plain")
+    def __init__(self, path: Path, impl: str = "generic", blocks: int = 64) -> None:
+        asked = ModelSettings(name=path.name, path=str(path), model_impl=impl, linear="plain")
         self.host = load_host_model(asked)
         self.spec = self.host.spec
         self.layout = Layout.of(self.spec, 65536)
@@ -40,7 +41,7 @@ class OnGpu(Served):
         self.blocks = torch.full((n_bytes,), 0xFF, dtype=torch.uint8, device=device)
         addresses = [segment.data_ptr() for segment in self.segments]
         where = (self.host, addresses, self.blocks.data_ptr(), self.layout, blocks, device)
-        self.model = DeviceModel(*where)
+        self.model = (DeviceFusedModel if self.host.fused else DeviceModel)(*where)
         for segment, address in zip(self.segments, self.host.addresses, strict=True):
             segment.copy_(tensor_at(address, (len(segment),), torch.uint8))
 
@@ -77,11 +78,19 @@ def test_generates_what_the_reference_generates(family: str, tmp_path: Path) -> 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no GPU")
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
-def test_generates_on_a_gpu_what_the_reference_generates(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "impl"),
+    [
+        *((f, "generic") for f in ("llama", "gemma2", "qwen3_moe")),
+        *((f, "fused") for f in ("llama", "mistral", "qwen2", "qwen3")),
+    ],
+)
+def test_generates_on_a_gpu_what_the_reference_generates(
+    family: str, impl: str, tmp_path: Path
+) -> None:
     reference = make(tmp_path, config(family))
     prompts = prompts_of(5, 300, 23)
-    served = OnGpu(tmp_path)
+    served = OnGpu(tmp_path, impl)
     assert served.generate(prompts, 40, chunk=100) == generated(reference, prompts, 40)
     served.close()
 

@@ -1,0 +1,117 @@
+"""`LayerKernels` by our Triton kernels.
+
+Nothing here has been tuned on a GPU yet. With TRITON_INTERPRET=1 (set before this module is
+imported) it runs on CPU tensors, slowly, which is how it is tested.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ballast.kernels import triton_layer_code as code
+from ballast.kernels.device_batch import DeviceBatch
+from ballast.kernels.device_layer import HeadVectors
+from ballast.kernels.triton_attention import LOADED
+
+GATED = 1024
+"""Elements of a row that one program gates."""
+
+
+class TritonLayer:
+    """Implements `LayerKernels`."""
+
+    def add_norm(
+        self,
+        hidden: Tensor,
+        more: Tensor | None,
+        bias: Tensor | None,
+        weight: Tensor,
+        epsilon: float,
+    ) -> Tensor:
+        rows, width = hidden.shape
+        out = torch.empty_like(hidden)
+        block = int(triton.next_power_of_2(width))
+        code.add_norm_code[(rows,)](
+            hidden,
+            more,
+            _address(bias),
+            _address(weight),
+            out,
+            width,
+            epsilon,
+            ADD=more is not None,
+            BIAS=bias is not None,
+            WIDTH=block,
+            DTYPE=_kind(hidden.dtype),
+            ALIGNED=_aligned(bias, weight),
+            num_warps=warps(block),
+        )
+        return out
+
+    def rotate(
+        self,
+        batch: DeviceBatch,
+        layer: int,
+        qkv: Tensor,
+        vectors: HeadVectors,
+        epsilon: float,
+        cosine: Tensor,
+        sine: Tensor,
+    ) -> Tensor:
+        kv, heads = batch.kv, batch.heads
+        keys, values = kv.layer(layer)
+        code.rotate_code[(len(qkv), heads + 2 * kv.kv_heads)](
+            qkv,
+            _address(vectors.bias),
+            _address(vectors.q_norm),
+            _address(vectors.k_norm),
+            cosine,
+            sine,
+            _address(keys),
+            _address(values),
+            batch.slots,
+            keys.stride(0),
+            epsilon,
+            HEADS=heads,
+            KV_HEADS=kv.kv_heads,
+            DIM=kv.head_dim,
+            HALF=int(triton.next_power_of_2(kv.head_dim // 2)),
+            BLOCK_TOKENS=kv.block_tokens,
+            BIAS=vectors.bias is not None,
+            NORM=vectors.q_norm is not None,
+            DTYPE=_kind(qkv.dtype),
+            ALIGNED=_aligned(vectors.bias, vectors.q_norm, vectors.k_norm, keys, values),
+            num_warps=1,
+        )
+        return qkv.view(len(qkv), -1, kv.head_dim)[:, :heads]
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        rows, width = len(gate_up), gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, width)
+        code.gate_code[(rows, triton.cdiv(width, GATED))](gate_up, out, width, BLOCK=GATED)
+        return out
+
+
+def warps(width: int) -> int:
+    """Of a program that norms so many elements: 16 a thread, within what a program may have."""
+    return min(max(width // 512, 1), 16)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _aligned(*tensors: Tensor | None) -> int:
+    """Bytes of which all of them begin at multiples, up to what is loaded at once."""
+    there = [t for t in tensors if t is not None]
+    if not any(t.data_ptr() % LOADED for t in there):
+        return LOADED
+    return min(t.dtype.itemsize for t in there)
+
+
+def _kind(dtype: torch.dtype) -> tl.dtype:
+    found: tl.dtype = getattr(tl, str(dtype).removeprefix("torch."))
+    return found

@@ -1,0 +1,121 @@
+"""Kernels between matrices against PyTorch's operations: on a GPU, else in Triton's interpreter.
+
+`test_device_layer.py` runs this file in a process of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ballast.core.job import SequenceWork
+from ballast.kernels.device_batch import DeviceBatch
+from ballast.kernels.device_layer import HeadVectors
+from ballast.kernels.plain_attention import PlainAttention
+from ballast.kernels.plain_layer import PlainLayer
+from ballast.kernels.triton_attention import TritonAttention
+from ballast.kernels.triton_layer import TritonLayer
+from ballast.models.device_fused import DeviceFusedModel
+from tests.kernels.device_cases import DEVICE, GPU, Job
+from tests.models.test_fused import checkpoint
+from tests.models.tiny import GREEDY, Served
+
+EXACT: dict[torch.dtype, dict[str, float]] = {
+    torch.float32: {"rtol": 2e-6, "atol": 2e-6},
+    # A value that lies at the border of two may become the other one; the interpreter cuts off
+    # what does not fit where GPUs round.
+    torch.bfloat16: {"rtol": 8e-3, "atol": 1e-2} if GPU else {"rtol": 3e-2, "atol": 6e-2},
+}
+
+
+def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape).to(dtype).to(DEVICE)
+
+
+def unaligned(x: torch.Tensor) -> torch.Tensor:
+    """The same, where it begins at no multiple of 16 bytes."""
+    memory = torch.zeros(x.numel() + 1, dtype=x.dtype, device=DEVICE)
+    moved = memory[1:].view(x.shape)
+    moved.copy_(x)
+    return moved
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, **more: Any) -> None:
+    torch.testing.assert_close(found, expected, **EXACT[expected.dtype], **more)
+
+
+@pytest.mark.parametrize("dtype", list(EXACT))
+@pytest.mark.parametrize("width", [150, 1024])
+@pytest.mark.parametrize("added", ["nothing", "more", "more and bias"])
+def test_add_norm(dtype: torch.dtype, width: int, added: str) -> None:
+    torch.manual_seed(width)
+    hidden, weight = drawn(5, width, dtype=dtype), drawn(width, dtype=dtype)
+    more = None if added == "nothing" else drawn(5, width, dtype=dtype)
+    bias = drawn(width, dtype=torch.float32) if "bias" in added else None
+    ours = hidden.clone()
+    expected = PlainLayer().add_norm(hidden, more, bias, weight, 1e-5)
+    close(TritonLayer().add_norm(ours, more, bias, unaligned(weight), 1e-5), expected)
+    close(ours, hidden)
+
+
+@pytest.mark.parametrize("dtype", list(EXACT))
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "norms", "bias"),
+    [(4, 2, 16, False, False), (2, 2, 24, False, True), (6, 1, 80, True, False)],
+)
+def test_rotate(
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, norms: bool, bias: bool
+) -> None:
+    torch.manual_seed(dim)
+    ragged = [(3, 9), (40, 1), (0, 3)]
+    jobs = [_job(ragged, heads, kv_heads, dim, dtype) for _ in range(2)]
+    rows, width = jobs[0].n_tokens, (heads + 2 * kv_heads) * dim
+    qkv = drawn(rows, width, dtype=dtype)
+    qkv[sum(n for _, n in ragged) :] = float("nan")
+    vectors = HeadVectors(
+        drawn(width, dtype=torch.float32) if bias else None,
+        *(drawn(dim, dtype=dtype) if norms else None for _ in range(2)),
+    )
+    angles = torch.rand(rows, dim // 2) * 400
+    turns = tuple(t.to(dtype).to(DEVICE) for t in (angles.cos(), angles.sin()))
+    ours = qkv.clone()
+    expected = PlainLayer().rotate(jobs[0], 1, qkv, vectors, 1e-6, *turns)
+    found = TritonLayer().rotate(jobs[1], 1, ours, vectors, 1e-6, *turns)
+    assert found.data_ptr() == ours.data_ptr(), "attention reads queries where they are"
+    close(found, expected, equal_nan=True)
+    # What was not to be written is not a number, in both.
+    close(jobs[1].kv.cache, jobs[0].kv.cache, equal_nan=True)
+
+
+def _job(
+    ragged: list[tuple[int, int]], heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> DeviceBatch:
+    torch.manual_seed(7)
+    return Job.of(ragged, kv_heads=kv_heads, dim=dim, dtype=dtype).batch(heads, PlainAttention)
+
+
+@pytest.mark.parametrize("dtype", list(EXACT))
+@pytest.mark.parametrize("width", [150, 2048])
+def test_gate(dtype: torch.dtype, width: int) -> None:
+    torch.manual_seed(width)
+    both = drawn(3, 2 * width, dtype=dtype) * 20
+    close(TritonLayer().gate(both), PlainLayer().gate(both))
+
+
+@pytest.mark.skipif(GPU, reason="it is served from the host's memory")
+def test_a_whole_model(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "qwen3")
+    served = Served(tmp_path, attention=TritonAttention, model_impl="fused")
+    assert isinstance(served.model, DeviceFusedModel)
+    jobs = [
+        [SequenceWork("a", list(range(3, 12)), 0, [4, 7], GREEDY)],
+        [SequenceWork("a", [5], 9, [4, 7], GREEDY), SequenceWork("b", [9, 8], 0, [2], GREEDY)],
+    ]
+    expected = [served.logits(*job) for job in jobs]
+    served.model._kernels = TritonLayer()
+    for job, told in zip(jobs, expected, strict=True):
+        torch.testing.assert_close(served.logits(*job), told, rtol=0, atol=1e-4)
+    served.close()
