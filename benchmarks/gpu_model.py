@@ -18,12 +18,13 @@ from ballast.kv.layout import Layout
 from ballast.memory.cuda_calls import Driver
 from ballast.memory.cuda_tensor import device_tensor_at
 from ballast.memory.vm_cuda import CudaVm
+from ballast.models.device_fused import DeviceFusedModel
 from ballast.models.graphs import GraphCache
 from ballast.models.on_device import DeviceModel
 from ballast.weights import packing
-from ballast.weights.architecture import learn
+from ballast.weights.architecture import Architecture, learn
 from ballast.weights.host import HostBytes, HostModel
-from ballast.weights.segment import pack
+from ballast.weights.segment import Segment, pack
 
 
 class _Nowhere:
@@ -36,10 +37,16 @@ class _Nowhere:
         return (0,) * self._n
 
 
-def spec_of(config: Any, dtype: str = "bfloat16") -> ModelSpec:
+def segments_of(architecture: Architecture, dtype: str, fused: bool) -> tuple[Segment, ...]:
+    """As they lie for the fast path of a GPU, or for the generic one."""
+    layout = packing.fused(architecture, dtype, packed=False) if fused else None
+    return tuple(pack(*s) for s in layout or packing.as_stored(architecture, dtype))
+
+
+def spec_of(config: Any, dtype: str = "bfloat16", fused: bool = True) -> ModelSpec:
     """Of a Llama of that configuration, in blocks of 16 tokens."""
     architecture = learn(config)
-    segments = [pack(*s) for s in packing.as_stored(architecture, dtype)]
+    segments = segments_of(architecture, dtype, fused)
     return ModelSpec(
         name="random",
         n_layers=architecture.n_layers,
@@ -87,16 +94,18 @@ class Random:
         context: int,
         make: Any = None,
         graphs: GraphCache | None = None,
+        impl: str = "fused",
     ) -> None:
-        """`make`: attention, chosen if not given; `graphs`: of the device. Raises
-        DeviceError; MemoryError where pages are short."""
+        """`make`: attention, chosen if not given; `graphs`: of the device; `impl`: as `model_impl`.
+        Raises DeviceError; MemoryError where pages are short."""
         self._device, self._sequences = device, sequences
         architecture = learn(config)
-        segments = tuple(pack(*s) for s in packing.as_stored(architecture, "bfloat16"))
-        self.spec = spec = spec_of(config)
+        fused = impl == "fused"
+        segments = segments_of(architecture, "bfloat16", fused)
+        self.spec = spec = spec_of(config, fused=fused)
         memory = cast(HostBytes, _Nowhere(len(segments)))
         host = HostModel(
-            spec, config, Path(), segments, memory, windows=architecture.windows, fused=False
+            spec, config, Path(), segments, memory, windows=architecture.windows, fused=fused
         )
         layout = Layout.of(spec, page)
         self._each = ceil_div(context, spec.block_tokens)
@@ -121,7 +130,7 @@ class Random:
             kv = addresses[-1]
             device_tensor_at(kv, (kv_pages * page,), torch.uint8, device).zero_()
             where = (addresses[:-1], kv, layout, blocks, device)
-            self.served = DeviceModel(host, *where, make, graphs)
+            self.served = (DeviceFusedModel if fused else DeviceModel)(host, *where, make, graphs)
         except BaseException:
             self._vm.close()
             raise

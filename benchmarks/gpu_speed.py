@@ -112,16 +112,23 @@ def single_model(gpu: Gpu, found: Findings) -> None:
                 told["goal_met"] = told["of_roofline"] >= GOALS[batch]
             give_back()
             found[f"{size}_batch_{batch}"] = told
+        for batch, generic in decode_steps(gpu, config, bandwidth, "generic").items():
+            told = found[f"{size}_batch_{batch}"]
+            over = generic["seconds"] / told["seconds"]
+            found[f"{size}_batch_{batch}"] = {**told, "over_generic": over}
+        give_back()
 
 
-def decode_steps(gpu: Gpu, config: Any, bandwidth: float) -> dict[int, dict[str, Any]]:
-    """By batch: with CUDA graphs and without."""
+def decode_steps(
+    gpu: Gpu, config: Any, bandwidth: float, impl: str = "fused"
+) -> dict[int, dict[str, Any]]:
+    """By batch: with CUDA graphs and without. `impl`: as `model_impl`."""
     compute = TorchOnGpu(0)
     stream, twin = gpu.driver.new_stream(), gpu.driver.new_stream()
     cache = GraphCache(GRAPH_BYTES, lambda _: compute.recorder(twin))
-    shape = (gpu.driver, gpu.device, config, PAGE)
+    shape = (gpu.driver, gpu.device, config, PAGE, SEQUENCES, CONTEXT + 64)
     found: dict[int, dict[str, Any]] = {}
-    made = Random(*shape, sequences=SEQUENCES, context=CONTEXT + 64, graphs=cache)
+    made = Random(*shape, graphs=cache, impl=impl)
     with made as model:
         for batch in BATCHES:
             work = model.decodes(batch, CONTEXT)

@@ -97,8 +97,12 @@ def _decodes(found: Found) -> Iterator[Line]:
             f"{1e3 * told['seconds']:.2f} ms, {100 * told['of_roofline']:.0f} % of the roofline"
         )
         yield Line(f"decode, {key.replace('_', ' ')}", figure, goal, told.get("goal_met"))
-        if "over_transformers" in told:
-            yield Line(f"over `transformers`, {key}", f"{told['over_transformers']:.2f}")
+        for over, whom in (
+            ("over_transformers", "`transformers`"),
+            ("over_generic", "generic path"),
+        ):
+            if over in told:
+                yield Line(f"over {whom}, {key}", f"{told[over]:.2f}")
 
 
 def _overhead(found: Found) -> Iterator[Line]:

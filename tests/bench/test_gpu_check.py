@@ -168,11 +168,13 @@ def test_a_step_is_timed_with_a_graph_and_without() -> None:
     assert driver.is_clean()
 
 
-def test_weights_made_in_place_decode() -> None:
+@pytest.mark.parametrize("impl", ["fused", "generic"])
+def test_weights_made_in_place_decode(impl: str) -> None:
     driver = FakeDriver(n_bytes=64 * MiB)
     config = small()
     cpu = torch.device("cpu")
-    made = Random(driver, cpu, config, PAGE, sequences=3, context=40, make=PlainAttention)
+    shape = (driver, cpu, config, PAGE)
+    made = Random(*shape, sequences=3, context=40, make=PlainAttention, impl=impl)
     with made as model:
         results = model.served.run(model.decodes(3, 33))
         assert len(results) == 3
