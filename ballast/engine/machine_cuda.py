@@ -37,8 +37,6 @@ from ballast.weights.host import HostModel, HostTier
 from ballast.weights.rotor import MakeRotor
 from ballast.weights.segment import whole_pages
 
-NO_ADAPTERS = "adapters are not served on a GPU so far"
-
 
 class CudaMachine:
     """Implements `Machine`: this process, and one GPU or MIG slice."""
@@ -94,11 +92,11 @@ class CudaMachine:
         if settings.linear == "packed":
             allowed = f"{self.device.name} is a GPU: that is of CPUs"
             raise ConfigError(f"{settings.name}: linear", settings.linear, allowed)
-        plain = replace(settings, linear="plain", adapters=())
+        plain = replace(settings, linear="plain")
         host = load_host_model(plain, tier, threads)
-        host.failed = {**host.failed, **{a.name: NO_ADAPTERS for a in settings.adapters}}
+        segments = (*host.segments, *(a.segment for a in host.adapters))
         try:
-            for segment, address in zip(host.segments, host.addresses, strict=True):
+            for segment, address in zip(segments, host.addresses, strict=True):
                 if not self._pinned[address]:
                     self._pins.pin(address, whole_pages(segment))
                 self._pinned[address] += 1

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ballast.core.errors import BrokenPromise
 from ballast.kernels.device_kv import DeviceKv
+from ballast.kernels.device_lora import AdaptedRows
 from ballast.kernels.device_plan import ITEM_FIELDS, MERGE_FIELDS, Bucket, Plan, Shape, plan
 from ballast.kernels.staging import Sizes, Staged, put
 
@@ -100,6 +101,8 @@ class DeviceBatch:
         self.table_bounds, self.tables = views["table_bounds"], views["tables"]
         self.few, self.many, self.merges = views["few"], views["many"], views["merges"]
         self.counts = views["counts"]
+        self.adapted = AdaptedRows.both(views, bucket)
+        """Which rows go through adapters, and which of `wanted`; None: none does."""
         self.plan: Plan
         """The job's; there is none before the first."""
         self.n_wanted = 0
@@ -140,16 +143,20 @@ class DeviceBatch:
         counts: Sequence[int],
         tables: Sequence[Sequence[int]],
         wanted: Sequence[int] | Array,
+        adapters: Sequence[int] = (),
     ) -> None:
         """The next job: `counts[i]` new tokens of sequence i, from position `starts[i]`.
 
         `tokens` (T,): those of all sequences in order; `tables[i]`: blocks of sequence i; `wanted`:
-        rows. Does not wait for the device, unless it is `STAGES` jobs behind. Kernels that are
-        launched on this stream from now on see this job. Raises BrokenPromise where the job does
-        not fit into the bucket, or a sequence not into its blocks.
+        rows; `adapters[i]`: of sequence i, -1: none. Does not wait for the device, unless it is
+        `STAGES` jobs behind. Kernels that are launched on this stream from now on see this job.
+        Raises BrokenPromise where the job does not fit into the bucket, or a sequence not into its
+        blocks.
         """
         made = plan(self.shape, starts, counts, tables)
         self._check(made, len(wanted))
+        if max(adapters, default=-1) >= self.bucket.adapters:
+            raise BrokenPromise(f"rows of adapter {max(adapters)} in {self.bucket}")
         host = self._staged.host()
         put(host["tokens"], tokens)
         put(host["positions"], made.positions)
@@ -162,6 +169,11 @@ class DeviceBatch:
         for name, rows in (("few", made.few), ("many", made.many), ("merges", made.merges)):
             host[name][: len(rows)] = rows
         host["tables"][: len(made.tables)] = made.tables
+        if self.adapted is not None:
+            of_rows = np.repeat(adapters, counts)
+            of_wanted = of_rows[np.asarray(wanted, np.int64)]
+            for adapted, of in zip(self.adapted, (of_rows, of_wanted), strict=True):
+                adapted.fill(host, of, self.bucket.adapted_rows)
         self._staged.send(made.tables.nbytes)
         self.plan, self.n_wanted = made, len(wanted)
         self._attention.prepare()
@@ -231,5 +243,6 @@ def _sizes(bucket: Bucket, shape: Shape) -> Sizes:
         "few": ((bucket.items(shape), ITEM_FIELDS), narrow),
         "many": ((bucket.tiles(shape), ITEM_FIELDS), narrow),
         "merges": ((n, MERGE_FIELDS), narrow),
+        **AdaptedRows.sizes(bucket),
         "tables": ((bucket.blocks,), narrow),
     }

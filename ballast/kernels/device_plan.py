@@ -63,7 +63,8 @@ class Bucket:
     """What the arrays of a job have room for; jobs of one bucket look alike to a CUDA graph.
 
     `tokens`: rows; `wanted`: rows whose output is wanted; `blocks`: entries of all block tables;
-    `longest`: of one; `decodes`: every sequence has one new token.
+    `longest`: of one; `decodes`: every sequence has one new token; `adapters`: of the model, where
+    some row goes through one, else 0.
     """
 
     sequences: int
@@ -72,15 +73,18 @@ class Bucket:
     blocks: int
     longest: int
     decodes: bool = False
+    adapters: int = 0
 
     @classmethod
-    def decode(cls, sequences: int, blocks: int, longest: int) -> Bucket:
+    def decode(cls, sequences: int, blocks: int, longest: int, adapters: int = 0) -> Bucket:
         """One new token of each of up to `sequences`, rounded up; `blocks` in all, rounded up."""
         n = round_up(sequences)
-        return cls(n, n, n, round_up(blocks, 1024), longest, True)
+        return cls(n, n, n, round_up(blocks, 1024), longest, True, adapters)
 
     @classmethod
-    def holding(cls, counts: Sequence[int], wanted: int, blocks: Sequence[int]) -> Bucket:
+    def holding(
+        cls, counts: Sequence[int], wanted: int, blocks: Sequence[int], adapters: int = 0
+    ) -> Bucket:
         """The bucket of a job with prefills: every axis rounded up by itself."""
         return cls(
             round_up(len(counts)),
@@ -88,6 +92,7 @@ class Bucket:
             round_up(wanted),
             round_up(sum(blocks), 1024),
             round_up(max(blocks), 16),
+            adapters=adapters,
         )
 
     def items(self, shape: Shape) -> int:
@@ -97,6 +102,15 @@ class Bucket:
     def tiles(self, shape: Shape) -> int:
         """Most tiles of longer chunks."""
         return self.sequences + self.tokens // shape.tile
+
+    @property
+    def adapted_rows(self) -> int:
+        """Most rows of a tile of rows that go through one adapter."""
+        return FEW_ROWS if self.decodes else MANY_ROWS
+
+    def adapted_tiles(self, rows: int) -> int:
+        """Most tiles of so many rows: full ones, and what is left of each adapter's."""
+        return min(rows, rows // self.adapted_rows + self.adapters)
 
 
 def round_up(n: int, least: int = 1) -> int:

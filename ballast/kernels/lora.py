@@ -69,6 +69,22 @@ class Target:
         return self.column + last + 1
 
 
+def tiled(adapters: Sequence[int] | Array, most: int) -> tuple[Array, list[tuple[int, int, int]]]:
+    """Rows that have an adapter, int64, sorted by it; and tiles of up to `most` of one adapter.
+
+    A tile: its first row among those, how many, the adapter. `adapters[i]`: of row i, -1: none.
+    """
+    index = np.asarray(adapters, np.int64)
+    order = np.argsort(index, kind="stable")
+    order = np.ascontiguousarray(order[np.searchsorted(index[order], 0) :], np.int64)
+    tiles: list[tuple[int, int, int]] = []
+    found, starts, counts = np.unique(index[order], return_index=True, return_counts=True)
+    for adapter, start, count in zip(found.tolist(), starts.tolist(), counts.tolist(), strict=True):
+        for i in range(0, count, most):
+            tiles.append((start + i, min(most, count - i), adapter))
+    return order, tiles
+
+
 class AdapterRows:
     """Which rows of a batch go through which adapter, for one job."""
 
@@ -77,21 +93,12 @@ class AdapterRows:
 
         Row i of y is made from row `x_rows[i]` of x, or from row i.
         """
-        index = np.asarray(adapters, np.int64)
-        self.n_rows = len(index)
-        order = np.argsort(index, kind="stable")
-        order = order[np.searchsorted(index[order], 0) :]
-        self._y_rows = order = np.ascontiguousarray(order, np.int64)
+        self.n_rows = len(adapters)
+        order, tiles = tiled(adapters, TILE_ROWS)
+        self._y_rows = order
         self._x_rows = order if x_rows is None else np.asarray(x_rows, np.int64)[order]
-        tiles: list[tuple[int, int, int]] = []
-        found, starts, counts = np.unique(index[order], return_index=True, return_counts=True)
-        for adapter, start, count in zip(
-            found.tolist(), starts.tolist(), counts.tolist(), strict=True
-        ):
-            for i in range(0, count, TILE_ROWS):
-                tiles.append((start + i, min(TILE_ROWS, count - i), adapter))
         self._tiles = np.array(tiles, np.int64).reshape(-1, 3)
-        self.adapters: list[int] = found.tolist()
+        self.adapters = list(dict.fromkeys(adapter for _, _, adapter in tiles))
         """Those that any row goes through."""
         self._fields = np.zeros(code.JOB_FIELDS, np.int64)
         self._fields[code.TILES] = len(tiles)

@@ -5,8 +5,9 @@ A linear module is called with its input and nothing else, so a job's rows wait 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,9 @@ from ballast.core.errors import BrokenPromise
 from ballast.core.job import SequenceWork
 from ballast.kernels.lora import AdapterRows, LoraGroup, Matrices, Target, kernels
 from ballast.weights.host import Delta, HostAdapter
+
+Rows = TypeVar("Rows")
+"""Which rows go through which adapter, as kernels are told: `AdapterRows`, or a GPU's."""
 
 
 def groups_of(
@@ -26,11 +30,19 @@ def groups_of(
     """
     if adapters:
         kernels(dtype, dtype)
+    return {
+        module: LoraGroup(inputs, [target], dtype)
+        for module, (inputs, target) in targets_of(adapters, addresses).items()
+    }
+
+
+def targets_of(
+    adapters: Sequence[HostAdapter], addresses: Sequence[int]
+) -> dict[str, tuple[int, Target]]:
+    """By path of a module: its inputs, and what the adapters add. `addresses`: of their segments"""
     sizes: dict[str, Delta] = {d.module: d for adapter in adapters for d in adapter.deltas}
     return {
-        module: LoraGroup(
-            sizes[module].inputs, [Target(sizes[module].outputs, tuple(entries))], dtype
-        )
+        module: (sizes[module].inputs, Target(sizes[module].outputs, tuple(entries)))
         for module, entries in matrices_of(adapters, addresses).items()
     }
 
@@ -47,53 +59,68 @@ def matrices_of(
     return found
 
 
-class AdaptedModules:
+def adapters_of(work: Sequence[SequenceWork]) -> list[int]:
+    """Of each sequence; -1: none."""
+    return [-1 if w.adapter is None else w.adapter for w in work]
+
+
+def rows_of(work: Sequence[SequenceWork]) -> tuple[AdapterRows, AdapterRows] | None:
+    """All rows of a job, and those that the head sees; None if none goes through an adapter."""
+    adapters = adapters_of(work)
+    if all(a < 0 for a in adapters):
+        return None
+    rows = [a for a, w in zip(adapters, work, strict=True) for _ in w.tokens]
+    wanted = [a for a, w in zip(adapters, work, strict=True) for _ in w.wanted]
+    return AdapterRows(rows), AdapterRows(wanted)
+
+
+class AdaptedModules(Generic[Rows]):
     """The linear modules of one model that any of its adapters changes. One job at a time."""
 
-    def __init__(self, module: nn.Module, groups: dict[str, LoraGroup]) -> None:
-        """Changes the `forward` of these modules of `module`."""
+    def __init__(
+        self, module: nn.Module, adds: Mapping[str, Callable[[Rows, Tensor, Tensor], None]]
+    ) -> None:
+        """Changes the `forward` of these modules of `module`, by path.
+
+        Each of `adds`: to y (rows, outputs) what adapters make of x (rows, inputs).
+        """
         head = module.get_output_embeddings()  # type: ignore[operator]
-        self._n = len(groups)
-        self._rows: AdapterRows | None = None
-        self._sampled: AdapterRows | None = None
+        self._rows: tuple[Rows, Rows] | None = None
         self._done = 0
-        for path, group in groups.items():
-            linear = module.get_submodule(path)
-            linear.forward = self._adapted(linear.forward, group, linear is head)
+        self._modules = [module.get_submodule(path) for path in adds]
+        self._has_head = any(linear is head for linear in self._modules)
+        for linear, add in zip(self._modules, adds.values(), strict=True):
+            linear.forward = self._adapted(linear.forward, add, linear is head)
 
     @contextmanager
-    def job(self, work: Sequence[SequenceWork]) -> Iterator[None]:
-        """Around the call of the module that computes `work`, its tokens one after the other.
+    def job(self, rows: tuple[Rows, Rows] | None, *, head: bool = True) -> Iterator[None]:
+        """Around the call of the module: all rows of the job, and those that the head sees.
 
-        The head sees the last position of each sequence that samples, and no others. Raises
-        BrokenPromise at the end unless every module here was called just once.
+        `head`: whether it is called. Raises BrokenPromise at the end unless every module here was
+        called just once.
         """
-        adapters = [-1 if w.adapter is None else w.adapter for w in work]
-        if all(a < 0 for a in adapters):
+        if rows is None:
             yield
             return
-        counts = [len(w.tokens) for w in work]
-        self._rows = AdapterRows(
-            [a for a, n in zip(adapters, counts, strict=True) for _ in range(n)]
-        )
-        sampled = [a for a, w in zip(adapters, work, strict=True) if w.sample is not None]
-        self._sampled = AdapterRows(sampled)
-        self._done = 0
+        self._rows, self._done = rows, 0
         try:
             yield
         finally:
-            self._rows = self._sampled = None
-        if self._done != self._n:
-            raise BrokenPromise(f"{self._done} of {self._n} adapted modules were called")
+            self._rows = None
+        n = len(self._modules) - (self._has_head and not head)
+        if self._done != n:
+            raise BrokenPromise(f"{self._done} of {n} adapted modules were called")
 
     def _adapted(
-        self, plain: Callable[[Tensor], Tensor], group: LoraGroup, is_head: bool
+        self,
+        plain: Callable[[Tensor], Tensor],
+        add: Callable[[Rows, Tensor, Tensor], None],
+        is_head: bool,
     ) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
             y = plain(x)
-            rows = self._sampled if is_head else self._rows
-            if rows is not None:
-                group.add(rows, x.flatten(0, -2), y.flatten(0, -2))
+            if self._rows is not None:
+                add(self._rows[is_head], x.flatten(0, -2), y.flatten(0, -2))
                 self._done += 1
             return y
 

@@ -8,6 +8,7 @@ as in `models/on_device.py`, whose generic path is the reference, and serves eve
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,9 @@ from torch import Tensor
 from ballast.core.errors import BrokenPromise
 from ballast.kernels.device_batch import DeviceBatch
 from ballast.kernels.device_layer import HeadVectors, LayerKernels, layer_kernels
+from ballast.kernels.device_lora import Group
+from ballast.models.device_adapters import Place
+from ballast.models.fused_adapters import inputs_of, targets_by_role
 from ballast.models.on_device import OnDevice
 from ballast.weights.architecture import build
 from ballast.weights.host import HostModel
@@ -64,6 +68,15 @@ class DeviceFusedModel(OnDevice):
         self._epsilon = float(host.config.rms_norm_eps)
         self._scaling = self.spec.head_dim**-0.5
 
+    def _adapted(self, host: HostModel, addresses: Sequence[int]) -> Mapping[Place, Group]:
+        found = targets_by_role(self.spec, host.adapters, addresses, interleaved=False)
+        return {
+            _place(role, i): Group(inputs_of(role, self.spec), tuple(targets))
+            for role, of in found.items()
+            for i, targets in enumerate(of)
+            if targets is not None
+        }
+
     def _roles(self, segment: Segment, address: int) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for packed in segment.tensors:
@@ -74,7 +87,7 @@ class DeviceFusedModel(OnDevice):
         return found
 
     def _compute_logits(self, batch: DeviceBatch, n: int) -> Tensor:
-        return self._multiply("head", self._head, self._compute_hidden(batch, n)).float()
+        return self._multiply(batch, "head", self._head, self._compute_hidden(batch, n)).float()
 
     def _compute_hidden(self, batch: DeviceBatch, n: int) -> Tensor:
         k, last = self._kernels, self.spec.n_layers - 1
@@ -84,7 +97,7 @@ class DeviceFusedModel(OnDevice):
         for i, layer in enumerate(self._layers):
             self._reach(i)
             x = k.add_norm(hidden, more, None, layer.input_norm, self._epsilon)
-            qkv = self._multiply("qkv", layer.qkv, x, i)
+            qkv = self._multiply(batch, "qkv", layer.qkv, x, i)
             where = (layer.vectors, self._epsilon, cosine, sine)
             query = k.rotate(batch, i, qkv, *where)
             if i == last and not n:
@@ -93,18 +106,27 @@ class DeviceFusedModel(OnDevice):
                 return hidden[:0]
             window = self._host.windows[i]
             batch.attend(i, query, self._scaling, batch.out, window=window)
-            more = self._multiply("o", layer.o, batch.out.flatten(1), i)
+            more = self._multiply(batch, "o", layer.o, batch.out.flatten(1), i)
             x = k.add_norm(hidden, more, layer.o_bias, layer.post_norm, self._epsilon)
-            gated = k.gate(self._multiply("gate_up", layer.gate_up, x, i))
-            more = self._multiply("down", layer.down, gated, i)
+            gated = k.gate(self._multiply(batch, "gate_up", layer.gate_up, x, i))
+            more = self._multiply(batch, "down", layer.down, gated, i)
             self._leave(i)
         wanted = batch.wanted[:n]
         ends = [x.index_select(0, wanted) for x in (hidden, more) if x is not None]
         return k.add_norm(ends[0], ends[1], None, self._norm, self._epsilon)
 
-    def _multiply(self, role: str, matrix: Tensor, x: Tensor, layer: int | None = None) -> Tensor:
-        """x W^T of a layer's matrix, or of the head."""
-        return torch.nn.functional.linear(x, matrix)
+    def _multiply(
+        self, batch: DeviceBatch, role: str, matrix: Tensor, x: Tensor, layer: int = 0
+    ) -> Tensor:
+        """x W^T of a layer's matrix, or of the head, and what the rows' adapters add."""
+        y = torch.nn.functional.linear(x, matrix)
+        if batch.adapted is not None:
+            self._adapters.add(_place(role, layer), batch.adapted[role == "head"], x, y)
+        return y
+
+
+def _place(role: str, layer: int) -> Place:
+    return f"{role} {layer}"
 
 
 class _Angles:

@@ -11,7 +11,7 @@ from ballast.core.job import SequenceWork
 from ballast.core.model import ModelSpec
 from ballast.kernels.linear_code import PANEL
 from ballast.kernels.lora import AdapterRows, LoraGroup, Matrices, Target, kernels
-from ballast.models.adapters import matrices_of
+from ballast.models.adapters import matrices_of, rows_of
 from ballast.weights.host import HostAdapter
 from ballast.weights.packing import MATRICES
 
@@ -31,47 +31,16 @@ class FusedAdapters:
         """`addresses`: of the adapters' segments. `interleaved`: see `library.gate`."""
         if adapters:
             kernels(torch.float32, dtype)
-        found = matrices_of(adapters, addresses)
-        attended, kv = spec.n_heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        half, up = PANEL // 2, spec.intermediate
-        inputs = {"o": attended, "down": spec.intermediate}
-        columns = {"qkv": (0, attended, attended + kv), "gate_up": (0, up)}
-        outputs = {"qkv": (attended, kv, kv), "gate_up": (up, up)}
-        if interleaved:
-            columns["gate_up"] = (0, half)
-
-        def group(role: str, paths: Sequence[str]) -> LoraGroup | None:
-            targets = []
-            for i, path in enumerate(paths):
-                entries: Sequence[Matrices | None] | None = found.get(path)
-                if entries is None:
-                    continue
-                n = outputs[role][i] if role in outputs else spec.hidden
-                n = spec.vocab if role == "head" else n
-                blocks = (half, PANEL) if interleaved and role == "gate_up" else (None, 0)
-                column = columns[role][i] if role in columns else 0
-                targets.append(Target(n, tuple(entries), column, *blocks))
-            if not targets:
-                return None
-            return LoraGroup(inputs.get(role, spec.hidden), targets, dtype)
-
+        found = targets_by_role(spec, adapters, addresses, interleaved=interleaved)
         self._groups = {
-            role: [
-                group(role, [f"model.layers.{i}.{part}" for part in parts])
-                for i in range(spec.n_layers)
-            ]
-            for role, parts in MATRICES.items()
+            role: [LoraGroup(inputs_of(role, spec), t, dtype) if t else None for t in of]
+            for role, of in found.items()
         }
-        self._groups["head"] = [group("head", ["lm_head"])]
 
     def of(self, work: Sequence[SequenceWork]) -> AdaptedRows | None:
         """For one job; None if none of its rows goes through an adapter."""
-        adapters = [-1 if w.adapter is None else w.adapter for w in work]
-        if all(a < 0 for a in adapters):
-            return None
-        rows = [a for a, w in zip(adapters, work, strict=True) for _ in w.tokens]
-        sampled = [a for a, w in zip(adapters, work, strict=True) if w.sample is not None]
-        return AdaptedRows(self._groups, AdapterRows(rows), AdapterRows(sampled))
+        rows = rows_of(work)
+        return None if rows is None else AdaptedRows(self._groups, *rows)
 
 
 class AdaptedRows:
@@ -91,3 +60,49 @@ class AdaptedRows:
         if group is not None:
             rows = self._sampled if role == "head" else self._rows
             group.add(rows, x, y[:, : group.width])
+
+
+def inputs_of(role: str, spec: ModelSpec) -> int:
+    """Of the matrices of that role."""
+    inputs = {"o": spec.n_heads * spec.head_dim, "down": spec.intermediate}
+    return inputs.get(role, spec.hidden)
+
+
+def targets_by_role(
+    spec: ModelSpec,
+    adapters: Sequence[HostAdapter],
+    addresses: Sequence[int],
+    *,
+    interleaved: bool,
+) -> dict[str, list[list[Target] | None]]:
+    """What the adapters add to each matrix, by role and layer; None: nothing. Of `head` there is
+    one. `addresses`, `interleaved`: as `FusedAdapters` has them."""
+    found = matrices_of(adapters, addresses)
+    attended, kv = spec.n_heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    half, up = PANEL // 2, spec.intermediate
+    columns = {"qkv": (0, attended, attended + kv), "gate_up": (0, up)}
+    outputs = {"qkv": (attended, kv, kv), "gate_up": (up, up), "head": (spec.vocab,)}
+    if interleaved:
+        columns["gate_up"] = (0, half)
+
+    def targets(role: str, paths: Sequence[str]) -> list[Target] | None:
+        made = []
+        blocks = (half, PANEL) if interleaved and role == "gate_up" else (None, 0)
+        for i, path in enumerate(paths):
+            entries: Sequence[Matrices | None] | None = found.get(path)
+            if entries is not None:
+                n = outputs[role][i] if role in outputs else spec.hidden
+                column = columns[role][i] if role in columns else 0
+                made.append(Target(n, tuple(entries), column, *blocks))
+        return made or None
+
+    return {
+        **{
+            role: [
+                targets(role, [f"model.layers.{i}.{part}" for part in parts])
+                for i in range(spec.n_layers)
+            ]
+            for role, parts in MATRICES.items()
+        },
+        "head": [targets("head", ["lm_head"])],
+    }

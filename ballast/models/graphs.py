@@ -316,4 +316,5 @@ class GraphCache:
 def _holds(made: Key, asked: Key) -> bool:
     a, b = made.bucket, asked.bucket
     same = (made.model, made.stream, made.cuts) == (asked.model, asked.stream, asked.cuts)
-    return same and a.sequences == b.sequences and a.blocks >= b.blocks and a.longest >= b.longest
+    same = same and (a.sequences, a.adapters) == (b.sequences, b.adapters)
+    return same and a.blocks >= b.blocks and a.longest >= b.longest

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ballast.core.errors import UnsupportedModel
 from ballast.core.job import SequenceWork
 from ballast.core.request import Sampling
 from ballast.core.units import ceil_div
@@ -27,11 +26,14 @@ from ballast.kernels import sampling
 from ballast.kernels.device_attention import choose
 from ballast.kernels.device_batch import Attention, DeviceBatch, Scratch
 from ballast.kernels.device_kv import DeviceKv, KvLayout
+from ballast.kernels.device_lora import Group
 from ballast.kernels.device_plan import Bucket
 from ballast.kv.layout import Layout
 from ballast.memory.cuda_tensor import device_tensor_at
 from ballast.memory.tensor import tensor_at
 from ballast.models import attention
+from ballast.models.adapters import AdaptedModules, adapters_of, targets_of
+from ballast.models.device_adapters import DeviceAdapters, Place
 from ballast.models.graphs import GraphCache, Recording, Stops
 from ballast.models.module import View, layers_of, placed
 from ballast.models.served import Served, wanted_rows
@@ -59,15 +61,16 @@ class OnDevice(Served):
         `graphs`: of the device, if it has any.
 
         Raises UnsupportedModel where the module keeps state that cannot be set up without its
-        weights, or has adapters, whose kernels are a CPU's; ConfigError as `choose` does.
+        weights; ConfigError as `choose` does.
         """
         super().__init__(host, kv_base, layout)
-        if host.adapters:
-            raise UnsupportedModel(f"{self.spec.name}: adapters are not served from a GPU yet")
         self._host, self._device = host, device
         on_gpu = device.type == "cuda"
         self._view: View = partial(device_tensor_at, device=device) if on_gpu else tensor_at
-        self._set_up(host, tuple(segment_addresses))
+        self._scratch, own = Scratch(device), len(host.segments)
+        groups = self._adapted(host, segment_addresses[own:])
+        self._adapters = DeviceAdapters(groups, self.dtype, device, self._view, self._scratch)
+        self._set_up(host, tuple(segment_addresses[:own]))
         if on_gpu:
             # Jobs run on streams that wait for no other: buffers have to be there by then.
             torch.cuda.current_stream(device).synchronize()
@@ -75,7 +78,6 @@ class OnDevice(Served):
         memory = self._view(kv_base, (blocks * stride,), self.dtype)
         self._cache = DeviceKv.over(memory, KvLayout.BLOCK_MAJOR, layout.shape, stride)
         self._make = make or choose(self._cache)
-        self._scratch = Scratch(device)
         self._decodes: dict[Bucket, DeviceBatch] = {}
         self._chunks: OrderedDict[Bucket, DeviceBatch] = OrderedDict()
         self._graphs = graphs
@@ -86,6 +88,10 @@ class OnDevice(Served):
     @abstractmethod
     def _set_up(self, host: HostModel, addresses: tuple[int, ...]) -> None:
         """Make of each segment at its address what computes; touches nothing there."""
+
+    @abstractmethod
+    def _adapted(self, host: HostModel, addresses: Sequence[int]) -> Mapping[Place, Group]:
+        """What adapters, whose segments are at `addresses`, add and where; before `_set_up`."""
 
     @abstractmethod
     def _compute_logits(self, batch: DeviceBatch, n: int) -> Tensor:
@@ -106,7 +112,7 @@ class OnDevice(Served):
         if recorded is not None:
             return recorded.replay(self.barriers)[: batch.n_wanted]
         logits = self._step(batch, batch.n_wanted, cuts, self.barriers)
-        if graphs is not None and batch.replayable:
+        if graphs is not None and batch.replayable and self._adapters.replayable(batch):
             graphs.want(self.spec.name, bucket, partial(self._recorded, batch, cuts), cuts)
         return logits
 
@@ -156,16 +162,18 @@ class OnDevice(Served):
         tokens = [token for w in work for token in w.tokens]
         counts = [len(w.tokens) for w in work]
         tables = [w.blocks for w in work]
-        batch.fill(tokens, [w.start for w in work], counts, tables, wanted_rows(work))
+        starts, adapters = [w.start for w in work], adapters_of(work)
+        batch.fill(tokens, starts, counts, tables, wanted_rows(work), adapters)
         return batch
 
     def _bucket(self, work: Sequence[SequenceWork]) -> Bucket:
         blocks = [len(w.blocks) for w in work]
         counts = [len(w.tokens) for w in work]
+        adapters = len(self.spec.adapters) if any(w.adapter is not None for w in work) else 0
         if max(counts) == 1:
             longest = ceil_div(self.spec.max_model_len, self.spec.block_tokens)
-            return Bucket.decode(len(work), sum(blocks), max(longest, max(blocks)))
-        return Bucket.holding(counts, len(wanted_rows(work)), blocks)
+            return Bucket.decode(len(work), sum(blocks), max(longest, max(blocks)), adapters)
+        return Bucket.holding(counts, len(wanted_rows(work)), blocks, adapters)
 
     def _of(self, bucket: Bucket) -> DeviceBatch:
         kept = self._decodes if bucket.decodes else self._chunks
@@ -204,9 +212,14 @@ class DeviceModel(OnDevice):
 
     def _set_up(self, host: HostModel, addresses: tuple[int, ...]) -> None:
         self._module: Any = placed(host, addresses, self._view, self._device)
+        self._modules = AdaptedModules(self._module, self._adapters.adds())
         for i, layer in enumerate(layers_of(self._module, host)):
             layer.register_forward_pre_hook(partial(self._reach, i))
             layer.register_forward_hook(partial(self._leave, i))
+
+    def _adapted(self, host: HostModel, addresses: Sequence[int]) -> Mapping[Place, Group]:
+        found = targets_of(host.adapters, addresses)
+        return {path: Group(inputs, (target,)) for path, (inputs, target) in found.items()}
 
     def _compute_logits(self, batch: DeviceBatch, n: int) -> Tensor:
         output = self._forward(self._module, batch, logits_to_keep=batch.wanted)
@@ -219,7 +232,10 @@ class DeviceModel(OnDevice):
         return hidden
 
     def _forward(self, module: Any, batch: DeviceBatch, **more: Tensor) -> Any:
-        with attention.running(attention.JobContext(batch, batch.out)):
+        with (
+            attention.running(attention.JobContext(batch, batch.out)),
+            self._modules.job(batch.adapted, head=module is self._module),
+        ):
             return module(
                 input_ids=batch.tokens[None],
                 position_ids=batch.positions[None],

@@ -14,7 +14,7 @@ from ballast.kernels.paged_attention import warm_up
 from ballast.kv.layout import Layout
 from ballast.memory.tensor import tensor_at
 from ballast.models import attention
-from ballast.models.adapters import AdaptedModules, groups_of
+from ballast.models.adapters import AdaptedModules, groups_of, rows_of
 from ballast.models.module import layers_of, placed
 from ballast.models.served import Rows, Served
 from ballast.weights.host import HostModel
@@ -39,7 +39,7 @@ class ServedModel(Served):
         own = len(host.segments)
         self._module = placed(host, segment_addresses[:own], tensor_at)
         groups = groups_of(host.adapters, segment_addresses[own:], self.dtype)
-        self._adapted = AdaptedModules(self._module, groups)
+        self._adapted = AdaptedModules(self._module, {p: g.add for p, g in groups.items()})
         self._stops: Collection[int] = ()
         """Layers at which the pass under way heeds `barriers`."""
         for i, layer in enumerate(layers_of(self._module, host)):
@@ -76,7 +76,7 @@ class ServedModel(Served):
         self._stops = self._begin_pass(work)
         with (
             attention.running(attention.JobContext.of(rows.paged)),
-            self._adapted.job(work),
+            self._adapted.job(rows_of(work), head=module is self._module),
         ):
             return module(
                 input_ids=torch.from_numpy(rows.tokens)[None],

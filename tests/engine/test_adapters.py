@@ -15,9 +15,12 @@ from ballast.core.event import Arrival, Failed
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import AdapterSettings, DeviceSettings, FleetSettings, ModelSettings, Slo
 from ballast.core.units import KiB, MiB
+from ballast.engine.build import GPU_LANE_BYTES
 from ballast.engine.device import LiveDevice
 from benchmarks.adapters import RandomAdapter, merged, random_adapter
 from tests.engine.checkpoints import VOCAB, make_llama
+from tests.engine.gpus import on_gpu, serving
+from tests.memory.fake_cuda import FakeDriver
 
 SLO = Slo(ttft=0.2, tpot=0.1)
 NAMES = ("base", "x", "y", "z", "other")
@@ -129,6 +132,27 @@ def test_eviction_and_preemption_change_no_token(world: World) -> None:
         world.check(r, answers[r.id])
     outputs = {tuple(answers[f"{name}4"].tokens) for name in NAMES}
     assert len(outputs) == len(NAMES), "the adapters change nothing"
+
+
+def test_on_a_gpu_tokens_are_those_of_a_cpu(world: World) -> None:
+    requests = [asked(name, i, 40) for i in range(2, 5) for name in NAMES]
+    with InProcess(world.fleet()) as server:
+        alone = server.generate(requests)
+    tight = world.tight()
+    budget = tight.device.budget_bytes + GPU_LANE_BYTES
+    tight = on_gpu(replace(tight, device=replace(tight.device, budget_bytes=budget)))
+    driver = FakeDriver(n_bytes=1 << 30)
+    with serving(tight, driver) as server:
+        assert not server.device.failed
+        answers = server.generate(requests)
+        report = server.device.snapshot()
+        segments = sum(len(s.segment_bytes) for s in server.device.specs.values())
+        assert len(driver.pinned) == segments, "adapters' matrices are page-locked, too"
+        server.device.state.pool.validate()
+    assert sum(m.evictions + m.preemptions for m in report.models) > 0
+    for key, answer in answers.items():
+        assert answer.tokens == alone[key].tokens, key
+    assert driver.is_clean()
 
 
 def test_prefixes_of_one_adapter_are_no_other_s(world: World) -> None:

@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ballast.kernels.device_lora import AdaptedRows
 from ballast.kernels.plain_attention import PlainAttention
+from ballast.kernels.plain_lora import PlainLora
 from tests.memory.fake_cuda import FakeDriver, Misuse
 
 _SYNC = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
@@ -219,6 +221,27 @@ class StaticAttention(PlainAttention):
         scores = scores.masked_fill(~seen[:, None, None], -1e30)
         attended = torch.einsum("nhgc,nchd->nhgd", scores.softmax(-1), v.float())
         out[:n].copy_(attended.reshape(n, batch.heads, kv.head_dim))
+
+
+class StaticLora(PlainLora):
+    """As its base; by operators that look at no adapter's number on the host."""
+
+    replayable: ClassVar[bool] = True
+
+    def add(self, group: int, rows: AdaptedRows, x: Tensor, y: Tensor) -> None:
+        if not rows.decodes:
+            super().add(group, rows, x, y)
+            return
+        self._groups[group].check(rows, x, y, self._dtype)
+        place = torch.arange(len(rows.order))
+        for adapter in range(len(self._groups[group].targets[0].adapters)):
+            first, count, of = (rows.tiles[:, i, None].long() for i in range(3))
+            mine = (of == adapter) & (place >= first) & (place < first + count)
+            chosen = torch.zeros(len(rows.order), dtype=torch.int64)
+            chosen = chosen.index_add(0, rows.order.long(), mine.any(0).long())[: len(y), None] > 0
+            # What it adds to other rows, padding with them, is anything.
+            for delta, columns in self._deltas(group, adapter, x.float()):
+                y[:, columns].copy_(torch.where(chosen, y[:, columns] + delta, y[:, columns]))
 
 
 Make = Callable[[int], FakeRecorder]

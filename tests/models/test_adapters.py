@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 import transformers
 
 from ballast.core.errors import BrokenPromise
-from ballast.core.job import SequenceWork
+from ballast.core.job import Scoring, SequenceWork
 from ballast.core.settings import AdapterSettings
+from ballast.kernels.plain_attention import PlainAttention
 from ballast.models.transformers import ServedModel
 from benchmarks.adapters import RandomAdapter, merged, random_adapter
 from tests.models.tiny import GREEDY, Served, llama, save
@@ -53,13 +55,22 @@ def serve(path: Path, adapters: list[RandomAdapter], **settings: Any) -> Served:
 
 
 @pytest.fixture(
-    scope="module", params=["generic-plain", "generic-packed", "fused-plain", "fused-packed"]
+    scope="module",
+    params=[
+        "generic-plain",
+        "generic-packed",
+        "fused-plain",
+        "fused-packed",
+        "generic-plain-device",
+        "fused-plain-device",
+    ],
 )
 def served(
     request: pytest.FixtureRequest, base: tuple[Any, Path], made: list[RandomAdapter]
 ) -> Iterator[Served]:
-    impl, linear = request.param.split("-")
-    served = serve(base[1], made, model_impl=impl, linear=linear)
+    impl, linear, *device = request.param.split("-")
+    attention = PlainAttention if device else None
+    served = serve(base[1], made, model_impl=impl, linear=linear, attention=attention)
     yield served
     served.close()
 
@@ -123,6 +134,24 @@ def test_tokens_of_prefill_chunks_and_decodes(
         for at in range(len(text), len(s)):
             reference = expected(model, None if a is None else made[a], s[:at])
             assert s[at] == int(reference.argmax())
+
+
+def test_prompts_are_scored_and_embedded(
+    base: tuple[Any, Path], made: list[RandomAdapter], served: Served
+) -> None:
+    """The head sees more rows than are sampled, or none."""
+    model, _ = base
+    tokens = prompts(3)[2]
+    scoring = Scoring(1, tokens[1:], 0)
+    for a in (0, 2):
+        asked = [replace(work(0, tokens, a), scoring=scoring), work(1, tokens[:4], None)]
+        ours = served.logits(*asked)
+        with torch.no_grad(), merged(model, made[a]):
+            reference = model(torch.tensor([tokens]), output_hidden_states=True)
+        assert torch.allclose(ours[: len(tokens)], reference.logits[0], atol=1e-3)
+        embedded = replace(work(0, tokens, a), sample=None, embed=True)
+        found = served.model.hidden([embedded])[0]
+        assert torch.allclose(found, reference.hidden_states[-1][0, -1], atol=1e-3)
 
 
 def test_rows_of_the_base_are_untouched_to_the_bit(served: Served) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +13,15 @@ from torch import Tensor
 
 from ballast.core.errors import BrokenPromise
 from ballast.core.job import SequenceWork
+from ballast.core.settings import AdapterSettings
 from ballast.kernels.device_plan import Bucket
 from ballast.kernels.plain_attention import PlainAttention
+from ballast.models import device_adapters
 from ballast.models.graphs import PIECE_BYTES, GraphCache, Recording
 from ballast.models.on_device import OnDevice
+from benchmarks.adapters import random_adapter
 from tests.memory.fake_cuda import Misuse
-from tests.models.fake_graphs import FakeRecorder, Recorders, StaticAttention
+from tests.models.fake_graphs import FakeRecorder, Recorders, StaticAttention, StaticLora
 from tests.models.test_on_device import prompts_of
 from tests.models.tiny import GREEDY, Served, llama
 
@@ -26,8 +31,8 @@ STREAM = 7
 class Graphed(Served):
     """Served as from a GPU, with graphs."""
 
-    def __init__(self, path: Path, impl: str = "generic") -> None:
-        super().__init__(path, attention=StaticAttention, model_impl=impl)
+    def __init__(self, path: Path, impl: str = "generic", **settings: Any) -> None:
+        super().__init__(path, attention=StaticAttention, model_impl=impl, **settings)
         assert isinstance(self.model, OnDevice)
         self.device_model = self.model
         self.recorders = Recorders(graph_bytes=1 << 20)
@@ -109,6 +114,37 @@ def test_a_graph_is_good_for_other_jobs_of_its_bucket(served: Graphed) -> None:
         expected = plain.logits(*job)
         torch.testing.assert_close(served.run(*job), expected, rtol=0, atol=1e-4)
     assert served.graphs.report().replays == 2
+    plain.close()
+
+
+@pytest.mark.parametrize("impl", ["generic", "fused"])
+def test_a_graph_is_good_for_any_rows_of_any_adapters(
+    impl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = llama(tmp_path / "base", tie_word_embeddings=False)
+    only = ("q_proj", "down_proj", "lm_head")
+    random_adapter(reference, tmp_path / "x", 1, rank=3)
+    random_adapter(reference, tmp_path / "y", 2, rank=2, only=only)
+    adapters = tuple(AdapterSettings(name=n, path=str(tmp_path / n)) for n in ("x", "y"))
+    plain = Served(tmp_path / "base", adapters=adapters, attention=PlainAttention)
+    assert not plain.host.failed
+    monkeypatch.setattr(device_adapters, "PlainLora", StaticLora)
+    served = Graphed(tmp_path / "base", impl, adapters=adapters)
+    for other in (plain, served):
+        for i, prompt in enumerate(prompts_of(9, 17, 25)):
+            other.logits(SequenceWork(str(i), prompt, 0, [2 * i, 2 * i + 1], None, [None, 0, 1][i]))
+    orders: list[list[int | None]] = [[0, None, 1], [None, 1, 1], [0, 0, 0], [None, None, None]]
+    for adapters_of_rows in orders:
+        job = [
+            replace(decode(str(i), 3 + i, 9 + 8 * i, [2 * i, 2 * i + 1]), adapter=a)
+            for i, a in enumerate(adapters_of_rows)
+        ]
+        torch.testing.assert_close(served.run(*job), plain.logits(*job), rtol=0, atol=1e-4)
+        served.record()
+    told = served.graphs.report()
+    assert (told.graphs, told.replays, told.eager) == (2, 2, 2), "one without adapters"
+    served.graphs.close()
+    served.close()
     plain.close()
 
 
