@@ -28,6 +28,7 @@ from ballast.core.units import KiB, MiB, format_bytes
 from ballast.core.view import Residency
 from ballast.engine.apply import apply
 from ballast.engine.device import LiveDevice
+from ballast.engine.events import handle
 from ballast.memory.tensor import array_at
 from benchmarks.common import finish, options
 
@@ -69,7 +70,7 @@ def bring(device: LiveDevice, name: str) -> tuple[float, float]:
     assert refused is None, refused
     while m.residency is not Residency.RESIDENT:
         for event in device.inbox.take(None):
-            state.handle(event)
+            handle(state, event)
     active = time.perf_counter()
     for s in m.weights.segments:
         array_at(s.address, (s.n_bytes,), np.uint8)[::OS_PAGE].max()

@@ -21,7 +21,7 @@ from ballast.core.actions import (
 from ballast.core.event import Output
 from ballast.core.request import State
 from ballast.core.view import Residency
-from ballast.engine import swapping
+from ballast.engine import swapping, turning
 from ballast.engine.state import DeviceState
 
 Refusal = str | None
@@ -64,7 +64,7 @@ def _evict(state: DeviceState, a: Evict) -> Refusal:
         return f"{a.model} is {m.residency.value}"
     if m.spec.pinned:
         return f"{a.model} is pinned"
-    state.drive_out(m)
+    turning.drive_out(state, m)
     return None
 
 
@@ -125,7 +125,7 @@ def _remap(state: DeviceState, a: Remap) -> Refusal:
     refusal = m.weights.slots.refusal(a.rotation)
     if refusal is not None:
         return refusal
-    short = state.remap(m, a.rotation)
+    short = turning.remap(state, m, a.rotation)
     return None if short is None else f"short of {short.pages} pages"
 
 

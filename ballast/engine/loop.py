@@ -11,6 +11,7 @@ from ballast.core.event import Event, Operate, Output, Timer
 from ballast.core.job import Job, SequenceWork
 from ballast.core.story import Story
 from ballast.engine.apply import apply
+from ballast.engine.events import handle
 from ballast.engine.model import ModelState
 from ballast.engine.operate import Answered, Operations
 from ballast.engine.plan import plan
@@ -145,7 +146,7 @@ class Loop:
             if isinstance(event, Operate):
                 self.operations.begin(event, outputs)
             else:
-                said = self.state.handle(event)
+                said = handle(self.state, event)
                 self.story.said(said)
                 outputs += said
         heard = len(outputs)

@@ -11,6 +11,7 @@ from ballast.core.model import weight_pages
 from ballast.core.story import Story
 from ballast.core.units import ceil_div
 from ballast.core.view import Residency
+from ballast.engine import turning
 from ballast.engine.apply import apply
 from ballast.engine.build import largest_jobs
 from ballast.engine.model import ModelState
@@ -199,7 +200,7 @@ class Operations:
             return False
         if m.weights.stirred:
             if m.residency is Residency.RESIDENT:
-                state.drive_out(m)
+                turning.drive_out(state, m)
             return False
         state.strike(m)
         return True

@@ -17,6 +17,7 @@ from ballast.core.settings import AdapterSettings, DeviceSettings, FleetSettings
 from ballast.core.units import KiB, MiB
 from ballast.engine.build import GPU_LANE_BYTES
 from ballast.engine.device import LiveDevice
+from ballast.engine.events import handle
 from benchmarks.adapters import RandomAdapter, merged, random_adapter
 from tests.engine.checkpoints import VOCAB, make_llama
 from tests.engine.gpus import on_gpu, serving
@@ -204,7 +205,7 @@ def test_an_adapter_has_a_queue_of_its_own(world: World) -> None:
     device = LiveDevice(replace(settings, models=(base,)), lambda outputs: None)
     try:
         told = [
-            device.state.handle(Arrival(asked(name, i)))
+            handle(device.state, Arrival(asked(name, i)))
             for i, name in enumerate(["x", "x", "y", "base", "base"])
         ]
     finally:

@@ -21,6 +21,7 @@ from ballast.core.units import KiB, MiB
 from ballast.core.view import DeviceView, Residency
 from ballast.engine.apply import apply
 from ballast.engine.build import Hosted, build_state
+from ballast.engine.events import handle
 from ballast.engine.report import report
 from ballast.engine.state import DeviceState
 from ballast.engine.views import device_view
@@ -119,7 +120,7 @@ def test_the_view_says_what_activation_takes_and_eviction_frees(seed: int) -> No
             state.evict(m)
         elif kind == "wait" and state.in_flight:
             for event in heap.take(None):
-                state.handle(event)
+                handle(state, event)
     assert kinds == {
         ("activate", True, False),
         ("activate", True, True),
@@ -140,7 +141,7 @@ def test_a_model_that_counted_on_anothers_copy_makes_it_when_that_fails() -> Non
             if not moved:
                 event = replace(event, error="the cable is loose")
             moved.append(event.n_bytes // worlds.PAGE)
-            state.handle(event)
+            handle(state, event)
             validate(state, device_view(state))
     assert state.models["a"].residency is Residency.FAILED
     assert state.models["b"].residency is state.models["twin"].residency is Residency.RESIDENT
@@ -153,7 +154,7 @@ def test_a_request_has_room_beside_a_pinned_model_that_shares() -> None:
     models = {n: replace(m.spec, pinned=n == "a") for n, m in state.models.items()}
     for name, m in state.models.items():
         m.spec = models[name]
-    rooms = {n: state._room(m) for n, m in state.models.items()}
+    rooms = {n: state.room(m) for n, m in state.models.items()}
     assert rooms == {"a": 18, "b": 15, "twin": 18, "own": 14, "echo": 15}
 
 

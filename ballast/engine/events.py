@@ -1,0 +1,134 @@
+"""How events change what is true on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ballast.core.event import (
+    Arrival,
+    Cancel,
+    Cancelled,
+    Drain,
+    Event,
+    Failed,
+    Finished,
+    JobDone,
+    JobFailed,
+    Output,
+    Settled,
+    Stop,
+    Timer,
+    TransferDone,
+)
+from ballast.core.lease import AskedBack, Lent, PeerGone, PeerMet, Returned
+from ballast.core.request import Request, State
+from ballast.core.view import Residency
+from ballast.engine import jobs, turning
+from ballast.engine.admission import finish_reason, fitted, refusal
+from ballast.engine.lending import Heard
+from ballast.engine.state import DeviceState
+
+
+def handle(state: DeviceState, event: Event) -> list[Output]:
+    """Take a fact in; returns what clients are to be told."""
+    return _HANDLERS[type(event)](state, event)
+
+
+def _arrival(state: DeviceState, event: Arrival) -> list[Output]:
+    s = event.submission
+    m, adapter = state.named.get(s.model, (None, None))
+    if state.draining or state.stopped is not None:
+        return [Failed(s.id, "unavailable", "the server is draining")]
+    if m is None:
+        return [Failed(s.id, "model_not_found", f"no model {s.model!r} on this device")]
+    if s.id in state.requests:
+        return [Failed(s.id, "invalid_request", f"a request {s.id!r} is already open")]
+    room = state.room(m)
+    s = fitted(s, m, room)
+    refused = refusal(s, m, adapter, room)
+    if refused is not None:
+        return [Failed(s.id, *refused)]
+    # The worker that died may have generated all of it.
+    reason = finish_reason(m, s, s.resumed[-1], len(s.resumed)) if s.resumed else None
+    if s.resumed and reason is not None:
+        return [Finished(s.id, reason, len(s.prompt), len(s.resumed), 0, 0)]
+    state._sequence += 1
+    request = Request.of(s, state._sequence, m.spec, adapter)
+    state.requests[s.id] = request
+    m.waiting.add(request)
+    seconds = m.queue_seconds(adapter)
+    if seconds is not None and not s.resumed:
+        state.patience.begin(request, seconds)
+    state.touch(m)
+    m.last_used = s.arrival
+    state.asking = True
+    return []
+
+
+def _cancel(state: DeviceState, event: Cancel) -> list[Output]:
+    request = state.requests.get(event.request_id)
+    if request is None:
+        return []
+    if request.in_flight:
+        request.cancelled = True
+        return []
+    return [state.end(request, State.CANCELLED, Cancelled(request.id))]
+
+
+def _transfer_done(state: DeviceState, event: TransferDone) -> list[Output]:
+    m = next(m for m in state.models.values() if m.transfer_id == event.transfer_id)
+    m.transfer_id = None
+    state.asking = True
+    state.touch(m)
+    if event.error is None:
+        if m.weights.landed():
+            state.become(m, Residency.RESIDENT)
+        else:
+            m.transfer_id = state.next_transfer()
+            m.weights.fill(m.transfer_id)
+        return []
+    m.weights.evict()
+    state.become(m, Residency.FAILED)
+    state.freed += 1
+    reason = f"the weights of {m.spec.name!r} could not be brought in: {event.error}"
+    return state.fail_all(m, "model_failed", reason)
+
+
+def _timer(state: DeviceState, event: Timer) -> list[Output]:
+    state.lending.check(state.now)
+    state.asking = True
+    reason = "it was not admitted in the time that its model gives requests to wait"
+    overdue = state.patience.over(state.now)
+    return [state.fail(request, "queue_timeout", reason) for request in overdue]
+
+
+def _of_peers(state: DeviceState, event: Heard) -> list[Output]:
+    if state.lending.handle(event):
+        state.freed += 1
+        state.asking = True
+    return []
+
+
+def _drain(state: DeviceState, event: Drain) -> list[Output]:
+    state.draining = True
+    return []
+
+
+def _stop(state: DeviceState, event: Stop) -> list[Output]:
+    state.stopped = event.reason
+    return []
+
+
+_HANDLERS: dict[type, Callable[[DeviceState, Any], list[Output]]] = {
+    Arrival: _arrival,
+    Cancel: _cancel,
+    JobDone: jobs.done,
+    JobFailed: jobs.failed,
+    TransferDone: _transfer_done,
+    Settled: turning.settled,
+    Timer: _timer,
+    Drain: _drain,
+    Stop: _stop,
+    **dict.fromkeys((PeerMet, PeerGone, Lent, AskedBack, Returned), _of_peers),
+}

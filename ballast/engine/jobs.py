@@ -1,0 +1,140 @@
+"""What a job leaves behind when it ends: tokens, KV, and what had to wait for it."""
+
+from __future__ import annotations
+
+from ballast.core.event import (
+    Cancelled,
+    Failed,
+    Finished,
+    JobDone,
+    JobFailed,
+    Output,
+    PromptScores,
+    TokenOut,
+)
+from ballast.core.job import Job, Sampled
+from ballast.core.request import Request, State
+from ballast.core.view import Residency
+from ballast.engine import swapping, turning
+from ballast.engine.admission import finish_reason
+from ballast.engine.model import ModelState
+from ballast.engine.state import DeviceState
+
+
+def done(state: DeviceState, event: JobDone) -> list[Output]:
+    """It has ended well; what clients are to be told."""
+    m = _close(state, event.job)
+    now = m.last_run = state.now
+    m.lane_seconds += event.seconds * state.lanes.share(event.job)
+    prefill = any(len(work.tokens) > 1 for work in event.job.work)
+    if not m.kv.fixed:
+        m.took(event.seconds - event.stall, prefill=prefill)
+    m.weights.passed()
+    for work in event.job.work:
+        request = state.requests[work.request_id]
+        request.computed = work.end
+    outputs: list[Output] = []
+    for result in event.results:
+        request = state.requests[result.request_id]
+        if request.cancelled:
+            continue
+        if isinstance(result, Sampled):
+            outputs += _token(state, m, request, result, now)
+        elif isinstance(result, Failed):
+            outputs.append(state.end(request, State.FAILED, result))
+        else:
+            outputs.append(result)
+            if isinstance(result, PromptScores):
+                request.unscored = result.start + len(result.logprobs)
+    for work in event.job.work:
+        open_request = state.requests.get(work.request_id)
+        if open_request is None:
+            continue
+        if open_request.read_only and work.end == len(open_request.tokens):
+            if not open_request.cancelled:
+                reason = "stop" if open_request.submission.embed else "length"
+                outputs.append(_finished(state, m, open_request, reason))
+        else:
+            state.remember(m, open_request)
+    outputs += _settle(state, m, event.job)
+    return outputs
+
+
+def failed(state: DeviceState, event: JobFailed) -> list[Output]:
+    """Its requests fail; what clients are to be told."""
+    m = _close(state, event.job)
+    outputs: list[Output] = []
+    for work in event.job.work:
+        request = state.requests[work.request_id]
+        told = Failed(request.id, "internal_error", event.reason)
+        outputs.append(state.end(request, State.FAILED, told))
+    if m.kv.fixed:
+        m.kv.fixed = False
+        m.kv.clear()  # what was cached has not been copied either
+        swapping.forget(m)
+    return outputs + _settle(state, m, event.job)
+
+
+def _token(
+    state: DeviceState, m: ModelState, request: Request, new: Sampled, now: float
+) -> list[Output]:
+    """One more token of a request's output; its last, perhaps."""
+    request.tokens.append(new.token)
+    queued = None
+    if request.first_token_at is None:
+        request.first_token_at = now
+        assert request.admitted_at is not None
+        queued = request.admitted_at - request.submission.arrival
+    request.last_token_at = now
+    n = request.generated
+    told = TokenOut(request.id, new.token, n - 1, new.logprob, new.top, queued)
+    reason = "stop" if new.ends else finish_reason(m, request.submission, new.token, n)
+    return [told] if reason is None else [told, _finished(state, m, request, reason)]
+
+
+def _finished(state: DeviceState, m: ModelState, request: Request, reason: str) -> Output:
+    m.prompt_tokens += request.prompt_tokens
+    m.cached_tokens += request.cached_tokens
+    m.output_tokens += request.generated - len(request.submission.resumed or ())
+    state.remember(m, request)
+    told = Finished(
+        request.id,
+        reason,
+        request.prompt_tokens,
+        request.generated,
+        request.cached_tokens,
+        request.preemptions,
+    )
+    return state.end(request, State.FINISHED, told)
+
+
+def _close(state: DeviceState, job: Job) -> ModelState:
+    m = state.models[job.model]
+    m.job = None
+    state.lanes.end(job)
+    m.last_used = state.now
+    state.jobs += 1
+    for work in job.work:
+        state.requests[work.request_id].in_flight = False
+    state.touch(m)
+    return m
+
+
+def _settle(state: DeviceState, m: ModelState, job: Job) -> list[Output]:
+    """What had to wait for the job: cancellations, preemptions, an eviction."""
+    outputs: list[Output] = []
+    if m.kv.fixed:
+        swapping.end(m)
+        state.freed += 1
+        state.asking = True
+    for work in job.work:
+        request = state.requests.get(work.request_id)
+        if request is not None and request.cancelled:
+            outputs.append(state.end(request, State.CANCELLED, Cancelled(request.id)))
+    leaving, m.leaving = m.leaving, []
+    for request in leaving:
+        if request.state is State.RUNNING:
+            state.preempt(m, request)
+    if m.residency is Residency.EVICTING or m.turning is not None:
+        turning.make_way(state, m)
+    return outputs
