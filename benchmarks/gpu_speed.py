@@ -234,10 +234,12 @@ def layouts(gpu: Gpu, found: Findings) -> None:
 
 
 @contextmanager
-def host_bytes(n_bytes: int) -> Iterator[int]:
-    """An address of zeros in the host tier, which are sealed as weights are."""
+def host_bytes(n_bytes: int, writable: bool) -> Iterator[int]:
+    """An address of zeros in the host tier, sealed as weights are; `writable`: for a device that
+    could not lock them else."""
     tensor = PackedTensor(("zeros",), (n_bytes,), "uint8", 0, n_bytes, "plain", ("zeros",))
     tier = HostTier()
+    tier.writable = writable
     held = tier.hold("zeros", Segment("zeros", n_bytes, (tensor,)), lambda piece: b"", 8)
     try:
         yield held.address
@@ -259,7 +261,8 @@ def activation(gpu: Gpu, found: Findings) -> None:
     pins, told = Pins(gpu.driver, 0), queue.SimpleQueue[TransferDone]()
     link = CudaLink(gpu.driver, 0, MonotonicClock(), told.put)
     try:
-        with host_bytes(ceil_div(largest, PAGE) * PAGE) as address:
+        with host_bytes(ceil_div(largest, PAGE) * PAGE, not pins.reads_only) as address:
+            found["pins_read_only"] = pins.reads_only
             begun = time.perf_counter()
             found["pinned"] = pins.pin(address, ceil_div(largest, PAGE) * PAGE)
             found["pinning_bytes_per_second"] = largest / (time.perf_counter() - begun)

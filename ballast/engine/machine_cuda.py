@@ -92,17 +92,13 @@ class CudaMachine:
         if settings.linear == "packed":
             allowed = f"{self.device.name} is a GPU: that is of CPUs"
             raise ConfigError(f"{settings.name}: linear", settings.linear, allowed)
-        plain = replace(settings, linear="plain")
-        host = load_host_model(plain, tier, threads)
+        tier.writable = not self._pins.reads_only
+        host = load_host_model(replace(settings, linear="plain"), tier, threads)
         segments = (*host.segments, *(a.segment for a in host.adapters))
-        try:
-            for segment, address in zip(segments, host.addresses, strict=True):
-                if not self._pinned[address]:
-                    self._pins.pin(address, whole_pages(segment))
-                self._pinned[address] += 1
-        except DeviceError:
-            self.unload(host)
-            raise
+        for segment, address in zip(segments, host.addresses, strict=True):
+            if not self._pinned[address]:
+                self._pins.pin(address, whole_pages(segment))
+            self._pinned[address] += 1
         return host
 
     @property

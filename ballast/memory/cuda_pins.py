@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
-from ballast.core.errors import DeviceError
+from ballast.core.errors import BrokenPromise, DeviceError
+from ballast.memory import syscalls
 from ballast.memory.cuda_calls import Attribute, Driver
+
+log = logging.getLogger(__name__)
 
 
 class Pins:
@@ -18,7 +22,10 @@ class Pins:
     def __init__(self, driver: Driver, ordinal: int) -> None:
         self._driver, self._device = driver, driver.device(ordinal)
         self._context = driver.retain_context(self._device)
-        self._reads_only = bool(driver.attribute(self._device, Attribute.PINS_READ_ONLY))
+        self.reads_only = bool(driver.attribute(self._device, Attribute.PINS_READ_ONLY))
+        """Whether it pins what is mapped to be read only, of a file that may not be written. Else
+        the file has to be one that may: such a mapping is made writable while it is pinned."""
+        self._warned = False
         self._pinned: dict[int, int] = {}
         self._lock = threading.Lock()
 
@@ -28,18 +35,33 @@ class Pins:
         return sum(self._pinned.values())
 
     def pin(self, address: int, n_bytes: int, *, read_only: bool = True) -> bool:
-        """Whether it is pinned now: some devices cannot pin what is mapped to be read only, and
-        copy from there at the rate of pageable memory. Whole OS pages. Raises DeviceError, where
-        the machine has no more memory that could be locked, or it is pinned already."""
-        if read_only and not self._reads_only:
-            return False
+        """Whether it is pinned now; where the machine does not do that, copies from there go at the
+        rate of pageable memory, and the log says why. Whole OS pages, of one mapping that is to be
+        read only if `read_only`. Raises BrokenPromise where it is pinned already."""
         with self._lock:
             if address in self._pinned:
-                raise DeviceError("cuMemHostRegister", f"{address:#x} is pinned already")
+                raise BrokenPromise(f"{address:#x} is pinned already")
             self._driver.set_current(self._context)
-            self._driver.pin(address, n_bytes, read_only)
+            try:
+                if read_only and not self.reads_only:
+                    self._pin_as_writable(address, n_bytes)
+                else:
+                    self._driver.pin(address, n_bytes, read_only)
+            except (DeviceError, OSError) as error:
+                if not self._warned:
+                    self._warned = True
+                    log.warning("copies to the GPU are slow: not page-locked: %s", error)
+                return False
             self._pinned[address] = n_bytes
         return True
+
+    def _pin_as_writable(self, address: int, n_bytes: int) -> None:
+        """What is pinned stays so, whoever may write to the mapping afterwards."""
+        syscalls.mprotect(address, n_bytes, syscalls.PROT_READ | syscalls.PROT_WRITE)
+        try:
+            self._driver.pin(address, n_bytes, False)
+        finally:
+            syscalls.mprotect(address, n_bytes, syscalls.PROT_READ)
 
     def unpin(self, address: int) -> None:
         """Nothing where it is not pinned. No copy may be under way."""

@@ -31,6 +31,8 @@ _mmap.argtypes = [
 ]
 _munmap = _libc.munmap
 _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_mprotect = _libc.mprotect
+_mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _madvise = _libc.madvise
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _fallocate = _libc.fallocate
@@ -48,6 +50,12 @@ def mmap(address: int, n_bytes: int, prot: int, flags: int, fd: int = -1, offset
 def munmap(address: int, n_bytes: int) -> None:
     """Raises OSError."""
     if _munmap(address, n_bytes):
+        raise _error()
+
+
+def mprotect(address: int, n_bytes: int, prot: int) -> None:
+    """Raises OSError: EACCES where the file behind it may not be written."""
+    if _mprotect(address, n_bytes, prot):
         raise _error()
 
 

@@ -64,6 +64,9 @@ class HostTier:
         """By what they are made of."""
         self.closing = False
         """What is being filled fails; set by any thread."""
+        self.writable = False
+        """What is filled from now on is sealed against a change of size alone: some devices cannot
+        page-lock a file that nobody may write. It is mapped read only all the same."""
 
     @property
     def n_bytes(self) -> int:
@@ -132,7 +135,7 @@ class HostTier:
             self._progress()
             return digest
 
-        return SealedSegment.filled(model, segment, fill_unless_closing, threads)
+        return SealedSegment.filled(model, segment, fill_unless_closing, threads, self.writable)
 
     def _shared(self, filled: SealedSegment, origin: str | None) -> SealedSegment:
         """What was filled, or what another process has that is equal."""

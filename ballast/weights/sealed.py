@@ -15,7 +15,8 @@ from ballast.core.units import ceil_div, format_bytes
 from ballast.memory import syscalls
 from ballast.weights.segment import Fill, Piece, Segment, whole_pages
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_SEALS = _SIZE | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
 class SealedSegment:
@@ -29,7 +30,7 @@ class SealedSegment:
         self.digest = digest
         self.fd = fd
         try:
-            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE == _SIZE
             if not sealed or os.fstat(fd).st_size != n_bytes:
                 raise DeviceError("host tier", "another process's segment is none")
             shared = syscalls.MAP_SHARED | syscalls.MAP_POPULATE
@@ -39,8 +40,11 @@ class SealedSegment:
             raise
 
     @classmethod
-    def filled(cls, model: str, segment: Segment, fill: Fill, threads: int) -> SealedSegment:
-        """Allocate, call `fill` for every piece from several threads, seal."""
+    def filled(
+        cls, model: str, segment: Segment, fill: Fill, threads: int, writable: bool = False
+    ) -> SealedSegment:
+        """Allocate, call `fill` for every piece from several threads, seal; `writable`: against a
+        change of size alone."""
         n_bytes = whole_pages(segment)
         _check_available(model, segment.name, n_bytes)
         try:
@@ -48,7 +52,7 @@ class SealedSegment:
             try:
                 os.ftruncate(fd, n_bytes)
                 digest = _filled(fd, n_bytes, segment, fill, threads)
-                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE if writable else _SEALS)
             except BaseException:
                 os.close(fd)
                 raise

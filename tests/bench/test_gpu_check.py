@@ -139,7 +139,7 @@ def test_weights_are_brought_as_a_device_brings_them() -> None:
     spec = spec_of(small())
     told = queue.SimpleQueue[TransferDone]()
     link = CudaLink(driver, 0, VirtualClock(), told.put)
-    with gpu_speed.host_bytes(1 << 20) as address:
+    with gpu_speed.host_bytes(1 << 20, writable=True) as address:
         activated = gpu_speed.activated(driver, spec, link, told, address, 1e9, page=PAGE)
     link.close()
     assert activated["bytes"] == sum(spec.segment_bytes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import queue
 import threading
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 from ballast.core.clock import VirtualClock
-from ballast.core.errors import DeviceError
+from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.event import TransferDone
 from ballast.core.link import Direction
 from ballast.core.units import KiB
@@ -184,30 +186,52 @@ def test_senseless_settings(told: queue.Queue[TransferDone]) -> None:
             CudaLink(FakeDriver(), 0, VirtualClock(), told.put, **bad)
 
 
-def test_host_memory_is_pinned_where_the_device_can(driver: FakeDriver) -> None:
+def test_host_memory_is_pinned_where_the_device_can(
+    driver: FakeDriver, caplog: pytest.LogCaptureFixture
+) -> None:
     size = 4 * syscalls.PAGESIZE
     shared = syscalls.MAP_SHARED | syscalls.MAP_ANONYMOUS
     address = syscalls.mmap(0, size, syscalls.PROT_READ, shared)
     pins = Pins(driver, 1)
     assert pins.pin(address, size)
     assert (pins.n_bytes, driver.pinned) == (size, {address: (size, True)})
-    with pytest.raises(DeviceError, match="already"):
+    with pytest.raises(BrokenPromise, match="already"):
         pins.pin(address, size)
     pins.unpin(address)
     pins.unpin(address)
     assert (pins.n_bytes, driver.pinned) == (0, {})
     driver.fail("pin")
-    with pytest.raises(DeviceError, match="asked for"):
-        pins.pin(address, size)
+    assert not pins.pin(address, size)
+    assert "asked for" in caplog.text
     assert pins.pin(address, size)
     pins.close()
-    cannot = FakeDriver(attributes={Attribute.PINS_READ_ONLY: 0})
-    less = Pins(cannot, 0)
-    assert not less.pin(address, size)
-    assert less.pin(address, size, read_only=False)
-    less.close()
-    assert cannot.is_clean()
+    assert driver.is_clean()
     syscalls.munmap(address, size)
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_what_is_mapped_to_be_read_is_pinned_as_if_it_could_be_written(sealed: bool) -> None:
+    """Where the device pins nothing else; and it cannot be written to afterwards."""
+    size = 2 * syscalls.PAGESIZE
+    fd = os.memfd_create("pinned", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    if sealed:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    address = syscalls.mmap(0, size, syscalls.PROT_READ, syscalls.MAP_SHARED, fd)
+    driver = FakeDriver(attributes={Attribute.PINS_READ_ONLY: 0})
+    pins = Pins(driver, 0)
+    assert pins.pin(address, size) is not sealed
+    assert driver.pinned == ({} if sealed else {address: (size, False)})
+    (mode,) = [
+        line.split()[1]
+        for line in syscalls.maps().splitlines()
+        if line.startswith(b"%x-" % address)
+    ]
+    assert mode == b"r--s"
+    pins.close()
+    assert driver.is_clean()
+    syscalls.munmap(address, size)
+    os.close(fd)
 
 
 def test_memory_is_not_unpinned_under_a_copy(cuda: CudaVm, driver: FakeDriver) -> None:

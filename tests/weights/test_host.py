@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import math
 import os
@@ -78,6 +79,20 @@ def test_equal_segments_are_there_once_whatever_they_are_called() -> None:
     assert contents(b) == [1, 2, 9]
     b.close()
     assert tier.n_bytes == allocated() == 0
+
+
+@pytest.mark.parametrize("writable", [False, True])
+def test_a_file_may_be_written_only_where_a_device_has_to_lock_it(writable: bool) -> None:
+    tier = HostTier()
+    tier.writable = writable
+    a = load(tier, "a", one=1)
+    (fd,) = a.files()
+    try:
+        assert bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE) is not writable
+        with pytest.raises(OSError, match="not permitted"):
+            os.ftruncate(fd, 0)
+    finally:
+        a.close()
 
 
 def test_progress_is_told_for_each_piece() -> None:
