@@ -12,7 +12,7 @@ not run:
   against `transformers` on the same GPU after the same tokens, in two rounds, the second by CUDA
   graphs; in float32 a difference counts where the reference's margin is 1e-4 or more; in bfloat16
   their part of all tokens, beside that which running the reference in a batch of two gives. Then in
-  float32 on two lanes, and while layers rotate.
+  float32 by the generic path, on two lanes, and while layers rotate.
 - `single_model`: seconds of decode steps at batch 1 and 32 over 1024 tokens of context, with a CUDA
   graph and without, over what reading weights and KV once at the measured bandwidth allows, over
   `transformers` and over our generic path; what recording takes.
@@ -61,6 +61,7 @@ PARTS = (
 CASES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
+    "float32, generic path": {"dtype": "float32", "impl": "generic"},
     "float32, two lanes": {"dtype": "float32", "lanes": 2},
     "float32, layers rotate": {"dtype": "float32", "rotating": True},
 }

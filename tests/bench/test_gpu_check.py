@@ -244,8 +244,8 @@ def test_results_are_a_table() -> None:
             }
         },
         "single_model": {
-            "8B_batch_1": {"seconds": 0.01, "of_roofline": 0.5, "goal_met": False},
-            "8B_batch_32": {"not_run": "it does not fit"},
+            "8B_fused_batch_1": {"seconds": 0.01, "of_roofline": 0.5, "goal_met": False},
+            "1B": {"not_run": "it does not fit"},
         },
         "tests": {"test_x": {"passed": True}, "passed": True},
         "activation": {"broke_off": "killed after 9 seconds", "took_seconds": 9.0},
@@ -254,7 +254,7 @@ def test_results_are_a_table() -> None:
     told = {line.what: line for line in lines(found)}
     assert told["map + unmap of a recycled page"].met
     assert told["tokens that differ, float32"].met is False
-    assert told["decode, 8B batch 1"].met is False
+    assert told["decode, 8B fused batch 1"].met is False
     assert told["`activation`"].figure == "broke off: killed after 9 seconds"
     assert len(told) == 6
     text = markdown(found)
