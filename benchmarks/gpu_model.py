@@ -129,7 +129,7 @@ class Random:
                 device_tensor_at(address, (count,), torch.bfloat16, device).normal_(0, 0.02)
             kv = addresses[-1]
             device_tensor_at(kv, (kv_pages * page,), torch.uint8, device).zero_()
-            where = (addresses[:-1], kv, layout, blocks, device)
+            where = (addresses[:-1], kv, layout, kv_pages * page, device)
             self.served = (DeviceFusedModel if fused else DeviceModel)(host, *where, make, graphs)
         except BaseException:
             self._vm.close()

@@ -15,13 +15,13 @@ import torch
 
 from ballast.core.event import TransferDone
 from ballast.core.job import Sampled, SequenceWork
-from ballast.core.settings import GRAPH_BYTES
+from ballast.core.settings import GRAPH_BYTES, KvLayout
 from ballast.core.units import GiB, ceil_div
 from ballast.engine.inbox import MonotonicClock
 from ballast.engine.runner_cuda import TorchOnGpu
 from ballast.kernels.device_attention import choose, why_not
 from ballast.kernels.device_batch import DeviceBatch
-from ballast.kernels.device_kv import DeviceKv, KvLayout
+from ballast.kernels.device_kv import DeviceKv
 from ballast.kernels.device_plan import Bucket
 from ballast.memory.cuda_calls import Driver
 from ballast.memory.cuda_pins import Pins

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from ballast.core.capability import CPU, CUDA, GROUP, Capability, Lendable, capabilities
 from ballast.core.errors import ConfigError
@@ -76,6 +77,18 @@ class ModelSettings:
     """Devices that serve it, each of them all of it; none: one that is chosen by its size."""
 
 
+class KvLayout(StrEnum):
+    """Which axes of a KV cache (blocks, layers, 2, block_tokens, kv_heads, head_dim) are outermost
+    in memory."""
+
+    BLOCK_MAJOR = "block-major"
+    """(blocks, layers, ...): a block is one stretch of memory, so one page backs whole blocks of
+    all layers (`kv/layout.py`)."""
+    PER_LAYER = "per-layer"
+    """(layers, blocks, ...): the blocks of one layer lie side by side, in pages of their own
+    (`kv/layered.py`)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSettings:
     """One device and its budget."""
@@ -93,6 +106,8 @@ class DeviceSettings:
     step_logits: int = 64
     """Most positions sampled in one job; bounds the logits in the activation arena."""
     prefix_cache: bool = True
+    kv_layout: KvLayout = KvLayout.BLOCK_MAJOR
+    """Presets that swap KV layer by layer have it per layer, whatever is said here."""
     graphs: int | None = None
     """Most bytes that CUDA graphs take, of the budget; None: `GRAPH_BYTES` on a GPU. 0: there are
     none."""

@@ -9,7 +9,7 @@ from ballast.core.clock import Clock
 from ballast.core.cost import UNMEASURED, StepCosts, activation_bytes
 from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
-from ballast.core.settings import DeviceSettings
+from ballast.core.settings import DeviceSettings, KvLayout
 from ballast.core.units import MiB, format_bytes
 from ballast.engine.lending import Lending
 from ballast.engine.model import ModelState
@@ -113,7 +113,7 @@ def build_model(
     make_swapper: MakeSwapper | None = None,
 ) -> ModelState:
     """A model of which nothing is resident; `shared`: by digest, what is not its own alone."""
-    layered = make_swapper is not None
+    layered = make_swapper is not None or settings.kv_layout is KvLayout.PER_LAYER
     kv = KvCache(
         hosted.spec,
         pool,
@@ -123,7 +123,7 @@ def build_model(
         layered=layered,
     )
     swapper = None if make_swapper is None else make_swapper(kv)
-    kv.move = _mover(kv, copy) if swapper is None else _layered_mover(kv, swapper, copy)
+    kv.move = _layered_mover(kv, swapper, copy) if layered else _mover(kv, copy)
     weights = WeightsOnDevice(
         hosted.spec, pool, pool.vm, link, hosted.addresses, shared, make_rotor
     )
@@ -185,13 +185,16 @@ def _mover(kv: KvCache, copy: CopyNow) -> Callable[[int, int], None]:
     return move
 
 
-def _layered_mover(kv: KvCache, swapper: KvSwapper, copy: CopyNow) -> Callable[[int, int], None]:
+def _layered_mover(
+    kv: KvCache, swapper: KvSwapper | None, copy: CopyNow
+) -> Callable[[int, int], None]:
     """The same, layer by layer, each where it is between jobs."""
+    to_host = 0 if swapper is None else swapper.host
 
     def move(source: int, target: int) -> None:
         rotating = set(kv.rotation.layers)
         for layer in range(kv.spec.n_layers):
-            at = layer * kv.layout.layer_stride_bytes + (swapper.host if layer in rotating else 0)
+            at = layer * kv.layout.layer_stride_bytes + (to_host if layer in rotating else 0)
             to, from_ = kv.block_address(target) + at, kv.block_address(source) + at
             copy(to, from_, kv.layout.layer_bytes)
 

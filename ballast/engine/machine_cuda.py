@@ -129,8 +129,8 @@ class CudaMachine:
         workspaces: Sequence[Workspace],
     ) -> tuple[Served, ...]:
         """Of `workspaces` only the number matters: PyTorch's allocator gives what a job needs."""
-        compute, blocks = self._compute, kv.range.range.n_bytes // kv.layout.stride_bytes
-        where = (segments, kv.base, kv.layout, blocks, compute.device)
+        compute = self._compute
+        where = (segments, kv.base, kv.layout, kv.range.range.n_bytes, compute.device)
         kind = DeviceFusedModel if host.fused else DeviceModel
         made = kind(host, *where, compute.attention, self._graphs)
         return (made,) * len(workspaces)

@@ -12,6 +12,7 @@ from ballast.core.settings import (
     AdapterSettings,
     DeviceSettings,
     KeySettings,
+    KvLayout,
     ModelSettings,
     ServerSettings,
     Slo,
@@ -177,6 +178,7 @@ class DeviceKeys(Keys):
     step_tokens: Count = 512
     step_logits: Count = 64
     prefix_cache: bool = True
+    kv_layout: KvLayout = KvLayout.BLOCK_MAJOR
     graphs: SizeOrNone | None = None
     """None: 256 MiB on a GPU."""
     tensor_parallel: Count = 1
@@ -194,6 +196,7 @@ class DeviceKeys(Keys):
             step_tokens=self.step_tokens,
             step_logits=self.step_logits,
             prefix_cache=self.prefix_cache,
+            kv_layout=self.kv_layout,
             graphs=self.graphs,
             tensor_parallel=self.tensor_parallel,
             exchange=self.exchange,

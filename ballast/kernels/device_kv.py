@@ -1,31 +1,19 @@
 """The KV cache of a model on a GPU, as kernels see it: one index order, two ways to lie in memory.
 
 Whichever the layout, the cache is a tensor (blocks, layers, 2, block_tokens, kv_heads, head_dim),
-where index 2 tells K (0) from V (1); layouts differ in the strides of the first three axes. What
-lies within a layer's K or V of one block is contiguous in both.
+where index 2 tells K (0) from V (1); layouts differ in the strides of the first two axes. What lies
+within a layer's K and V of one block is contiguous in both.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from ballast.core.errors import BrokenPromise
-
-
-class KvLayout(StrEnum):
-    """Which axes are outermost in memory."""
-
-    BLOCK_MAJOR = "block-major"
-    """(blocks, layers, 2, ...): a block is one stretch of memory, so one page backs whole blocks of
-    all layers; that of `kv/layout.py`. The last layer's V of a block is followed by the padding
-    that makes its stride."""
-    PER_LAYER = "per-layer"
-    """(layers, 2, blocks, ...): the blocks of one layer's K lie side by side; memory that backs a
-    block comes in 2 * layers places."""
+from ballast.core.settings import KvLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +23,25 @@ class DeviceKv:
     cache: Tensor
 
     @classmethod
+    def of(
+        cls,
+        memory: Tensor,
+        shape: tuple[int, int, int, int, int],
+        blocks: int,
+        block_stride: int,
+        layer_stride: int,
+    ) -> DeviceKv:
+        """The cache that lies in flat `memory`, from its first element; nothing is touched.
+
+        `shape` is that of one block (layers, 2, block_tokens, kv_heads, head_dim); strides count
+        elements from a block, and from a block's layer, to the next.
+        """
+        _, _, block_tokens, kv_heads, head_dim = shape
+        token = kv_heads * head_dim
+        inner = (block_tokens * token, token, head_dim, 1)
+        return cls(memory.as_strided((blocks, *shape), (block_stride, layer_stride, *inner)))
+
+    @classmethod
     def over(
         cls,
         memory: Tensor,
@@ -42,28 +49,23 @@ class DeviceKv:
         shape: tuple[int, int, int, int, int],
         block_stride: int,
     ) -> DeviceKv:
-        """The cache that lies in flat `memory`, from its first element; nothing is touched.
+        """The same, in either layout, of as many blocks as fit.
 
-        `shape` is that of one block (layers, 2, block_tokens, kv_heads, head_dim); `block_stride`
-        counts elements from a block to the next, in whole as `block-major` has them: `per-layer`
-        has 2 * layers pieces of a block, each padded alike. There are as many blocks as fit.
-        Raises BrokenPromise where blocks would overlap, or padding does not divide.
+        `block_stride`: elements from a block to the next, in whole as `block-major` has them:
+        `per-layer` has a piece of a block for each layer, all padded alike. Raises BrokenPromise
+        where blocks would overlap, or padding does not divide.
         """
         layers, two, block_tokens, kv_heads, head_dim = shape
         inner = block_tokens * kv_heads * head_dim
-        planes = layers * two
-        if two != 2 or block_stride < planes * inner:
+        if two != 2 or block_stride < layers * 2 * inner:
             raise BrokenPromise(f"blocks of {shape} do not lie {block_stride} elements apart")
         blocks = memory.numel() // block_stride
-        token = kv_heads * head_dim
         if layout is KvLayout.BLOCK_MAJOR:
-            outer = (block_stride, 2 * inner, inner)
-        else:
-            if block_stride % planes:
-                raise BrokenPromise(f"{block_stride} elements are not {planes} equal pieces")
-            piece = block_stride // planes
-            outer = (piece, 2 * blocks * piece, blocks * piece)
-        return cls(memory.as_strided((blocks, *shape), (*outer, token, head_dim, 1)))
+            return cls.of(memory, shape, blocks, block_stride, 2 * inner)
+        if block_stride % layers:
+            raise BrokenPromise(f"{block_stride} elements are not {layers} equal pieces")
+        piece = block_stride // layers
+        return cls.of(memory, shape, blocks, piece, blocks * piece)
 
     @property
     def blocks(self) -> int:

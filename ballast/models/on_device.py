@@ -25,7 +25,7 @@ from ballast.core.units import ceil_div
 from ballast.kernels import sampling
 from ballast.kernels.device_attention import choose
 from ballast.kernels.device_batch import Attention, DeviceBatch, Scratch
-from ballast.kernels.device_kv import DeviceKv, KvLayout
+from ballast.kernels.device_kv import DeviceKv
 from ballast.kernels.device_lora import Group
 from ballast.kernels.device_plan import Bucket
 from ballast.kv.layout import Layout
@@ -52,12 +52,12 @@ class OnDevice(Served):
         segment_addresses: Sequence[int],
         kv_base: int,
         layout: Layout,
-        blocks: int,
+        kv_bytes: int,
         device: torch.device,
         make: Callable[[DeviceBatch], Attention] | None = None,
         graphs: GraphCache | None = None,
     ) -> None:
-        """`blocks`: of KV, that there are addresses for; `make`: attention, chosen if not given;
+        """`kv_bytes`: of addresses that its KV has; `make`: attention, chosen if not given;
         `graphs`: of the device, if it has any.
 
         Raises UnsupportedModel where the module keeps state that cannot be set up without its
@@ -74,9 +74,14 @@ class OnDevice(Served):
         if on_gpu:
             # Jobs run on streams that wait for no other: buffers have to be there by then.
             torch.cuda.current_stream(device).synchronize()
-        stride = layout.stride_bytes // self.dtype.itemsize
-        memory = self._view(kv_base, (blocks * stride,), self.dtype)
-        self._cache = DeviceKv.over(memory, KvLayout.BLOCK_MAJOR, layout.shape, stride)
+        item, slabs = self.dtype.itemsize, kv_bytes // layout.range_bytes
+        self._cache = DeviceKv.of(
+            self._view(kv_base, (kv_bytes // item,), self.dtype),
+            layout.shape,
+            slabs * layout.blocks_per_slab,
+            layout.stride_bytes // item,
+            layout.layer_stride_bytes // item,
+        )
         self._make = make or choose(self._cache)
         self._decodes: dict[Bucket, DeviceBatch] = {}
         self._chunks: OrderedDict[Bucket, DeviceBatch] = OrderedDict()

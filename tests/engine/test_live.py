@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from ballast.bench.inprocess import InProcess
 from ballast.core.event import Cancelled, Failed, Output, TokenOut
 from ballast.core.request import Sampling, Submission
-from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings, Slo
+from ballast.core.settings import DeviceSettings, FleetSettings, KvLayout, ModelSettings, Slo
 from ballast.core.units import KiB, MiB
 from ballast.policy.presets import PRESETS
 from tests.engine.checkpoints import VOCAB, make_llama
@@ -72,10 +72,15 @@ def need(paths: dict[str, Path]) -> int:
     return sum(weights[-2:]) + 4 * kv
 
 
+@pytest.mark.parametrize("layout", KvLayout)
 @pytest.mark.parametrize("preset", ["swap", "balloon"])
-def test_eviction_and_preemption_change_no_token(paths: dict[str, Path], preset: str) -> None:
+def test_eviction_and_preemption_change_no_token(
+    paths: dict[str, Path], preset: str, layout: KvLayout
+) -> None:
     requests = asked(5)
-    with InProcess(fleet(paths, need(paths), preset)) as server:
+    settings = fleet(paths, need(paths), preset)
+    settings = replace(settings, device=replace(settings.device, kv_layout=layout))
+    with InProcess(settings) as server:
         answers = server.generate(requests)
         report = server.device.snapshot()
     assert sum(m.evictions for m in report.models) > 0

@@ -11,7 +11,7 @@ import pytest
 from ballast.bench.inprocess import InProcess
 from ballast.core.errors import ConfigError, DeviceError
 from ballast.core.event import Failed, Finished
-from ballast.core.settings import FleetSettings, ModelSettings
+from ballast.core.settings import FleetSettings, KvLayout, ModelSettings
 from ballast.core.units import KiB, MiB
 from ballast.engine.build import GPU_LANE_BYTES
 from ballast.memory.cuda_calls import Attribute
@@ -43,7 +43,8 @@ def tight(paths: dict[str, Path], lanes: int = 1, preset: str = "balloon") -> Fl
 
 
 @pytest.mark.parametrize(
-    ("preset", "lanes", "impl"), [("swap", 1, "fused"), ("balloon", 2, "generic")]
+    ("preset", "lanes", "impl", "layout"),
+    [("swap", 1, "fused", KvLayout.BLOCK_MAJOR), ("balloon", 2, "generic", KvLayout.PER_LAYER)],
 )
 def test_under_pressure_its_tokens_are_those_of_the_cpu(
     paths: dict[str, Path],  # noqa: F811
@@ -51,6 +52,7 @@ def test_under_pressure_its_tokens_are_those_of_the_cpu(
     preset: str,
     lanes: int,
     impl: str,
+    layout: KvLayout,
 ) -> None:
     requests = [*asked(3), *(replace(r, id=f"{r.id}-warm") for r in asked(2, 0.8))]
     requests.append(
@@ -63,7 +65,8 @@ def test_under_pressure_its_tokens_are_those_of_the_cpu(
     compute = OnHost()
     pressed = tight(paths, lanes, preset)
     models = tuple(replace(m, model_impl=impl) for m in pressed.models)
-    with serving(replace(pressed, models=models), driver, compute) as server:
+    pressed = replace(pressed, models=models, device=replace(pressed.device, kv_layout=layout))
+    with serving(pressed, driver, compute) as server:
         executors = server.device.executors.values()
         kind = DeviceFusedModel if impl == "fused" else DeviceModel
         assert all(isinstance(e, kind) for of_model in executors for e in of_model)

@@ -16,9 +16,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from ballast.core.errors import ConfigError
+from ballast.core.settings import KvLayout
 from ballast.kernels.device_attention import NAMES, choose
 from ballast.kernels.device_batch import DeviceBatch
-from ballast.kernels.device_kv import DeviceKv, KvLayout
+from ballast.kernels.device_kv import DeviceKv
 from ballast.kernels.device_plan import Bucket
 from ballast.kernels.flashinfer_attention import FlashInferAttention
 from ballast.kernels.triton_attention import TritonAttention

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from ballast.core.errors import BrokenPromise
+from ballast.core.settings import KvLayout
 from ballast.kernels.device_batch import NOWHERE, DeviceBatch
-from ballast.kernels.device_kv import DeviceKv, KvLayout
+from ballast.kernels.device_kv import DeviceKv
 from ballast.kernels.device_plan import Bucket
 
 SHAPE = (3, 2, 4, 2, 8)
@@ -51,8 +52,8 @@ def test_layouts_cover_memory_without_overlap(layout: KvLayout) -> None:
 def test_layouts_differ_in_what_lies_side_by_side() -> None:
     inner = 4 * 2 * 8
     assert kv().cache.stride()[:3] == (6 * inner + 48, 2 * inner, inner)
-    piece = inner + 8
-    assert kv(KvLayout.PER_LAYER).cache.stride()[:3] == (piece, 20 * piece, 10 * piece)
+    piece = 2 * inner + 16
+    assert kv(KvLayout.PER_LAYER).cache.stride()[:3] == (piece, 10 * piece, inner)
 
 
 def test_blocks_that_would_overlap_are_refused() -> None:

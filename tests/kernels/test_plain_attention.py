@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ballast.core.settings import KvLayout
 from ballast.kernels import plain_attention
 from ballast.kernels.device_batch import DeviceBatch
-from ballast.kernels.device_kv import DeviceKv, KvLayout
+from ballast.kernels.device_kv import DeviceKv
 from ballast.kernels.device_plan import Bucket
 from ballast.kernels.plain_attention import PlainAttention
 from tests.kernels.reference import reference

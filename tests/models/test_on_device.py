@@ -37,10 +37,10 @@ class OnGpu(Served):
         device = torch.device("cuda", 0)
         sizes = self.spec.segment_bytes
         self.segments = [torch.zeros(n, dtype=torch.uint8, device=device) for n in sizes]
-        n_bytes = blocks * self.layout.stride_bytes
+        n_bytes = self.layout.pages(blocks) * self.layout.page_bytes
         self.blocks = torch.full((n_bytes,), 0xFF, dtype=torch.uint8, device=device)
         addresses = [segment.data_ptr() for segment in self.segments]
-        where = (self.host, addresses, self.blocks.data_ptr(), self.layout, blocks, device)
+        where = (self.host, addresses, self.blocks.data_ptr(), self.layout, n_bytes, device)
         self.model = (DeviceFusedModel if self.host.fused else DeviceModel)(*where)
         for segment, address in zip(self.segments, self.host.addresses, strict=True):
             segment.copy_(tensor_at(address, (len(segment),), torch.uint8))

@@ -83,14 +83,15 @@ class Served:
         self.layout = Layout.of(self.spec, 65536)
         self.weights = [np.zeros(n, np.uint8) for n in self.spec.segment_bytes]
         # Bytes of 0xFF are NaN: what has not been written must not be read.
-        self.kv = np.full(blocks * self.layout.stride_bytes + 64, 0xFF, np.uint8)
+        kv_bytes = self.layout.pages(blocks) * self.layout.page_bytes
+        self.kv = np.full(kv_bytes + 64, 0xFF, np.uint8)
         base = -(-self.kv.ctypes.data // 64) * 64
         addresses = [w.ctypes.data for w in self.weights]
         where = (self.host, addresses, base, self.layout)
         self.model: ServedModel | FusedModel | OnDevice
         if attention is not None:
             kind = DeviceFusedModel if self.host.fused else DeviceModel
-            self.model = kind(*where, blocks, torch.device("cpu"), attention)
+            self.model = kind(*where, kv_bytes, torch.device("cpu"), attention)
         elif self.host.fused:
             workspace = Workspace(workspace_bytes(self.spec, ROWS, SAMPLED))
             size = (workspace, ROWS, SAMPLED)

@@ -15,7 +15,7 @@ from ballast.core.actions import Activate, Change, Evict, Short
 from ballast.core.command import Add, Order, Outcome, Remove
 from ballast.core.event import Output, TokenOut
 from ballast.core.request import Sampling, Submission
-from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings, Slo
+from ballast.core.settings import DeviceSettings, FleetSettings, KvLayout, ModelSettings, Slo
 from ballast.core.units import KiB, MiB
 from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
@@ -89,13 +89,21 @@ def follow(server: InProcess, requests: list[Submission]) -> None:
     server.generate([*later, *twins])
 
 
-@pytest.mark.parametrize("preset", ["static", "swap", "balloon"])
+@pytest.mark.parametrize(
+    ("preset", "layout", "pages"),
+    [
+        ("static", KvLayout.BLOCK_MAJOR, 160),
+        ("swap", KvLayout.PER_LAYER, 60),
+        ("balloon", KvLayout.BLOCK_MAJOR, 24),
+    ],
+)
 def test_a_live_run_replays_to_the_same_actions(
-    paths: dict[str, Path], preset: str, tmp_path: Path
+    paths: dict[str, Path], preset: str, layout: KvLayout, pages: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "story"
-    pages = {"static": 160, "swap": 60, "balloon": 24}[preset]
-    with InProcess(fleet(paths, preset, path, pages)) as server:
+    settings = fleet(paths, preset, path, pages)
+    settings = replace(settings, device=replace(settings.device, kv_layout=layout))
+    with InProcess(settings) as server:
         follow(server, asked(paths))
         report = server.device.snapshot()
     (life,) = read_lives(path)
