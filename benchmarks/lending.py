@@ -6,14 +6,19 @@ In one of a hundred cycles the borrower is killed: at any moment, or because it 
 recall (it keeps writing on the pages until it is dead, and they are used at once after that). Each
 page carries a stamp by owner and generation. After every change both workers compare ledgers,
 leases, /proc/self/maps and all stamps, those of lent pages also as the lender's memfd has them.
+With `--gpus 0 1` each worker has the memory of one of two GPUs, of which each can use the other's
+in place, and the driver is asked instead of Linux.
 
 - `leaked_pages`: not free at the end, or after their borrower's death; `leaked_memories`: devices
-  of dead workers that the other still has open or mapped. Goal 0.
-- `corrupted`: stamps that were wrong; `os_disagreements`: checks in which Linux and ledger differ.
+  of dead workers that the other still has open or mapped, of GPUs pages that it still has without
+  a lease. Goal 0.
+- `corrupted`: stamps that were wrong; `os_disagreements`: checks in which Linux (or the driver) and
+  ledger differ.
 - `stale_refused` of `stale`: messages of dead leases that were delivered late.
 - `us`: microseconds a page by pages a call, medians: `lend` (with accepting), `map`, `touch` (all
   of it), `recall` (with unmapping what was written and taking it back), without messages;
-  `recall_trip_us`: a whole recall between the processes, messages passed on by a third.
+  `recall_trip_us`: a whole recall between the processes, messages passed on by a third. On GPUs
+  accepting includes the descriptors' way and their import.
 """
 
 from __future__ import annotations
@@ -24,24 +29,29 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import msgspec
 
 from ballast.core.lease import Returned
-from ballast.core.units import KiB
+from ballast.core.units import KiB, MiB
 from benchmarks import lending_worker
 from benchmarks.common import finish, options
 from benchmarks.lending_worker import decode
 
-NAMES = ("cpu:0", "cpu:1")
+NAMES = ("a", "b")
 PAGE, N_PAGES = 16 * KiB, 48
 TIMED_PAGE, TIMED_PAGES = 256 * KiB, 128
+GPU_PAGE = 2 * MiB
 BATCHES = (1, 16, 64)
 ROUNDS = 200
 KILL_SHARE = 0.01
+
+
+Run = Callable[[Connection, str, int, int, int | None], None]
 
 
 class Failed(Exception):
@@ -51,11 +61,19 @@ class Failed(Exception):
 class Child:
     """A worker process, and what is asked of it."""
 
-    def __init__(self, context: ForkServerContext, name: str, page: int, n_pages: int) -> None:
+    def __init__(
+        self,
+        context: ForkServerContext,
+        name: str,
+        page: int,
+        n_pages: int,
+        gpu: int | None,
+        run: Run,
+    ) -> None:
         self.name = name
         self._pipe, theirs = context.Pipe()
-        arguments = (theirs, name, page, n_pages)
-        self._process = context.Process(target=lending_worker.serve, args=arguments, daemon=True)
+        arguments = (theirs, name, page, n_pages, gpu)
+        self._process = context.Process(target=run, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
 
@@ -82,8 +100,17 @@ class Child:
 class Pair:
     """Two workers, the one that supervises them, and what it knows of every page in use."""
 
-    def __init__(self, context: ForkServerContext, page: int, n_pages: int) -> None:
-        self._context, self._page, self._n_pages = context, page, n_pages
+    def __init__(
+        self,
+        context: ForkServerContext,
+        page: int,
+        n_pages: int,
+        gpus: Sequence[int] | None = None,
+        run: Run = lending_worker.run,
+    ) -> None:
+        """`gpus`: one each; None: CPUs. `run`: what the processes do."""
+        self._context, self._page, self.n_pages, self._run = context, page, n_pages, run
+        self._gpus: Mapping[str, int] = dict(zip(NAMES, gpus or (), strict=False))
         self.addresses: dict[str, str] = {}
         self.workers = {name: self._child(name) for name in NAMES}
         self.epoch = 0
@@ -92,7 +119,8 @@ class Pair:
         self.meet()
 
     def _child(self, name: str) -> Child:
-        child = Child(self._context, name, self._page, self._n_pages)
+        arguments = (self._page, self.n_pages, self._gpus.get(name), self._run)
+        child = Child(self._context, name, *arguments)
         self.addresses[name] = child.ask("address")
         return child
 
@@ -102,11 +130,8 @@ class Pair:
     def meet(self) -> None:
         self.epoch += 1
         for name in NAMES:
-            peer = self.workers[self.other(name)]
-            self.workers[name].tell("meet", peer.name, self.epoch, self.addresses[peer.name])
-            peer.tell("serve")
-            self.workers[name].hear()
-            peer.hear()
+            peer = self.other(name)
+            self.workers[name].ask("meet", peer, self.epoch, self.addresses[peer])
 
     def deliver(self, to: str, data: bytes) -> str | None:
         """With all that it leads to; why it was refused."""
@@ -140,8 +165,9 @@ class Pair:
 class Cycles:
     """The random run."""
 
-    def __init__(self, pair: Pair, seed: int) -> None:
+    def __init__(self, pair: Pair, seed: int, kill_share: float = KILL_SHARE) -> None:
         self._pair, self._random = pair, random.Random(seed)
+        self._kill_share = kill_share
         self._stamp = 1
         self._now = 0.0
         self._late: list[tuple[str, bytes]] = []
@@ -164,7 +190,7 @@ class Cycles:
             assert self._pair.deliver(borrower, lent) is None
             self._count("lend")
         self._use(lender, borrower)
-        if self._random.random() < KILL_SHARE:
+        if self._random.random() < self._kill_share:
             self._kill(lender, borrower)
         else:
             self._recall(lender, borrower)
@@ -203,7 +229,7 @@ class Cycles:
         which, skip = self._random.randrange(1000), self._random.randrange(1000)
         n = self._random.randint(1, 12) if n is None else n
         start = time.perf_counter()
-        arguments = (borrower, which, 0 if n > N_PAGES else skip, n, self._now + 1.0)
+        arguments = (borrower, which, 0 if n > self._pair.n_pages else skip, n, self._now + 1.0)
         asked = self._pair.workers[lender].ask("recall", *arguments)
         if asked is None:
             return False
@@ -236,7 +262,7 @@ class Cycles:
         self.kill_seconds.append(time.perf_counter() - start)
         self.counts["pages_of_the_killed"] += freed
         told = survivor.ask("check", [])
-        self.counts["leaked"] += N_PAGES - told["free"] - told["own"] + told["borrowed"]
+        self.counts["leaked"] += self._pair.n_pages - told["free"] - told["own"] + told["borrowed"]
         mine = dict(survivor.ask("own", told["free"], self._stamp))
         self._stamp += told["free"]
         self._pair.stamps[lender] = {
@@ -263,18 +289,17 @@ class Cycles:
     def _clean_up(self) -> None:
         """Everything is asked back, everything is given back: all pages are free, or leaked."""
         for name in NAMES:
-            while self._recall(name, self._pair.other(name), N_PAGES + 1):
+            while self._recall(name, self._pair.other(name), self._pair.n_pages + 1):
                 pass
-            self._pair.workers[name].ask("disown", N_PAGES)
+            self._pair.workers[name].ask("disown", self._pair.n_pages)
             self._pair.stamps[name].clear()
         for worker in self._pair.workers.values():
             told = worker.ask("check", [])
-            self.counts["leaked"] += N_PAGES - told["free"] + told["borrowed"]
+            self.counts["leaked"] += self._pair.n_pages - told["free"] + told["borrowed"]
 
 
-def costs(context: ForkServerContext, rounds: int) -> dict[str, dict[str, float]]:
-    """Microseconds a page, by pages a call."""
-    pair = Pair(context, TIMED_PAGE, TIMED_PAGES)
+def costs(pair: Pair, rounds: int) -> dict[str, dict[str, float]]:
+    """Microseconds a page, by pages a call; ends the workers."""
     a, b = (pair.workers[name] for name in NAMES)
     steps = {
         "lend": ((a, "lend"), (b, "accept")),
@@ -304,13 +329,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     def extra(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--cycles", type=int, default=None)
         parser.add_argument("--seed", type=int, default=0)
+        parser.add_argument("--gpus", type=int, nargs=2, default=None, metavar="N")
 
     args = options(__doc__, argv, extra)
     cycles = args.cycles or (500 if args.quick else 10_000)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.lending_worker"])
-    us = costs(context, ROUNDS)
-    pair = Pair(context, PAGE, N_PAGES)
+    timed_page, page = (TIMED_PAGE, PAGE) if args.gpus is None else (GPU_PAGE, GPU_PAGE)
+    us = costs(Pair(context, timed_page, TIMED_PAGES, args.gpus), ROUNDS)
+    pair = Pair(context, page, N_PAGES, args.gpus)
     run = Cycles(pair, args.seed)
     start = time.perf_counter()
     run.run(cycles)
@@ -334,7 +361,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "kills_for_silence": counts["deaf"],
         "pages_of_the_killed": counts["pages_of_the_killed"],
         "us": us,
-        "timed_page_bytes": TIMED_PAGE,
+        "timed_page_bytes": timed_page,
+        "gpus": args.gpus,
         "recall_trip_us": statistics.median(run.trips) * 1e6,
         "kill_ms": statistics.median(run.kill_seconds) * 1e3 if run.kill_seconds else 0.0,
         "seconds": seconds,

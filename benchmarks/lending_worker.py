@@ -2,20 +2,22 @@
 
 It does what it is told over a pipe, one command at a time, and answers with what came of it. Every
 page that it writes gets a stamp of its own, in each of its 4 KiB; `check` compares all that there
-is: ledger, leases, what Linux shows as mapped, the stamps of all pages mapped here, and the stamps
-of all pages of this device, wherever they are mapped, read from its memfd.
+is: ledger, leases, what Linux or the driver shows as mapped, the stamps of all pages mapped here,
+and the stamps of all pages of this device, wherever they are mapped: read from its memfd, or, on a
+GPU, mapped once more for that.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import select
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -24,12 +26,15 @@ from ballast.core.actions import Short
 from ballast.core.errors import BallastError
 from ballast.core.lease import AskedBack, Lease, Lent, Returned
 from ballast.memory.borrow import Borrower
+from ballast.memory.cuda_driver import CudaDriver
 from ballast.memory.lend import OWNER, Lender
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.tensor import array_at
+from ballast.memory.vm import Exported
+from ballast.memory.vm_cuda import CudaVm
 from ballast.memory.vm_memfd import MemfdVm
-from ballast.transport.lending import PagesSocket, fetch_pages
+from ballast.transport.lending import PagesSocket, fetch_lease, fetch_pages, serve
 from ballast.transport.messages import OfLease, decode_to_worker
 from ballast.transport.messages import encode as encode_message
 
@@ -41,45 +46,56 @@ SPAN = 16
 class Worker:
     """`commands` are the methods that do not begin with an underscore."""
 
-    def __init__(self, name: str, page_bytes: int, n_pages: int) -> None:
-        self._vm = MemfdVm(page_bytes, n_pages)
+    def __init__(
+        self, name: str, vm: MemfdVm | CudaVm, n_pages: int, torch_device: str | None
+    ) -> None:
+        """`torch_device`: where a GPU's pages are read and written."""
+        self._vm, self._torch = vm, torch_device
         self._pool = Pool(self._vm, n_pages)
         self._condemned: list[tuple[str, int]] = []
         self._lender = Lender(self._pool, name, lambda *told: self._condemned.append(told))
         self._borrower = Borrower(self._pool, self._vm, name)
-        span = SPAN * n_pages * page_bytes
+        span = SPAN * n_pages * vm.page_bytes
         self._range = BackedRange(self._pool, self._vm, f"kv:{name}", span)
+        self._beside = vm.reserve(vm.page_bytes)
         self._socket = PagesSocket()
         self._stamps: dict[int, int] = {}
         """Index -> what its page is filled with."""
         self._first = 0
         """The number of the peer's page 0 here."""
+        self._address = ""
+        """Where the peer gives its pages."""
+        self._leases: dict[tuple[str, int, int], tuple[int, ...]] = {}
+        """Lent, by borrower, epoch and lease."""
         self._deaf = False
         self._pool.populate_some(n_pages)
+        threading.Thread(target=self._serve, daemon=True).start()
 
-    def serve(self) -> int:
-        """Give the device to the peer that asks, or is about to."""
-        deadline = time.monotonic() + 5.0
-        while not (served := self._socket.serve(self._vm.export(()))):
-            if time.monotonic() > deadline:
-                raise TimeoutError("nobody asked for the device")
-            time.sleep(1e-4)
-        return served
+    def _serve(self) -> None:
+        """Whoever asks for the device."""
+        while True:
+            select.select([self._socket], [], [])
+            for connection in self._socket.accept():
+                serve(connection, self._vm.export, lambda *key: self._leases.get(key, ()))
 
     def address(self) -> str:
         return self._socket.address
 
     def meet(self, peer: str, epoch: int, address: str) -> None:
+        self._address = address
         exported = fetch_pages(address)
-        assert exported.fd is not None
-        self._first = self._vm.attach(replace(exported, fd=os.dup(exported.fd)))
+        own = exported.fd if exported.fd is None else os.dup(exported.fd)
+        self._first = self._vm.attach(replace(exported, fd=own))
         self._borrower.meet(peer, epoch, exported)
         self._lender.meet(peer, epoch)
 
     def lend(self, peer: str, n: int) -> bytes | None:
         """The message to the borrower; None where pages are short."""
         lease = self._lender.lend(peer, n)
-        return None if isinstance(lease, Short) else encode(Lent(lease))
+        if isinstance(lease, Short):
+            return None
+        self._leases[peer, lease.epoch, lease.id] = lease.pages
+        return encode(Lent(lease))
 
     def recall(self, peer: str, which: int, skip: int, n: int, due: float) -> bytes | None:
         """Ask for `n` pages of a lease from the `skip`-th on; None where none is out."""
@@ -95,7 +111,7 @@ class Worker:
         """What a message from the peer led to: answers, or why it was refused."""
         message = decode(data)
         if isinstance(message, Lent):
-            return {"refused": self._borrower.accept(message.lease), "answers": []}
+            return {"refused": self._accept(message.lease), "answers": []}
         if isinstance(message, Returned):
             return {"refused": self._lender.returned(message.lease), "answers": []}
         if self._deaf:
@@ -103,6 +119,13 @@ class Worker:
         for place in self._borrower.recall(message.lease):
             self._drop(place.at, 1)
         return {"refused": None, "answers": self.settle()}
+
+    def _accept(self, lease: Lease) -> str | None:
+        opened: list[Exported] = []
+        if isinstance(self._vm, CudaVm) and self._borrower.knows(lease.lender, lease.epoch):
+            vm = self._vm
+            fetch_lease(self._address, lease, lambda pages: opened.append(vm.open(pages)))
+        return self._borrower.accept(lease, opened)
 
     def settle(self) -> list[bytes]:
         return [encode(Returned(part)) for part in self._borrower.settle()]
@@ -143,7 +166,7 @@ class Worker:
         """From now on answer no recall, and keep writing on what was borrowed, until killed."""
         self._deaf = True
         views = [
-            (array_at(self._range.address(at), (self._vm.page_bytes // 8,), np.int64), stamp)
+            (self._view(self._range.address(at)), stamp)
             for at, stamp in self._stamps.items()
             if self._is_borrowed(at)
         ]
@@ -152,6 +175,7 @@ class Worker:
             while True:
                 for view, stamp in views:
                     view[:: STRIDE // 8] = stamp
+                self._wait()
 
         threading.Thread(target=scribble, daemon=True).start()
 
@@ -184,7 +208,7 @@ class Worker:
         return {
             "corrupted": wrong,
             "disagreements": (shown != told) + lent + (self._vm.physical_bytes() > budget),
-            "strangers": len(self._memories()) - 2,
+            "strangers": self._strangers(),
             "free": self._pool.free,
             "lent": self._pool.owned(OWNER),
             "borrowed": self._pool.borrowed(),
@@ -203,11 +227,12 @@ class Worker:
             answer = Lent(lease)
         elif call == "accept":
             assert message is not None
-            assert self._borrower.accept(message.lease) is None
+            assert self._accept(message.lease) is None
         elif call == "map":
             assert self._borrower.back(self._range, 0, n) is None
         elif call == "touch":
-            array_at(self._range.address(0), (n * self._vm.page_bytes // 8,), np.int64)[:] = 1
+            self._view(self._range.address(0), n)[:] = 1
+            self._wait()
         elif call == "ask_back":
             (lease,) = self._lender.leases(peer)
             part = self._lender.recall(lease, 1e9)
@@ -234,7 +259,8 @@ class Worker:
         return at
 
     def _write(self, at: int, stamp: int) -> int:
-        array_at(self._range.address(at), (self._vm.page_bytes // 8,), np.int64)[:] = stamp
+        self._view(self._range.address(at))[:] = stamp
+        self._wait()
         self._stamps[at] = stamp
         return self._range.pages(at, 1)[0]
 
@@ -246,15 +272,44 @@ class Worker:
     def _is_borrowed(self, at: int) -> bool:
         return self._range.pages(at, 1)[0] >= self._vm.n_pages
 
+    def _view(self, address: int, n: int = 1) -> Any:
+        """Of `n` pages, as 64-bit numbers."""
+        shape = (n * self._vm.page_bytes // 8,)
+        if self._torch is None:
+            return array_at(address, shape, np.int64)
+        import torch
+
+        from ballast.memory.cuda_tensor import device_tensor_at
+
+        return device_tensor_at(address, shape, torch.int64, torch.device(self._torch))
+
+    def _wait(self) -> None:
+        """Until what was written is there: whoever unmaps it does not wait."""
+        if self._torch is not None and self._torch.startswith("cuda"):
+            import torch
+
+            torch.cuda.synchronize(self._torch)
+
     def _right(self, at: int) -> bool:
-        view = array_at(self._range.address(at), (self._vm.page_bytes // 8,), np.int64)
+        view = self._view(self._range.address(at))
         return bool((view[:: STRIDE // 8] == self._stamps[at]).all())
 
     def _filled(self, page: int, stamp: int) -> bool:
-        fd = self._vm.export(()).fd
-        assert fd is not None
-        data = os.pread(fd, self._vm.page_bytes, page * self._vm.page_bytes)
-        return bool((np.frombuffer(data, np.int64)[:: STRIDE // 8] == stamp).all())
+        if self._torch is None:
+            fd = self._vm.export(()).fd
+            assert fd is not None
+            data = os.pread(fd, self._vm.page_bytes, page * self._vm.page_bytes)
+            return bool((np.frombuffer(data, np.int64)[:: STRIDE // 8] == stamp).all())
+        self._vm.map(self._beside, 0, [page], alias=True)
+        found = bool((self._view(self._beside.base)[:: STRIDE // 8] == stamp).all())
+        self._vm.unmap(self._beside, 0, 1)
+        return found
+
+    def _strangers(self) -> int:
+        """Memory of others that is kept for nothing: devices on a CPU, on a GPU pages."""
+        if isinstance(self._vm, CudaVm):
+            return self._vm.imported - self._pool.borrowed()
+        return len(self._memories()) - 2
 
     def _memories(self) -> set[str]:
         """Inodes of the devices that this process has open or mapped; its own and the peer's."""
@@ -279,9 +334,15 @@ def decode(data: bytes) -> Lent | AskedBack | Returned:
     return message.word
 
 
-def serve(connection: Connection, name: str, page: int, n_pages: int) -> None:
-    """The process: until the pipe is closed."""
-    worker = Worker(name, page, n_pages)
+def run(connection: Connection, name: str, page: int, n_pages: int, gpu: int | None) -> None:
+    """The process: until the pipe is closed. `gpu`: which, as CUDA counts; None: a CPU."""
+    if gpu is None:
+        work(connection, Worker(name, MemfdVm(page, n_pages), n_pages, None))
+    work(connection, Worker(name, CudaVm(CudaDriver(), gpu, page, n_pages), n_pages, f"cuda:{gpu}"))
+
+
+def work(connection: Connection, worker: Worker) -> NoReturn:
+    """What is asked for, until nobody can ask any more."""
     while True:
         try:
             command, *arguments = msgspec.msgpack.decode(connection.recv_bytes())
@@ -290,5 +351,5 @@ def serve(connection: Connection, name: str, page: int, n_pages: int) -> None:
         try:
             answer: Any = [True, getattr(worker, command)(*arguments)]
         except (BallastError, AssertionError, OSError) as error:
-            answer = [False, f"{name}: {command}: {type(error).__name__}: {error}"]
+            answer = [False, f"{command}: {type(error).__name__}: {error}"]
         connection.send_bytes(msgspec.msgpack.encode(answer))

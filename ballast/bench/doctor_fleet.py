@@ -8,12 +8,15 @@ from ballast.bench import doctor_memory
 from ballast.bench.finding import Finding, Verdict, judged
 from ballast.cluster.placing import homes_of
 from ballast.cluster.ranks import of_one_rank
-from ballast.core.errors import BallastError, ConfigError
+from ballast.core.capability import Reach
+from ballast.core.errors import BallastError, ConfigError, DeviceError
 from ballast.core.model import ModelSpec, weight_bytes, weight_pages
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import KiB, ceil_div, format_bytes
 from ballast.engine.build import set_aside
 from ballast.kv.layout import Layout
+from ballast.memory.cuda_devices import reach_of
+from ballast.memory.cuda_driver import CudaDriver
 from ballast.weights.checkpoint import load_host_model, read_spec
 
 
@@ -76,12 +79,20 @@ def _group(
 
 
 def _lending(settings: FleetSettings) -> Finding:
-    unable = [
-        f"{c.lender} cannot to {c.borrower}: {c.why}" for c in settings.lending if not c.means
-    ]
-    able = len(settings.lending) - len(unable)
-    told = [f"{able} of {len(settings.lending)} ways between devices", *unable]
+    ways = settings.lending(_reaches(settings))
+    unable = [f"{c.lender} cannot to {c.borrower}: {c.why}" for c in ways if not c.means]
+    told = [f"{len(ways) - len(unable)} of {len(ways)} ways between devices", *unable]
     return judged("lending", "; ".join(told), "")
+
+
+def _reaches(settings: FleetSettings) -> dict[str, Reach | None]:
+    """Of its GPUs, if this process may use them."""
+    gpus = {name: d.gpu for name, (d, _) in settings.devices.items() if d.gpu is not None}
+    try:
+        driver = CudaDriver() if gpus else None
+        return {name: reach_of(driver, gpu) for name, gpu in gpus.items() if driver is not None}
+    except DeviceError:
+        return {}
 
 
 def _device(

@@ -20,6 +20,7 @@ from ballast.cluster.spare import Spare
 from ballast.cluster.suspicion import Suspicions
 from ballast.cluster.together import together
 from ballast.core.actions import Lend, Recall
+from ballast.core.capability import Capability
 from ballast.core.command import Add, DeviceOrder, Order, Outcome, Remove
 from ballast.core.errors import ConfigError, Unavailable
 from ballast.core.model import ModelSpec
@@ -118,6 +119,11 @@ class Controller:
         if [*map(id, reports)] != [*map(id, self._reports)]:
             self._reports, self._together = reports, together(reports)
         return self._together
+
+    @property
+    def lending(self) -> tuple[Capability, ...]:
+        """Which devices can lend pages to which, as far as their workers have told."""
+        return self.fleet.lending({name: d.reach for name, d in self.devices.items()})
 
     @property
     def open_requests(self) -> int:
@@ -265,9 +271,7 @@ class Controller:
     async def lend(self, lender: str, borrower: str, n_bytes: int) -> Outcome:
         """Have a device lend free pages, so many bytes of them. Raises Unavailable."""
         device = self.devices.get(lender)
-        way = next(
-            (c for c in self.fleet.lending if (c.lender, c.borrower) == (lender, borrower)), None
-        )
+        way = next((c for c in self.lending if (c.lender, c.borrower) == (lender, borrower)), None)
         if device is None or way is None:
             return Outcome("refused", f"there is no lending from {lender!r} to {borrower!r}")
         if way.means is None:
@@ -392,7 +396,7 @@ class Controller:
 
     def serving(self, device: RemoteDevice, pages: str) -> None:
         """Its worker serves: it may lend to others, and borrow."""
-        self._acquaintances.serving(device, pages, self.fleet.lending)
+        self._acquaintances.serving(device, pages, self.lending)
 
     def said(self, device: RemoteDevice, message: OfLease | OfPeer) -> None:
         """Of pages that are lent."""

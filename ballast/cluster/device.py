@@ -15,6 +15,7 @@ from ballast.cluster.prefixes import GivenPrefixes
 from ballast.cluster.requests import OpenRequests
 from ballast.cluster.spare import Spare
 from ballast.cluster.suspicion import Suspicions
+from ballast.core.capability import Reach
 from ballast.core.command import Add, DeviceOrder, Outcome, Remove
 from ballast.core.errors import BallastError, Unavailable
 from ballast.core.model import ModelSpec
@@ -119,6 +120,8 @@ class RemoteDevice:
         self.failed: Mapping[str, str] = {}
         """Models of its fleet that it does not serve, with the reason."""
         self.report: DeviceReport | None = None
+        self.reach: Reach | None = None
+        """Of a GPU, as its last worker has told."""
         self.leaving: set[str] = set()
         """Models that it serves until their open requests have ended."""
         self._prefixes: dict[str, GivenPrefixes] = {}
@@ -331,6 +334,7 @@ class RemoteDevice:
 
     def _serve(self, ready: Ready) -> None:
         self.specs, self.failed, self.report = ready.specs, ready.failed, ready.report
+        self.reach = ready.reach
         self.down = self.lost = None
         self._drained.clear()
         self.requests.serve(lambda message: self.worker.send(message))

@@ -11,7 +11,8 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,18 +22,18 @@ from ballast.cluster.flight import FlightRecorder
 from ballast.cluster.logs import FORMAT_VARIABLE, set_up
 from ballast.cluster.orphan import die_with
 from ballast.cluster.outgoing import Outgoing
+from ballast.cluster.peers import Lends, Peers
 from ballast.cluster.remote import start_ranks
 from ballast.cluster.segments import SegmentClient
+from ballast.core.capability import Reach
 from ballast.core.clock import Clock
 from ballast.core.command import DeviceOrder, Outcome
-from ballast.core.errors import BallastError, DeviceError
+from ballast.core.errors import BallastError
 from ballast.core.event import Arrival, Cancel, Drain, Event, Output, Stop
-from ballast.core.lease import PeerGone, Word
+from ballast.core.lease import Word
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.settings import FleetSettings
-from ballast.memory.vm import Exported
-from ballast.transport.lending import PagesSocket, fetch_pages
 from ballast.transport.messages import (
     Command,
     Configure,
@@ -60,8 +61,6 @@ log = logging.getLogger(__name__)
 REPORT_SECONDS = 0.1
 """A changed report is sent this often at most."""
 HEARTBEAT_SECONDS = 0.5
-FETCHES = 3
-"""Times that another worker is asked for its memory before it is taken to have none to lend."""
 SERVING, SPARE, PREPARING = "ballast-worker", "ballast-spare", "ballast-prepare"
 """Names of processes, as operators see them."""
 _LOWEST_PRIORITY = 19
@@ -69,7 +68,7 @@ STALE_SECONDS = 1.0
 """An unchanged one is repeated this often, so that its age tells whether the process lives."""
 
 
-class Device(Protocol):
+class Device(Lends, Protocol):
     """What a worker runs; `ballast.engine.device.LiveDevice` in earnest."""
 
     @property
@@ -78,13 +77,10 @@ class Device(Protocol):
     @property
     def failed(self) -> dict[str, str]: ...
 
-    def post(self, event: Event) -> None: ...
+    @property
+    def reach(self) -> Reach | None: ...
 
     def run(self) -> None: ...
-
-    def export(self) -> Exported | None: ...
-
-    def meet(self, peer: str, epoch: int, exported: Exported) -> None: ...
 
     def tell_peers(self, say: Callable[[Word], None]) -> None: ...
 
@@ -125,7 +121,7 @@ class Worker:
         self._clock = clock
         self._segments = segments
         self._outgoing = Outgoing()
-        self._pages = PagesSocket()
+        self._peers = Peers(self._use, lambda word: self._outgoing.put(told(word)))
         self._thread: threading.Thread | None = None
         self._device: Device | None = None
         self._lock = threading.Lock()
@@ -145,7 +141,7 @@ class Worker:
         """Serve until the device's loop has returned and all it said is sent."""
         socket, outgoing = self._socket, self._outgoing
         socket.also_wake_on(outgoing.fd)
-        socket.also_wake_on(self._pages.fileno())
+        socket.also_wake_on(self._peers.socket.fileno())
         socket.send(Hello(os.getpid()))
         while not self.abandoned:
             # Asked before the queue is emptied: what a dead thread has said is in the queue.
@@ -155,7 +151,8 @@ class Worker:
             if over:
                 break
             self._report()
-            self._give_pages()
+            if self._device is not None:
+                self._peers.give()
             if self._thread is not None:
                 self._beat()  # nobody listens to a spare
             socket.wait(HEARTBEAT_SECONDS if self._device is None else REPORT_SECONDS)
@@ -185,12 +182,11 @@ class Worker:
             case Command():
                 self._command(message)
             case Meet():
-                # The other end may be slow to answer.
-                threading.Thread(target=self._meet, args=(message,), daemon=True).start()
-            case Gone(peer=peer, epoch=epoch):
-                self._post(PeerGone(peer, epoch))
+                self._peers.meet(message)
+            case Gone():
+                self._peers.gone(message)
             case OfLease():
-                self._post(message.word)
+                self._peers.hear(message.word)
 
     def _post(self, event: Event) -> None:
         with self._lock:
@@ -199,25 +195,10 @@ class Worker:
             elif isinstance(event, Drain | Stop):
                 self.abandoned = True  # still loading: nothing was accepted, nothing is lost
 
-    def _meet(self, message: Meet) -> None:
-        for _ in range(FETCHES):
-            try:
-                exported = fetch_pages(message.address)
-                break
-            except DeviceError as error:
-                why = str(error)
-        else:
-            log.warning("no pages can be lent between this device and %s: %s", message.peer, why)
-            return
+    @contextmanager
+    def _use(self) -> Iterator[Device | None]:
         with self._lock:
-            if self._device is not None:
-                self._device.meet(message.peer, message.epoch, exported)
-
-    def _give_pages(self) -> None:
-        with self._lock:
-            exported = None if self._device is None else self._device.export()
-            if exported is not None:
-                self._pages.serve(exported)
+            yield self._device
 
     def _command(self, command: Command) -> None:
         def done(outcome: Outcome) -> None:
@@ -243,8 +224,9 @@ class Worker:
                 return
             device.tell_peers(lambda word: self._outgoing.put(told(word)))
             with self._lock:
-                pages = "" if device.export() is None else self._pages.address
-                self._outgoing.put(Ready(device.specs, device.failed, device.snapshot(), pages))
+                pages = "" if device.export() is None else self._peers.socket.address
+                ready = Ready(device.specs, device.failed, device.snapshot(), pages, device.reach)
+                self._outgoing.put(ready)
                 self._device = device
                 self._serving = True
             device.run()

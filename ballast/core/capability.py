@@ -10,9 +10,23 @@ from ballast.core.units import format_bytes
 CPU, GROUP, CUDA = "cpu", "tensor-parallel", "cuda"
 MAP = "map"
 """The borrower maps the lender's memfd."""
+IMPORT = "import"
+"""The borrower imports each page of a lease, and uses it where it is."""
 
-_MEANS = {(CPU, CPU): MAP}
+_MEANS = {(CPU, CPU): MAP, (CUDA, CUDA): IMPORT}
 """By the kinds of lender and borrower."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What a process that has a GPU says of it, by names that are the same in all processes:
+    ordinals are not."""
+
+    gpu: str
+    """Its UUID, or that of the MIG slice."""
+    peers: tuple[str, ...]
+    """GPUs whose memory it can use in place, of those that the process may use; no MIG slice can,
+    nor can its memory be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +38,8 @@ class Lendable:
     kind: str = CPU
     host: str = ""
     """The same for all devices of one host."""
+    reach: Reach | None = None
+    """Of a GPU; None: nobody has said so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,4 +68,18 @@ def _capability(lender: Lendable, borrower: Lendable) -> Capability:
     elif lender.page_bytes != borrower.page_bytes:
         means, sizes = None, (format_bytes(d.page_bytes) for d in (lender, borrower))
         why = f"their pages differ: {' and '.join(sizes)}"
+    elif means == IMPORT and (why := _beyond(lender, borrower)):
+        means = None
     return Capability(lender.device, borrower.device, means, why)
+
+
+def _beyond(lender: Lendable, borrower: Lendable) -> str:
+    """Why one GPU cannot use the memory of the other; empty where it can."""
+    source, target = lender.reach, borrower.reach
+    if source is None or target is None:
+        silent = [d.device for d in (lender, borrower) if d.reach is None]
+        return f"it is not known which GPUs {' and '.join(silent)} can reach"
+    # Two devices may have parts of one GPU's memory.
+    if source.gpu == target.gpu or source.gpu in target.peers:
+        return ""
+    return f"its driver says that it cannot use the memory of {source.gpu} in place"

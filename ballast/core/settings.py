@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ballast.core.capability import CPU, CUDA, GROUP, Capability, Lendable, capabilities
+from ballast.core.capability import CPU, CUDA, GROUP, Capability, Lendable, Reach, capabilities
 from ballast.core.errors import ConfigError
 from ballast.core.link import LinkRates
 from ballast.core.units import KiB, MiB
@@ -234,11 +235,12 @@ class FleetSettings:
         links = (self.link, *self.other_links)
         return {d.name: (d, at) for d, at in zip((self.device, *self.others), links, strict=True)}
 
-    @property
-    def lending(self) -> tuple[Capability, ...]:
-        """Which of its devices, all of one host, can lend pages to which."""
+    def lending(self, reaches: Mapping[str, Reach | None]) -> tuple[Capability, ...]:
+        """Which of its devices, all of one host, can lend pages to which; `reaches`: of GPUs."""
         devices = (self.device, *self.others)
-        return capabilities([Lendable(d.name, d.page_bytes, _kind(d)) for d in devices])
+        return capabilities(
+            [Lendable(d.name, d.page_bytes, _kind(d), reach=reaches.get(d.name)) for d in devices]
+        )
 
     def of_one_device(self, what: str) -> DeviceSettings:
         """Its device. Raises ConfigError where there are several, which `what` cannot use."""
@@ -248,6 +250,6 @@ class FleetSettings:
 
 
 def _kind(device: DeviceSettings) -> str:
-    if device.gpu is not None:
-        return CUDA
-    return CPU if device.tensor_parallel == 1 else GROUP
+    if device.tensor_parallel > 1:
+        return GROUP
+    return CPU if device.gpu is None else CUDA

@@ -5,20 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from ballast.core.capability import Reach
 from ballast.core.clock import Clock
 from ballast.core.command import DeviceOrder, Outcome
 from ballast.core.cost import StepCosts
 from ballast.core.entries import Sink, both
 from ballast.core.errors import BallastError, ConfigError, DeviceError
 from ballast.core.event import Event, Output
-from ballast.core.lease import PeerMet, Word
+from ballast.core.lease import Lease, Lent, PeerMet, Word
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.settings import DeviceSettings, FleetSettings
@@ -39,6 +40,7 @@ from ballast.kv.swapper import MakeSwapper
 from ballast.memory.arena import confine_allocator
 from ballast.memory.reserve import PopulatedReserve
 from ballast.memory.vm import Exported
+from ballast.memory.vm_cuda import CudaVm
 from ballast.policy.presets import Preset, resolve
 from ballast.weights.event_rotor import EventRotor
 from ballast.weights.host import Exchange, HostModel, HostTier
@@ -162,16 +164,36 @@ class LiveDevice:
         """Hand an event in, from any thread."""
         self.inbox.post(event)
 
-    def export(self) -> Exported | None:
-        """For other processes, so that they can map its pages; None: it lends none. From any
-        thread."""
+    @property
+    def reach(self) -> Reach | None:
+        """Of a GPU."""
+        return self.machine.reach
+
+    def export(self, pages: Sequence[int] = ()) -> Exported | None:
+        """For other processes, so that they can map its pages, of a GPU just these; None: it lends
+        none. From any thread, like what follows."""
         try:
-            return self.vm.export(())
+            return self.vm.export(pages)
         except DeviceError:
             return None
 
+    def offered(self, borrower: str, epoch: int, lease: int) -> tuple[int, ...]:
+        """Pages of a lease of which none has come back; none: there is no such lease."""
+        return self.state.lending.offered.get((borrower, epoch, lease), ())
+
+    def open(self, exported: Exported) -> Exported:
+        """Pages of another GPU, ready to be used; closes the descriptors. Raises DeviceError."""
+        if not isinstance(self.vm, CudaVm):
+            raise DeviceError("import", "this device is no GPU")
+        return self.vm.open(exported)
+
+    def take(self, lease: Lease, opened: tuple[Exported, ...]) -> None:
+        """Pages of another GPU are lent to this one."""
+        self.state.lending.opened[lease.lender, lease.epoch, lease.id] = opened
+        self.post(Lent(lease))
+
     def meet(self, peer: str, epoch: int, exported: Exported) -> None:
-        """Another process's device may lend and borrow; from any thread."""
+        """Another process's device may lend and borrow."""
         self.state.lending.exports[peer, epoch] = exported
         self.post(PeerMet(peer, epoch, exported.n_pages))
 

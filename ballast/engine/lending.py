@@ -33,13 +33,19 @@ Heard = Lent | AskedBack | Returned | PeerMet | PeerGone
 
 
 class Lending:
-    """Used by the loop's thread, but for `exports`; what it `say`s must not wait for anything."""
+    """Used by the loop's thread, but for what says otherwise; what it `say`s must not wait for
+    anything."""
 
     def __init__(self, pool: Pool, borrower: Borrower, device: str) -> None:
         self.borrower = borrower
         self.say: Callable[[Word], None] = _say_nothing
         self.exports: dict[tuple[str, int], Exported] = {}
         """By peer and epoch: put in by whoever has fetched it, before `PeerMet`."""
+        self.opened: dict[tuple[str, int, int], tuple[Exported, ...]] = {}
+        """By lender, epoch and lease, of a GPU: put in by whoever has fetched it, before `Lent`."""
+        self.offered: dict[tuple[str, int, int], tuple[int, ...]] = {}
+        """By borrower, epoch and lease, pages of which none has come back: those that a GPU's
+        borrower may fetch. From any thread."""
         self.lent: dict[str, int] = {}
         """Pages by borrower; replaced, never changed, like what follows."""
         self.borrowed: dict[str, int] = {}
@@ -73,10 +79,12 @@ class Lending:
             case PeerGone(peer, epoch):
                 more = self._gone(peer, epoch)
             case Lent(lease):
-                more = _taken(self.borrower.accept(lease))
+                opened = self.opened.pop((lease.lender, lease.epoch, lease.id), ())
+                more = _taken(self.borrower.accept(lease, opened))
             case AskedBack(lease):
                 self.borrower.recall(lease)
             case Returned(lease):
+                self.offered.pop((lease.borrower, lease.epoch, lease.id), None)
                 more = _taken(self._lender.returned(lease))
         self._count()
         return more
@@ -90,6 +98,7 @@ class Lending:
         if isinstance(lease, Short):
             return f"short of {lease.pages} pages"
         self._count()
+        self.offered[peer, lease.epoch, lease.id] = lease.pages
         self.say(Lent(lease))
         return lease
 
@@ -150,6 +159,8 @@ class Lending:
 
     def _gone(self, peer: str, epoch: int) -> bool:
         self._over[peer] = max(epoch, self._over.get(peer, -1))
+        for key in [key for key in self.offered if key[:2] == (peer, epoch)]:
+            del self.offered[key]
         freed = self._lender.gone(peer, epoch)
         self.borrower.gone(peer, epoch)
         self._left.add((peer, epoch))

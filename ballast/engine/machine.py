@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from ballast.core.capability import Reach
 from ballast.core.clock import Clock
 from ballast.core.errors import ConfigError
 from ballast.core.event import Event, Settled
@@ -61,6 +62,10 @@ class Machine(Protocol):
     def graphs(self) -> GraphReport | None:
         """CUDA graphs, now; None: it has none. From any thread."""
 
+    @property
+    def reach(self) -> Reach | None:
+        """Of a GPU."""
+
     def load(self, settings: ModelSettings, tier: HostTier, threads: int = THREADS) -> HostModel:
         """A model in the host tier; raises as `load_host_model`."""
 
@@ -112,6 +117,7 @@ class OnCpu:
     """What every machine of CPUs has: the C allocator's cap, and intra-op threads for lanes."""
 
     graphs: GraphReport | None = None
+    reach: Reach | None = None
 
     def cap(self, n_bytes: int) -> Cap:
         return AllocatorCap(n_bytes)

@@ -23,6 +23,7 @@ from ballast.kv.blocks import KvCache
 from ballast.kv.swapper import MakeSwapper
 from ballast.memory.copies import Copy
 from ballast.memory.cuda_calls import Driver
+from ballast.memory.cuda_devices import reach_of
 from ballast.memory.cuda_driver import CudaDriver
 from ballast.memory.cuda_pins import Pins
 from ballast.memory.link_cuda import CudaLink
@@ -67,6 +68,7 @@ class CudaMachine:
             allowed = f"a multiple of {format_bytes(least)}, what its driver maps at once"
             raise ConfigError(f"page of {device.name}", format_bytes(device.page_bytes), allowed)
         self._compute = compute or TorchOnGpu(ordinal)
+        self.reach = reach_of(driver, ordinal)
         self._number, self._context = number, driver.retain_context(number)
         driver.set_current(self._context)
         n_pages = device.budget_bytes // device.page_bytes

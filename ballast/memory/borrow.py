@@ -7,6 +7,7 @@ counts neither in the pool nor against the budget.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -46,6 +47,8 @@ class _Peer:
     first: int
     """The number of its page 0 here."""
     n_pages: int
+    memory: tuple[int, int]
+    """As its exports name it."""
     lease_of: dict[int, int] = field(default_factory=dict)
     unused: Runs = field(default_factory=Runs)
     due: dict[int, None] = field(default_factory=dict)
@@ -81,13 +84,30 @@ class Borrower:
         if self._peer(lender) is not None:
             raise BrokenPromise(f"{self._device} meets {lender} twice")
         first = self._vm.attach(exported)
-        self._peers.append(_Peer(lender, epoch, first, exported.n_pages))
+        self._peers.append(_Peer(lender, epoch, first, exported.n_pages, exported.device))
 
-    def accept(self, lease: Lease) -> str | None:
+    def accept(self, lease: Lease, opened: Sequence[Exported] = ()) -> str | None:
         """Pages to use from now on, until they are asked back. Why that is refused, wholly.
 
-        On a GPU, export them with each lease, and attach that first.
+        `opened`: of a GPU just these pages, by `CudaVm.open`; taken over, whatever comes of it.
         """
+        refused = self._refusal(lease, opened)
+        for exported in opened:
+            if refused is None:
+                self._vm.attach(exported)
+            else:
+                exported.close()
+        if refused is not None:
+            return refused
+        peer = self._peer(lease.lender)
+        assert peer is not None
+        pages = [peer.first + page for page in lease.pages]
+        self._pool.borrow(peer.name, pages)
+        peer.lease_of.update(dict.fromkeys(pages, lease.id))
+        peer.unused.add(pages)
+        return None
+
+    def _refusal(self, lease: Lease, opened: Sequence[Exported]) -> str | None:
         peer = self._peer(lease.lender, lease.epoch)
         if peer is None or lease.borrower != self._device:
             return f"epoch {lease.epoch} of {lease.lender} is not one with {self._device}"
@@ -96,9 +116,9 @@ class Borrower:
         pages = [peer.first + page for page in lease.pages]
         if len(set(pages)) < len(pages) or not peer.lease_of.keys().isdisjoint(pages):
             return f"lease {lease.id} names pages that are lent already"
-        self._pool.borrow(peer.name, pages)
-        peer.lease_of.update(dict.fromkeys(pages, lease.id))
-        peer.unused.add(pages)
+        got = [page for exported in opened for page in exported.pages]
+        if opened and (got != [*lease.pages] or {e.device for e in opened} != {peer.memory}):
+            return f"lease {lease.id} is of other pages than those that came"
         return None
 
     def back(self, where: BackedRange, at: int, n: int) -> Short | None:

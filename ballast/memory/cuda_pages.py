@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 from ballast.core.actions import Short
 from ballast.core.errors import DeviceError, OutOfMemory
 from ballast.memory.cuda_calls import Driver
+
+
+class CudaImport:
+    """Implements `Imported`: handles to memory that another process exported, one a page."""
+
+    def __init__(self, driver: Driver, handles: list[int]) -> None:
+        self._driver, self._handles = driver, handles
+
+    def take(self) -> list[int]:
+        """They are the caller's from now on."""
+        taken, self._handles = self._handles, []
+        return taken
+
+    def close(self) -> None:
+        while self._handles:
+            self._driver.release(self._handles[-1])
+            self._handles.pop()
 
 
 class CudaPages:
@@ -20,12 +38,20 @@ class CudaPages:
         self._driver, self._device, self._size = driver, device, page_bytes
         self._handles: dict[int, int] = {}
         self._page_of: dict[int, int] = {}
+        self._exporting = threading.Lock()
+        """Held while a page of this device is exported, or its memory given back."""
 
     def __contains__(self, page: int) -> bool:
         return page in self._handles
 
     def handle(self, page: int) -> int:
         return self._handles[page]
+
+    def export(self, page: int) -> int | None:
+        """A descriptor, the caller's; None: the page has no memory. From any thread."""
+        with self._exporting:
+            handle = self._handles.get(page)
+            return None if handle is None else self._driver.export_fd(handle)
 
     def page_of(self, handle: int) -> int | None:
         return self._page_of.get(handle)
@@ -50,15 +76,16 @@ class CudaPages:
         done: list[int] = []
         try:
             for page in pages:
-                self._driver.release(self._handles[page])
-                self._forget(page)
+                with self._exporting:
+                    self._driver.release(self._handles[page])
+                    self._forget(page)
                 done.append(page)
         except DeviceError as error:
             self._undo(error, lambda: self._create_again(done))
             raise
 
-    def take(self, fds: Sequence[int]) -> list[int]:
-        """Handles to what another process exported, if this device can use it in place."""
+    def take(self, fds: Sequence[int]) -> CudaImport:
+        """What another process exported, if this device can use it in place. From any thread."""
         imported: list[int] = []
         try:
             for fd in fds:
@@ -67,10 +94,10 @@ class CudaPages:
         except DeviceError as error:
             self._undo(error, lambda: self._release_all(imported))
             raise
-        return imported
+        return CudaImport(self._driver, imported)
 
     def replace(self, handles: dict[int, int]) -> None:
-        """From now on these pages, which are mapped nowhere, have other memory, by `take`."""
+        """From now on these pages, which are mapped nowhere, have other memory: another's."""
         before = [self._forget(page) for page in handles if page in self._handles]
         for page, handle in handles.items():
             self._keep(page, handle)

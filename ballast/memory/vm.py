@@ -39,6 +39,13 @@ class Range:
         return self.base + at * self.page_bytes
 
 
+class Imported(Protocol):
+    """A right to the pages of another process, which is one's own."""
+
+    def close(self) -> None:
+        """Give it back, if nobody has taken it over. Raises DeviceError."""
+
+
 @dataclass(frozen=True, slots=True)
 class Exported:
     """Physical pages another process may map: hand it over with `ballast.memory.share`."""
@@ -53,11 +60,15 @@ class Exported:
     """Of all pages. Borrowed from the vm that exported, owned by whoever received; None: none."""
     page_fds: tuple[int, ...] | None = None
     """On a GPU, one for each of `pages`: owned by whoever has this, see `close`."""
+    imported: Imported | None = None
+    """What `CudaVm.open` has made of `page_fds`."""
 
     def close(self) -> None:
-        """Of an export that nobody takes over: its `page_fds`."""
+        """Of an export that nobody takes over: its `page_fds`, or what was made of them."""
         for fd in self.page_fds or ():
             os.close(fd)
+        if self.imported is not None:
+            self.imported.close()
 
 
 def check_attach(exported: Exported, page_bytes: int, device: tuple[int, int]) -> None:

@@ -6,6 +6,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise, DeviceError
@@ -13,12 +14,13 @@ from ballast.core.units import ceil_div
 from ballast.memory.book import MapBook
 from ballast.memory.cuda_calls import Attribute, Driver
 from ballast.memory.cuda_events import EventFence, Events
-from ballast.memory.cuda_pages import CudaPages
+from ballast.memory.cuda_pages import CudaImport, CudaPages
 from ballast.memory.vm import Exported, Range, check_attach
 
 
 class CudaVm:
-    """Implements `Vm`; one thread may populate beside the one that calls all else.
+    """Implements `Vm`; one thread may populate, and any may `export` and `open`, beside the one
+    that calls all else.
 
     Unmapping takes effect at once, whatever kernels are running: give pages back with a `fence()`
     taken after the last job that uses them was launched. Nothing here waits for the device.
@@ -105,29 +107,38 @@ class CudaVm:
         self._enter()
         self._memory.release([page for page in pages if page in self._memory])
 
+    def open(self, exported: Exported) -> Exported:
+        """The same pages, ready to be attached without a call of the driver; closes the
+        descriptors. Raises DeviceError, also where this device cannot use them in place."""
+        check_attach(exported, self.page_bytes, self._told_as)
+        if exported.page_fds is None or len(exported.page_fds) != len(exported.pages):
+            raise DeviceError("attach", "these pages are no GPU's")
+        self._enter()
+        imported = self._memory.take(exported.page_fds)
+        exported.close()
+        return replace(exported, page_fds=None, imported=imported)
+
     def attach(self, exported: Exported) -> int:
         """Raises DeviceError where memory of that device cannot be used in place on this one.
 
         What a borrower was lent before may have other memory by now: with each lease, pages are
         attached again, and memory of theirs that is mapped nowhere is let go of.
         """
-        check_attach(exported, self.page_bytes, self._told_as)
-        if exported.page_fds is None or len(exported.page_fds) != len(exported.pages):
-            raise DeviceError("attach", "these pages are no GPU's")
+        opened = exported if exported.imported is not None else self.open(exported)
+        assert isinstance(opened.imported, CudaImport)
         self._enter()
-        imported = self._memory.take(exported.page_fds)
         if exported.device not in self._attached:
             start = self._book.attach(exported.n_pages)
             self._attached[exported.device] = (start, exported.n_pages)
         first, _ = self._attached[exported.device]
         taken = {
-            first + page: handle for page, handle in zip(exported.pages, imported, strict=True)
+            first + page: handle
+            for page, handle in zip(exported.pages, opened.imported.take(), strict=True)
         }
         # One that is mapped is lent still, so its memory is the same.
         again = [page for page in taken if self._book.is_mapped(page)]
         self._memory.drop_handles([taken.pop(page) for page in again])
         self._memory.replace(taken)
-        exported.close()
         return first
 
     def detach(self, first: int) -> None:
@@ -170,6 +181,11 @@ class CudaVm:
         """Memory that the device's own pages have now: what counts against the budget."""
         return len(self._memory.within(0, self.n_pages)) * self.page_bytes
 
+    @property
+    def imported(self) -> int:
+        """Pages of other devices whose memory this process keeps."""
+        return sum(len(self._memory.within(*at)) for at in self._attached.values())
+
     def export(self, pages: Sequence[int]) -> Exported:
         """To the driver each page is memory of its own, so each has a descriptor."""
         self._book.check_pages(pages)
@@ -177,9 +193,10 @@ class CudaVm:
         fds: list[int] = []
         try:
             for page in pages:
-                if page not in self._memory:
+                fd = self._memory.export(page)
+                if fd is None:
                     raise BrokenPromise(f"page {page} has no memory to export")
-                fds.append(self.driver.export_fd(self._memory.handle(page)))
+                fds.append(fd)
         except (BrokenPromise, DeviceError):
             for fd in fds:
                 os.close(fd)

@@ -82,7 +82,7 @@ def _server(service: Service, gate: Gate, models: list[ModelNow]) -> ServerNow:
         failed=dict(controller.failed),
         decisions=decisions(service, LAST_DECISIONS),
         devices=[_device(d) for d in controller.devices.values()],
-        lending=list(controller.fleet.lending),
+        lending=list(controller.lending),
     )
 
 

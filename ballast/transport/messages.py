@@ -14,6 +14,7 @@ import msgspec
 
 from ballast import __version__
 from ballast.core.actions import Activate, Change, Evict, Lend, Recall
+from ballast.core.capability import Reach
 from ballast.core.command import Add, DeviceOrder, Outcome, Remove
 from ballast.core.errors import BallastError
 from ballast.core.event import (
@@ -170,6 +171,7 @@ class Ready(_Message, frozen=True):
     report: DeviceReport
     pages: str = ""
     """Where it gives its memory to other workers; none: it does not."""
+    reach: Reach | None = None
 
 
 class NotReady(_Message, frozen=True):

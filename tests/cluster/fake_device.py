@@ -12,7 +12,7 @@ import array
 import os
 import queue
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from ballast.core.event import (
     Stop,
     TokenOut,
 )
-from ballast.core.lease import Word
+from ballast.core.lease import Lease, Word
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport, ModelReport
 from ballast.core.request import Submission
@@ -86,6 +86,8 @@ def spec(name: str, max_model_len: int = 256, vocab: int = 100_000) -> ModelSpec
 class EchoDevice:
     """Token `i` of an output is token `i` of the prompt, round and round."""
 
+    reach = None
+
     def __init__(
         self,
         fleet: FleetSettings,
@@ -120,10 +122,19 @@ class EchoDevice:
     def post(self, event: Event) -> None:
         self._events.put(event)
 
-    def export(self) -> None:
+    def export(self, pages: Sequence[int] = ()) -> None:
         """It has no memory."""
 
+    def offered(self, borrower: str, epoch: int, lease: int) -> tuple[int, ...]:
+        return ()
+
+    def open(self, exported: Exported) -> Exported:
+        raise NotImplementedError
+
     def meet(self, peer: str, epoch: int, exported: Exported) -> None:
+        raise NotImplementedError
+
+    def take(self, lease: Lease, opened: tuple[Exported, ...]) -> None:
         raise NotImplementedError
 
     def tell_peers(self, say: Callable[[Word], None]) -> None:

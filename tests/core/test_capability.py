@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from ballast.core.capability import GROUP, MAP, Capability, Lendable, capabilities
-from ballast.core.units import KiB
+from ballast.core.capability import (
+    CUDA,
+    GROUP,
+    IMPORT,
+    MAP,
+    Capability,
+    Lendable,
+    Reach,
+    capabilities,
+)
+from ballast.core.units import KiB, MiB
 
 
 def test_each_direction_of_each_pair() -> None:
@@ -26,6 +35,29 @@ def test_each_direction_of_each_pair() -> None:
     assert found["cpu:0", "gpu"].why == "a cuda device cannot use the memory of a cpu device"
     assert found["gpu", "cpu:0"].why == "a cpu device cannot use the memory of a cuda device"
     assert found["group", "cpu:1"].why.startswith("a cpu device cannot use the memory of a tensor")
+
+
+def test_gpus_lend_to_those_that_reach_them() -> None:
+    def gpu(name: str, reach: Reach | None, page: int = 2 * MiB) -> Lendable:
+        return Lendable(name, page, kind=CUDA, reach=reach)
+
+    devices = [
+        gpu("cuda:0", Reach("A", ("B",))),
+        gpu("cuda:1", Reach("B", ("A", "C"))),
+        gpu("cuda:2", Reach("C", ())),
+        gpu("cuda:3", Reach("C", ())),
+        gpu("cuda:4", None),
+        gpu("cuda:5", Reach("B", ("A", "B", "C")), 4 * MiB),
+    ]
+    found = {(c.lender[-1] + c.borrower[-1]): c for c in capabilities(devices)}
+    assert {pair for pair, c in found.items() if c.means == IMPORT} == {
+        *("10", "01"),
+        *("21", "31"),  # one way only
+        *("23", "32"),  # one GPU
+    }
+    assert found["12"].why == "its driver says that it cannot use the memory of B in place"
+    assert found["14"].why == "it is not known which GPUs cuda:4 can reach"
+    assert found["50"].why == "their pages differ: 4MiB and 2MiB"
 
 
 def test_one_device_has_nobody_to_lend_to() -> None:

@@ -2,6 +2,7 @@
 
 Handles are memfds, mappings are `mmap`: what is reserved and not mapped, or mapped and not made
 accessible, cannot be touched, contents follow the page, and descriptors go to other processes.
+Whoever imports one holds a lock on it, so that any process can tell what others have imported.
 Work on streams happens when somebody waits for it, or when a test says so (`run`), as late as a GPU
 may do it; it takes what its author says on a clock of its own, which events read. What no correct
 program does is a `Misuse`, which nothing that is tested catches; what a driver may answer to a
@@ -11,6 +12,7 @@ correct one is a DeviceError, and `fail` asks for one.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import inspect
 import itertools
 import math
@@ -18,12 +20,14 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from ballast.core.errors import DeviceError, OutOfMemory
 from ballast.memory import syscalls as sys
 from ballast.memory.cuda_calls import Attribute
 
+_MEMFD = "fake-cuda:"
+"""And the device that has the memory: the real driver knows that of what it imports."""
 _NEEDS_CONTEXT = {
     *("free_and_total", "map", "unmap", "set_access", "new_stream", "priorities", "new_event"),
     *(
@@ -111,9 +115,6 @@ def _checked(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 class FakeDriver:
     """Implements `Driver`; `devices` of them, each with `n_bytes` of memory."""
 
-    _made_on: ClassVar[dict[tuple[int, int], int]] = {}
-    """Of exported memory: memfd -> device, since the real driver knows that of what it imports."""
-
     def __init__(
         self,
         n_bytes: int = 1 << 26,
@@ -123,10 +124,14 @@ class FakeDriver:
         attributes: dict[Attribute, int] | None = None,
         groups: int = 8,
         bandwidth: float = math.inf,
+        exclusive: bool = False,
     ) -> None:
-        """`bandwidth`: of each copy, in bytes a second."""
+        """`bandwidth`: of each copy, in bytes a second. `exclusive`: memory that others have
+        imported is neither exported again, mapped, nor released here. To the driver that is no
+        fault; to who lends pages it is."""
         self.n_bytes, self.n_devices, self.grain, self.peers = n_bytes, devices, granularity, peers
         self.attributes = dict.fromkeys(Attribute, 1) | (attributes or {})
+        self.exclusive = exclusive
         self.lock = threading.RLock()
         self.calls: list[str] = []
         self.bandwidth = bandwidth
@@ -283,14 +288,17 @@ class FakeDriver:
         self._grained("create", n_bytes)
         if self.used[device] + n_bytes > self.n_bytes:
             raise OutOfMemory("cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY: out of memory")
-        fd = os.memfd_create("fake-cuda", os.MFD_CLOEXEC)
+        fd = os.memfd_create(f"{_MEMFD}{device}", os.MFD_CLOEXEC)
         os.ftruncate(fd, n_bytes)
         self.used[device] += n_bytes
-        self._mine[self._file(fd)] = self._made_on[self._file(fd)] = device
+        self._mine[self._file(fd)] = device
         return self._new_handle(fd, n_bytes)
 
     def release(self, handle: int) -> None:
-        self._known_handle(handle, "released").references -= 1
+        known = self._known_handle(handle, "released")
+        if known.references == 1 and not known.mapped:
+            self._not_elsewhere(known, "released")
+        known.references -= 1
         self._drop_if_unused(handle)
 
     def map(self, address: int, n_bytes: int, handle: int) -> None:
@@ -303,6 +311,7 @@ class FakeDriver:
             raise Misuse(f"mapped at {address:#x}, which is not reserved")
         if any(at < end and address < at + m.n_bytes for at, m in self.mappings.items()):
             raise Misuse(f"mapped at {address:#x}, where something is mapped")
+        self._not_elsewhere(known, "mapped")
         flags = sys.MAP_SHARED | sys.MAP_FIXED
         sys.mmap(address, n_bytes, sys.PROT_NONE, flags, known.fd)
         self.mappings[address] = Mapping(n_bytes, handle)
@@ -335,7 +344,7 @@ class FakeDriver:
         if at != address + n_bytes:
             raise Misuse(f"set access to a part of a mapping before {at:#x}")
         for at, mapping in found:
-            owner = self.handle_device_of(mapping.handle)
+            owner = self._made_on(self.handles[mapping.handle].fd)
             if owner != device and not self.peers:
                 raise Misuse(f"device {device} cannot access memory of {owner}")
             flags = sys.MAP_SHARED | sys.MAP_FIXED
@@ -351,22 +360,26 @@ class FakeDriver:
         return None
 
     def handle_device(self, handle: int) -> int:
-        self._known_handle(handle, "asked of")
-        return self.handle_device_of(handle)
+        return self._made_on(self._known_handle(handle, "asked of").fd)
 
     def export_fd(self, handle: int) -> int:
-        return os.dup(self._known_handle(handle, "exported").fd)
+        known = self._known_handle(handle, "exported")
+        self._not_elsewhere(known, "exported")
+        return os.dup(known.fd)
 
     def import_fd(self, fd: int) -> int:
         try:
             n_bytes = os.fstat(fd).st_size
         except OSError as error:
             raise Misuse(f"imported descriptor {fd}, which is not open") from error
-        if self._made_on.get(self._file(fd), 0) >= self.n_devices or not n_bytes:
+        if not 0 <= self._made_on(fd) < self.n_devices:
             raise DeviceError(
                 "cuMemImportFromShareableHandle", "CUDA_ERROR_INVALID_VALUE: invalid argument"
             )
-        return self._new_handle(os.dup(fd), n_bytes)
+        # Opened anew, as locks are of open files and not of descriptors.
+        own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        fcntl.flock(own, fcntl.LOCK_SH)
+        return self._new_handle(own, n_bytes)
 
     def new_stream(self, priority: int = 0) -> int:
         least, greatest = -5, 0
@@ -492,9 +505,6 @@ class FakeDriver:
     def current(self) -> int | None:
         return getattr(self._current, "context", None)
 
-    def handle_device_of(self, handle: int) -> int:
-        return self._made_on.get(self._file(self.handles[handle].fd), 0)
-
     def _copy(
         self, target: int, source: int, n_bytes: int, stream: int, device_address: int
     ) -> None:
@@ -572,6 +582,15 @@ class FakeDriver:
             raise Misuse(f"{what} handle {handle}, which is released")
         return known
 
+    def _not_elsewhere(self, known: Handle, what: str) -> None:
+        if not self.exclusive or self._file(known.fd) not in self._mine:
+            return
+        try:
+            fcntl.flock(known.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Misuse(f"{what} memory that others have imported") from None
+        fcntl.flock(known.fd, fcntl.LOCK_UN)
+
     def _known_stream(self, stream: int) -> None:
         if stream not in self.streams:
             raise Misuse(f"stream {stream} is not there")
@@ -583,12 +602,18 @@ class FakeDriver:
         return known
 
     @staticmethod
+    def _made_on(fd: int) -> int:
+        """-1: no device, it is no memory of a driver's."""
+        _, found, device = os.readlink(f"/proc/self/fd/{fd}").partition(f"/memfd:{_MEMFD}")
+        return int(device.split()[0]) if found else -1
+
+    @staticmethod
     def _file(fd: int) -> tuple[int, int]:
         stat = os.fstat(fd)
         return stat.st_dev, stat.st_ino
 
 
-_NOT_CALLS = {"fail", "launch", "put", "run", "is_clean", "current", "handle_device_of"}
+_NOT_CALLS = {"fail", "launch", "put", "run", "is_clean", "current"}
 for _name, _call in list(vars(FakeDriver).items()):
     if inspect.isfunction(_call) and not _name.startswith("_") and _name not in _NOT_CALLS:
         setattr(FakeDriver, _name, _checked(_name, _call))
