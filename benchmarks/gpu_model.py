@@ -20,7 +20,7 @@ from ballast.memory.cuda_tensor import device_tensor_at
 from ballast.memory.vm_cuda import CudaVm
 from ballast.models.device_fused import DeviceFusedModel
 from ballast.models.graphs import GraphCache
-from ballast.models.on_device import DeviceModel
+from ballast.models.on_device import DeviceModel, OnDevice
 from ballast.weights import packing
 from ballast.weights.architecture import Architecture, learn
 from ballast.weights.host import HostBytes, HostModel
@@ -96,11 +96,12 @@ class Random:
         graphs: GraphCache | None = None,
         impl: str = "fused",
     ) -> None:
-        """`make`: attention, chosen if not given; `graphs`: of the device; `impl`: as `model_impl`.
-        Raises DeviceError; MemoryError where pages are short."""
+        """`make`: attention, chosen if not given; `graphs`: of the device; `impl`: as `model_impl`,
+        or `one_row`: fused, by our own kernel where a decode is of one sequence. Raises
+        DeviceError; MemoryError where pages are short."""
         self._device, self._sequences = device, sequences
         architecture = learn(config)
-        fused = impl == "fused"
+        fused = impl != "generic"
         segments = segments_of(architecture, "bfloat16", fused)
         self.spec = spec = spec_of(config, fused=fused)
         memory = cast(HostBytes, _Nowhere(len(segments)))
@@ -130,10 +131,15 @@ class Random:
             kv = addresses[-1]
             device_tensor_at(kv, (kv_pages * page,), torch.uint8, device).zero_()
             where = (addresses[:-1], kv, layout, kv_pages * page, device)
-            self.served = (DeviceFusedModel if fused else DeviceModel)(host, *where, make, graphs)
+            self.served = self._model(impl, host, *where, make, graphs)
         except BaseException:
             self._vm.close()
             raise
+
+    def _model(self, impl: str, *where: Any) -> OnDevice:
+        if impl == "generic":
+            return DeviceModel(*where)
+        return DeviceFusedModel(*where, one_row=impl == "one_row")
 
     @property
     def weight_bytes(self) -> int:

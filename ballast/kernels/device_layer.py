@@ -62,6 +62,21 @@ class LayerKernels(Protocol):
     def gate(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up (T, I), of (T, 2 I): gates before ups."""
 
+    def multiply_row(
+        self,
+        x: Tensor,
+        matrix: Tensor,
+        *,
+        norm: Tensor | None = None,
+        epsilon: float = 0.0,
+        gated: bool = False,
+        bias: Tensor | None = None,
+        added: Tensor | None = None,
+    ) -> Tensor:
+        """x W^T (1, n) of one row `x` (1, k) and `matrix` (n, k), in one launch with what comes
+        before and after: the RMS norm of x times `norm` (k,), which is not rounded in between;
+        `gate` of the result, then of n / 2; `bias` float32; and `added` (1, n)."""
+
 
 def layer_kernels(device: torch.device) -> LayerKernels:
     """Triton's on a GPU, where it is installed."""

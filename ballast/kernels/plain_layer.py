@@ -53,6 +53,27 @@ class PlainLayer:
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 
+    def multiply_row(
+        self,
+        x: Tensor,
+        matrix: Tensor,
+        *,
+        norm: Tensor | None = None,
+        epsilon: float = 0.0,
+        gated: bool = False,
+        bias: Tensor | None = None,
+        added: Tensor | None = None,
+    ) -> Tensor:
+        wide = x.float()
+        if norm is not None:
+            wide = _norm(wide, norm.float(), epsilon)
+        y = torch.nn.functional.linear(wide, matrix.float()).to(x.dtype)
+        if gated:
+            y = self.gate(y)
+        if bias is not None:
+            y = (y + bias).to(x.dtype)
+        return y if added is None else added + y
+
 
 def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     wide = x.float()

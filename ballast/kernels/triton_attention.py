@@ -36,7 +36,7 @@ class TritonAttention:
         self._batch = batch
         kv, shape = batch.kv, batch.shape
         if programs is None:
-            programs = PROGRAMS * _multiprocessors(kv.device)
+            programs = PROGRAMS * multiprocessors(kv.device)
         self._programs = -(-programs // kv.kv_heads)
         self._few = min(self._programs, batch.bucket.items(shape))
         rows = batch.few_tokens * shape.group
@@ -175,7 +175,7 @@ def _power(n: int, least: int) -> int:
     return int(triton.next_power_of_2(max(n, least)))
 
 
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

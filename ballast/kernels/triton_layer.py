@@ -14,14 +14,21 @@ from torch import Tensor
 from ballast.kernels import triton_layer_code as code
 from ballast.kernels.device_batch import DeviceBatch
 from ballast.kernels.device_layer import HeadVectors
-from ballast.kernels.triton_attention import LOADED
+from ballast.kernels.triton_attention import LOADED, PROGRAMS, multiprocessors
+from ballast.kernels.triton_row_code import row_code
 
 GATED = 1024
 """Elements of a row that one program gates."""
+MOST_ROWS, STEP_BYTES, STAGES = 8, 1024, 4
+"""Of `row_code`: rows of a matrix that a program reads side by side, bytes of each at once, and
+steps begun ahead and under way: 24 KiB on their way for each program."""
 
 
 class TritonLayer:
     """Implements `LayerKernels`."""
+
+    def __init__(self) -> None:
+        self._multiprocessors: int | None = None
 
     def add_norm(
         self,
@@ -93,6 +100,51 @@ class TritonLayer:
         out = gate_up.new_empty(rows, width)
         code.gate_code[(rows, triton.cdiv(width, GATED))](gate_up, out, width, BLOCK=GATED)
         return out
+
+    def multiply_row(
+        self,
+        x: Tensor,
+        matrix: Tensor,
+        *,
+        norm: Tensor | None = None,
+        epsilon: float = 0.0,
+        gated: bool = False,
+        bias: Tensor | None = None,
+        added: Tensor | None = None,
+    ) -> Tensor:
+        n, k = matrix.shape
+        n = n // 2 if gated else n
+        out = x.new_empty(1, n)
+        outputs = self._outputs(n, gated, x.device)
+        row_code[(triton.cdiv(n, outputs),)](
+            x,
+            _address(matrix),
+            _address(norm),
+            _address(bias),
+            added,
+            out,
+            n,
+            k,
+            epsilon,
+            NORM=norm is not None,
+            BIAS=bias is not None,
+            ADD=added is not None,
+            GATED=gated,
+            N=outputs,
+            K=STEP_BYTES // x.dtype.itemsize,
+            STAGES=STAGES,
+            DTYPE=_kind(x.dtype),
+            ALIGNED=_aligned(matrix, norm, bias),
+        )
+        return out
+
+    def _outputs(self, n: int, gated: bool, device: torch.device) -> int:
+        """Of a program: as many as leave each multiprocessor some programs."""
+        most = MOST_ROWS // 2 if gated else MOST_ROWS
+        if self._multiprocessors is None:
+            self._multiprocessors = multiprocessors(device)
+        wanted = n // (PROGRAMS * self._multiprocessors)
+        return next((p for p in (8, 4, 2) if p <= min(most, wanted)), 1)
 
 
 def warps(width: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,10 @@ from ballast.weights.architecture import build
 from ballast.weights.host import HostModel
 from ballast.weights.packing import DTYPES, WIDE
 from ballast.weights.segment import PLAIN, Segment
+
+ONE_ROW = False
+"""Whether a decode of one sequence is multiplied by our own kernel: until `scripts/gpu_check` has
+shown on some GPU that it is faster than PyTorch's, it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +58,15 @@ class DeviceFusedModel(OnDevice):
     """Runs the jobs of a model whose host tier is in the layout `ballast.weights.packing.fused`,
     with plain matrices."""
 
-    def __init__(self, *where: Any, kernels: LayerKernels | None = None) -> None:
-        """`where`: as `OnDevice`; `kernels`: chosen by the device if not given."""
+    def __init__(
+        self, *where: Any, kernels: LayerKernels | None = None, one_row: bool = ONE_ROW
+    ) -> None:
+        """`where`: as `OnDevice`; `kernels`: chosen by the device if not given; `one_row`: whether
+        a decode of one sequence multiplies by them, too."""
         super().__init__(*where)
-        self._kernels = kernels or layer_kernels(self._device)
+        self._one_row = one_row
+        self._kernels = k = kernels or layer_kernels(self._device)
+        self._row = partial(k.multiply_row, epsilon=self._epsilon)
 
     def _set_up(self, host: HostModel, addresses: tuple[int, ...]) -> None:
         n = self.spec.n_layers
@@ -87,6 +97,8 @@ class DeviceFusedModel(OnDevice):
         return found
 
     def _compute_logits(self, batch: DeviceBatch, n: int) -> Tensor:
+        if n and self._alone(batch):
+            return self._row(self._pass_of_row(batch), self._head, norm=self._norm).float()
         return self._multiply(batch, "head", self._head, self._compute_hidden(batch, n)).float()
 
     def _compute_hidden(self, batch: DeviceBatch, n: int) -> Tensor:
@@ -114,6 +126,28 @@ class DeviceFusedModel(OnDevice):
         wanted = batch.wanted[:n]
         ends = [x.index_select(0, wanted) for x in (hidden, more) if x is not None]
         return k.add_norm(ends[0], ends[1], None, self._norm, self._epsilon)
+
+    def _alone(self, batch: DeviceBatch) -> bool:
+        """Whether it is a row that our own kernels multiply."""
+        return self._one_row and batch.n_tokens == 1 and batch.adapted is None
+
+    def _pass_of_row(self, batch: DeviceBatch) -> Tensor:
+        """What the last norm gets (1, hidden), of a decode of one sequence: seven launches a layer,
+        of which attention takes two."""
+        k, row = self._kernels, self._row
+        cosine, sine = self._angles(batch.positions)
+        hidden = torch.nn.functional.embedding(batch.tokens, self._table)
+        for i, layer in enumerate(self._layers):
+            self._reach(i)
+            qkv = row(hidden, layer.qkv, norm=layer.input_norm)
+            query = k.rotate(batch, i, qkv, layer.vectors, self._epsilon, cosine, sine)
+            window = self._host.windows[i]
+            batch.attend(i, query, self._scaling, batch.out, window=window)
+            hidden = row(batch.out.flatten(1), layer.o, bias=layer.o_bias, added=hidden)
+            gated = row(hidden, layer.gate_up, norm=layer.post_norm, gated=True)
+            hidden = row(gated, layer.down, added=hidden)
+            self._leave(i)
+        return hidden
 
     def _multiply(
         self, batch: DeviceBatch, role: str, matrix: Tensor, x: Tensor, layer: int = 0

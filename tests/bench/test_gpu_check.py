@@ -168,7 +168,7 @@ def test_a_step_is_timed_with_a_graph_and_without() -> None:
     assert driver.is_clean()
 
 
-@pytest.mark.parametrize("impl", ["fused", "generic"])
+@pytest.mark.parametrize("impl", ["fused", "generic", "one_row"])
 def test_weights_made_in_place_decode(impl: str) -> None:
     driver = FakeDriver(n_bytes=64 * MiB)
     config = small()
@@ -176,8 +176,8 @@ def test_weights_made_in_place_decode(impl: str) -> None:
     shape = (driver, cpu, config, PAGE)
     made = Random(*shape, sequences=3, context=40, make=PlainAttention, impl=impl)
     with made as model:
-        results = model.served.run(model.decodes(3, 33))
-        assert len(results) == 3
+        assert len(model.served.run(model.decodes(3, 33))) == 3
+        assert len(model.served.run(model.decodes(1, 33))) == 1
         assert model.weight_bytes == pytest.approx(bytes_of(config) - 2 * 128 * 64, abs=64 * 4)
         theirs = reference(config, 3, 33, cpu)
         theirs()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,28 @@ def test_gate(dtype: torch.dtype, width: int) -> None:
     close(TritonLayer().gate(both), PlainLayer().gate(both))
 
 
+@pytest.mark.parametrize("dtype", list(EXACT))
+@pytest.mark.parametrize(
+    ("n", "k", "with_"), [(3, 1100, {"norm", "gated"}), (21, 256, {"bias", "added"}), (8, 40, {})]
+)
+def test_one_row(dtype: torch.dtype, n: int, k: int, with_: set[str]) -> None:
+    torch.manual_seed(n)
+    x, matrix = drawn(1, k, dtype=dtype), drawn(2 * n if "gated" in with_ else n, k, dtype=dtype)
+    matrix *= k**-0.5
+    more: dict[str, Any] = {
+        "norm": unaligned(drawn(k, dtype=dtype)),
+        "bias": drawn(n, dtype=torch.float32),
+        "added": drawn(1, n, dtype=dtype),
+        "gated": True,
+    }
+    more = {name: value for name, value in more.items() if name in with_}
+    expected = PlainLayer().multiply_row(x, matrix, epsilon=1e-5, **more)
+    found = TritonLayer().multiply_row(x, matrix, epsilon=1e-5, **more)
+    # Of sums of k products, in another order.
+    near = {torch.float32: 1e-5, torch.bfloat16: 6e-2}[dtype]
+    torch.testing.assert_close(found, expected, rtol=0, atol=near)
+
+
 @pytest.mark.skipif(GPU, reason="it is served from the host's memory")
 def test_a_whole_model(tmp_path: Path) -> None:
     checkpoint(tmp_path, "qwen3")
@@ -115,7 +138,10 @@ def test_a_whole_model(tmp_path: Path) -> None:
         [SequenceWork("a", [5], 9, [4, 7], GREEDY), SequenceWork("b", [9, 8], 0, [2], GREEDY)],
     ]
     expected = [served.logits(*job) for job in jobs]
-    served.model._kernels = TritonLayer()
+    jobs.append(jobs[1][:1])
+    expected.append(expected[1][:1])
+    served.model._kernels = k = TritonLayer()
+    served.model._row, served.model._one_row = partial(k.multiply_row, epsilon=1e-6), True
     for job, told in zip(jobs, expected, strict=True):
         torch.testing.assert_close(served.logits(*job), told, rtol=0, atol=1e-4)
     served.close()

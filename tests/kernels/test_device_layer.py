@@ -91,3 +91,43 @@ def test_what_a_gpu_gets_loads_several_elements_at_once(dtype: str, capability: 
     told = wide(code.gate_code, dict.fromkeys(("gate_up", "out"), memory), {"BLOCK": 1024}, 4)
     assert "ld.global.v4" in told
     assert "ld.global.b16" not in told
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "capability"), [("bf16", 80), ("bf16", 90), ("bf16", 100), ("fp32", 90)]
+)
+def test_a_rows_weights_are_on_their_way_before_they_are_wanted(
+    dtype: str, capability: int, gated: bool
+) -> None:
+    import triton.language as tl
+
+    from ballast.kernels.triton_layer import MOST_ROWS, STAGES, STEP_BYTES
+    from ballast.kernels.triton_row_code import row_code
+
+    kind = {"bf16": tl.bfloat16, "fp32": tl.float32}[dtype]
+    constants = {
+        "NORM": gated,
+        "BIAS": not gated,
+        "ADD": not gated,
+        "GATED": gated,
+        "N": MOST_ROWS // 2 if gated else MOST_ROWS,
+        "K": STEP_BYTES // (kind.primitive_bitwidth // 8),
+        "STAGES": STAGES,
+        "DTYPE": kind,
+        "ALIGNED": 16,
+    }
+    types = {
+        **dict.fromkeys(("x", "added", "out"), f"*{dtype}"),
+        **dict.fromkeys(("matrix", "norm", "bias"), "i64"),
+        "epsilon": "fp32",
+    }
+    aligned = [n for n in row_code.arg_names if n not in constants and n != "epsilon"]
+    made = compiled(row_code, types, constants, aligned, capability, num_warps=4)
+    ptx = made.asm["ptx"]
+    # 16 bytes at once, straight to shared memory.
+    assert ptx.count("cp.async.cg.shared.global") >= (STAGES - 1) * MOST_ROWS * STEP_BYTES // 2048
+    # As much as four programs of a multiprocessor can have on every GPU.
+    assert made.metadata.shared <= 40 * 1024

@@ -33,9 +33,11 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[tupl
     served.close()
 
 
-def test_its_logits_are_those_of_transformers(pair: tuple[Any, Served]) -> None:
+@pytest.mark.parametrize("one_row", [False, True])
+def test_its_logits_are_those_of_transformers(pair: tuple[Any, Served], one_row: bool) -> None:
     """A prompt in chunks, decodes, and a job of both with a chunk that samples nothing."""
     reference, served = pair
+    served.model._one_row = one_row  # type: ignore[union-attr]
     a, b = tokens_of(74, 1), tokens_of(30, 2)
     logits, other = expected(reference, a), expected(reference, b)
     table = [8, 3, 11, 1, 6]
