@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,51 +13,32 @@ from ballast.cluster.device import RemoteDevice, WorkerLink
 from ballast.cluster.following import Following
 from ballast.cluster.lending import Acquaintances
 from ballast.cluster.orders import changed, names_of, refusal, undoing
-from ballast.cluster.outlet import OpenRequest, Outlet
 from ballast.cluster.placing import homes_of, named, part_of, placed
+from ballast.cluster.routing import Routing
 from ballast.cluster.spare import Spare
 from ballast.cluster.suspicion import Suspicions
-from ballast.cluster.together import together
 from ballast.core.actions import Lend, Recall
-from ballast.core.capability import Capability
 from ballast.core.command import Add, DeviceOrder, Order, Outcome, Remove
 from ballast.core.errors import ConfigError, Unavailable
-from ballast.core.model import ModelSpec
-from ballast.core.report import DeviceReport
-from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings, ModelSettings, ServerSettings
 from ballast.policy.fleets import placement_of
-from ballast.policy.route import Replica, held_prefix
 from ballast.transport.messages import OfLease, OfPeer
 
 log = logging.getLogger(__name__)
 
-DECISIONS_KEPT = 2000
 
-
-class Controller:
-    """Routes requests to devices, outputs to outlets, and keeps what is known of the devices."""
-
-    fleet: FleetSettings
-    """All that is served, and on what; from `start` on."""
+class Controller(Routing):
+    """Starts devices, has them carry out orders, and hears what they tell."""
 
     def __init__(self, make_worker: Callable[[], WorkerLink]) -> None:
+        super().__init__()
         self._make_worker = make_worker
         self._spare: Spare[WorkerLink] = Spare(make_worker)
         self._suspicions = Suspicions()
         self.changing = asyncio.Lock()
         """Held while a model is added or removed: what follows is judged by what came of it."""
-        self.devices: dict[str, RemoteDevice] = {}
-        """By name, in the fleet's order; from `start` on."""
         self._acquaintances = Acquaintances(self.devices)
-        self._reports: list[DeviceReport] = []
-        self._together: DeviceReport | None = None
-        """What these say together."""
         self._following: asyncio.Task[None] | None = None
-        self.unreadable: Mapping[str, str] = {}
-        """Models whose tokenizer the server could not load, with the reason."""
-        self.decisions: deque[tuple[float, dict[str, Any]]] = deque(maxlen=DECISIONS_KEPT)
-        """The last of all workers, oldest first: when, on the event loop's clock, and what."""
 
     async def start(self, fleet: FleetSettings) -> None:
         """Returns when all devices serve. Raises Unavailable if one cannot, and ConfigError where
@@ -91,131 +71,6 @@ class Controller:
         self.fleet = replace(self.fleet, server=server)
         for device in self.devices.values():
             device.fleet = replace(device.fleet, server=server)
-
-    # -- what is known ----------------------------------------------------------------------------
-
-    @property
-    def specs(self) -> Mapping[str, ModelSpec]:
-        """The models that serve, in the fleet's order."""
-        devices = list(self.devices.values())
-        if len(devices) == 1:
-            return devices[0].specs
-        found = {name: spec for d in reversed(devices) for name, spec in d.specs.items()}
-        return {m.name: found[m.name] for m in self.fleet.models if m.name in found}
-
-    @property
-    def failed(self) -> dict[str, str]:
-        """Models of the fleet that no device serves, or no tokenizer can read, with the reason."""
-        found = {n: why for d in self.devices.values() for n, why in d.failed.items()}
-        served = {s.name for base in self.specs.values() for s in base.served}
-        return {**self.unreadable, **{n: why for n, why in found.items() if n not in served}}
-
-    @property
-    def report(self) -> DeviceReport | None:
-        """What all devices have together, as they last said; None before they have."""
-        reports = [d.report for d in self.devices.values() if d.report is not None]
-        if not reports:
-            return None
-        if [*map(id, reports)] != [*map(id, self._reports)]:
-            self._reports, self._together = reports, together(reports)
-        return self._together
-
-    @property
-    def lending(self) -> tuple[Capability, ...]:
-        """Which devices can lend pages to which, as far as their workers have told."""
-        return self.fleet.lending({name: d.reach for name, d in self.devices.items()})
-
-    @property
-    def open_requests(self) -> int:
-        """Requests that were submitted and have not ended."""
-        return sum(len(d.requests) for d in self.devices.values())
-
-    @property
-    def restarts(self) -> int:
-        """Workers that were started in place of one that died."""
-        return sum(d.restarts for d in self.devices.values())
-
-    @property
-    def missing(self) -> dict[str, str]:
-        """Devices without a worker that serves, with the reason."""
-        return {name: d.down for name, d in self.devices.items() if d.down is not None}
-
-    @property
-    def down(self) -> str | None:
-        """Why no device serves, if none does."""
-        missing = self.missing
-        if len(missing) < len(self.devices):
-            return None
-        return next(iter(missing.values()), "the worker starts")
-
-    @property
-    def lost(self) -> str | None:
-        """Why requests fail instead of waiting for a worker, if all do."""
-        reasons = [d.lost for d in self.devices.values()]
-        return reasons[0] if reasons and None not in reasons else None
-
-    @property
-    def replacing(self) -> bool:
-        """Whether a worker is about to take the place of one that died."""
-        return any(d.down is not None and d.lost is None for d in self.devices.values())
-
-    def full(self, base: ModelSpec) -> bool:
-        """Whether every device of a model would refuse another request, as far as is known here."""
-        return all(device.full(base) for device in self._serving(base.name))
-
-    # -- requests ---------------------------------------------------------------------------------
-
-    def submit(self, submissions: Sequence[Submission]) -> Outlet:
-        """Send requests, whose ids must be new, to devices that serve their models, or keep them
-        until there is one.
-
-        Raises Unavailable where none is to be expected.
-        """
-        homes = [self._route(submission) for submission in submissions]
-        outlet = Outlet((s.id for s in submissions), self.withdraw)
-        for device in dict.fromkeys(homes):
-            device.requests.take(
-                OpenRequest(s, outlet)
-                for s, home in zip(submissions, homes, strict=True)
-                if home is device
-            )
-        return outlet
-
-    def withdraw(self, request_ids: Sequence[str]) -> None:
-        """Tell devices that nobody waits for these any more; what they still say is dropped."""
-        for device in self.devices.values():
-            mine = [i for i in request_ids if i in device.requests]
-            if mine:
-                device.requests.withdraw(mine)
-
-    def fail_all(self, code: str, reason: str) -> None:
-        """End every open request with an error, and tell the devices so."""
-        for device in self.devices.values():
-            device.requests.fail_all(code, reason)
-
-    def _serving(self, model: str) -> list[RemoteDevice]:
-        """Devices of a model or an adapter; of one that nobody serves, all: they know why."""
-        devices = list(self.devices.values())
-        if len(devices) == 1:
-            return devices
-        here = [d for d in devices if d.serves(model)]
-        return [d for d in here if d.takes(model)] or here or devices
-
-    def _route(self, submission: Submission) -> RemoteDevice:
-        homes = self._serving(submission.model)
-        if len(homes) == 1 and homes[0].lost is None:
-            return homes[0]
-        alive = [d for d in homes if d.lost is None]
-        if not alive:
-            raise Unavailable(f"{homes[0].lost}")
-        return self._chosen(submission, [d for d in alive if not d.requests.holding] or alive)
-
-    def _chosen(self, submission: Submission, devices: Sequence[RemoteDevice]) -> RemoteDevice:
-        """Of devices that can take a request, the one that gets it: the model has several."""
-        replicas = [Replica(d.name, len(d.requests), d.held_tokens(submission)) for d in devices]
-        chosen = self.devices[held_prefix(replicas)]
-        chosen.remember(submission)
-        return chosen
 
     # -- orders -----------------------------------------------------------------------------------
 
@@ -300,10 +155,6 @@ class Controller:
         pages = None if n_bytes is None else max(1, n_bytes // report.page_bytes)
         return await device.command(Recall(borrower, pages, seconds, "by an operator"))
 
-    def homes(self, model: str) -> list[str]:
-        """Devices that are to serve a model, but for those that it leaves."""
-        return [d.name for d in self._having(model) if model not in d.leaving]
-
     def name_homes(self, model: str, devices: Sequence[str]) -> None:
         """An operator has said where a model is: as if the fleet file named these devices."""
         models = (
@@ -372,27 +223,12 @@ class Controller:
             names = found[settings.name]
         return [self.devices[name] for name in names]
 
-    def _having(self, model: str) -> list[RemoteDevice]:
-        """Devices that are to serve a model, whether they can or not."""
-        return [d for d in self.devices.values() if any(m.name == model for m in d.fleet.models)]
-
     # -- what devices tell ------------------------------------------------------------------------
 
     def take_over(self, device: RemoteDevice, in_flight: Collection[str]) -> None:
-        """A device's worker has died: others have its requests from now on, where they serve their
-        models; not those that may have been the reason."""
+        """A device's worker has died: what it lent or borrowed is settled, and requests go on."""
         self._acquaintances.died(device)
-        moved = 0
-        for request in device.requests.movable(in_flight):
-            wanted = request.submission
-            able = (d for d in self.devices.values() if d is not device and d.down is None)
-            others = [d for d in able if d.serves(wanted.model)]
-            if others:
-                chosen = self._chosen(wanted, others)
-                chosen.requests.take(device.requests.let_go([wanted.id]))
-                moved += 1
-        if moved:
-            log.warning("%d requests of %s go on elsewhere", moved, device.name)
+        self._hand_on(device, in_flight)
 
     def serving(self, device: RemoteDevice, pages: str) -> None:
         """Its worker serves: it may lend to others, and borrow."""

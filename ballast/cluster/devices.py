@@ -1,0 +1,123 @@
+"""The devices of one server: what they have together, and which of them serve which model."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from ballast.cluster.device import RemoteDevice
+from ballast.cluster.together import together
+from ballast.core.capability import Capability
+from ballast.core.model import ModelSpec
+from ballast.core.report import DeviceReport
+from ballast.core.settings import FleetSettings
+
+DECISIONS_KEPT = 2000
+
+
+class Devices:
+    """What is known of them. Nothing here changes any of it."""
+
+    fleet: FleetSettings
+    """All that is served, and on what; from `start` on."""
+
+    def __init__(self) -> None:
+        self.devices: dict[str, RemoteDevice] = {}
+        """By name, in the fleet's order; from `start` on."""
+        self._reports: list[DeviceReport] = []
+        self._together: DeviceReport | None = None
+        """What these say together."""
+        self.unreadable: Mapping[str, str] = {}
+        """Models whose tokenizer the server could not load, with the reason."""
+        self.decisions: deque[tuple[float, dict[str, Any]]] = deque(maxlen=DECISIONS_KEPT)
+        """The last of all workers, oldest first: when, on the event loop's clock, and what."""
+
+    # -- what is known ----------------------------------------------------------------------------
+
+    @property
+    def specs(self) -> Mapping[str, ModelSpec]:
+        """The models that serve, in the fleet's order."""
+        devices = list(self.devices.values())
+        if len(devices) == 1:
+            return devices[0].specs
+        found = {name: spec for d in reversed(devices) for name, spec in d.specs.items()}
+        return {m.name: found[m.name] for m in self.fleet.models if m.name in found}
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Models of the fleet that no device serves, or no tokenizer can read, with the reason."""
+        found = {n: why for d in self.devices.values() for n, why in d.failed.items()}
+        served = {s.name for base in self.specs.values() for s in base.served}
+        return {**self.unreadable, **{n: why for n, why in found.items() if n not in served}}
+
+    @property
+    def report(self) -> DeviceReport | None:
+        """What all devices have together, as they last said; None before they have."""
+        reports = [d.report for d in self.devices.values() if d.report is not None]
+        if not reports:
+            return None
+        if [*map(id, reports)] != [*map(id, self._reports)]:
+            self._reports, self._together = reports, together(reports)
+        return self._together
+
+    @property
+    def lending(self) -> tuple[Capability, ...]:
+        """Which devices can lend pages to which, as far as their workers have told."""
+        return self.fleet.lending({name: d.reach for name, d in self.devices.items()})
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that were submitted and have not ended."""
+        return sum(len(d.requests) for d in self.devices.values())
+
+    @property
+    def restarts(self) -> int:
+        """Workers that were started in place of one that died."""
+        return sum(d.restarts for d in self.devices.values())
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """Devices without a worker that serves, with the reason."""
+        return {name: d.down for name, d in self.devices.items() if d.down is not None}
+
+    @property
+    def down(self) -> str | None:
+        """Why no device serves, if none does."""
+        missing = self.missing
+        if len(missing) < len(self.devices):
+            return None
+        return next(iter(missing.values()), "the worker starts")
+
+    @property
+    def lost(self) -> str | None:
+        """Why requests fail instead of waiting for a worker, if all do."""
+        reasons = [d.lost for d in self.devices.values()]
+        return reasons[0] if reasons and None not in reasons else None
+
+    @property
+    def replacing(self) -> bool:
+        """Whether a worker is about to take the place of one that died."""
+        return any(d.down is not None and d.lost is None for d in self.devices.values())
+
+    def full(self, base: ModelSpec) -> bool:
+        """Whether every device of a model would refuse another request, as far as is known here."""
+        return all(device.full(base) for device in self._serving(base.name))
+
+    # -- where models are -------------------------------------------------------------------------
+
+    def homes(self, model: str) -> list[str]:
+        """Devices that are to serve a model, but for those that it leaves."""
+        return [d.name for d in self._having(model) if model not in d.leaving]
+
+    def _serving(self, model: str) -> list[RemoteDevice]:
+        """Devices of a model or an adapter; of one that nobody serves, all: they know why."""
+        devices = list(self.devices.values())
+        if len(devices) == 1:
+            return devices
+        here = [d for d in devices if d.serves(model)]
+        return [d for d in here if d.takes(model)] or here or devices
+
+    def _having(self, model: str) -> list[RemoteDevice]:
+        """Devices that are to serve a model, whether they can or not."""
+        return [d for d in self.devices.values() if any(m.name == model for m in d.fleet.models)]

@@ -1,0 +1,78 @@
+"""Which device gets a request, and who else has it when that device's worker dies."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+
+from ballast.cluster.device import RemoteDevice
+from ballast.cluster.devices import Devices
+from ballast.cluster.outlet import OpenRequest, Outlet
+from ballast.core.errors import Unavailable
+from ballast.core.request import Submission
+from ballast.policy.route import Replica, held_prefix
+
+log = logging.getLogger(__name__)
+
+
+class Routing(Devices):
+    """Requests go to devices, outputs to outlets."""
+
+    def submit(self, submissions: Sequence[Submission]) -> Outlet:
+        """Send requests, whose ids must be new, to devices that serve their models, or keep them
+        until there is one.
+
+        Raises Unavailable where none is to be expected.
+        """
+        homes = [self._route(submission) for submission in submissions]
+        outlet = Outlet((s.id for s in submissions), self.withdraw)
+        for device in dict.fromkeys(homes):
+            device.requests.take(
+                OpenRequest(s, outlet)
+                for s, home in zip(submissions, homes, strict=True)
+                if home is device
+            )
+        return outlet
+
+    def withdraw(self, request_ids: Sequence[str]) -> None:
+        """Tell devices that nobody waits for these any more; what they still say is dropped."""
+        for device in self.devices.values():
+            mine = [i for i in request_ids if i in device.requests]
+            if mine:
+                device.requests.withdraw(mine)
+
+    def fail_all(self, code: str, reason: str) -> None:
+        """End every open request with an error, and tell the devices so."""
+        for device in self.devices.values():
+            device.requests.fail_all(code, reason)
+
+    def _route(self, submission: Submission) -> RemoteDevice:
+        homes = self._serving(submission.model)
+        if len(homes) == 1 and homes[0].lost is None:
+            return homes[0]
+        alive = [d for d in homes if d.lost is None]
+        if not alive:
+            raise Unavailable(f"{homes[0].lost}")
+        return self._chosen(submission, [d for d in alive if not d.requests.holding] or alive)
+
+    def _chosen(self, submission: Submission, devices: Sequence[RemoteDevice]) -> RemoteDevice:
+        """Of devices that can take a request, the one that gets it: the model has several."""
+        replicas = [Replica(d.name, len(d.requests), d.held_tokens(submission)) for d in devices]
+        chosen = self.devices[held_prefix(replicas)]
+        chosen.remember(submission)
+        return chosen
+
+    def _hand_on(self, device: RemoteDevice, in_flight: Collection[str]) -> None:
+        """A device's worker has died: others have its requests from now on, where they serve their
+        models; not those that may have been the reason."""
+        moved = 0
+        for request in device.requests.movable(in_flight):
+            wanted = request.submission
+            able = (d for d in self.devices.values() if d is not device and d.down is None)
+            others = [d for d in able if d.serves(wanted.model)]
+            if others:
+                chosen = self._chosen(wanted, others)
+                chosen.requests.take(device.requests.let_go([wanted.id]))
+                moved += 1
+        if moved:
+            log.warning("%d requests of %s go on elsewhere", moved, device.name)
