@@ -64,6 +64,8 @@ class OnDevice(Served):
         weights; ConfigError as `choose` does.
         """
         super().__init__(host, kv_base, layout)
+        # Images of NVIDIA's have TORCH_ALLOW_TF32_CUBLAS_OVERRIDE set: ten bits of each factor.
+        torch.set_float32_matmul_precision("highest")
         self._host, self._device = host, device
         on_gpu = device.type == "cuda"
         self._view: View = partial(device_tensor_at, device=device) if on_gpu else tensor_at

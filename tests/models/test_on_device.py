@@ -152,3 +152,10 @@ def test_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
     with pytest.raises(BrokenPromise, match="512"):
         served.logits(SequenceWork("a", [1, 2], 511, list(range(33)), GREEDY))
     served.close()
+
+
+def test_products_of_float32_are_of_float32(tmp_path: Path) -> None:
+    llama(tmp_path)
+    torch.set_float32_matmul_precision("high")
+    Served(tmp_path, attention=PlainAttention).close()
+    assert torch.get_float32_matmul_precision() == "highest"
