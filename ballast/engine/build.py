@@ -18,6 +18,7 @@ from ballast.kv.blocks import KvCache
 from ballast.kv.swapper import KvSwapper, MakeSwapper
 from ballast.memory.arena import Arena
 from ballast.memory.borrow import Borrower
+from ballast.memory.copies import copy_now
 from ballast.memory.pool import Pool
 from ballast.memory.transfer import Link
 from ballast.memory.vm import Vm
@@ -194,8 +195,11 @@ def _layered_mover(
     def move(source: int, target: int) -> None:
         rotating = set(kv.rotation.layers)
         for layer in range(kv.spec.n_layers):
-            at = layer * kv.layout.layer_stride_bytes + (to_host if layer in rotating else 0)
+            at = layer * kv.layout.layer_stride_bytes
             to, from_ = kv.block_address(target) + at, kv.block_address(source) + at
-            copy(to, from_, kv.layout.layer_bytes)
+            if layer in rotating:
+                copy_now(to + to_host, from_ + to_host, kv.layout.layer_bytes)
+            else:
+                copy(to, from_, kv.layout.layer_bytes)
 
     return move

@@ -35,6 +35,7 @@ from ballast.engine.runner import Executor, Record
 from ballast.engine.storyfile import StoryFile
 from ballast.engine.swapped import Swapped
 from ballast.kernels.workspace import Workspace
+from ballast.kv.event_swapper import EventSwapper
 from ballast.kv.link_swapper import LinkSwapper
 from ballast.kv.swapper import MakeSwapper
 from ballast.memory.arena import confine_allocator
@@ -254,7 +255,7 @@ class LiveDevice:
             return None
         made = self.machine.make_swapper(self.clock, bool(preset.swapping.dirty))
         if made is None:
-            raise ConfigError("preset", preset.name, "CPU devices of one rank can swap KV so far")
+            raise ConfigError("preset", preset.name, "devices of one rank can swap KV so far")
         return made
 
     def executors_of(self, host: HostModel, m: ModelState) -> tuple[Executor, ...]:
@@ -267,7 +268,7 @@ class LiveDevice:
                 executor.barriers = m.weights.rotor
         made[0].grammars.aside = self.aside
         swapper = m.swapper
-        if isinstance(swapper, LinkSwapper):
+        if isinstance(swapper, LinkSwapper | EventSwapper):
             return tuple(Swapped(executor, swapper) for executor in made)
         return made
 

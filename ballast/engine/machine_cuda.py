@@ -20,6 +20,7 @@ from ballast.engine.runner_cuda import AllocatorOnDevice, Compute, CudaRunner, T
 from ballast.engine.streams_cuda import lane_streams
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
+from ballast.kv.event_swapper import EventSwapper
 from ballast.kv.swapper import MakeSwapper
 from ballast.memory.copies import Copy
 from ballast.memory.cuda_calls import Driver
@@ -82,7 +83,8 @@ class CudaMachine:
         for stream in self._streams.all:
             self.vm.watch(stream)
         self._rotors: list[EventRotor] = []
-        """Those of models that have gone, too: each has a stream, and no more."""
+        self._swappers: list[EventSwapper] = []
+        """Those of models that have gone, too: they have streams, and no more."""
         self._graphs: GraphCache | None = None
         if n_bytes := device.graph_bytes:
             self._graphs = GraphCache(
@@ -181,8 +183,13 @@ class CudaMachine:
         return make
 
     def make_swapper(self, clock: Clock, dirty: bool) -> MakeSwapper | None:
-        """KV is not swapped on GPUs yet."""
-        return None
+        def make(kv: KvCache) -> EventSwapper:
+            known = (self._driver, self._context, self._pins, self._compute.current)
+            swapper = EventSwapper(kv, *known, dirty)
+            self._swappers.append(swapper)
+            return swapper
+
+        return make
 
     def allow(self, n_bytes: int) -> None:
         """The cap of this process is the device's own."""
@@ -193,6 +200,8 @@ class CudaMachine:
             self._graphs.close()
         for rotor in self._rotors:
             rotor.close()
+        for swapper in self._swappers:
+            swapper.close()
         self._pins.close()
         self._streams.close()
         self._driver.destroy_stream(self._copies)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ballast.core.event import Result
 from ballast.core.job import SequenceWork
+from ballast.kv.event_swapper import EventSwapper
 from ballast.kv.link_swapper import LinkSwapper
 from ballast.models.served import Served
 
@@ -13,7 +14,7 @@ from ballast.models.served import Served
 class Swapped:
     """Implements `Executor`. When a job ends, nothing is on its way."""
 
-    def __init__(self, model: Served, swapper: LinkSwapper) -> None:
+    def __init__(self, model: Served, swapper: LinkSwapper | EventSwapper) -> None:
         self._model, self._swapper = model, swapper
         model.barriers = swapper
 

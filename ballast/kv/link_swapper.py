@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from ballast.core.clock import Clock
 from ballast.core.errors import DeviceError
@@ -13,35 +11,26 @@ from ballast.core.event import TransferDone
 from ballast.core.job import SequenceWork
 from ballast.core.link import Direction
 from ballast.core.rotation import WHOLE, Rotation
-from ballast.core.units import ceil_div
 from ballast.kv.blocks import KvCache
-from ballast.kv.layered import LayeredLayout
+from ballast.kv.spilled import Piece, Spilled
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import HostLink
-
-_NORESERVE = 0x4000
-"""Linux's MAP_NORESERVE, which `mmap` has from Python 3.13 on."""
 
 
 class LinkSwapper:
     """Implements `KvSwapper`, and `ballast.models.barriers.Barriers` for the passes.
 
-    The host has as many addresses as the cache, in the same order; memory comes where it is first
-    written. Of the blocks of a pass those with KV are loaded, a layer at a time, and what is to be
+    Of the blocks of a pass those with KV are loaded, a layer at a time, and what is to be
     stored goes back before the slot is loaded anew. `finish` waits for the last of it, so that
     nothing is on its way between jobs.
     """
 
     def __init__(self, kv: KvCache, link: HostLink, clock: Clock, dirty: bool) -> None:
-        """`dirty`: of a layer only what a pass has written is stored, else all that it loads."""
-        layout = kv.layout
-        assert isinstance(layout, LayeredLayout)
-        self._layout, self._kv, self._dirty = layout, kv, dirty
+        """`dirty`: as `Spilled` says."""
+        self._spilled = Spilled(kv, dirty)
+        self.host = self._spilled.host
         self._link, self._clock = link, clock
         self._stream = f"kv:{kv.spec.name}"
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-        self._memory = mmap.mmap(-1, kv.range.n_pages * kv.range.page_bytes, flags=flags)
-        self.host = ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) - kv.base
         self._rotation = WHOLE
         self._carry: tuple[list[Copy], Direction] = ([], Direction.TO_HOST)
         self._change = threading.Condition()
@@ -51,24 +40,23 @@ class LinkSwapper:
         """Layers of this pass that are loaded."""
         self._coming: list[int] = []
         """Layers to be loaded, by place in the rotation, the next one last."""
-        self._loads: list[tuple[int, int]] = []
-        """(offset in a layer, bytes) of what a pass loads of each; below, what it stores."""
-        self._stores: list[tuple[int, int]] = []
+        self._loads: list[Piece] = []
+        """Of each layer of this pass."""
+        self._stores: list[Piece] = []
         self._error: str | None = None
         self._stalled = 0.0
 
     # -- the loop's thread, between jobs ----------------------------------------------------------
 
     def carry(self, layers: Sequence[int], slabs: Sequence[int], direction: Direction) -> None:
-        size = self._layout.plane_bytes
-        pieces = list(_joined((slab * size, size) for slab in slabs))
-        copies = [c for layer in layers for c in self._copies(layer, pieces, direction)]
+        pieces = self._spilled.planes(slabs)
+        copies = [c for layer in layers for c in self._spilled.copies(layer, pieces, direction)]
         self._carry = copies, direction
 
     def turn(self, rotation: Rotation) -> None:
         self._rotation = rotation
         if rotation == WHOLE:
-            self._memory.madvise(mmap.MADV_DONTNEED)
+            self._spilled.clear()
 
     # -- a lane's thread --------------------------------------------------------------------------
 
@@ -85,11 +73,7 @@ class LinkSwapper:
         if rotation == WHOLE:
             return ()
         self.finish()
-        size = self._layout.block_tokens
-        read = {b for w in work for b in w.blocks[: ceil_div(w.start, size)]}
-        self._loads = self._blocks(read)
-        written = {b for w in work for b in w.blocks[w.start // size : ceil_div(w.end, size)]}
-        self._stores = list(self._rows(work)) if self._dirty else self._blocks(read | written)
+        self._loads, self._stores = self._spilled.loads(work), self._spilled.stores(work)
         with self._change:
             self._ready.clear()
             self._coming = list(reversed(rotation.layers))
@@ -104,7 +88,7 @@ class LinkSwapper:
 
     def used(self, layer: int) -> None:
         """A pass is done with the layer: it is stored, and then the next of its slot is loaded."""
-        copies = list(self._copies(layer, self._stores, Direction.TO_HOST))
+        copies = list(self._spilled.copies(layer, self._stores, Direction.TO_HOST))
         self._start(copies, Direction.TO_HOST, self._load_next)
 
     def finish(self) -> None:
@@ -138,7 +122,7 @@ class LinkSwapper:
             if not self._coming:
                 return
             layer = self._coming.pop()
-        copies = list(self._copies(layer, self._loads, Direction.TO_DEVICE))
+        copies = list(self._spilled.copies(layer, self._loads, Direction.TO_DEVICE))
 
         def landed() -> None:
             with self._change:
@@ -173,44 +157,3 @@ class LinkSwapper:
                 self._error = str(closed)
                 self._flying -= 1
                 self._change.notify_all()
-
-    def _copies(
-        self, layer: int, pieces: Iterable[tuple[int, int]], direction: Direction
-    ) -> Iterator[Copy]:
-        first = self._kv.base + layer * self._layout.layer_stride_bytes
-        for at, n_bytes in pieces:
-            here, there = first + at, first + at + self.host
-            if direction is Direction.TO_DEVICE:
-                yield Copy(here, there, n_bytes)
-            else:
-                yield Copy(there, here, n_bytes)
-
-    def _blocks(self, blocks: Iterable[int]) -> list[tuple[int, int]]:
-        stride, size = self._layout.stride_bytes, self._layout.layer_bytes
-        return list(_joined(((b * stride, size) for b in sorted(blocks)), stride - size))
-
-    def _rows(self, work: Sequence[SequenceWork]) -> Iterator[tuple[int, int]]:
-        """Where the new tokens' keys and values lie."""
-        layout = self._layout
-        half, size = layout.layer_bytes // 2, layout.block_tokens
-        row = half // size
-        for w in work:
-            for i in range(w.start // size, ceil_div(w.end, size)):
-                first, end = max(w.start - i * size, 0), min(w.end - i * size, size)
-                at = w.blocks[i] * layout.stride_bytes + first * row
-                yield at, (end - first) * row
-                yield at + half, (end - first) * row
-
-
-def _joined(pieces: Iterable[tuple[int, int]], gap: int = 0) -> Iterator[tuple[int, int]]:
-    """Ascending (offset, bytes); those no more than `gap` apart are one."""
-    last: tuple[int, int] | None = None
-    for at, n_bytes in pieces:
-        if last is not None and at - sum(last) <= gap:
-            last = last[0], at + n_bytes - last[0]
-        else:
-            if last is not None:
-                yield last
-            last = at, n_bytes
-    if last is not None:
-        yield last

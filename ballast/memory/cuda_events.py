@@ -60,3 +60,31 @@ class Events:
         self._unused.clear()
         while self._made:
             self.driver.destroy_event(self._made.pop())
+
+
+class Stalls:
+    """Of streams that wait for events of others: how long they stood still, by their own clock."""
+
+    def __init__(self, events: Events) -> None:
+        """`events`: timed."""
+        self._events = events
+        self._waits: list[tuple[int, int]] = []
+        """Since it was last asked: the events before and after each."""
+
+    def wait_for(self, stream: int, event: int) -> None:
+        """What comes next in the stream begins after it. Returns at once."""
+        driver, before, after = self._events.driver, self._events.take(), self._events.take()
+        driver.record(before, stream)
+        driver.wait_for(stream, event)
+        driver.record(after, stream)
+        self._waits.append((before, after))
+
+    def seconds(self) -> float:
+        """All together since this was last asked; the streams have come that far."""
+        waits, self._waits = self._waits, []
+        seconds = 0.0
+        for before, after in waits:
+            seconds += self._events.driver.elapsed(before, after)
+            self._events.put_back(before)
+            self._events.put_back(after)
+        return seconds

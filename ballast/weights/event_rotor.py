@@ -11,7 +11,7 @@ from ballast.core.job import SequenceWork
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.memory.copies import Copy
 from ballast.memory.cuda_calls import Driver
-from ballast.memory.cuda_events import Events
+from ballast.memory.cuda_events import Events, Stalls
 from ballast.weights.rotor import Loads
 
 
@@ -56,8 +56,7 @@ class EventRotor:
         """By layer, the event after its copy, which was not seen to be reached."""
         self._past: list[int] = []
         """Events of lanes' streams that were not seen to be reached."""
-        self._waits: list[tuple[int, int]] = []
-        """Since `stalled` was last asked: the events before and after each."""
+        self._stalls = Stalls(self._timed)
         self._held: list[int] = []
         """By slot, the layer that was brought there last."""
         self._next: dict[int, int] = {}
@@ -120,13 +119,8 @@ class EventRotor:
         """Kernels launched from here on run when it is there. Returns at once."""
         with self._lock:
             event = self._landing.get(layer)
-            if event is None:
-                return
-            lane, before, after = self._lane(), self._timed.take(), self._timed.take()
-            self._driver.record(before, lane)
-            self._driver.wait_for(lane, event)
-            self._driver.record(after, lane)
-            self._waits.append((before, after))
+            if event is not None:
+                self._stalls.wait_for(self._lane(), event)
 
     def used(self, layer: int) -> None:
         """Once what was launched so far has ended, the next of its slot takes its place."""
@@ -144,12 +138,7 @@ class EventRotor:
         """Seconds that lanes' streams stood still for layers since this was last asked. What was
         launched by then has ended."""
         with self._lock:
-            waits, self._waits = self._waits, []
-            seconds = 0.0
-            for before, after in waits:
-                seconds += self._driver.elapsed(before, after)
-                self._timed.put_back(before)
-                self._timed.put_back(after)
+            seconds = self._stalls.seconds()
             self.loads.stall_seconds += seconds
             self._look()
             return seconds

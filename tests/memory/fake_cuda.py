@@ -512,9 +512,18 @@ class FakeDriver:
             raise DeviceError("cuMemcpyAsync", "CUDA_ERROR_INVALID_VALUE: invalid argument")
         if not self._accessible(device_address, n_bytes):
             raise DeviceError("cuMemcpyAsync", "CUDA_ERROR_INVALID_VALUE: invalid argument")
+        for address in {target, source} - {device_address}:
+            self._pinned_or_not(address, n_bytes)
         touches = [(target, n_bytes), (source, n_bytes)]
         seconds = n_bytes / self.bandwidth
         self.put(stream, lambda: ctypes.memmove(target, source, n_bytes), touches, None, seconds)
+
+    def _pinned_or_not(self, address: int, n_bytes: int) -> None:
+        end = address + n_bytes
+        parts = ((max(a, address), min(a + n, end)) for a, (n, _) in self.pinned.items())
+        pinned = sum(max(0, upto - at) for at, upto in parts)
+        if pinned not in (0, n_bytes):
+            raise DeviceError("cuMemcpyAsync", "CUDA_ERROR_INVALID_VALUE: pinned in part")
 
     def _accessible(self, address: int, n_bytes: int) -> bool:
         end = address + n_bytes

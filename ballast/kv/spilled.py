@@ -1,0 +1,104 @@
+"""The host's copy of a cache that lies layer by layer, and what a pass moves between the two."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
+
+from ballast.core.job import SequenceWork
+from ballast.core.link import Direction
+from ballast.core.units import ceil_div
+from ballast.kv.blocks import KvCache
+from ballast.kv.layered import LayeredLayout
+from ballast.memory.copies import Copy
+
+_NORESERVE = 0x4000
+"""Linux's MAP_NORESERVE, which `mmap` has from Python 3.13 on."""
+
+Piece = tuple[int, int]
+"""(offset in a layer's part of the cache, bytes)."""
+
+
+class Spilled:
+    """The host has as many addresses as the cache, in the same order; memory comes where it is
+    first written."""
+
+    def __init__(self, kv: KvCache, dirty: bool) -> None:
+        """`dirty`: of a layer only what a pass has written is stored, else all that it loads."""
+        layout = kv.layout
+        assert isinstance(layout, LayeredLayout)
+        self.layout, self._kv, self._dirty = layout, kv, dirty
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+        self._memory = mmap.mmap(-1, kv.range.n_pages * kv.range.page_bytes, flags=flags)
+        self.host = ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) - kv.base
+        """What is at an address of the cache is at so much more on the host."""
+
+    def loads(self, work: Sequence[SequenceWork]) -> list[Piece]:
+        """What a pass reads of each layer: blocks with KV."""
+        return self._blocks(self._read(work))
+
+    def stores(self, work: Sequence[SequenceWork]) -> list[Piece]:
+        """What it leaves that the host has not."""
+        if self._dirty:
+            return list(self._rows(work))
+        size = self.layout.block_tokens
+        written = {b for w in work for b in w.blocks[w.start // size : ceil_div(w.end, size)]}
+        return self._blocks(self._read(work) | written)
+
+    def planes(self, slabs: Iterable[int]) -> list[Piece]:
+        """All that a layer has there."""
+        size = self.layout.plane_bytes
+        return list(_joined((slab * size, size) for slab in slabs))
+
+    def copies(self, layer: int, pieces: Iterable[Piece], direction: Direction) -> Iterator[Copy]:
+        first = self._kv.base + layer * self.layout.layer_stride_bytes
+        for at, n_bytes in pieces:
+            here, there = first + at, first + at + self.host
+            if direction is Direction.TO_DEVICE:
+                yield Copy(here, there, n_bytes)
+            else:
+                yield Copy(there, here, n_bytes)
+
+    def plane_address(self, layer: int, plane: int) -> int:
+        """Of a layer's part of a slab, on the host."""
+        at = layer * self.layout.layer_stride_bytes + plane * self.layout.plane_bytes
+        return self._kv.base + self.host + at
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._memory.madvise(mmap.MADV_DONTNEED)
+
+    def _read(self, work: Sequence[SequenceWork]) -> set[int]:
+        size = self.layout.block_tokens
+        return {b for w in work for b in w.blocks[: ceil_div(w.start, size)]}
+
+    def _blocks(self, blocks: Iterable[int]) -> list[Piece]:
+        stride, size = self.layout.stride_bytes, self.layout.layer_bytes
+        return list(_joined(((b * stride, size) for b in sorted(blocks)), stride - size))
+
+    def _rows(self, work: Sequence[SequenceWork]) -> Iterator[Piece]:
+        """Where the new tokens' keys and values lie."""
+        layout = self.layout
+        half, size = layout.layer_bytes // 2, layout.block_tokens
+        row = half // size
+        for w in work:
+            for i in range(w.start // size, ceil_div(w.end, size)):
+                first, end = max(w.start - i * size, 0), min(w.end - i * size, size)
+                at = w.blocks[i] * layout.stride_bytes + first * row
+                yield at, (end - first) * row
+                yield at + half, (end - first) * row
+
+
+def _joined(pieces: Iterable[Piece], gap: int = 0) -> Iterator[Piece]:
+    """Ascending; those no more than `gap` apart are one."""
+    last: Piece | None = None
+    for at, n_bytes in pieces:
+        if last is not None and at - sum(last) <= gap:
+            last = last[0], at + n_bytes - last[0]
+        else:
+            if last is not None:
+                yield last
+            last = at, n_bytes
+    if last is not None:
+        yield last

@@ -1,0 +1,194 @@
+"""The swapper of a GPU over a driver that does work as late as it may."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from ballast.core.job import SequenceWork
+from ballast.core.link import Direction
+from ballast.core.rotation import WHOLE, Rotation
+from ballast.core.swapping import spread
+from ballast.kv.blocks import KvCache
+from ballast.kv.event_swapper import EventSwapper
+from ballast.memory.cuda_pins import Pins
+from ballast.memory.pool import Pool
+from ballast.memory.vm_cuda import CudaVm
+from tests.kv.test_blocks import make_spec
+from tests.memory.fake_cuda import FakeDriver
+
+PAGE = 64 << 10
+LAYERS, TOKENS = 6, 4
+SECONDS = 1e-3
+"""Of a layer, as the device counts."""
+
+
+class World:
+    """A cache, a lane that computes nothing but a byte of every token's key, and what each is."""
+
+    def __init__(self, dirty: bool) -> None:
+        self.driver = driver = FakeDriver(bandwidth=1e8, n_bytes=1 << 27)
+        self.context = driver.retain_context(0)
+        driver.set_current(self.context)
+        self.vm = CudaVm(driver, 0, PAGE, 200)
+        self.lane = driver.new_stream()
+        self.vm.watch(self.lane)
+        self.pool = Pool(self.vm, 200)
+        spec = replace(make_spec(head_dim=256), n_layers=LAYERS, block_tokens=TOKENS)
+        self.kv = KvCache(spec, self.pool, self.vm, layered=True)
+        self.pins = Pins(driver, 0)
+        known = (self.kv, driver, self.context, self.pins, lambda: self.lane)
+        self.swapper = EventSwapper(*known, dirty)
+        self.tables: dict[str, list[int]] = {}
+        self.done: dict[str, int] = {}
+        self.wrong: list[tuple[int, str, int]] = []
+        self.stalled = 0.0
+        self.early: random.Random | None = None
+        """Whether streams do some of their work before anybody waits for it."""
+
+    def address(self, layer: int, name: str, token: int) -> int:
+        layout = self.kv.layout
+        row = layout.layer_bytes // 2 // TOKENS
+        block = self.tables[name][token // TOKENS]
+        at = layer * layout.layer_stride_bytes + block * layout.stride_bytes
+        return self.kv.base + at + token % TOKENS * row
+
+    def value(self, layer: int, name: str, token: int) -> int:
+        return 1 + (layer * 31 + ord(name) * 7 + token) % 251
+
+    def run_pass(self, counts: dict[str, int]) -> None:
+        """So many tokens more of each sequence: reads all before them, and writes them."""
+        work = []
+        for name, n in counts.items():
+            table, start = self.tables.setdefault(name, []), self.done.setdefault(name, 0)
+            assert self.kv.grow(table, start + n) is None
+            work.append(SequenceWork(name, [1] * n, start, tuple(table), None))
+        stops = self.swapper.begin_pass(work)
+        for layer in range(LAYERS):
+            if layer in stops:
+                self.swapper.wait(layer)
+
+            def compute(layer: int = layer) -> None:
+                for w in work:
+                    for token in range(w.end):
+                        at = self.address(layer, w.request_id, token)
+                        value = self.value(layer, w.request_id, token)
+                        if token >= w.start:
+                            ctypes.memset(at, value, 1)
+                        elif ctypes.string_at(at, 1)[0] != value:
+                            self.wrong.append((layer, w.request_id, token))
+
+            self.driver.put(self.lane, compute, [], seconds=SECONDS)
+            if layer in stops:
+                self.swapper.used(layer)
+            if self.early is not None:
+                stream = self.early.choice(list(self.driver.streams))
+                self.driver.run(stream, self.early.randint(1, 9))
+        self.swapper.finish()
+        self.end_job()
+        for w in work:
+            self.done[w.request_id] = w.end
+
+    def end_job(self) -> None:
+        """As the runner: waits for the lane's stream alone."""
+        self.driver.finish(self.lane)
+        idle = [s for s in self.driver.streams if not self.driver.streams[s]]
+        assert len(idle) == len(self.driver.streams), "something is on its way between jobs"
+        self.stalled = self.swapper.stalled()
+
+    def turn(self, wanted: Rotation) -> None:
+        """As `engine/swapping.py` does."""
+        before, after = set(self.kv.rotation.layers), set(wanted.layers)
+        if before < after:
+            self.swapper.carry(sorted(after - before), self.kv.slabs, Direction.TO_HOST)
+        else:
+            assert self.kv.turn(wanted)
+            self.swapper.carry(sorted(before - after), self.kv.slabs, Direction.TO_DEVICE)
+        self.swapper.move()
+        self.end_job()
+        if before < after:
+            assert self.kv.turn(wanted)
+        self.swapper.turn(wanted)
+
+    def close(self) -> None:
+        assert not self.wrong
+        for table in self.tables.values():
+            self.kv.free(table)
+        self.kv.validate([])
+        self.swapper.close()
+        self.kv.close()
+        self.pins.close()
+        self.vm.close()
+        self.driver.destroy_stream(self.lane)
+        self.driver.release_context(0)
+        assert self.driver.is_clean()
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "dirty"])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    made = World(request.param)
+    yield made
+    made.close()
+
+
+SETS = [Rotation(spread(LAYERS, n), slots) for n, slots in ((2, 1), (4, 2), (5, 1))]
+
+
+@pytest.mark.parametrize("rotation", SETS, ids=str)
+def test_every_key_is_there_when_it_is_read(world: World, rotation: Rotation) -> None:
+    world.run_pass({"a": 11, "b": 3})
+    world.turn(rotation)
+    world.run_pass({"a": 1, "c": 30})
+    world.run_pass({"a": 1, "b": 1})
+    world.run_pass({"c": 1})
+    world.turn(WHOLE)
+    world.run_pass({"a": 1, "b": 1, "c": 1})
+    assert not world.pins.n_bytes
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sets_of_layers_change_between_passes(world: World, seed: int) -> None:
+    rng = random.Random(seed)
+    world.early = rng if seed % 2 else None
+    at = -1
+    for _ in range(8):
+        wanted = max(-1, min(len(SETS) - 1, at + rng.choice((-1, 1))))
+        if wanted != at:
+            world.turn(SETS[wanted] if wanted >= 0 else WHOLE)
+            at = wanted
+        world.run_pass({name: rng.randint(1, 9) for name in rng.sample("abcd", 2)})
+
+
+def test_a_pass_that_breaks_off_leaves_nothing_on_its_way(world: World) -> None:
+    world.run_pass({"a": 9})
+    world.turn(SETS[1])
+    work = SequenceWork("a", [1], 9, tuple(world.tables["a"]), None)
+    first, *_ = world.swapper.begin_pass([work])
+    world.swapper.wait(first)
+    world.swapper.finish()
+    world.end_job()
+    world.run_pass({"a": 2})
+
+
+def test_what_passes_wait_for_is_what_they_take_beyond_their_work(world: World) -> None:
+    world.run_pass({"a": 40})
+    world.turn(SETS[2])
+    began = world.driver.now
+    world.run_pass({"a": 1})
+    assert world.stalled > 0
+    assert world.driver.now - began == pytest.approx(LAYERS * SECONDS + world.stalled)
+
+
+def test_kv_on_the_host_need_not_be_page_locked(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(dirty=False)
+    world.run_pass({"a": 40})
+    world.driver.fail("pin")
+    world.turn(SETS[1])
+    world.run_pass({"a": 1})
+    assert "not page-locked" in caplog.text
+    assert world.pins.n_bytes == (len(SETS[1].layers) * len(world.kv.slabs) - 1) * PAGE
+    world.close()
