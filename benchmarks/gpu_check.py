@@ -30,12 +30,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +52,15 @@ ROOT = Path(__file__).parents[1]
 SECONDS = 540.0
 """Of all parts."""
 PARTS = (
-    Part("machine", 30),
-    Part("pool", 20),
+    Part("machine", 20),
+    Part("pool", 15),
     Part("exactness", 90),
     Part("single_model", 120),
-    Part("activation", 50),
+    Part("activation", 40),
     Part("elastic_overhead", 60),
-    Part("tests", 90),
-    Part("sanitizer", 60),
-    Part("layouts", 20),
+    Part("tests", 130),
+    Part("sanitizer", 50),
+    Part("layouts", 15),
 )
 CASES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -70,6 +72,8 @@ CASES: dict[str, dict[str, Any]] = {
 """Of `exactness`."""
 MOVES = ("evictions", "preemptions", "layers_loaded")
 """Of which there are some, or exactness under pressure has not been shown."""
+AT_ONCE = 4
+"""Files of tests."""
 SANITIZER = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer")
 _ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error")
 
@@ -106,22 +110,35 @@ def elastic_overhead(found: Findings) -> None:
 
 
 def tests(found: Findings) -> None:
-    """A fault of CUDA spoils its process for good: so a process for each file."""
+    """A fault of CUDA spoils its process for good: so a process for each file. Those of memory,
+    which take all that there is, come first; the others run beside each other, as most of their
+    time is Triton's compiler's."""
     every = sorted((ROOT / "tests").rglob("test_*.py"))
     files = [file for file in every if "mark.gpu" in file.read_text()]
-    # What libraries warn of on a GPU is no failure here.
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-W", "default", "--tb=short"]
-    for file in files:
-        told = subprocess.run([*command, str(file)], capture_output=True, text=True, cwd=ROOT)
-        print(told.stdout, told.stderr, sep="\n", flush=True)
-        good = told.returncode == 0
-        last = told.stdout.strip().splitlines()[-1:]
-        found[file.stem] = {
-            "passed": good,
-            "told": last,
-            "tail": "" if good else told.stdout[-TAIL:],
-        }
+    first = [file for file in files if file.parent.name == "memory"]
+    for file in first:
+        found[file.stem] = _tested(file)
+    rest = [file for file in files if file not in first]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for file, told in zip(rest, pool.map(_tested, rest), strict=True):
+            found[file.stem] = told
     found["passed"] = all(t["passed"] for t in found.values())
+
+
+def _tested(file: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--tb=short", str(file)]
+    # What libraries warn of on a GPU is no failure here.
+    told = subprocess.run(
+        command,
+        env={**os.environ, "PYTEST_ADDOPTS": "-W default"},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    print(told.stdout, told.stderr, sep="\n", flush=True)
+    good = told.returncode == 0
+    last = told.stdout.strip().splitlines()[-1:]
+    return {"passed": good, "told": last, **({} if good else {"tail": told.stdout[-TAIL:]})}
 
 
 def sanitizer(found: Findings) -> None:

@@ -32,6 +32,7 @@ class TorchRecorder:
         self._graphs = 0
         """That have not been reset."""
         self._open: Any = None
+        self._broken: list[Any] = []
         self._known = threading.local()
 
     @contextmanager
@@ -74,10 +75,19 @@ class TorchRecorder:
 
     def abandon(self) -> None:
         graph, self._open = self._open, None
-        if graph is not None:
+        if graph is None:
+            return
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # What was invalid PyTorch does not end: it asks this graph about every allocation from
+            # now on, and frees nothing to make room, until it is told.
+            self._broken.append(graph)
+            allocator: Any = torch._C
             with suppress(RuntimeError):
-                graph.capture_end()
-            graph.reset()
+                allocator._cuda_endAllocateToPool(self._device.index, self._pool)
+                allocator._cuda_releasePool(self._device.index, self._pool)
+        graph.reset()
 
     def output(self, tensor: torch.Tensor) -> torch.Tensor:
         at = tensor.data_ptr()

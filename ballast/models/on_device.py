@@ -118,10 +118,13 @@ class OnDevice(Served):
         batch = self._filled(bucket if recorded is None else recorded.bucket, work)
         if recorded is not None:
             return recorded.replay(self.barriers)[: batch.n_wanted]
-        logits = self._step(batch, batch.n_wanted, cuts, self.barriers)
-        if graphs is not None and batch.replayable and self._adapters.replayable(batch):
-            graphs.want(self.spec.name, bucket, partial(self._recorded, batch, cuts), cuts)
-        return logits
+        recordable = batch.replayable and self._adapters.replayable(batch)
+        if graphs is None or not recordable:
+            return self._step(batch, batch.n_wanted, cuts, self.barriers)
+        # The very kernels that will be recorded: they are loaded then, and give the same bits.
+        logits = self._step(batch, batch.bucket.wanted, cuts, self.barriers)
+        graphs.want(self.spec.name, bucket, partial(self._recorded, batch, cuts), cuts)
+        return logits[: batch.n_wanted]
 
     @torch.inference_mode()
     def hidden(self, work: Sequence[SequenceWork]) -> Tensor:

@@ -40,7 +40,7 @@ class OnGpu(Served):
         n_bytes = self.layout.pages(blocks) * self.layout.page_bytes
         self.blocks = torch.full((n_bytes,), 0xFF, dtype=torch.uint8, device=device)
         addresses = [segment.data_ptr() for segment in self.segments]
-        where = (self.host, addresses, self.blocks.data_ptr(), self.layout, n_bytes, device)
+        where = (self.host, addresses, self.blocks.data_ptr(), self.layout, blocks, device)
         self.model = (DeviceFusedModel if self.host.fused else DeviceModel)(*where)
         for segment, address in zip(self.segments, self.host.addresses, strict=True):
             segment.copy_(tensor_at(address, (len(segment),), torch.uint8))
