@@ -9,9 +9,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ballast.cluster.device import RemoteDevice, WorkerLink
+from ballast.cluster.device import RemoteDevice
 from ballast.cluster.following import Following
 from ballast.cluster.lending import Acquaintances
+from ballast.cluster.neighbours import WorkerLink
 from ballast.cluster.orders import changed, names_of, refusal, undoing
 from ballast.cluster.placing import homes_of, named, part_of, placed
 from ballast.cluster.routing import Routing

@@ -7,20 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
 
+from ballast.cluster.neighbours import Neighbours, WorkerLink
 from ballast.cluster.orders import PendingOrders, changed, names_of
-from ballast.cluster.prefixes import GivenPrefixes
-from ballast.cluster.requests import OpenRequests
 from ballast.cluster.spare import Spare
+from ballast.cluster.standing import Standing
 from ballast.cluster.suspicion import Suspicions
-from ballast.core.capability import Reach
 from ballast.core.command import Add, DeviceOrder, Outcome, Remove
 from ballast.core.errors import BallastError, Unavailable
-from ballast.core.model import ModelSpec
-from ballast.core.report import DeviceReport
-from ballast.core.request import Request, Submission
 from ballast.core.settings import FleetSettings, ModelSettings
 from ballast.transport.messages import (
     Done,
@@ -47,56 +42,8 @@ STEADY_SECONDS = 60.0
 """A worker that lived so long died of something new: the next is started at once."""
 
 
-class WorkerLink(Protocol):
-    """A worker as its controller sees it; `ballast.cluster.local.LocalWorker` is one."""
-
-    @property
-    def waits(self) -> bool: ...
-
-    async def prepare(self) -> None: ...
-
-    async def start(self, fleet: FleetSettings) -> Ready: ...
-
-    def send(self, message: ToWorker) -> None: ...
-
-    async def receive(self) -> ToServer | None: ...
-
-    def kill(self, why: str) -> None: ...
-
-    def epitaph(self) -> str: ...
-
-    def in_flight(self) -> frozenset[str]: ...
-
-    async def close(self, patience: float = 0.0) -> None: ...
-
-
-class Neighbours(Protocol):
-    """Whoever knows the other devices."""
-
-    def take_over(self, device: RemoteDevice, in_flight: Collection[str]) -> None:
-        """Its worker has died: others may have its requests, but those that were `in_flight`."""
-
-    def carried_out(self, device: RemoteDevice, order: DeviceOrder) -> None:
-        """It has done what was ordered."""
-
-    def serving(self, device: RemoteDevice, pages: str) -> None:
-        """Its worker serves, and gives its memory to others at `pages`, if that is not empty."""
-
-    def said(self, device: RemoteDevice, message: OfLease | OfPeer) -> None:
-        """Of pages that are lent."""
-
-    async def buried(self, device: RemoteDevice) -> None:
-        """Its worker has died and been reaped; returns when another may take its place."""
-
-    def decided(self, device: RemoteDevice, moment: float, what: dict[str, Any]) -> None:
-        """What, and when on the event loop's clock."""
-
-
-class RemoteDevice:
-    """Its open requests, its last report, and what its next worker is started with."""
-
-    fleet: FleetSettings
-    """What workers are started with; from `start` on."""
+class RemoteDevice(Standing):
+    """Its worker, and what the next one is started with."""
 
     def __init__(
         self,
@@ -106,92 +53,21 @@ class RemoteDevice:
         suspicions: Suspicions,
         neighbours: Neighbours,
     ) -> None:
-        self.name = name
+        super().__init__(name, suspicions)
         self._make_worker = make_worker
         self.worker = make_worker()
         self._spare = spare
-        self.requests = OpenRequests(suspicions, self._limit)
         self._neighbours = neighbours
         self._orders = PendingOrders(lambda command: self.worker.send(command))
         self._supervisor: asyncio.Task[None] | None = None
         self._ending = False
         self._drained = asyncio.Event()
-        self.specs: Mapping[str, ModelSpec] = {}
-        self.failed: Mapping[str, str] = {}
-        """Models of its fleet that it does not serve, with the reason."""
-        self.report: DeviceReport | None = None
-        self.reach: Reach | None = None
-        """Of a GPU, as its last worker has told."""
-        self.leaving: set[str] = set()
-        """Models that it serves until their open requests have ended."""
-        self._prefixes: dict[str, GivenPrefixes] = {}
-        """By model, what the present worker was given where there was a choice of devices."""
-        self.restarts = 0
-        """Workers that were started in place of one that died."""
-        self.down: str | None = "the worker starts"
-        """Why no worker serves, if none does."""
-        self.lost: str | None = None
-        """Why requests fail instead of waiting for a worker, if they do."""
 
     async def start(self, fleet: FleetSettings) -> None:
         """Returns when the device serves. Raises Unavailable if it cannot."""
         self.fleet = fleet
         self._serve(await self.worker.start(fleet))
         self._supervisor = asyncio.create_task(self._supervise())
-
-    def serves(self, name: str) -> bool:
-        """Whether it has a model, or an adapter of one."""
-        return any(name in _names(base) for base in self.specs.values())
-
-    def takes(self, name: str) -> bool:
-        """Whether new requests for a model, or an adapter of one, may go here."""
-        found = (base.name for base in self.specs.values() if name in _names(base))
-        return any(base not in self.leaving for base in found)
-
-    def held_tokens(self, submission: Submission) -> int:
-        """Tokens of a prompt whose KV it may hold: it was given them, and holds any KV."""
-        found = self._given(submission)
-        if found is None or self.report is None:
-            return 0
-        base, prefixes, salt = found
-        here = (m for m in self.report.models if m.name == base.name)
-        holds = any(m.kv_pages or m.borrowed_pages for m in here)
-        return prefixes.tokens(submission.prompt, salt) if holds else 0
-
-    def remember(self, submission: Submission) -> None:
-        """It is given this prompt, which another device might have been given."""
-        found = self._given(submission)
-        if found is not None:
-            _, prefixes, salt = found
-            prefixes.add(submission.prompt, salt)
-
-    def _given(self, submission: Submission) -> tuple[ModelSpec, GivenPrefixes, str] | None:
-        """Of its model: the base, what was given, and the salt that the device will use."""
-        base = next((b for b in self.specs.values() if submission.model in _names(b)), None)
-        if base is None:
-            return None
-        prefixes = self._prefixes.get(base.name)
-        if prefixes is None:
-            room = self.fleet.device.budget_bytes // base.block_bytes
-            prefixes = GivenPrefixes(base.fingerprint, base.block_tokens, room)
-            self._prefixes[base.name] = prefixes
-        at = _names(base).index(submission.model)
-        salt = Request.salt_of(submission, base, at - 1 if at else None)
-        return base, prefixes, salt
-
-    def full(self, base: ModelSpec) -> bool:
-        """Whether it would refuse another request of a model, as far as is known here.
-
-        Refusing where one is read keeps what is too much away from the device. What the device
-        reports is a tenth of a second old: the queue may have moved meanwhile.
-        """
-        silent = self.requests.silent(base)
-        if self.down is not None or not 0 < base.max_waiting <= silent:
-            return False
-        if silent >= base.max_waiting + base.max_running:
-            return True
-        models = () if self.report is None else self.report.models
-        return any(m.name == base.name and m.waiting >= base.max_waiting for m in models)
 
     def tell(self, message: ToWorker) -> None:
         """Something that is no order."""
@@ -265,10 +141,6 @@ class RemoteDevice:
             {drained, self._supervisor}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
         )
         drained.cancel()
-
-    def _limit(self, model: str) -> int | None:
-        served = (s for base in self.specs.values() for s in base.served)
-        return next((s.max_waiting for s in served if s.name == model), None)
 
     # -- workers --------------------------------------------------------------------------------
 
@@ -382,8 +254,3 @@ class RemoteDevice:
         self.down = self.lost = why
         self._neighbours.take_over(self, ())
         self.requests.fail_all(WORKER_LOST, why)
-
-
-def _names(base: ModelSpec) -> list[str]:
-    """Of a model and its adapters."""
-    return [base.name, *(a.name for a in base.adapters)]
