@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from ballast.bench import doctor_memory
 from ballast.bench.finding import Finding, Verdict, judged
+from ballast.cluster.member import of_rank
 from ballast.cluster.placing import homes_of
-from ballast.cluster.ranks import of_one_rank
 from ballast.core.capability import Reach
 from ballast.core.errors import BallastError, ConfigError, DeviceError
 from ballast.core.model import ModelSpec, weight_bytes, weight_pages
@@ -17,6 +17,7 @@ from ballast.engine.build import set_aside
 from ballast.kv.layout import Layout
 from ballast.memory.cuda_devices import reach_of
 from ballast.memory.cuda_driver import CudaDriver
+from ballast.models.parallel import check_parallel
 from ballast.weights.checkpoint import load_host_model, read_spec
 
 
@@ -70,12 +71,14 @@ def _group(
         if model.name not in names:
             continue
         try:
+            if device.gpu is None:
+                check_parallel(model, device.tensor_parallel)
             specs.append(read_spec(model, device.tensor_parallel))
         except BallastError as error:
             cure = f"change `devices[{i}].tensor_parallel`, or place the model elsewhere"
             yield Finding(model.name + where, Verdict.FAIL, str(error), cure)
     if specs:
-        yield from _device(specs, of_one_rank(device), i, f"{where}, on each rank")
+        yield from _device(specs, of_rank(device), i, f"{where}, on each rank")
 
 
 def _lending(settings: FleetSettings) -> Finding:

@@ -24,13 +24,13 @@ def machine_of(
     """As the fleet's device says. `ranks`: as `start_ranks` has begun to start them, if it has;
     their start then goes on beside the caller's own."""
     whole = fleet.of_one_device("this command")
-    if whole.gpu is not None:
-        return CudaMachine(fleet, clock, post)
     if whole.tensor_parallel == 1:
-        return CpuMachine(fleet, clock, post)
+        machine = CpuMachine if whole.gpu is None else CudaMachine
+        return machine(fleet, clock, post)
     # Here, so that a device without ranks needs nothing of what they talk through.
-    from ballast.cluster.ranks import GroupMachine, of_one_rank
+    from ballast.cluster.member import of_rank
+    from ballast.cluster.ranks import GroupMachine
     from ballast.cluster.remote import start_ranks
 
-    part = of_one_rank(whole)
-    return GroupMachine(part, fleet.link.pace, clock, post, ranks or start_ranks(fleet))
+    of_rank(whole)  # raises before processes are started
+    return GroupMachine(whole, fleet.link.pace, clock, post, ranks or start_ranks(fleet))

@@ -18,20 +18,19 @@ from typing import NoReturn
 import torch
 
 from ballast.cluster.logs import FORMAT_VARIABLE, set_up
+from ballast.cluster.member import KvPlace, MakeMember, Meeting, member_of
 from ballast.cluster.orphan import die_with
 from ballast.core.errors import BallastError, BrokenPromise, DeviceError
-from ballast.core.event import TransferDone
+from ballast.core.event import Event, TransferDone
 from ballast.engine.inbox import MonotonicClock
+from ballast.engine.machine import Cap
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
-from ballast.memory.arena import AllocatorCap, confine_allocator
-from ballast.memory.copies import Copy, copy_now
-from ballast.memory.transfer import HostLink
+from ballast.memory.arena import confine_allocator
+from ballast.memory.copies import Copy
 from ballast.memory.vm import Range
-from ballast.memory.vm_memfd import MemfdVm
-from ballast.models.gloo import GlooExchange
-from ballast.models.parallel import Exchange, ParallelModel
-from ballast.models.shared import SharedExchange
+from ballast.models.device_parallel import ParallelDeviceModel
+from ballast.models.parallel import ParallelModel
 from ballast.transport.ranks import (
     Allow,
     Carry,
@@ -47,6 +46,7 @@ from ballast.transport.ranks import (
     Loaded,
     Look,
     Map,
+    Meet,
     Ok,
     Populate,
     RankGone,
@@ -60,7 +60,6 @@ from ballast.transport.ranks import (
     Unload,
     Unmap,
 )
-from ballast.weights.checkpoint import load_host_model
 from ballast.weights.host import HostModel, HostTier
 from ballast.weights.sharding import Shard
 
@@ -75,77 +74,80 @@ class Rank:
     """Memory, host tier, link and models of one rank."""
 
     def __init__(
-        self, told: JoinGroup, shared: int | None, landed: Callable[[TransferDone], None]
+        self,
+        told: JoinGroup,
+        landed: Callable[[Event], None],
+        make: MakeMember = member_of,
     ) -> None:
-        """`shared`: descriptor of the memory in which ranks meet; None: they meet through gloo, and
-        this returns when all have come."""
         confine_allocator()
-        self._told = told
-        self._shard = Shard(told.rank, told.ranks)
-        self._vm = MemfdVm(told.page_bytes, told.n_pages)
+        self.device = device = told.device
+        shard = Shard(told.rank, device.tensor_parallel)
+        self._own = make(device, shard, told.pace, MonotonicClock(), landed)
         self._ranges: dict[int, Range] = {}
         self._tier = HostTier()
         self._hosts: dict[str, HostModel] = {}
-        self._models: dict[str, ParallelModel] = {}
-        self._workspace = Workspace(told.n_pages * told.page_bytes)
-        self._link = HostLink(MonotonicClock(), landed, told.pace)
-        self._cap: AllocatorCap | None = None
-        capacity = told.n_pages * told.page_bytes
-        self._exchange: Exchange
-        if told.meeting is not None:
-            self._exchange = GlooExchange(Path(told.meeting), self._shard)
-        else:
-            assert shared is not None
-            self._exchange = SharedExchange(shared, self._shard, capacity)
+        self._models: dict[str, ParallelModel | ParallelDeviceModel] = {}
+        self._workspace = Workspace(device.budget_bytes)
+        self._cap: Cap | None = None
+
+    def meet(self, meeting: Meeting) -> None:
+        """Before it does anything else; returns when all ranks have come."""
+        self._own.meet(meeting)
+
+    def enter(self) -> None:
+        """By each thread that has it do something."""
+        self._own.enter()
 
     def do(self, asked: ToRank) -> FromRank:
         """What is asked. Raises DeviceError and BrokenPromise with nothing done."""
         match asked:
             case Compute():
-                self._models[asked.model].compute(asked.work, head=asked.head)
+                with self._own.alongside():
+                    self._models[asked.model].compute(asked.work, head=asked.head)
                 if self._cap is not None:
-                    self._cap.check()
+                    self._cap.check(alone=True)
             case Map():
                 where = self._range(asked.base)
-                self._vm.map(
+                self._own.vm.map(
                     where, asked.at, asked.pages, alias=asked.alias, prefault=asked.prefault
                 )
             case Unmap():
-                self._vm.unmap(self._range(asked.base), asked.at, asked.n)
+                self._own.vm.unmap(self._range(asked.base), asked.at, asked.n)
             case Populate():
-                short = self._vm.populate(asked.pages)
+                short = self._own.vm.populate(asked.pages)
                 if short is not None:
                     return Lacking(short.pages)
             case Discard():
-                self._vm.discard(asked.pages)
+                self._own.vm.discard(asked.pages)
             case CopyNow():
-                copy_now(asked.dst, asked.src, asked.n_bytes)
+                self._own.copy(asked.dst, asked.src, asked.n_bytes)
             case Carry():
                 copies = [Copy(*c) for c in asked.copies]
-                self._link.start(asked.transfer_id, copies, asked.stream)
+                self._own.link.start(asked.transfer_id, copies, asked.stream)
             case Reserve():
-                made = self._vm.reserve(asked.n_bytes)
+                made = self._own.vm.reserve(asked.n_bytes)
                 self._ranges[made.base] = made
                 return Reserved(made.base)
             case Release():
-                self._vm.release(self._range(asked.base))
+                self._own.vm.release(self._range(asked.base))
                 del self._ranges[asked.base]
             case Look():
-                mapped = {} if asked.base is None else self._vm.os_pages(self._range(asked.base))
-                return Seen(mapped, self._vm.mappings())
+                mapped = (
+                    {} if asked.base is None else self._own.vm.os_pages(self._range(asked.base))
+                )
+                return Seen(mapped, self._own.vm.mappings())
             case Load():
-                host = load_host_model(asked.settings, self._tier, asked.threads, self._shard)
+                host = self._own.load(asked.settings, self._tier, asked.threads)
                 self._hosts[host.spec.name] = host
                 return Loaded(host.addresses)
             case Unload():
                 self._models.pop(asked.model, None)
-                host = self._hosts.pop(asked.model)
-                host.close()
+                self._own.unload(self._hosts.pop(asked.model))
             case Serve():
                 self._serve(asked)
             case Allow():
                 self._allow(asked.n_bytes)
-            case JoinGroup():
+            case JoinGroup() | Meet():
                 raise BrokenPromise("it is a rank already")
         return _DONE
 
@@ -156,21 +158,15 @@ class Rank:
         return found
 
     def _serve(self, asked: Serve) -> None:
-        told, host = self._told, self._hosts[asked.model]
-        self._models[asked.model] = ParallelModel(
-            host,
-            asked.segments,
-            asked.kv_base,
-            Layout.of(host.spec, told.page_bytes),
-            self._workspace,
-            told.step_tokens,
-            told.step_logits,
-            exchange=self._exchange,
-        )
+        host = self._hosts[asked.model]
+        kv = self._range(asked.kv_base)
+        place = KvPlace(kv.base, kv.n_bytes, Layout.of(host.spec, self.device.page_bytes))
+        made = self._own.model(host, asked.segments, place, self._workspace)
+        self._models[asked.model] = made
 
     def _allow(self, n_bytes: int) -> None:
         if self._cap is None:
-            self._cap = AllocatorCap(n_bytes)
+            self._cap = self._own.cap(n_bytes)
         else:
             self._cap.renew(n_bytes, self._workspace.forget)
 
@@ -181,6 +177,7 @@ def _answer(rank: Rank, connection: LeaderConnection, threads: int | None = None
     So it does after a fault: in a job, ranks are out of step; elsewhere, it is a bug.
     """
     try:
+        rank.enter()
         if threads is not None:
             torch.set_num_threads(threads)
         while True:
@@ -202,7 +199,7 @@ def _answer(rank: Rank, connection: LeaderConnection, threads: int | None = None
         os._exit(1)
 
 
-def main(argv: Sequence[str] | None = None) -> NoReturn:
+def main(argv: Sequence[str] | None = None, make: MakeMember = member_of) -> NoReturn:
     """The process."""
     parser = argparse.ArgumentParser(prog="ballast.cluster.rank")
     parser.add_argument("--parent", type=int, required=True, help="process id of the first rank")
@@ -216,22 +213,49 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     set_up("rank", os.environ.get(FORMAT_VARIABLE, "text"), "warning")
     events = LeaderConnection(arguments.events)
     memory = LeaderConnection(arguments.memory)
-    try:
-        told = memory.next()
-        assert isinstance(told, JoinGroup)
-        shared = memory.take() if told.meeting is None else None
-        rank = Rank(told, shared, lambda done: events.say(Landed(done)))
-        memory.say(_DONE)
-    except RankGone:
-        os._exit(0)
+    rank = join(memory, events, make)
     for name, fd, threads in (
         ("models", arguments.models, None),
-        ("jobs", arguments.jobs, told.threads),
+        ("jobs", arguments.jobs, rank.device.threads),
     ):
         served = (rank, LeaderConnection(fd), threads)
         threading.Thread(target=_answer, args=served, name=name, daemon=True).start()
     _answer(rank, memory)
     raise AssertionError("unreachable")
+
+
+def join(memory: LeaderConnection, events: LeaderConnection, make: MakeMember) -> Rank:
+    """What it is told to be, once it has met the others; else the process ends."""
+
+    def landed(done: Event) -> None:
+        assert isinstance(done, TransferDone)
+        events.say(Landed(done))
+
+    try:
+        told = memory.next()
+        assert isinstance(told, JoinGroup)
+        try:
+            rank = Rank(told, landed, make)
+        except BallastError as error:
+            if isinstance(error, DeviceError):
+                memory.say(Refused(error.call, error.reason))
+            else:
+                memory.say(Refused("join", str(error)))
+            memory.next()  # it goes
+            raise
+        memory.say(_DONE)
+        where = memory.next()
+        assert isinstance(where, Meet)
+        rank.meet(memory.take() if where.meeting is None else Path(where.meeting))
+        memory.say(_DONE)
+        return rank
+    except RankGone:
+        os._exit(0)
+    except BaseException:
+        # The others may wait for it without end: its death is what they notice.
+        log.exception("this rank does not join")
+        logging.shutdown()
+        os._exit(1)
 
 
 if __name__ == "__main__":

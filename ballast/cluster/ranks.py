@@ -17,34 +17,33 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from ballast.cluster.member import KvPlace, MakeMember, member_of, of_rank
 from ballast.cluster.remote import RemoteRank
 from ballast.cluster.remote_vm import RemoteVm
+from ballast.core.capability import Reach
 from ballast.core.clock import Clock
-from ballast.core.errors import BallastError, BrokenPromise, ConfigError, DeviceError
-from ballast.core.event import Event
+from ballast.core.errors import BallastError, BrokenPromise, DeviceError
+from ballast.core.event import Event, TransferDone
 from ballast.core.job import SequenceWork
 from ballast.core.link import LinkRates
+from ballast.core.report import GraphReport
 from ballast.core.request import Sampling
 from ballast.core.settings import DeviceSettings, ModelSettings
-from ballast.engine.machine import OnCpu
+from ballast.engine.machine import Cap
+from ballast.engine.runner import Executor, LaneRunner, Record
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
 from ballast.kv.swapper import MakeSwapper
-from ballast.memory.copies import Copy, copy_now
+from ballast.memory.copies import Copy
 from ballast.memory.link_group import GroupLink, share_of
-from ballast.memory.transfer import HostLink
 from ballast.memory.vm_group import GroupVm
-from ballast.memory.vm_memfd import MemfdVm
-from ballast.models.gloo import GlooExchange
-from ballast.models.parallel import Exchange, ParallelModel
 from ballast.models.served import Served
-from ballast.models.shared import SharedExchange
 from ballast.transport.ranks import (
     Allow,
     Carry,
@@ -53,10 +52,11 @@ from ballast.transport.ranks import (
     JoinGroup,
     Load,
     Loaded,
+    Meet,
     Serve,
     Unload,
 )
-from ballast.weights.checkpoint import THREADS, load_host_model
+from ballast.weights.checkpoint import THREADS
 from ballast.weights.host import HostModel, HostTier
 from ballast.weights.rotor import MakeRotor
 from ballast.weights.sharding import Shard
@@ -69,91 +69,78 @@ _SAMPLED = Sampling()
 """Stands for any: a rank needs to know that there is something to sample, and no more."""
 
 
-def of_one_rank(device: DeviceSettings) -> DeviceSettings:
-    """A rank's equal part of what the device has. Raises ConfigError."""
-    ranks = device.tensor_parallel
-    if device.lanes > 1:
-        allowed = "one lane: ranks meet in the order of jobs, of which there is one at a time"
-        raise ConfigError(f"lanes of {device.name}", device.lanes, allowed)
-    threads = device.threads or len(os.sched_getaffinity(0))
-    budget = device.budget_bytes // ranks
-    if budget < device.page_bytes:
-        raise ConfigError(f"the budget of {device.name}", device.budget_bytes, "a page each")
-    return replace(device, budget_bytes=budget, threads=max(1, threads // ranks))
-
-
-class GroupMachine(OnCpu):
+class GroupMachine:
     """Implements `ballast.engine.machine.Machine` over the processes of all ranks."""
+
+    graphs: GraphReport | None = None
+    reach: Reach | None = None
+    """It lends no memory, and borrows none."""
 
     def __init__(
         self,
-        device: DeviceSettings,
+        whole: DeviceSettings,
         link: LinkRates | None,
         clock: Clock,
         post: Callable[[Event], None],
         others: Sequence[RemoteRank],
+        make: MakeMember = member_of,
     ) -> None:
-        """`device`: of one rank; `link`: the pace of all. Returns when all ranks are there."""
-        self.device = device
+        """`whole`: of all ranks; `link`: the pace of all. Returns when all ranks have met."""
+        self.device = device = of_rank(whole)
         self._closing = False
-        ranks = device.tensor_parallel
-        n_pages = device.budget_bytes // device.page_bytes
+        ranks = whole.tensor_parallel
         pace = None if link is None else share_of(link, ranks)
         self._ranks = others
-        for other in others:
-            other.listen(lambda done: self.link.landed(done), self._lost)
-        with ExitStack() as stack:
-            file = shared = None
-            if device.exchange == "gloo":
-                made = stack.enter_context(tempfile.TemporaryDirectory(prefix="ballast-"))
-                file = Path(made) / "meeting"
-            else:
-                shared = os.memfd_create("ballast-meeting")
-                stack.callback(os.close, shared)
-            for other in self._ranks:
-                other.memory.tell(
-                    JoinGroup(
-                        None if file is None else str(file),
-                        other.rank,
-                        ranks,
-                        device.page_bytes,
-                        n_pages,
-                        device.threads or 1,
-                        device.step_tokens,
-                        device.step_logits,
-                        pace,
-                    )
-                )
-                if shared is not None:
-                    other.memory.give(shared)
-            first = Shard(0, ranks)
-            self._exchange: Exchange
-            if file is not None:
-                self._exchange = GlooExchange(file, first)
-            elif shared is not None:
-                self._exchange = SharedExchange(shared, first, n_pages * device.page_bytes)
-            for other in self._ranks:
+        with ExitStack() as failing:
+            failing.callback(self._leave)
+            for other in others:
+                other.listen(self._landed, self._lost)
+                own = of_rank(whole, other.rank)
+                other.memory.tell(JoinGroup(other.rank, own, pace))
+            self._own = make(device, Shard(0, ranks), pace, clock, self._landed)
+            for part in (self._own, self._own.vm, self._own.link):
+                failing.callback(part.close)
+            for other in others:
                 other.memory.answer()
-        own = MemfdVm(device.page_bytes, n_pages)
+            self._meet(whole)
+            failing.pop_all()
+        n_pages = device.budget_bytes // device.page_bytes
         self.vm = GroupVm(
-            own, [RemoteVm(r.memory, device.page_bytes, n_pages) for r in self._ranks]
+            self._own.vm, [RemoteVm(r.memory, device.page_bytes, n_pages) for r in others]
         )
-        own_link = HostLink(clock, lambda done: self.link.landed(done), pace)
-        self.link = GroupLink(own_link, post, self._carry, ranks)
+        self.link = GroupLink(self._own.link, post, self._carry, ranks)
         self._hosts: dict[int, tuple[int, ...]] = {}
         """By the address of a segment in this process: where the others have theirs."""
+
+    def _meet(self, whole: DeviceSettings) -> None:
+        """At a file, or in memory that all of them map."""
+        with ExitStack() as made:
+            if whole.meets_in_memory:
+                shared = os.memfd_create("ballast-meeting")
+                made.callback(os.close, shared)
+                for other in self._ranks:
+                    other.memory.tell(Meet(None))
+                    other.memory.give(shared)
+                self._own.meet(shared)
+            else:
+                where = made.enter_context(tempfile.TemporaryDirectory(prefix="ballast-"))
+                file = Path(where) / "meeting"
+                for other in self._ranks:
+                    other.memory.tell(Meet(str(file)))
+                self._own.meet(file)
+            for other in self._ranks:
+                other.memory.answer()
 
     # -- models -----------------------------------------------------------------------------------
 
     def load(self, settings: ModelSettings, tier: HostTier, threads: int = THREADS) -> HostModel:
         """All ranks read their parts at the same time; where one cannot, none has the model."""
-        shard = Shard(0, self.device.tensor_parallel)
         host: HostModel | None = None
         failed: BallastError | None = None
         for other in self._ranks:
             other.models.tell(Load(settings, threads))
         try:
-            host = load_host_model(settings, tier, threads, shard)
+            host = self._own.load(settings, tier, threads)
         except BallastError as error:
             failed = error
         found: list[tuple[int, ...]] = []
@@ -171,7 +158,7 @@ class GroupMachine(OnCpu):
             for other in loaded:
                 other.models.ask(Unload(settings.name))
             if host is not None:
-                host.close()
+                self._own.unload(host)
             raise failed or BrokenPromise(f"{settings.name} was not loaded")
         for i, address in enumerate(host.addresses):
             self._hosts[address] = tuple(addresses[i] for addresses in found)
@@ -181,7 +168,7 @@ class GroupMachine(OnCpu):
         if not self._closing:
             for other in self._ranks:
                 other.models.ask(Unload(host.spec.name))
-        host.close()
+        self._own.unload(host)
 
     def executors(
         self,
@@ -194,10 +181,23 @@ class GroupMachine(OnCpu):
         for i, other in enumerate(self._ranks, 1):
             *theirs, their_kv = (place[i] for place in places)
             other.models.ask(Serve(host.spec.name, tuple(theirs), their_kv))
-        rows, sampled = self.device.step_tokens, self.device.step_logits
         (workspace,) = workspaces
-        where = (segments, kv.base, kv.layout, workspace, rows, sampled)
-        return (ParallelModel(host, *where, exchange=self._exchange, followers=self),)
+        place = KvPlace(kv.base, kv.range.range.n_bytes, kv.layout)
+        return (self._own.model(host, segments, place, workspace, followers=self),)
+
+    def cap(self, n_bytes: int) -> Cap:
+        return self._own.cap(n_bytes)
+
+    def runner(
+        self,
+        executors: Mapping[str, Sequence[Executor]],
+        post: Callable[[Event], None],
+        clock: Clock,
+        device: DeviceSettings,
+        cap: Cap,
+        record: Record | None,
+    ) -> LaneRunner:
+        return self._own.runner(executors, post, clock, device, cap, record)
 
     def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
         """Layers do not rotate on groups yet."""
@@ -215,14 +215,17 @@ class GroupMachine(OnCpu):
         targets, sources = self.vm.where(dst), self.vm.where(src)
         for i, other in enumerate(self._ranks, 1):
             other.memory.ask(CopyNow(targets[i], sources[i], n_bytes))
-        copy_now(dst, src, n_bytes)
+        self._own.copy(dst, src, n_bytes)
 
     def close(self) -> None:
         """The other ranks end, and what they have with them."""
+        self._leave()
+        self._own.close()
+
+    def _leave(self) -> None:
         self._closing = True
         for other in self._ranks:
             other.close()
-        self._exchange.close()
 
     # -- jobs, on the lane ------------------------------------------------------------------------
 
@@ -246,6 +249,11 @@ class GroupMachine(OnCpu):
         for i, other in enumerate(self._ranks):
             theirs = [(to[1 + i], source[i], n) for to, source, n in places]
             other.memory.ask(Carry(transfer_id, theirs, stream))
+
+    def _landed(self, done: Event) -> None:
+        """On some rank."""
+        assert isinstance(done, TransferDone)
+        self.link.landed(done)
 
     # -- deaths -----------------------------------------------------------------------------------
 

@@ -115,7 +115,8 @@ class DeviceSettings:
     tensor_parallel: int = 1
     """Ranks, each a process, that share every model of the device, and all that it has, equally."""
     exchange: str = "shared"
-    """How ranks meet: in `shared` memory, or through `gloo`, which needs none."""
+    """How ranks on CPUs meet: in `shared` memory, or through `gloo`, which needs none. GPUs meet
+    through NCCL."""
 
     @property
     def gpu(self) -> int | None:
@@ -124,14 +125,24 @@ class DeviceSettings:
         return int(number) if kind == CUDA and number.isdecimal() else None
 
     @property
+    def gpus(self) -> range:
+        """All of them, as CUDA counts: each rank has one."""
+        return range(0) if self.gpu is None else range(self.gpu, self.gpu + self.tensor_parallel)
+
+    @property
+    def meets_in_memory(self) -> bool:
+        """Whether its ranks meet in memory that they share."""
+        return self.gpu is None and self.exchange == "shared"
+
+    @property
     def rotates(self) -> bool:
         """Whether layers can rotate there: not where they are spread over ranks."""
         return self.tensor_parallel == 1
 
     @property
     def graph_bytes(self) -> int:
-        """Set aside for CUDA graphs."""
-        if self.gpu is None:
+        """Set aside for CUDA graphs, which groups do not have."""
+        if self.gpu is None or self.tensor_parallel > 1:
             return 0
         return GRAPH_BYTES if self.graphs is None else self.graphs
 

@@ -59,7 +59,7 @@ class CudaMachine:
         ordinal = device.gpu
         if ordinal is None:
             raise ConfigError("devices", device.name, "a GPU is called cuda: and its number")
-        self._driver = driver = driver or _driver(device.name)
+        self._driver = driver = driver or driver_of(device.name)
         if ordinal >= (n := driver.count()):
             allowed = f"CUDA shows {n} device(s) to this process, counted from cuda:0"
             raise ConfigError("devices", device.name, allowed)
@@ -97,13 +97,16 @@ class CudaMachine:
             allowed = f"{self.device.name} is a GPU: that is of CPUs"
             raise ConfigError(f"{settings.name}: linear", settings.linear, allowed)
         tier.writable = not self._pins.reads_only
-        host = load_host_model(replace(settings, linear="plain"), tier, threads)
+        host = self._read(replace(settings, linear="plain"), tier, threads)
         segments = (*host.segments, *(a.segment for a in host.adapters))
         for segment, address in zip(segments, host.addresses, strict=True):
             if not self._pinned[address]:
                 self._pins.pin(address, whole_pages(segment))
             self._pinned[address] += 1
         return host
+
+    def _read(self, settings: ModelSettings, tier: HostTier, threads: int) -> HostModel:
+        return load_host_model(settings, tier, threads)
 
     @property
     def graphs(self) -> GraphReport | None:
@@ -244,7 +247,8 @@ class DeviceCap:
         self._next = n_bytes
 
 
-def _driver(name: str) -> CudaDriver:
+def driver_of(name: str) -> CudaDriver:
+    """For the device of that name. Raises ConfigError where there is none."""
     try:
         return CudaDriver()
     except DeviceError as error:

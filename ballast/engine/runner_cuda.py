@@ -7,6 +7,7 @@ import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -22,7 +23,10 @@ from ballast.memory.cuda_calls import Driver
 from ballast.memory.cuda_cap import CachingCap
 from ballast.memory.cuda_events import Events
 from ballast.memory.cuda_graphs import TorchRecorder
+from ballast.models.device_parallel import DeviceExchange
 from ballast.models.graphs import GraphCache, Recorder
+from ballast.models.nccl import NcclExchange
+from ballast.weights.sharding import Shard
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +68,11 @@ class Compute(Protocol):
     def recorder(self, stream: int) -> Recorder:
         """Of graphs, on a stream that nothing else uses."""
 
+    def exchange(self, meeting: Path, shard: Shard) -> DeviceExchange:
+        """How it meets the other ranks of a group, each of which names that file, not there yet.
+        Returns when all have come; raises ConfigError where it cannot, DeviceError where that
+        fails."""
+
 
 class TorchOnGpu:
     """Implements `Compute`."""
@@ -86,6 +95,9 @@ class TorchOnGpu:
 
     def recorder(self, stream: int) -> Recorder:
         return TorchRecorder(self.device.index or 0, stream)
+
+    def exchange(self, meeting: Path, shard: Shard) -> DeviceExchange:
+        return NcclExchange(meeting, shard, self.device)
 
 
 class CudaRunner(LaneRunner):

@@ -14,6 +14,7 @@ from ballast.core.settings import (
     AdapterSettings,
     DeviceSettings,
     FleetSettings,
+    KvLayout,
     LinkSettings,
     ModelSettings,
 )
@@ -238,6 +239,7 @@ def _check_names(keys: FleetKeys, presets: Collection[str]) -> None:
 
 def _check_devices(keys: FleetKeys) -> None:
     names: dict[str, int] = {}
+    ranks: dict[int, str] = {}
     for i, device in enumerate(_devices(keys)):
         if device.name in names:
             allowed = f"devices[{names[device.name]}] has that name already"
@@ -248,6 +250,14 @@ def _check_devices(keys: FleetKeys) -> None:
             raise ConfigError(f"devices[{i}].graphs", device.graphs, allowed)
         if device.name.startswith("cuda"):
             _check_gpu(keys, device, f"devices[{i}]")
+            if (exchange := keys.devices[i].exchange) is not None:
+                allowed = "GPUs meet through NCCL: leave it out"
+                raise ConfigError(f"devices[{i}].exchange", exchange, allowed)
+            for gpu in device.gpus:
+                if gpu in ranks:
+                    allowed = f"cuda:{gpu} is of {ranks[gpu]} already"
+                    raise ConfigError(f"devices[{i}].name", device.name, allowed)
+                ranks[gpu] = device.name
         if device.tensor_parallel > 1:
             _check_group(keys, device, f"devices[{i}]")
         if device.page_bytes * device.tensor_parallel > device.budget_bytes:
@@ -279,9 +289,9 @@ def _check_gpu(keys: FleetKeys, device: DeviceSettings, at: str) -> None:
     if device.threads is not None:
         allowed = "a GPU has none; `lanes` divide its multiprocessors"
         raise ConfigError(f"{at}.threads", device.threads, allowed)
-    if device.tensor_parallel > 1:
-        allowed = "1: groups of ranks are of CPU devices so far"
-        raise ConfigError(f"{at}.tensor_parallel", device.tensor_parallel, allowed)
+    if device.tensor_parallel > 1 and device.graphs:
+        allowed = "0: groups run without CUDA graphs so far"
+        raise ConfigError(f"{at}.graphs", device.graphs, allowed)
     for i, link in enumerate(keys.links):
         if link.device == device.name and link.bandwidth is not None:
             allowed = "a GPU's link is as fast as it is: only links of CPU devices are paced"
@@ -293,6 +303,9 @@ def _check_group(keys: FleetKeys, device: DeviceSettings, at: str) -> None:
     if device.lanes > 1:
         allowed = "a device with `tensor_parallel` runs one job at a time: 1"
         raise ConfigError(f"{at}.lanes", device.lanes, allowed)
+    if device.kv_layout is not KvLayout.BLOCK_MAJOR:
+        allowed = f"a device with `tensor_parallel` has it {KvLayout.BLOCK_MAJOR} so far"
+        raise ConfigError(f"{at}.kv_layout", device.kv_layout, allowed)
     if keys.placement != "weights":
         allowed = "models cannot follow the load to devices that share them over ranks: weights"
         raise ConfigError("placement", keys.placement, allowed)

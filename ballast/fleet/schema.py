@@ -182,7 +182,8 @@ class DeviceKeys(Keys):
     graphs: SizeOrNone | None = None
     """None: 256 MiB on a GPU."""
     tensor_parallel: Count = 1
-    exchange: Literal["shared", "gloo"] = "shared"
+    exchange: Literal["shared", "gloo"] | None = None
+    """None: in shared memory on CPUs. GPUs meet through NCCL, and nothing else."""
 
     def settings(self, position: int) -> DeviceSettings:
         """Of the device that stands there in the list, counted from 0."""
@@ -199,7 +200,7 @@ class DeviceKeys(Keys):
             kv_layout=self.kv_layout,
             graphs=self.graphs,
             tensor_parallel=self.tensor_parallel,
-            exchange=self.exchange,
+            exchange=self.exchange or plain.exchange,
         )
 
 

@@ -9,7 +9,7 @@ from ballast.core.errors import DeviceError
 from ballast.core.event import TransferDone
 from ballast.core.link import Direction, LinkRates
 from ballast.memory.copies import Copy
-from ballast.memory.transfer import ACTIVATIONS, HostLink
+from ballast.memory.transfer import ACTIVATIONS, Link
 
 
 class GroupLink:
@@ -17,7 +17,7 @@ class GroupLink:
 
     def __init__(
         self,
-        own: HostLink,
+        own: Link,
         on_done: Callable[[TransferDone], None],
         carry: Callable[[int, Sequence[Copy], str], None],
         ranks: int,

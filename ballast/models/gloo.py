@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed
 from torch import Tensor
 
+from ballast.models.collectives import Collectives
 from ballast.weights.sharding import Shard
 
 _c10d: Any = torch.distributed
@@ -18,7 +19,7 @@ _PATIENCE = timedelta(minutes=5)
 """For a rank that lives and does not come; one that has died is noticed at once."""
 
 
-class GlooExchange:
+class GlooExchange(Collectives):
     """Implements `ballast.models.parallel.Exchange`. For one thread at a time."""
 
     def __init__(self, meeting: Path, shard: Shard) -> None:
@@ -31,10 +32,7 @@ class GlooExchange:
         self._store = _c10d.FileStore(str(meeting), shard.ranks)
         self._group = _c10d.ProcessGroupGloo(self._store, shard.rank, shard.ranks, options)
         self._shard = shard
-
-    def all_gather(self, part: Tensor, parts: Tensor) -> Tensor:
-        self._group._allgather_base(parts.flatten(0, 1), part).wait()
-        return parts
+        super().__init__(self._group)
 
     def gather(self, part: Tensor, parts: Tensor) -> Tensor:
         options = _c10d.GatherOptions()

@@ -20,7 +20,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ballast.core.errors import ConfigError
 from ballast.core.job import SequenceWork
+from ballast.core.settings import ModelSettings
 from ballast.kernels import linear, team
 from ballast.memory.tensor import tensor_at
 from ballast.models.fused import FusedModel, Place
@@ -28,6 +30,13 @@ from ballast.models.served import Rows
 from ballast.weights.host import HostModel
 from ballast.weights.segment import PackedTensor
 from ballast.weights.sharding import Shard
+
+
+def check_parallel(settings: ModelSettings, ranks: int) -> None:
+    """Raises ConfigError for what a CPU runs on one rank only."""
+    if settings.linear == "plain":
+        allowed = f"{settings.name} is not served with packed matrices"
+        raise ConfigError("tensor_parallel", ranks, allowed)
 
 
 class Exchange(Protocol):

@@ -18,7 +18,7 @@ from ballast.core.errors import BallastError, BrokenPromise, DeviceError
 from ballast.core.event import TransferDone
 from ballast.core.job import SequenceWork
 from ballast.core.link import LinkRates
-from ballast.core.settings import ModelSettings
+from ballast.core.settings import DeviceSettings, ModelSettings
 from ballast.transport.messages import MalformedMessage
 
 
@@ -34,18 +34,18 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class JoinGroup(_Message, frozen=True):
-    """First message: what the rank has, and the file at which the group meets through gloo; None:
-    it meets in shared memory, whose descriptor follows."""
+    """First message: what the rank has; `device` is its own."""
+
+    rank: int
+    device: DeviceSettings
+    pace: LinkRates | None
+
+
+class Meet(_Message, frozen=True):
+    """Second message: the file at which the group meets; None: it meets in shared memory, whose
+    descriptor follows. Answered when it has met."""
 
     meeting: str | None
-    rank: int
-    ranks: int
-    page_bytes: int
-    n_pages: int
-    threads: int
-    step_tokens: int
-    step_logits: int
-    pace: LinkRates | None
 
 
 class Reserve(_Message, frozen=True):
@@ -135,6 +135,7 @@ class Compute(_Message, frozen=True):
 
 ToRank = (
     JoinGroup
+    | Meet
     | Reserve
     | Release
     | Map

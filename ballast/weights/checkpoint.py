@@ -132,16 +132,16 @@ def _shard(
     shard: Shard,
 ) -> _Headers:
     """One rank's part. Raises ConfigError for what cannot be divided."""
-    unfused = settings.model_impl == "generic" or settings.linear == "plain"
-    if unfused or packing.fused(architecture, dtype) is None:
-        allowed = f"{settings.name} is not served by the fused path with packed matrices"
+    packed = settings.linear != "plain"
+    if settings.model_impl == "generic" or packing.fused(architecture, dtype) is None:
+        allowed = f"{settings.name} is not served by the fused path"
         raise ConfigError("tensor_parallel", shard.ranks, allowed)
     if settings.adapters:
         allowed = f"{settings.name} has adapters, which are not divided so far"
         raise ConfigError("tensor_parallel", shard.ranks, allowed)
 
     def laid_out(part: Architecture) -> list[Segment]:
-        return [pack(*s) for s in packing.fused(part, dtype) or ()]
+        return [pack(*s) for s in packing.fused(part, dtype, packed=packed) or ()]
 
     part = divided(architecture, settings.name, shard)
     first = divided(architecture, settings.name, Shard(0, shard.ranks))

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -16,6 +17,9 @@ from ballast.core.settings import FleetSettings
 from ballast.engine.machine_cuda import CudaMachine
 from ballast.engine.runner_cuda import AllocatorOnDevice
 from ballast.kernels.plain_attention import PlainAttention
+from ballast.models.device_parallel import DeviceExchange
+from ballast.models.gloo import GlooExchange
+from ballast.weights.sharding import Shard
 from tests.memory.fake_cuda import FakeDriver
 from tests.models.fake_graphs import FakeRecorder, Recorders
 
@@ -65,6 +69,9 @@ class OnHost:
 
     def recorder(self, stream: int) -> FakeRecorder:
         return self.recorders(stream)
+
+    def exchange(self, meeting: Path, shard: Shard) -> DeviceExchange:
+        return GlooExchange(meeting, shard)
 
 
 class AtOnce(FakeDriver):

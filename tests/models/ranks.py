@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from ballast.core.job import SequenceWork
+from ballast.kernels.plain_attention import PlainAttention
+from ballast.models.device_parallel import ParallelDeviceModel
 from ballast.models.gloo import GlooExchange
 from ballast.models.parallel import ParallelModel
 from ballast.models.shared import SharedExchange
@@ -22,10 +24,19 @@ class Group:
     """`ranks` parts of the model at `path`; `first` runs jobs, and the others with it. They meet
     through gloo at the file `meeting`, or if there is none in shared memory."""
 
-    def __init__(self, path: Path, meeting: Path | None, ranks: int, **settings: Any) -> None:
+    def __init__(
+        self,
+        path: Path,
+        meeting: Path | None,
+        ranks: int,
+        attention: type[PlainAttention] | None = None,
+        **settings: Any,
+    ) -> None:
+        """`attention`: served as from GPUs, by this."""
         self._threads = [ThreadPoolExecutor(1, initializer=alone) for _ in range(ranks)]
         self._running: list[Future[None]] = []
-        settings = {"model_impl": "auto", "linear": "auto", **settings}
+        linear = "auto" if attention is None else "plain"
+        settings = {"model_impl": "auto", "linear": linear, "attention": attention, **settings}
 
         shared = os.memfd_create("meeting")
 
@@ -47,7 +58,7 @@ class Group:
 
     def begin(self, model: str, work: Sequence[SequenceWork], *, head: bool) -> None:
         for thread, rank in zip(self._threads[1:], self.others, strict=True):
-            assert isinstance(rank.model, ParallelModel)
+            assert isinstance(rank.model, ParallelModel | ParallelDeviceModel)
             self._running.append(thread.submit(rank.model.compute, work, head=head))
 
     def end(self) -> None:
@@ -57,6 +68,15 @@ class Group:
 
     def broken(self, error: BaseException) -> None:
         raise AssertionError("ranks are out of step") from error
+
+    def each(self, do: Callable[[int, Any], Any]) -> list[Any]:
+        """What `do` returns of each rank's number and model, on all of them at the same time."""
+        models = [rank.model for rank in (self.first, *self.others)]
+        told = [
+            thread.submit(do, rank, model)
+            for rank, (thread, model) in enumerate(zip(self._threads, models, strict=True))
+        ]
+        return [t.result() for t in told]
 
     def close(self) -> None:
         for rank in (self.first, *self.others):

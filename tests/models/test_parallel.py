@@ -12,6 +12,7 @@ import torch
 from ballast.core.errors import ConfigError
 from ballast.core.job import Scoring, SequenceWork
 from ballast.core.settings import AdapterSettings, ModelSettings
+from ballast.models.parallel import check_parallel
 from ballast.weights.checkpoint import load_host_model, read_spec
 from ballast.weights.sharding import Shard
 from tests.models.ranks import Group
@@ -109,14 +110,20 @@ def test_each_rank_has_its_part_and_segments_are_even(tmp_path: Path) -> None:
         (2, {"intermediate_size": 151}, {}, "intermediate"),
         (2, {"vocab_size": 64}, {}, "64 tokens"),
         (2, {}, {"model_impl": "generic"}, "fused path"),
-        (2, {}, {"linear": "plain"}, "packed"),
+        (2, {"hidden_act": "gelu"}, {}, "fused path"),
         (2, {}, {"adapters": (AdapterSettings(name="a", path="a"),)}, "adapters"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(
-    tmp_path: Path, ranks: int, changes: dict[str, int], more: dict[str, Any], why: str
+    tmp_path: Path, ranks: int, changes: dict[str, Any], more: dict[str, Any], why: str
 ) -> None:
     llama(tmp_path / "model", **changes)
     settings = ModelSettings(name="m", path=str(tmp_path / "model"), **more)
     with pytest.raises(ConfigError, match=why):
         load_host_model(settings, shard=Shard(0, ranks))
+
+
+def test_a_cpu_divides_packed_matrices_only() -> None:
+    settings = ModelSettings(name="m", path="m", linear="plain")
+    with pytest.raises(ConfigError, match="packed"):
+        check_parallel(settings, 2)

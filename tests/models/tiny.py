@@ -19,6 +19,7 @@ from ballast.kernels.device_batch import Attention, DeviceBatch
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.models.device_fused import DeviceFusedModel
+from ballast.models.device_parallel import ParallelDeviceModel
 from ballast.models.fused import FusedModel, workspace_bytes
 from ballast.models.on_device import DeviceModel, OnDevice
 from ballast.models.parallel import ParallelModel
@@ -89,7 +90,10 @@ class Served:
         addresses = [w.ctypes.data for w in self.weights]
         where = (self.host, addresses, base, self.layout)
         self.model: ServedModel | FusedModel | OnDevice
-        if attention is not None:
+        if attention is not None and ranks is not None:
+            here = (kv_bytes, torch.device("cpu"), attention)
+            self.model = ParallelDeviceModel(*where, *here, **ranks)
+        elif attention is not None:
             kind = DeviceFusedModel if self.host.fused else DeviceModel
             self.model = kind(*where, kv_bytes, torch.device("cpu"), attention)
         elif self.host.fused:

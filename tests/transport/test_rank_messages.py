@@ -14,7 +14,7 @@ from ballast.core.event import TransferDone
 from ballast.core.job import Scoring, SequenceWork
 from ballast.core.link import LinkRates
 from ballast.core.request import Sampling
-from ballast.core.settings import ModelSettings
+from ballast.core.settings import DeviceSettings, ModelSettings
 from ballast.transport.messages import MalformedMessage
 from ballast.transport.ranks import (
     Compute,
@@ -24,6 +24,7 @@ from ballast.transport.ranks import (
     LeaderConnection,
     Load,
     Map,
+    Meet,
     Ok,
     RankConnection,
     RankGone,
@@ -34,7 +35,8 @@ from ballast.transport.ranks import (
 
 WORK = SequenceWork("a", [1, 2, 3], 5, [7, 9], Sampling(), scoring=Scoring(6, [2, 3], 1))
 ASKED: list[ToRank] = [
-    JoinGroup(None, 1, 2, 65536, 8, 1, 96, 16, LinkRates.even(1e9)),
+    JoinGroup(1, DeviceSettings(budget_bytes=1 << 20, tensor_parallel=2), LinkRates.even(1e9)),
+    Meet(None),
     Load(ModelSettings(name="m", path="p"), 2),
     Map(1 << 40, 3, [5, 6], True, False),
     Compute("m", (WORK, WORK), True),

@@ -1,0 +1,144 @@
+"""A group of two GPUs that are none, under pressure: tokens of one CPU, equal pages on both."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from ballast.bench.inprocess import InProcess
+from ballast.cluster import rank
+from ballast.cluster.member_cuda import GpuMember
+from ballast.cluster.ranks import GroupMachine
+from ballast.cluster.remote import start_ranks
+from ballast.core.clock import Clock
+from ballast.core.errors import ConfigError, DeviceError
+from ballast.core.event import Event
+from ballast.core.link import LinkRates
+from ballast.core.settings import DeviceSettings, FleetSettings
+from ballast.core.units import ceil_div
+from ballast.engine.build import largest_jobs
+from ballast.engine.inbox import MonotonicClock
+from ballast.sim.lives import read_lives
+from ballast.sim.replay import replay
+from ballast.transport.ranks import JoinGroup, LeaderConnection, RankConnection
+from ballast.weights.checkpoint import read_spec
+from ballast.weights.sharding import Shard
+from tests.cluster.gpu_rank import COMMAND, GPUS, make
+from tests.cluster.test_ranks import paths  # noqa: F401
+from tests.engine.gpus import OnHost
+from tests.memory.fake_cuda import FakeDriver
+from tests.memory.fake_nvml import Board, FakeNvml
+from tests.sim.test_live_story import PAGE, asked, fleet
+
+
+@pytest.fixture
+def driver() -> Iterator[FakeDriver]:
+    made = FakeDriver(n_bytes=1 << 30, devices=GPUS)
+    yield made
+    assert made.is_clean(), "something is left of the first rank's device"
+
+
+def over_gpus(settings: FleetSettings, pages: int) -> FleetSettings:
+    """`pages` beside the arena, on two ranks."""
+    device = replace(settings.device, name="cuda:0", tensor_parallel=2, threads=None)
+    models = [replace(m, linear="plain") for m in settings.models]
+    pages += ceil_div(largest_jobs([read_spec(m, ranks=2) for m in models], device), PAGE)
+    return replace(settings, device=replace(device, budget_bytes=2 * pages * PAGE))
+
+
+def serving(settings: FleetSettings, driver: FakeDriver) -> InProcess:
+    def own(
+        device: DeviceSettings,
+        shard: Shard,
+        pace: LinkRates | None,
+        clock: Clock,
+        post: Callable[[Event], None],
+    ) -> GpuMember:
+        return GpuMember(device, shard, pace, clock, post, driver, OnHost())
+
+    def group(fleet: FleetSettings, clock: Clock, post: Callable[[Event], None]) -> GroupMachine:
+        others = start_ranks(fleet, COMMAND)
+        return GroupMachine(fleet.device, None, clock, post, others, own)
+
+    return InProcess(settings, make_machine=group)
+
+
+def test_a_live_group_under_pressure(
+    paths: dict[str, Path],  # noqa: F811
+    driver: FakeDriver,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "story"
+    plain = fleet(paths, "balloon", path, 400)
+    requests = asked(paths)[:12]
+    with InProcess(replace(plain, story_path=None)) as one:
+        expected = one.generate(requests)
+    with serving(over_gpus(plain, 16), driver) as server:
+        found = server.generate(requests)
+        state = server.device.state
+        state.pool.validate()
+        for m in state.models.values():
+            m.weights.validate()
+            # Asked of the driver on both ranks; raises where they differ.
+            seen = state.pool.vm.os_mapped(m.weights.range.range)
+            assert seen == m.weights.range.os_backed()
+        report = server.device.snapshot()
+        assert driver.pinned, "weights in host memory are page-locked"
+    assert {n: a.tokens for n, a in found.items()} == {n: a.tokens for n, a in expected.items()}
+    assert report.page_bytes == 2 * PAGE
+    assert sum(m.evictions for m in report.models) > 0
+    assert sum(m.preemptions for m in report.models) > 0
+    (life,) = read_lives(path)
+    assert replay(life).difference is None
+
+
+def test_a_group_has_whole_gpus_that_are_there(driver: FakeDriver) -> None:
+    device = DeviceSettings(
+        name="cuda:0", budget_bytes=4 * PAGE, page_bytes=PAGE, tensor_parallel=2
+    )
+
+    def joined(device: DeviceSettings, nvml: FakeNvml) -> None:
+        group = (device, Shard(0, device.tensor_parallel), None, MonotonicClock(), print)
+        GpuMember(*group, driver, OnHost(), nvml)
+
+    with pytest.raises(ConfigError, match="CUDA shows 2"):
+        joined(replace(device, tensor_parallel=3), FakeNvml())
+    uuid = driver.uuid(0)
+    cut = Board("GPU-whole", slices=[(f"MIG-{uuid}", 1 << 30, 14)])
+    with pytest.raises(ConfigError, match="MIG slice"):
+        joined(device, FakeNvml([cut]))
+
+
+def test_a_rank_that_cannot_join_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = DeviceSettings(
+        name="cuda:1", budget_bytes=4 * PAGE, page_bytes=PAGE // 4, tensor_parallel=2
+    )
+    gone: list[int] = []
+
+    def leave(code: int) -> NoReturn:
+        gone.append(code)
+        raise SystemExit
+
+    monkeypatch.setattr(rank.os, "_exit", leave)
+    ours, theirs = socket.socketpair()
+    first, further = RankConnection(ours), LeaderConnection(theirs.detach())
+    first.tell(JoinGroup(1, device, None))
+
+    def join() -> None:
+        with pytest.raises(SystemExit):
+            rank.join(further, further, make)
+
+    with ThreadPoolExecutor(1) as thread:
+        joining = thread.submit(join)
+        with pytest.raises(DeviceError, match="what its driver maps at once"):
+            first.answer()
+        first.close()
+        joining.result()
+    further._connection.close()
+    assert gone == [0], "it ends when the first rank does"
