@@ -105,6 +105,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron": {},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "exaone4": _MIXED,
+    "gpt_oss": {**_MIXED, **_LOCAL},
 }
 """What is particular to each: `model_type`, and what its configuration says."""
 

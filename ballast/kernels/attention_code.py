@@ -99,7 +99,10 @@ SLOTS = 26
 """Attend: address of `slot_floats` float32 for each slot. A tile's slots lie side by side."""
 PENDING = 27
 """Attend: address of int64 (tiles, parts): splits done. 0 before each run, and after it."""
-N_FIELDS = 28
+SINKS = 28
+"""Attend: address of a float32 for each query head, which is one more score of its rows that no
+value belongs to; 0: there are none."""
+N_FIELDS = 29
 
 NO_WINDOW = 1 << 62
 """A window that no context fills."""
@@ -885,8 +888,13 @@ def _attend(table, source, target, kv):
         for h in range(item_heads):
             for r in range(rows):
                 row = h * rows + r
-                inverse = _ONE / total_all[row]
                 head = (first_head + h) * group + r % group
+                inverse = _ONE / total_all[row]
+                if table[SINKS] != 0:
+                    sink = float32_at(table[SINKS])[head]
+                    top = max(best_all[row], sink)
+                    one = _exp(best_all[row] - top)
+                    inverse = one / (total_all[row] * one + _exp(sink - top))
                 out = ((first + r // group) * heads + head) * dim
                 for d in range(dim):
                     target[out + d] = narrow(sums_all[row * width + d] * inverse, target[0])

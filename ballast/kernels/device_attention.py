@@ -38,24 +38,29 @@ class Fit:
     block_tokens: int
     capability: tuple[int, int]
     """Of the device, as CUDA counts."""
+    sinks: bool = False
+    """Of its layers."""
 
     @classmethod
-    def of(cls, kv: DeviceKv) -> Fit:
+    def of(cls, kv: DeviceKv, sinks: bool = False) -> Fit:
         capability = (0, 0)
         if kv.device.type == "cuda":
             capability = torch.cuda.get_device_capability(kv.device)
-        return cls(kv.dtype, kv.head_dim, kv.block_tokens, capability)
+        return cls(kv.dtype, kv.head_dim, kv.block_tokens, capability, sinks)
 
 
-def choose(kv: DeviceKv, asked: str | None = None) -> Callable[[DeviceBatch], Attention]:
+def choose(
+    kv: DeviceKv, asked: str | None = None, sinks: bool = False
+) -> Callable[[DeviceBatch], Attention]:
     """What makes the attention of this model's batches: the first that fits, or the one `asked`.
 
-    Says once which it is and why not another. Raises ConfigError where the one asked for does not
-    fit, or Triton, which all of them take, is not there.
+    `sinks`: whether its layers have any. Says once which it is and why not another. Raises
+    ConfigError where the one asked for does not fit, or Triton, which all of them take, is not
+    there.
     """
     if find_spec("triton") is None:
         raise ConfigError("device", str(kv.device), "Triton is needed on a GPU")
-    reasons = why_not(kv)
+    reasons = why_not(kv, sinks)
     name = asked or next(name for name in NAMES if reasons[name] is None)
     if name not in reasons or reasons[name] is not None:
         fitting = [n for n in NAMES if reasons[n] is None]
@@ -70,9 +75,9 @@ def choose(kv: DeviceKv, asked: str | None = None) -> Callable[[DeviceBatch], At
     return make
 
 
-def why_not(kv: DeviceKv) -> dict[str, str | None]:
+def why_not(kv: DeviceKv, sinks: bool = False) -> dict[str, str | None]:
     """By name, what speaks against an implementation for this model."""
-    fit = Fit.of(kv)
+    fit = Fit.of(kv, sinks)
     return {name: _WHY_NOT[name](fit) for name in NAMES}
 
 
@@ -85,7 +90,7 @@ def why_not_varlen(fit: Fit) -> str | None:
         parameters = {}
     if "block_table" not in parameters:
         return f"PyTorch {torch.__version__} has no block tables"
-    return _why_not_flash(fit, flash_version())
+    return "no sinks" if fit.sinks else _why_not_flash(fit, flash_version())
 
 
 def flash_version() -> str:
@@ -116,6 +121,9 @@ def why_not_flashinfer(fit: Fit) -> str | None:
         return f"no {fit.dtype}"
     if fit.capability < (8, 0):
         return "the GPU is older than compute capability 8.0"
+    if fit.sinks:
+        # Its function takes them, and only kernels of other backends than the default look.
+        return "no sinks"
     return None if fit.head_dim in (64, 128, 256) else f"no heads of {fit.head_dim}"
 
 

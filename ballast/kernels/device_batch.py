@@ -47,6 +47,7 @@ class Attention(Protocol):
         out: Tensor,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> None:
         """As `DeviceBatch.attend`, whose checks have passed."""
 
@@ -196,6 +197,7 @@ class DeviceBatch:
         *,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         """softmax(scale * query K^T) V into `out`, for query (T, heads, head_dim).
 
@@ -205,7 +207,11 @@ class DeviceBatch:
         self._like(query, self.heads)
         if out.shape != query.shape or out.dtype != query.dtype or not out.is_contiguous():
             raise BrokenPromise("attention's output is not like its query, and contiguous")
-        self._attention.attend(layer, query, scale, out, window, softcap)
+        if sinks is not None and (
+            sinks.shape != (self.heads,) or sinks.dtype != query.dtype or sinks.stride(0) != 1
+        ):
+            raise BrokenPromise(f"attention got {sinks.dtype} {tuple(sinks.shape)} as sinks")
+        self._attention.attend(layer, query, scale, out, window, softcap, sinks)
 
     def _like(self, given: Tensor, heads: int) -> None:
         shape = (self.n_tokens, heads, self.kv.head_dim)

@@ -46,7 +46,11 @@ class FlashInferAttention(TritonAttention):
         out: Tensor,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> None:
+        if sinks is not None:
+            super().attend(layer, query, scale, out, window, softcap, sinks)
+            return
         kind = (scale, window, softcap)
         wrapper = self._wrappers.get(kind)
         if wrapper is None:

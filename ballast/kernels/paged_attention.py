@@ -152,13 +152,15 @@ class PagedBatch:
         *,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """softmax(scale * query K^T) V into `out`, for query (T, heads, head_dim).
 
         `out` has that shape and is contiguous; both are of the KV's dtype, or both float32. The new
         tokens' keys and values have been written. A token at position p sees positions above
         p - `window`: blocks before them are not read, and need not be there. With `softcap` a score
-        becomes softcap * tanh(score / softcap).
+        becomes softcap * tanh(score / softcap). With `sinks` (heads,) a head's rows have one score
+        more, that one, which takes its share of the weights and adds nothing.
         """
         self._check(query, self.heads, torch.float32)
         if out.shape != query.shape or out.dtype != query.dtype or not out.is_contiguous():
@@ -172,6 +174,10 @@ class PagedBatch:
         table[code.WINDOW] = NO_WINDOW if window is None else window
         self._attend_float64[code.SCALE] = scale
         self._attend_float64[code.SOFTCAP] = softcap or 0.0
+        own = None if sinks is None else sinks.float().contiguous()
+        if own is not None and own.shape != (self.heads,):
+            raise BrokenPromise(f"{tuple(own.shape)} sinks for {self.heads} heads")
+        table[code.SINKS] = 0 if own is None else own.data_ptr()
         team.run(_attend_kernel(query.dtype, self.kv.dtype), self._attend_at, self._workers)
 
     def attend_tables(

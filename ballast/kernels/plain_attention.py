@@ -45,6 +45,7 @@ class PlainAttention:
         out: Tensor,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> None:
         batch, kv = self._batch, self._batch.kv
         keys, values = kv.layer(layer)
@@ -73,6 +74,10 @@ class PlainAttention:
                 own = torch.arange(start + begin, start + begin + n, device=query.device)
                 back = own[:, None] - seen
                 unseen = back < 0 if window is None else (back < 0) | (back >= window)
-                weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)
+                scores = scores.masked_fill(unseen, float("-inf"))
+                if sinks is not None:
+                    one = sinks.float().reshape(kv.kv_heads, group, 1, 1).expand(-1, -1, n, 1)
+                    scores = torch.cat([scores, one], -1)
+                weights = scores.softmax(-1)[..., : len(seen)]
                 attended = torch.einsum("hgnc,chd->nhgd", weights, v)
                 out[part] = attended.reshape(n, batch.heads, kv.head_dim)

@@ -81,9 +81,10 @@ class TritonAttention:
         out: Tensor,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> None:
         batch = self._batch
-        call = (layer, query, scale, out, window, softcap)
+        call = (layer, query, scale, out, window, softcap, sinks)
         self._attend(batch.few, batch.counts[0:], self._few, self._few_rows, *call)
         if not batch.bucket.decodes:
             # Not captured: as many programs as there are tiles.
@@ -93,6 +94,7 @@ class TritonAttention:
             out,
             batch.merges,
             batch.counts[2:],
+            0 if sinks is None else sinks.data_ptr(),
             self._partial.shape[2],
             HEADS=batch.heads,
             KV_HEADS=batch.kv.kv_heads,
@@ -100,6 +102,8 @@ class TritonAttention:
             M=self._few_rows,
             D=self._dim,
             FIELDS=MERGE_FIELDS,
+            SINKS=sinks is not None,
+            DTYPE=self._dtype,
         )
 
     def _attend(
@@ -114,6 +118,7 @@ class TritonAttention:
         out: Tensor,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> None:
         batch, kv = self._batch, self._batch.kv
         if programs == 0:
@@ -128,6 +133,7 @@ class TritonAttention:
             items,
             count,
             batch.tables,
+            0 if sinks is None else sinks.data_ptr(),
             *query.stride()[:2],
             keys.stride(0),
             self._partial.shape[2],
@@ -143,6 +149,7 @@ class TritonAttention:
             FIELDS=ITEM_FIELDS,
             WINDOW=window is not None,
             SOFTCAP=softcap is not None,
+            SINKS=sinks is not None,
             WIDEN=self._widen,
             DTYPE=self._dtype,
             ALIGNED=self._aligned(layer),

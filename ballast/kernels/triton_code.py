@@ -7,7 +7,8 @@ are, and weights are rounded to their dtype before they meet V. Sums of a row ru
 steps of `N` from the item's first, whatever is beside it.
 
 `keys`, `values`: addresses of a layer's K and V in block 0, as numbers, multiples of `ALIGNED`
-bytes: Triton's launcher refuses a pointer to what no page backs, and block 0 may be such.
+bytes: Triton's launcher refuses a pointer to what no page backs, and block 0 may be such. `sinks`,
+of a value for each head, likewise: a graph may be recorded while the model is away.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -59,6 +60,16 @@ def write_code(
 
 
 @triton.jit
+def _sunk(sinks, head, real, largest, weight, total, DTYPE: tl.constexpr):
+    """Sums and weights of rows with one score more, of no value: that of their head's sink."""
+    sinks = sinks.to(tl.pointer_type(DTYPE))
+    score = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2_E
+    now = tl.maximum(largest, score)
+    before = tl.exp2(largest - now)
+    return total * before[:, None], weight * before + tl.exp2(score - now)
+
+
+@triton.jit
 def attend_code(
     query,
     keys,
@@ -68,6 +79,7 @@ def attend_code(
     items,
     count,
     tables,
+    sinks,
     query_token,
     query_head,
     block_stride,
@@ -85,6 +97,7 @@ def attend_code(
     FIELDS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     WIDEN: tl.constexpr,
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -162,6 +175,8 @@ def attend_code(
             total = total * before[:, None] + tl.dot(p, v, input_precision="ieee")
             largest = now
         if slot < 0:
+            if SINKS:
+                total, weight = _sunk(sinks, head, real, largest, weight, total, DTYPE)
             result = total / tl.where(real, weight, 1.0)[:, None]
             place = rows[:, None] * (HEADS * DIM) + head[:, None] * DIM + d[None, :]
             tl.store(out + place, result.to(out.dtype.element_ty), mask=filled)
@@ -179,6 +194,7 @@ def merge_code(
     out,
     merges,
     count,
+    sinks,
     partial_rows,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -186,6 +202,8 @@ def merge_code(
     M: tl.constexpr,
     D: tl.constexpr,
     FIELDS: tl.constexpr,
+    SINKS: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
     """Programs (at least `count`, KV_HEADS): the partial results of a tile into its rows."""
     i = tl.program_id(0)
@@ -219,5 +237,7 @@ def merge_code(
             largest = now
         head = kv_head * GROUP + r % GROUP
         place = (row + token).to(tl.int64) * (HEADS * DIM) + head * DIM
+        if SINKS:
+            total, weight = _sunk(sinks, head, real, largest, weight, total, DTYPE)
         result = total / tl.where(real, weight, 1.0)[:, None]
         tl.store(out + place[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=filled)

@@ -1,7 +1,7 @@
 """Attention by PyTorch's `varlen_attn_out` with a block table; K and V are written by our kernel.
 
-It has no soft cap: layers that have one are attended by our kernel. FlashAttention 2 is told not to
-split keys, as it is said to go wrong where it does so under a block table
+It has neither soft caps nor sinks: layers that have are attended by our kernel. FlashAttention 2 is
+told not to split keys, as it is said to go wrong where it does so under a block table
 (Dao-AILab/flash-attention issue 1217).
 """
 
@@ -53,9 +53,10 @@ class VarlenAttention(TritonAttention):
         out: Tensor,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> None:
-        if softcap is not None:
-            super().attend(layer, query, scale, out, window, softcap)
+        if softcap is not None or sinks is not None:
+            super().attend(layer, query, scale, out, window, softcap, sinks)
             return
         batch = self._batch
         keys, values = batch.kv.layer(layer)

@@ -38,6 +38,7 @@ class Batch(Protocol):
         *,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> None: ...
 
 
@@ -76,6 +77,7 @@ def attend(
     scaling: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Write new keys and values into their blocks, then attend over the cache.
@@ -88,7 +90,8 @@ def attend(
     batch, out = job.batch, job.out
     batch.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
     rows = query[0].transpose(0, 1)
-    batch.attend(layer, rows, scaling, out, window=sliding_window, softcap=softcap)
+    how: Any = {"window": sliding_window, "softcap": softcap, "sinks": s_aux}
+    batch.attend(layer, rows, scaling, out, **how)
     return out[None], None
 
 

@@ -84,7 +84,7 @@ class OnDevice(Served):
             layout.stride_bytes // item,
             layout.layer_stride_bytes // item,
         )
-        self._make = make or choose(self._cache)
+        self._make = make or choose(self._cache, sinks=host.sinks)
         self._decodes: dict[Bucket, DeviceBatch] = {}
         self._chunks: OrderedDict[Bucket, DeviceBatch] = OrderedDict()
         self._graphs = graphs

@@ -53,6 +53,8 @@ class Architecture:
     """Of each layer: how many positions, its own included, a query sees; None: all."""
     softcap: float | None
     """Scores s become softcap * tanh(s / softcap)."""
+    sinks: bool
+    """Whether heads of any layer have one score more, that no value belongs to."""
     segments: tuple[tuple[str, tuple[Wanted, ...]], ...]
     """(name, tensors), in load order: embeddings, layer 0 .. n-1, head if it is not tied."""
     conversions: tuple[Any, ...]
@@ -124,6 +126,7 @@ def learn(config: Any) -> Architecture:
         alike=_alike(text, positions),
         windows=tuple(c.mask.window if c.mask is not None else None for c in seen.calls),
         softcap=seen.calls[0].softcap,
+        sinks=any(c.sinks is not None for c in seen.calls),
         segments=segments,
         conversions=tuple(get_model_conversion_mapping(module)),
         base_prefix=str(module.base_model_prefix),
@@ -208,8 +211,8 @@ def _check_calls(calls: Sequence[Call], n_layers: int, positions: int, kind: str
         )
     first = calls[0]
     for c in calls:
-        if "s_aux" in c.more:
-            raise UnsupportedModel(f"{kind}: its attention has sinks")
+        if c.sinks not in (None, (c.query[1],)):
+            raise UnsupportedModel(f"{kind}: its sinks are {c.sinks}, not one for each head")
         if c.more or c.scale is None:
             raise UnsupportedModel(
                 f"{kind}: its attention asks for {', '.join(c.more) or 'no known scale'}"

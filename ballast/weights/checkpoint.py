@@ -178,6 +178,7 @@ def _load(
         told.segments,
         memory,
         windows=told.architecture.windows,
+        sinks=told.architecture.sinks,
         fused=told.fused,
         shard=shard,
     )

@@ -45,6 +45,8 @@ class Call:
     mask: Mask | None
     """None: without one, or with one that was altered on its way."""
     causal: bool
+    sinks: tuple[int, ...] | None
+    """Their shape: scores of which each head has one more."""
     more: tuple[str, ...]
     """Arguments beyond all of these."""
 
@@ -97,6 +99,7 @@ def _attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     trace = _trace.get()
@@ -112,6 +115,7 @@ def _attend(
             window=sliding_window,
             mask=next((mask for made, mask in trace.masks if made is attention_mask), None),
             causal=bool(causal),
+            sinks=None if s_aux is None else tuple(s_aux.shape),
             more=tuple(
                 sorted(
                     name

@@ -105,11 +105,13 @@ def run(
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     q, k, v = (padded(x, batch.n_tokens) for x in qkv)
     batch.write(1, k, v)
     out = batch.out
-    batch.attend(1, q, q.shape[2] ** -0.5, out, window=window, softcap=softcap)
+    own = None if sinks is None else sinks.to(DEVICE)
+    batch.attend(1, q, q.shape[2] ** -0.5, out, window=window, softcap=softcap, sinks=own)
     return out[: len(qkv[0])].cpu().clone()
 
 
@@ -126,6 +128,7 @@ def compare(
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     q, k, v = qkv
     row = 0
@@ -133,7 +136,7 @@ def compare(
         part = slice(row, row + count)
         keys, values = torch.cat([k0, k[part]]), torch.cat([v0, v[part]])
         scale = q.shape[2] ** -0.5
-        expected = reference(q[part], keys, values, start, scale, window, softcap)
+        expected = reference(q[part], keys, values, start, scale, window, softcap, sinks)
         torch.testing.assert_close(found[part].double(), expected, **TOLERANCES[q.dtype])
         row += count
 
@@ -159,6 +162,7 @@ sequences = st.lists(
     st.sampled_from(list(KvLayout)),
     st.sampled_from([None, None, 1, 7, 40, 300, 1000]),
     st.sampled_from([None, None, 0.5, 30.0]),
+    st.booleans(),
     st.integers(0, 2**31),
 )
 def test_triton_equals_softmax_in_float64(
@@ -170,15 +174,17 @@ def test_triton_equals_softmax_in_float64(
     layout: KvLayout,
     window: int | None,
     softcap: float | None,
+    sunk: bool,
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
+    sinks = torch.randn(heads[0]).mul(4).to(dtype) if sunk else None
     job = Job.of(
         ragged, kv_heads=heads[1], dim=dim, block_tokens=block_tokens, dtype=dtype, layout=layout
     )
     qkv = inputs(job, heads[0])
     batch = job.batch(heads[0], lambda b: TritonAttention(b, 3))
-    compare(job, run(job, batch, qkv, window, softcap), qkv, window, softcap)
+    compare(job, run(job, batch, qkv, window, softcap, sinks), qkv, window, softcap, sinks)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES))

@@ -13,6 +13,7 @@ def reference(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of q (n, heads, dim), which begins at `start`, in float64."""
     group = q.shape[1] // k.shape[1]
@@ -22,5 +23,9 @@ def reference(
         scores = softcap * (scores / softcap).tanh()
     back = start + torch.arange(len(q))[:, None] - torch.arange(len(k))[None]
     unseen = back < 0 if window is None else (back < 0) | (back >= window)
-    weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(unseen, float("-inf"))
+    if sinks is not None:
+        one = sinks.double()[:, None, None].expand(-1, len(q), 1)
+        scores = torch.cat([scores, one], -1)
+    weights = scores.softmax(-1)[..., : len(k)]
     return torch.einsum("hnc,chd->nhd", weights, v)

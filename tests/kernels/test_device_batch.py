@@ -99,12 +99,15 @@ def test_all_goes_to_the_implementation_once_it_was_checked() -> None:
     q, k = torch.zeros(16, 4, 8), torch.zeros(16, 2, 8)
     batch.write(1, k, k)
     batch.attend(2, q, 0.5, batch.out, window=3)
-    assert made[0].asked == [[1, 0, 0], ("write", 1), ("attend", 2, 3, None)]
+    assert made[0].asked == [[1, 0, 0], ("write", 1), ("attend", 2, 3, None, None)]
     for wrong in (q[:15], q.half(), torch.zeros(16, 8, 4).transpose(1, 2)):
         with pytest.raises(BrokenPromise):
             batch.attend(0, wrong, 0.5, torch.empty_like(wrong))
     with pytest.raises(BrokenPromise):
         batch.attend(0, q, 0.5, batch.out.double())
+    for sinks in (torch.zeros(2), torch.zeros(4).half(), torch.zeros(8)[::2]):
+        with pytest.raises(BrokenPromise, match="sinks"):
+            batch.attend(0, q, 0.5, batch.out, sinks=sinks)
     with pytest.raises(BrokenPromise):
         batch.write(0, k, q)
 

@@ -33,6 +33,7 @@ def cache(dtype: torch.dtype) -> DeviceKv:
         ("FA3", replace(USUAL, dtype=torch.float32), "float32"),
         ("FA3", replace(USUAL, head_dim=36), "heads of 36"),
         ("FA3", replace(USUAL, head_dim=512), "heads of 512"),
+        ("FA3", replace(USUAL, sinks=True), "no sinks"),
     ],
 )
 def test_what_pytorch_can(
@@ -69,6 +70,7 @@ def test_what_flashinfer_can(monkeypatch: pytest.MonkeyPatch) -> None:
     for other in (
         replace(USUAL, dtype=torch.float32),
         replace(USUAL, head_dim=80),
+        replace(USUAL, sinks=True),
         replace(USUAL, capability=(7, 5)),
     ):
         assert why_not_flashinfer(other) is not None

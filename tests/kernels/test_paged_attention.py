@@ -87,11 +87,13 @@ def attend(
     v: torch.Tensor,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     batch = PagedBatch(cache.kv, heads, starts, counts, cache.tables)
     batch.write(layer, k, v)
     out = torch.full((len(q), heads, q.shape[2]), float("nan"), dtype=q.dtype)
-    batch.attend(layer, q, q.shape[2] ** -0.5, out, window=window, softcap=softcap)
+    scale = q.shape[2] ** -0.5
+    batch.attend(layer, q, scale, out, window=window, softcap=softcap, sinks=sinks)
     return out
 
 
@@ -117,6 +119,7 @@ heads_of = st.sampled_from([(1, 1), (4, 4), (6, 2), (9, 3), (8, 1), (33, 1)])
     st.sampled_from(DTYPES),
     st.sampled_from([None, None, 1, 7, 40, 1000]),
     st.sampled_from([None, None, 0.5, 30.0]),
+    st.booleans(),
     st.integers(0, 2**31),
 )
 def test_equals_softmax_in_float64(
@@ -127,24 +130,26 @@ def test_equals_softmax_in_float64(
     dtypes: tuple[torch.dtype, torch.dtype],
     window: int | None,
     softcap: float | None,
+    sunk: bool,
     seed: int,
 ) -> None:
     rows, dtype = dtypes
     torch.manual_seed(seed)
+    sinks = torch.randn(heads[0]).mul(4).to(dtype) if sunk else None
     starts, counts = [s for s, _ in ragged], [c for _, c in ragged]
     cache = Cache.of(
         starts, counts, kv_heads=heads[1], dim=dim, block_tokens=block_tokens, dtype=dtype
     )
     q, k, v = inputs(sum(counts), heads[0], heads[1], dim, dtype)
     q = q.to(rows)
-    out = attend(cache, heads[0], starts, counts, 1, q, k, v, window, softcap)
+    out = attend(cache, heads[0], starts, counts, 1, q, k, v, window, softcap, sinks)
     row = 0
     for i, (start, count) in enumerate(ragged):
         keys, values = cache.read(i, 1, start + count)
         part = slice(row, row + count)
         assert torch.equal(keys[start:], k[part])
         assert torch.equal(values[start:], v[part])
-        expected = reference(q[part], keys, values, start, dim**-0.5, window, softcap)
+        expected = reference(q[part], keys, values, start, dim**-0.5, window, softcap, sinks)
         tolerance = (
             {"rtol": 0, "atol": 1e-5} if rows is torch.float32 else {"rtol": 8e-3, "atol": 1e-6}
         )

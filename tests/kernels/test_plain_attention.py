@@ -48,14 +48,19 @@ class Case:
         whole[: len(x)] = x
         return whole
 
-    def attend(self, window: int | None = None, softcap: float | None = None) -> torch.Tensor:
+    def attend(
+        self,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         new = (
             torch.cat([w[b][s:] for w, s in zip(self.whole, self.starts, strict=True)])
             for b in (0, 1)
         )
         self.batch.write(1, *map(self.padded, new))
         out = torch.zeros_like(self.query)
-        self.batch.attend(1, self.query, 0.3, out, window=window, softcap=softcap)
+        self.batch.attend(1, self.query, 0.3, out, window=window, softcap=softcap, sinks=sinks)
         return out
 
 
@@ -64,6 +69,7 @@ class Case:
     st.sampled_from([1, 2]),
     st.sampled_from([None, 1, 7]),
     st.sampled_from([None, 5.0]),
+    st.booleans(),
     st.sampled_from(KvLayout),
 )
 @settings(max_examples=40)
@@ -72,12 +78,14 @@ def test_it_agrees_with_the_reference(
     group: int,
     window: int | None,
     softcap: float | None,
+    sunk: bool,
     layout: KvLayout,
 ) -> None:
     case = Case(spans, group, layout)
-    out, at = case.attend(window, softcap), 0
+    sinks = 4 * torch.randn(case.query.shape[1]) if sunk else None
+    out, at = case.attend(window, softcap, sinks), 0
     for (k, v), start, n in zip(case.whole, case.starts, case.counts, strict=True):
-        told = reference(case.query[at : at + n], k, v, start, 0.3, window, softcap)
+        told = reference(case.query[at : at + n], k, v, start, 0.3, window, softcap, sinks)
         assert torch.allclose(out[at : at + n].double(), told, atol=1e-5)
         at += n
 

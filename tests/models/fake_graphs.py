@@ -201,10 +201,12 @@ class StaticAttention(PlainAttention):
         out: Tensor,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> None:
         batch, kv = self._batch, self._batch.kv
-        if not batch.bucket.decodes or window is not None or softcap is not None:
-            super().attend(layer, query, scale, out, window, softcap)
+        more = (window, softcap, sinks)
+        if not batch.bucket.decodes or any(asked is not None for asked in more):
+            super().attend(layer, query, scale, out, *more)
             return
         n, group, size = batch.bucket.sequences, batch.shape.group, kv.block_tokens
         place = torch.arange(batch.bucket.longest)

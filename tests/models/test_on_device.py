@@ -66,7 +66,7 @@ def prompts_of(*sizes: int) -> list[list[int]]:
     return [torch.randint(3, 331, (n,), generator=generator).tolist() for n in sizes]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "gpt_neox", "gpt_oss"])
 def test_generates_what_the_reference_generates(family: str, tmp_path: Path) -> None:
     reference = make(tmp_path, config(family))
     prompts = prompts_of(5, 40, 23)
@@ -81,7 +81,7 @@ def test_generates_what_the_reference_generates(family: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("family", "impl"),
     [
-        *((f, "generic") for f in ("llama", "gemma2", "qwen3_moe")),
+        *((f, "generic") for f in ("llama", "gemma2", "qwen3_moe", "gpt_oss")),
         *((f, "fused") for f in ("llama", "mistral", "qwen2", "qwen3")),
     ],
 )

@@ -78,5 +78,5 @@ def test_experts_and_sinks() -> None:
         vocab_size=200,
     )
     seen = probe(build(small), 512)
-    assert all(c.more == ("s_aux",) for c in seen.calls)
+    assert all((c.sinks, c.more) == ((4,), ()) for c in seen.calls)
     assert (seen.experts_per_token, seen.expert_intermediate) == (2, 48)
