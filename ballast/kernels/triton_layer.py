@@ -14,7 +14,7 @@ from torch import Tensor
 from ballast.kernels import triton_layer_code as code
 from ballast.kernels.device_batch import DeviceBatch
 from ballast.kernels.device_layer import HeadVectors
-from ballast.kernels.triton_attention import LOADED, PROGRAMS, multiprocessors
+from ballast.kernels.triton_attention import LOADED, multiprocessors
 from ballast.kernels.triton_row_code import row_code
 
 GATED = 1024
@@ -22,6 +22,9 @@ GATED = 1024
 MOST_ROWS, STEP_BYTES, STAGES = 8, 1024, 4
 """Of `row_code`: rows of a matrix that a program reads side by side, bytes of each at once, and
 steps begun ahead and under way: 24 KiB on their way for each program."""
+
+LEAST_PROGRAMS = 4
+"""Of `row_code`, per multiprocessor, if the matrix has as many rows."""
 
 
 class TritonLayer:
@@ -143,7 +146,7 @@ class TritonLayer:
         most = MOST_ROWS // 2 if gated else MOST_ROWS
         if self._multiprocessors is None:
             self._multiprocessors = multiprocessors(device)
-        wanted = n // (PROGRAMS * self._multiprocessors)
+        wanted = n // (LEAST_PROGRAMS * self._multiprocessors)
         return next((p for p in (8, 4, 2) if p <= min(most, wanted)), 1)
 
 

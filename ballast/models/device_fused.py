@@ -129,7 +129,8 @@ class DeviceFusedModel(OnDevice):
 
     def _alone(self, batch: DeviceBatch) -> bool:
         """Whether it is a row that our own kernels multiply."""
-        return self._one_row and batch.n_tokens == 1 and batch.adapted is None
+        alone = batch.n_tokens == 1 and self.spec.ranks == 1
+        return self._one_row and alone and batch.adapted is None
 
     def _pass_of_row(self, batch: DeviceBatch) -> Tensor:
         """What the last norm gets (1, hidden), of a decode of one sequence: seven launches a layer,

@@ -24,12 +24,12 @@ from tests.kernels.device_cases import DEVICE, GPU, Job
 from tests.models.test_fused import checkpoint
 from tests.models.tiny import GREEDY, Served
 
-EXACT: dict[torch.dtype, dict[str, float]] = {
+NEAR: dict[torch.dtype, dict[str, float]] = {
     torch.float32: {"rtol": 2e-6, "atol": 2e-6},
-    # A value that lies at the border of two may become the other one; the interpreter cuts off
-    # what does not fit where GPUs round.
-    torch.bfloat16: {"rtol": 8e-3, "atol": 1e-2} if GPU else {"rtol": 3e-2, "atol": 6e-2},
+    torch.bfloat16: {"rtol": 3e-2, "atol": 0.15},
 }
+"""In bfloat16 a value at the border of two may become the other one, and what follows from it."""
+torch.set_float32_matmul_precision("highest")
 
 
 def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -44,11 +44,14 @@ def unaligned(x: torch.Tensor) -> torch.Tensor:
     return moved
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, **more: Any) -> None:
-    torch.testing.assert_close(found, expected, **EXACT[expected.dtype], **more)
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, **NEAR[expected.dtype], equal_nan=True)
+    if GPU and expected.dtype is torch.bfloat16:
+        # Triton's interpreter cuts off what does not fit, where GPUs round.
+        assert (found.nan_to_num() != expected.nan_to_num()).float().mean() < 0.005
 
 
-@pytest.mark.parametrize("dtype", list(EXACT))
+@pytest.mark.parametrize("dtype", list(NEAR))
 @pytest.mark.parametrize("width", [150, 1024])
 @pytest.mark.parametrize("added", ["nothing", "more", "more and bias"])
 def test_add_norm(dtype: torch.dtype, width: int, added: str) -> None:
@@ -62,7 +65,7 @@ def test_add_norm(dtype: torch.dtype, width: int, added: str) -> None:
     close(ours, hidden)
 
 
-@pytest.mark.parametrize("dtype", list(EXACT))
+@pytest.mark.parametrize("dtype", list(NEAR))
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "norms", "bias"),
     [(4, 2, 16, False, False), (2, 2, 24, False, True), (6, 1, 80, True, False)],
@@ -86,9 +89,9 @@ def test_rotate(
     expected = PlainLayer().rotate(jobs[0], 1, qkv, vectors, 1e-6, *turns)
     found = TritonLayer().rotate(jobs[1], 1, ours, vectors, 1e-6, *turns)
     assert found.data_ptr() == ours.data_ptr(), "attention reads queries where they are"
-    close(found, expected, equal_nan=True)
+    close(found, expected)
     # What was not to be written is not a number, in both.
-    close(jobs[1].kv.cache, jobs[0].kv.cache, equal_nan=True)
+    close(jobs[1].kv.cache, jobs[0].kv.cache)
 
 
 def _job(
@@ -98,7 +101,7 @@ def _job(
     return Job.of(ragged, kv_heads=kv_heads, dim=dim, dtype=dtype).batch(heads, PlainAttention)
 
 
-@pytest.mark.parametrize("dtype", list(EXACT))
+@pytest.mark.parametrize("dtype", list(NEAR))
 @pytest.mark.parametrize("width", [150, 2048])
 def test_gate(dtype: torch.dtype, width: int) -> None:
     torch.manual_seed(width)
@@ -106,7 +109,7 @@ def test_gate(dtype: torch.dtype, width: int) -> None:
     close(TritonLayer().gate(both), PlainLayer().gate(both))
 
 
-@pytest.mark.parametrize("dtype", list(EXACT))
+@pytest.mark.parametrize("dtype", list(NEAR))
 @pytest.mark.parametrize(
     ("n", "k", "with_"), [(3, 1100, {"norm", "gated"}), (21, 256, {"bias", "added"}), (8, 40, {})]
 )
