@@ -130,7 +130,7 @@ def _tested(file: Path) -> dict[str, Any]:
     # What libraries warn of on a GPU is no failure here.
     told = subprocess.run(
         command,
-        env={**os.environ, "PYTEST_ADDOPTS": "-W default"},
+        env={**os.environ, "PYTEST_ADDOPTS": "-W default", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         cwd=ROOT,

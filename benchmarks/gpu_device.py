@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ballast.core.errors import DeviceError
 from ballast.core.units import GiB, MiB
+from ballast.engine.runner_cuda import Compute, TorchOnGpu
 from ballast.memory.cuda_devices import driver_version
 from ballast.memory.cuda_driver import CudaDriver
 
@@ -89,6 +92,25 @@ class Gpu:
         copied = 2 * GiB / self.seconds(lambda: x[:half].copy_(x[half:]), 10)
         return float(max(read, copied))
 
+    def link_bandwidth(self) -> float:
+        """Bytes per second of one plain copy from pinned host memory."""
+        host = torch.empty(GiB, dtype=torch.uint8, pin_memory=True)
+        target = torch.empty(GiB, dtype=torch.uint8, device=self.device)
+        return float(GiB / self.seconds(partial(target.copy_, host, non_blocking=True), 5))
+
+    def compute(self) -> Compute:
+        return TorchOnGpu(0)
+
+    def held(self) -> tuple[int, int]:
+        """Bytes of the device that nobody has, and that PyTorch's allocator has."""
+        return self.free, torch.cuda.memory_reserved(0)
+
+    def give_back(self) -> None:
+        """What PyTorch keeps unused, so that pages can be made of it."""
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
     @contextmanager
     def busy(self, seconds: float) -> Iterator[None]:
         """A kernel runs meanwhile, on a stream that waits for no other."""
@@ -143,12 +165,6 @@ def wall_seconds(work: Callable[[], object], times: int) -> float:
         work()
         found.append(time.perf_counter() - begun)
     return statistics.median(found[2:])
-
-
-def give_back() -> None:
-    """What PyTorch keeps unused, so that pages can be made of it."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
 
 
 def _peak(told: Any) -> float | None:

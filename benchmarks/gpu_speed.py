@@ -5,20 +5,19 @@ from __future__ import annotations
 import queue
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
+from transformers import LlamaConfig
 
 from ballast.core.event import TransferDone
 from ballast.core.job import Sampled, SequenceWork
 from ballast.core.settings import GRAPH_BYTES, KvLayout
 from ballast.core.units import GiB, ceil_div
 from ballast.engine.inbox import MonotonicClock
-from ballast.engine.runner_cuda import TorchOnGpu
 from ballast.kernels.device_attention import choose, why_not
 from ballast.kernels.device_batch import DeviceBatch
 from ballast.kernels.device_kv import DeviceKv
@@ -40,7 +39,6 @@ from benchmarks.gpu_device import (
     Gpu,
     bytes_of,
     config_of,
-    give_back,
     wall_seconds,
 )
 from benchmarks.gpu_model import Random, reference, spec_of
@@ -49,7 +47,11 @@ CONTEXT, SEQUENCES = 1024, 32
 BATCHES = (1, SEQUENCES)
 GOALS = {1: 0.85, SEQUENCES: 0.70}
 """Of the bandwidth roofline, of an 8B model, by batch."""
-STEP_SIZES = ("8B", "1B")
+TIMES = 20
+"""That a step is run."""
+Configs = Mapping[str, LlamaConfig]
+CONFIGS = {size: config_of(size) for size in SIZES}
+STEP_CONFIGS = {size: CONFIGS[size] for size in ("8B", "1B")}
 
 
 def pool(gpu: Gpu, found: Findings) -> None:
@@ -85,26 +87,27 @@ def pool(gpu: Gpu, found: Findings) -> None:
         vm.close()
 
 
-def single_model(gpu: Gpu, found: Findings) -> None:
+def single_model(
+    gpu: Gpu, found: Findings, configs: Configs = STEP_CONFIGS, make: Any = None
+) -> None:
     """Tokens per second of decode steps over 1024 tokens of context, host's work included; their
     part of what reading weights and KV once at the measured bandwidth allows."""
     found["bytes_per_second"] = bandwidth = gpu.bandwidth()
-    give_back()
-    for size in STEP_SIZES:
-        config = config_of(size)
+    gpu.give_back()
+    for size, config in configs.items():
         kv_bytes = SEQUENCES * (CONTEXT + 64) * spec_of(config).kv_bytes_per_token
         if bytes_of(config) + kv_bytes + SPARE > gpu.free:
             found[size] = {"not_run": "it does not fit"}
             continue
         for impl in ("fused", "generic", "one_row"):
-            for batch, told in decode_steps(gpu, config, bandwidth, impl).items():
+            for batch, told in decode_steps(gpu, config, bandwidth, impl, make).items():
                 if (size, impl) == ("8B", "fused"):
                     told["goal_met"] = told["of_roofline"] >= GOALS[batch]
                 found[f"{size}_{impl}_batch_{batch}"] = told
-            give_back()
+            gpu.give_back()
         for batch in BATCHES:
             try:
-                theirs = wall_seconds(reference(config, batch, CONTEXT, gpu.device), 10)
+                theirs = wall_seconds(reference(config, batch, CONTEXT, gpu.device), TIMES)
             except torch.OutOfMemoryError:
                 found[f"{size}_transformers_batch_{batch}"] = {"not_run": "it does not fit"}
             else:
@@ -112,19 +115,19 @@ def single_model(gpu: Gpu, found: Findings) -> None:
                 told = {"seconds": theirs, "tokens_per_second": batch / theirs}
                 found[f"{size}_transformers_batch_{batch}"] = told
                 found[f"{size}_over_transformers_batch_{batch}"] = theirs / ours
-            give_back()
+            gpu.give_back()
 
 
 def decode_steps(
-    gpu: Gpu, config: Any, bandwidth: float, impl: str = "fused"
+    gpu: Gpu, config: LlamaConfig, bandwidth: float, impl: str, make: Any
 ) -> dict[int, dict[str, Any]]:
-    """By batch: with CUDA graphs and without. `impl`: as `gpu_model.Random` takes it."""
-    compute = TorchOnGpu(0)
+    """By batch: with CUDA graphs and without. `impl`, `make`: as `gpu_model.Random` takes them."""
+    compute = gpu.compute()
     stream, twin = gpu.driver.new_stream(), gpu.driver.new_stream()
     cache = GraphCache(GRAPH_BYTES, lambda _: compute.recorder(twin))
     shape = (gpu.driver, gpu.device, config, PAGE, SEQUENCES, CONTEXT + 64)
     found: dict[int, dict[str, Any]] = {}
-    made = Random(*shape, graphs=cache, impl=impl)
+    made = Random(*shape, make=make, graphs=cache, impl=impl)
     with made as model:
         for batch in BATCHES[:1] if impl == "one_row" else BATCHES:
             work = model.decodes(batch, CONTEXT)
@@ -133,7 +136,7 @@ def decode_steps(
                 with compute.on(stream):
                     return tokens_of(model.served.run(work))
 
-            told = with_and_without(step, cache, stream, free_bytes, 20)
+            told = with_and_without(step, cache, stream, gpu.held, TIMES)
             least = (model.weight_bytes + batch * CONTEXT * model.kv_bytes) / bandwidth
             seconds = min(told["seconds_with_graph"], told["seconds_without"])
             found[batch] = {
@@ -146,11 +149,6 @@ def decode_steps(
     for made_stream in (stream, twin):
         gpu.driver.destroy_stream(made_stream)
     return found
-
-
-def free_bytes() -> tuple[int, int]:
-    """Of the device, and of PyTorch's allocator there."""
-    return torch.cuda.mem_get_info(0)[0], torch.cuda.memory_reserved(0)
 
 
 def tokens_of(results: Sequence[object]) -> list[int]:
@@ -196,9 +194,17 @@ def with_and_without(
     }
 
 
-def layouts(gpu: Gpu, found: Findings) -> None:
+def layouts(
+    gpu: Gpu,
+    found: Findings,
+    layers: int = 32,
+    heads: int = 32,
+    kv_heads: int = 8,
+    dim: int = 128,
+    n: int = 32,
+    context: int = 2048,
+) -> None:
     """Microseconds that the attention of all layers of a decode step takes."""
-    layers, heads, kv_heads, dim, n, context = 32, 32, 8, 128, 32, 2048
     found["shape"] = f"{n} sequences of {context} tokens, {layers} layers, {heads}/{kv_heads} heads"
     q = torch.randn(n, heads, dim, dtype=torch.bfloat16, device=gpu.device)
     for block, layout in product((16, 256), KvLayout):
@@ -226,7 +232,7 @@ def layouts(gpu: Gpu, found: Findings) -> None:
             except RuntimeError as error:
                 found[key] = {"not_run": str(error)[:300]}
         del memory, kv
-        give_back()
+        gpu.give_back()
 
 
 @contextmanager
@@ -243,16 +249,12 @@ def host_bytes(n_bytes: int, writable: bool) -> Iterator[int]:
         tier.release(held)
 
 
-def activation(gpu: Gpu, found: Findings) -> None:
+def activation(gpu: Gpu, found: Findings, configs: Configs = CONFIGS, page: int = PAGE) -> None:
     """Seconds to bring a model's weights into recycled pages as a device does, and that over the
     bandwidth of one plain copy. The host's bytes are one segment, copied again and again."""
-    host = torch.empty(GiB, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(GiB, dtype=torch.uint8, device=gpu.device)
-    rate = GiB / gpu.seconds(partial(target.copy_, host, non_blocking=True), 5)
-    found["link_bytes_per_second"] = rate
-    del host, target
-    give_back()
-    specs = {size: spec_of(config_of(size)) for size in SIZES}
+    found["link_bytes_per_second"] = rate = gpu.link_bandwidth()
+    gpu.give_back()
+    specs = {size: spec_of(config) for size, config in configs.items()}
     largest = max(n for spec in specs.values() for n in spec.segment_bytes)
     pins, told = Pins(gpu.driver, 0), queue.SimpleQueue[TransferDone]()
     link = CudaLink(gpu.driver, 0, MonotonicClock(), told.put)
@@ -267,7 +269,7 @@ def activation(gpu: Gpu, found: Findings) -> None:
                     if sum(spec.segment_bytes) + GiB > gpu.free:
                         found[size] = {"not_run": "it does not fit"}
                         continue
-                    found[size] = activated(gpu.driver, spec, link, told, address, rate)
+                    found[size] = activated(gpu.driver, spec, link, told, address, rate, page)
             finally:
                 pins.unpin(address)
     finally:
@@ -282,7 +284,7 @@ def activated(
     told: queue.SimpleQueue[TransferDone],
     address: int,
     rate: float,
-    page: int = PAGE,
+    page: int,
 ) -> dict[str, Any]:
     """The best of three activations after one that makes the pages."""
     n = sum(ceil_div(n_bytes, page) for n_bytes in spec.segment_bytes)

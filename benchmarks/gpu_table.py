@@ -100,6 +100,8 @@ def _decodes(found: Found) -> Iterator[Line]:
         if "of_roofline" in told:
             figure += f", {100 * told['of_roofline']:.0f} % of the roofline"
         yield Line(f"decode, {what}", figure, goal, told.get("goal_met"))
+        if told.get("same_tokens") is False:
+            yield Line(f"tokens by graph, {what}", "others than without", "the same", False)
 
 
 def _overhead(found: Found) -> Iterator[Line]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import queue
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -16,14 +15,13 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from ballast.core.clock import Clock, VirtualClock
-from ballast.core.event import Event, TransferDone
+from ballast.core.clock import Clock
+from ballast.core.event import Event
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import KiB, MiB
 from ballast.engine.machine import MakeMachine
 from ballast.engine.machine_cuda import CudaMachine
 from ballast.kernels.plain_attention import PlainAttention
-from ballast.memory.link_cuda import CudaLink
 from ballast.models.graphs import GraphCache
 from benchmarks import elastic_overhead, gpu_check, gpu_speed
 from benchmarks.exactness import make_llama
@@ -134,17 +132,59 @@ def small() -> LlamaConfig:
     )
 
 
-def test_weights_are_brought_as_a_device_brings_them() -> None:
-    driver = FakeDriver(n_bytes=64 * MiB)
-    spec = spec_of(small())
-    told = queue.SimpleQueue[TransferDone]()
-    link = CudaLink(driver, 0, VirtualClock(), told.put)
-    with gpu_speed.host_bytes(1 << 20, writable=True) as address:
-        activated = gpu_speed.activated(driver, spec, link, told, address, 1e9, page=PAGE)
-    link.close()
-    assert activated["bytes"] == sum(spec.segment_bytes)
-    assert activated["seconds"] > activated["mapping_seconds"] > 0
-    assert driver.is_clean()
+class StandIn:
+    """A `Gpu` that is none: launches end at once, on the CPU."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.driver = FakeDriver(n_bytes=1 << 30)
+        self.context = self.driver.retain_context(0)
+        self.driver.set_current(self.context)
+
+    free = 1 << 40
+
+    def bandwidth(self) -> float:
+        return 1e9
+
+    link_bandwidth = bandwidth
+
+    def compute(self) -> OnHost:
+        return OnHost()
+
+    def held(self) -> tuple[int, int]:
+        return 0, 0
+
+    def give_back(self) -> None:
+        pass
+
+    def clean(self) -> bool:
+        self.driver.release_context(0)
+        return self.driver.is_clean()
+
+
+def test_activations_of_every_size_are_timed(found: Findings) -> None:
+    gpu = StandIn()
+    gpu_speed.activation(cast(Gpu, gpu), found, {"tiny": small()}, page=PAGE)
+    told = found["tiny"]
+    assert told["bytes"] == sum(spec_of(small()).segment_bytes)
+    assert told["seconds"] > told["mapping_seconds"] > 0
+    assert found["pinned"]
+    assert gpu.clean()
+
+
+def test_steps_of_every_path_are_timed(found: Findings, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("CONTEXT", 33), ("BATCHES", (1, 2)), ("SEQUENCES", 2), ("TIMES", 1)):
+        monkeypatch.setattr(gpu_speed, name, value)
+    monkeypatch.setattr(gpu_speed, "PAGE", PAGE)
+    gpu = StandIn()
+    gpu_speed.single_model(cast(Gpu, gpu), found, {"tiny": small()}, StaticAttention)
+    for impl in ("fused", "generic"):
+        for batch in (1, 2):
+            assert found[f"tiny_{impl}_batch_{batch}"]["same_tokens"]
+    assert found["tiny_over_transformers_batch_2"] > 0
+    assert any("transformers" in line.what for line in lines({"single_model": found}))
+    assert gpu.clean()
 
 
 def test_a_step_is_timed_with_a_graph_and_without() -> None:
