@@ -110,8 +110,7 @@ class DeviceFusedModel(OnDevice):
             self._reach(i)
             x = k.add_norm(hidden, more, None, layer.input_norm, self._epsilon)
             qkv = self._multiply(batch, "qkv", layer.qkv, x, i)
-            where = (layer.vectors, self._epsilon, cosine, sine)
-            query = k.rotate(batch, i, qkv, *where)
+            query = k.rotate(batch, i, qkv, layer.vectors, self._epsilon, cosine, sine)
             if i == last and not n:
                 # Nobody wants more of it than its keys and values.
                 self._leave(i)
@@ -129,8 +128,7 @@ class DeviceFusedModel(OnDevice):
 
     def _alone(self, batch: DeviceBatch) -> bool:
         """Whether it is a row that our own kernels multiply."""
-        alone = batch.n_tokens == 1 and self.spec.ranks == 1
-        return self._one_row and alone and batch.adapted is None
+        return self._one_row and batch.n_tokens == 1 and batch.adapted is None
 
     def _pass_of_row(self, batch: DeviceBatch) -> Tensor:
         """What the last norm gets (1, hidden), of a decode of one sequence: seven launches a layer,
