@@ -198,6 +198,11 @@ class FakeDriver:
                 n += 1
             return n
 
+    def elsewhere(self) -> int:
+        """Memory made here that others have imported, in handles."""
+        mine = (known for known in self.handles.values() if self._file(known.fd) in self._mine)
+        return sum(map(self._is_elsewhere, mine))
+
     def is_clean(self) -> bool:
         """Nothing is left of whoever used it."""
         left = (
@@ -592,13 +597,18 @@ class FakeDriver:
         return known
 
     def _not_elsewhere(self, known: Handle, what: str) -> None:
-        if not self.exclusive or self._file(known.fd) not in self._mine:
-            return
+        mine = self._file(known.fd) in self._mine
+        if self.exclusive and mine and self._is_elsewhere(known):
+            raise Misuse(f"{what} memory that others have imported")
+
+    @staticmethod
+    def _is_elsewhere(known: Handle) -> bool:
         try:
             fcntl.flock(known.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Misuse(f"{what} memory that others have imported") from None
+            return True
         fcntl.flock(known.fd, fcntl.LOCK_UN)
+        return False
 
     def _known_stream(self, stream: int) -> None:
         if stream not in self.streams:
@@ -622,7 +632,7 @@ class FakeDriver:
         return stat.st_dev, stat.st_ino
 
 
-_NOT_CALLS = {"fail", "launch", "put", "run", "is_clean", "current"}
+_NOT_CALLS = {"fail", "launch", "put", "run", "elsewhere", "is_clean", "current"}
 for _name, _call in list(vars(FakeDriver).items()):
     if inspect.isfunction(_call) and not _name.startswith("_") and _name not in _NOT_CALLS:
         setattr(FakeDriver, _name, _checked(_name, _call))

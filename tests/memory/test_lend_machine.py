@@ -1,5 +1,6 @@
 """Two devices that lend to each other, messages that take their time, processes that end at any
-moment: no page is lost, none is used twice, no message of another epoch does anything."""
+moment: no page is lost, none is used twice, no message of another epoch does anything. Of GPUs, no
+page changes hands, on one side or the other, while the driver knows that two processes have it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ballast.core.actions import Short
-from ballast.core.errors import Unavailable
+from ballast.core.errors import DeviceError, Unavailable
 from ballast.core.lease import Lease
 from ballast.core.units import KiB
 from ballast.memory.borrow import Borrower
@@ -21,9 +22,11 @@ from ballast.memory.lend import OWNER, Lender
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.tensor import array_at
-from ballast.memory.vm import Latch, Vm
+from ballast.memory.vm import Exported, Latch, Vm
+from ballast.memory.vm_cuda import CudaVm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.memory.vm_null import NullVm
+from tests.memory.fake_cuda import FakeDriver
 
 PAGE = 64 * KiB
 N_PAGES = 10
@@ -38,8 +41,13 @@ sizes = st.integers(1, 5)
 class Process:
     """A worker: its pool, its range, and what is in it: index -> (borrowed, stamp)."""
 
-    def __init__(self, name: str, real: bool) -> None:
-        self.vm: Vm = MemfdVm(PAGE, N_PAGES) if real else NullVm(PAGE, N_PAGES)
+    def __init__(self, name: str, kind: type[Vm]) -> None:
+        self.driver = FakeDriver(devices=2, exclusive=True)
+        self.vm: Vm
+        if kind is CudaVm:
+            self.vm = CudaVm(self.driver, NAMES.index(name), PAGE, N_PAGES)
+        else:
+            self.vm = MemfdVm(PAGE, N_PAGES) if kind is MemfdVm else NullVm(PAGE, N_PAGES)
         self.pool = Pool(self.vm, N_PAGES)
         self.condemned: list[str] = []
         self.lender = Lender(self.pool, name, lambda peer, _: self.condemned.append(peer))
@@ -47,6 +55,12 @@ class Process:
         self.range = BackedRange(self.pool, self.vm, f"kv:{name}", SPAN * PAGE)
         self.held: dict[int, tuple[bool, int]] = {}
         self.leaving: list[tuple[set[int], Latch]] = []
+
+    def end(self) -> None:
+        """Whatever others have of it they keep."""
+        self.driver.exclusive = False
+        self.vm.close()
+        assert self.driver.is_clean()
 
     def gap(self, n: int) -> int | None:
         """The first of `n` empty indices."""
@@ -66,11 +80,11 @@ class Process:
 
 
 class Lending(RuleBasedStateMachine):
-    real: ClassVar[bool] = False
+    kind: ClassVar[type[Vm]] = NullVm
 
     def __init__(self) -> None:
         super().__init__()
-        self.at: dict[str, Process] = {name: Process(name, self.real) for name in NAMES}
+        self.at: dict[str, Process] = {name: Process(name, self.kind) for name in NAMES}
         self.epoch = 0
         self.now = 0.0
         self.stamp = 0
@@ -80,7 +94,7 @@ class Lending(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for process in self.at.values():
-            process.vm.close()
+            process.end()
 
     def _meet(self) -> None:
         self.epoch += 1
@@ -95,7 +109,7 @@ class Lending(RuleBasedStateMachine):
     def _end(self, name: str) -> None:
         """The process ends; the other is told; another starts."""
         (other,) = set(NAMES) - {name}
-        self.at[name].vm.close()
+        self.at[name].end()
         survivor = self.at[other]
         lent = survivor.pool.owned(OWNER)
         assert survivor.lender.gone(name, self.epoch) == lent
@@ -104,14 +118,14 @@ class Lending(RuleBasedStateMachine):
         told = survivor.borrower.gone(name, self.epoch)
         assert len(told) <= used
         survivor.condemned.clear()
-        self.at[name] = Process(name, self.real)
+        self.at[name] = Process(name, self.kind)
         self._meet()
 
     def _fill(self, process: Process, at: int, n: int, borrowed: bool) -> None:
         for i in range(at, at + n):
             self.stamp += 1
             process.held[i] = (borrowed, self.stamp)
-            if self.real:
+            if self.kind is not NullVm:
                 array_at(process.range.address(i), (PAGE // 8,), "int64")[::64] = self.stamp
 
     @rule(name=names, n=sizes)
@@ -204,7 +218,11 @@ class Lending(RuleBasedStateMachine):
         me, void = self.at[name], lease.epoch != self.epoch
         before = (me.pool.free, me.pool.borrowed(), me.borrower.unused)
         if kind == "lend":
-            assert (me.borrower.accept(lease) is None) is not void
+            opened = None if void else self._fetch(lease)
+            if opened is None and not void:
+                self.wire[lease.lender].append(("return", lease))
+                return
+            assert (me.borrower.accept(lease, opened or ()) is None) is not void
         elif kind == "recall":
             for place in me.borrower.recall(lease):
                 assert me.held[place.at][0]
@@ -213,6 +231,18 @@ class Lending(RuleBasedStateMachine):
             assert (me.lender.returned(lease) is None) is not refused
         if void:
             assert before == (me.pool.free, me.pool.borrowed(), me.borrower.unused)
+
+    def _fetch(self, lease: Lease) -> list[Exported] | None:
+        """Of a GPU its pages; None: they cannot be imported."""
+        lender, borrower = self.at[lease.lender].vm, self.at[lease.borrower].vm
+        if not isinstance(borrower, CudaVm):
+            return []
+        exported = lender.export(lease.pages)
+        try:
+            return [borrower.open(exported)]
+        except DeviceError:
+            exported.close()
+            return None
 
     @rule(name=names)
     def settle(self, name: str) -> None:
@@ -249,6 +279,11 @@ class Lending(RuleBasedStateMachine):
             if self.at[name].condemned:
                 self._end(self.at[name].condemned[0])
                 return
+
+    @precondition(lambda self: self.kind is CudaVm)
+    @rule(name=names, after=sizes)
+    def fail_to_import(self, name: str, after: int) -> None:
+        self.at[name].driver.fail("import_fd", after=after)
 
     @rule(name=names, really=st.integers(0, 7))
     def die(self, name: str, really: int) -> None:
@@ -295,8 +330,18 @@ class Lending(RuleBasedStateMachine):
             assert me.borrower.in_use == me.range.aliased
 
     @invariant()
+    def the_driver_agrees(self) -> None:
+        for name, me in self.at.items():
+            if isinstance(me.vm, CudaVm):
+                (other,) = set(NAMES) - {name}
+                assert me.vm.imported == me.pool.borrowed()
+                assert me.driver.elsewhere() <= self.at[other].pool.borrowed(name)
+                assert me.driver.elsewhere() <= me.pool.owned(OWNER)
+                assert me.driver.used[NAMES.index(name)] == me.vm.physical_bytes()
+
+    @invariant()
     def contents_stay(self) -> None:
-        if self.real:
+        if self.kind is not NullVm:
             for me in self.at.values():
                 for at, (_, stamp) in me.held.items():
                     view = array_at(me.range.address(at), (PAGE // 8,), "int64")
@@ -304,10 +349,16 @@ class Lending(RuleBasedStateMachine):
 
 
 class RealLending(Lending):
-    real = True
+    kind = MemfdVm
+
+
+class CudaLending(Lending):
+    kind = CudaVm
 
 
 TestNull = Lending.TestCase
 TestNull.settings = settings(max_examples=40, stateful_step_count=50)
 TestReal = RealLending.TestCase
 TestReal.settings = settings(max_examples=15, stateful_step_count=50)
+TestCuda = CudaLending.TestCase
+TestCuda.settings = settings(max_examples=12, stateful_step_count=50)
