@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import ClassVar, TypeVar
 
 import pytest
 
 from ballast.bench.inprocess import InProcess
 from ballast.core.actions import Lend, Recall
 from ballast.core.command import DeviceOrder, Outcome
-from ballast.core.event import Output, TokenOut
+from ballast.core.event import Event, Output, TokenOut
 from ballast.core.lease import Condemned, HasMet, LetGo, PeerGone, Returned, Word
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
@@ -75,20 +76,26 @@ def expected(fleet: FleetSettings) -> dict[str, list[int]]:
 class Pair:
     """Two devices and what passes between them, with nobody who would kill."""
 
+    names: ClassVar[tuple[str, str]] = (LENDER, BORROWER)
+
     def __init__(self, fleet: FleetSettings, story: Path) -> None:
         self.servers: dict[str, InProcess] = {}
         self.words: list[Word] = []
         self.changed = threading.Condition()
         self.deaf = False
         """Whether what is asked back is lost on its way."""
-        for name, budget in ((LENDER, 64 * MiB), (BORROWER, fleet.device.budget_bytes)):
+        lender, borrower = self.names
+        for name, budget in ((lender, 64 * MiB), (borrower, fleet.device.budget_bytes)):
             device = replace(fleet.device, name=name, budget_bytes=budget)
-            self.servers[name] = InProcess(replace(fleet, device=device, story_path=str(story)))
+            self.servers[name] = self._serve(replace(fleet, device=device, story_path=str(story)))
         for name, server in self.servers.items():
             server.device.tell_peers(partial(self._hear, self._other(name)))
 
+    def _serve(self, fleet: FleetSettings) -> InProcess:
+        return InProcess(fleet)
+
     def _other(self, name: str) -> str:
-        return BORROWER if name == LENDER else LENDER
+        return self.names[1 - self.names.index(name)]
 
     def _hear(self, other: str, word: Word) -> None:
         with self.changed:
@@ -96,7 +103,10 @@ class Pair:
             self.changed.notify_all()
         lost = self.deaf and not isinstance(word, Returned)
         if not lost and not isinstance(word, HasMet | Condemned | LetGo):
-            self.servers[other].device.post(word)
+            self._pass_on(other, word)
+
+    def _pass_on(self, other: str, word: Event) -> None:
+        self.servers[other].device.post(word)
 
     def wait_for(self, what: Callable[[], bool]) -> None:
         with self.changed:
@@ -109,12 +119,12 @@ class Pair:
         for name, server in self.servers.items():
             exported = self.servers[self._other(name)].device.export()
             assert exported is not None
-            assert exported.fd is not None
-            server.device.meet(self._other(name), 1, replace(exported, fd=os.dup(exported.fd)))
+            fd = None if exported.fd is None else os.dup(exported.fd)
+            server.device.meet(self._other(name), 1, replace(exported, fd=fd))
         self.wait_for(lambda: self.said(HasMet) == 2)
 
-    def order(self, order: DeviceOrder, name: str = LENDER) -> Callable[[], Outcome]:
-        """What is returned waits for the outcome."""
+    def order(self, order: DeviceOrder, name: str = "") -> Callable[[], Outcome]:
+        """By the lender, if no other is named. What is returned waits for the outcome."""
         ended = threading.Event()
         outcomes: list[Outcome] = []
 
@@ -122,7 +132,7 @@ class Pair:
             outcomes.append(outcome)
             ended.set()
 
-        self.servers[name].device.command(order, done)
+        self.servers[name or self.names[0]].device.command(order, done)
 
         def outcome() -> Outcome:
             assert ended.wait(DEADLINE)
@@ -132,7 +142,7 @@ class Pair:
 
     @property
     def borrower(self) -> InProcess:
-        return self.servers[BORROWER]
+        return self.servers[self.names[1]]
 
     def at_token(self, index: int, of: str) -> threading.Event:
         reached = threading.Event()
@@ -152,27 +162,33 @@ class Pair:
             state.lending.validate()
             told = server.device.snapshot()
             assert {o: n for o, n in told.owners.items() if n} == {
-                (o if o != OWNER else f"{OWNER}:{BORROWER}"): n
+                (o if o != OWNER else f"{OWNER}:{self.names[1]}"): n
                 for o, n in state.pool.owners().items()
             }
             for m in state.models.values():
                 m.kv.validate([])
                 m.weights.validate()
                 assert m.kv.range.os_backed() == m.kv.pages + m.kv.borrowed_pages
-        lender, borrower = (self.servers[n].device.snapshot() for n in (LENDER, BORROWER))
-        assert lender.owners.get(f"{OWNER}:{BORROWER}", 0) == lent
-        assert borrower.borrowed == ({LENDER: lent} if lent else {})
+        lender, borrower = (self.servers[n].device.snapshot() for n in self.names)
+        assert lender.owners.get(f"{OWNER}:{self.names[1]}", 0) == lent
+        assert borrower.borrowed == ({self.names[0]: lent} if lent else {})
+
+
+P = TypeVar("P", bound=Pair)
 
 
 @contextmanager
-def pair(fleet: FleetSettings, tmp_path: Path) -> Iterator[Pair]:
+def pair(
+    fleet: FleetSettings, tmp_path: Path, make: Callable[[FleetSettings, Path], P] = Pair
+) -> Iterator[P]:
     """Their stories are replayed at the end."""
-    made = Pair(fleet, tmp_path / "story")
-    with made.servers[LENDER], made.servers[BORROWER]:
+    made = make(fleet, tmp_path / "story")
+    lender, borrower = made.names
+    with made.servers[lender], made.servers[borrower]:
         made.meet()
         yield made
     lives = read_lives(tmp_path / "story")
-    assert sorted(life.device for life in lives) == [LENDER, BORROWER]
+    assert sorted(life.device for life in lives) == [lender, borrower]
     for life in lives:
         found = replay(life)
         assert found.difference is None, found.difference
@@ -181,7 +197,7 @@ def pair(fleet: FleetSettings, tmp_path: Path) -> Iterator[Pair]:
 
 def settle(made: Pair) -> None:
     """Both loops have heard all that was said before."""
-    for name in (BORROWER, LENDER):
+    for name in reversed(made.names):
         assert made.order(Recall("nobody", None, 1.0), name)().code == "refused"
 
 

@@ -200,8 +200,9 @@ class FakeDriver:
 
     def elsewhere(self) -> int:
         """Memory made here that others have imported, in handles."""
-        mine = (known for known in self.handles.values() if self._file(known.fd) in self._mine)
-        return sum(map(self._is_elsewhere, mine))
+        with self.lock:
+            mine = (known for known in self.handles.values() if self._file(known.fd) in self._mine)
+            return sum(map(self._is_elsewhere, mine))
 
     def is_clean(self) -> bool:
         """Nothing is left of whoever used it."""

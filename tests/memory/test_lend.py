@@ -80,10 +80,17 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Device, Device]]:
 def lent(a: Device, b: Device, n: int) -> Lease:
     lease = a.lender.lend("b", n)
     assert isinstance(lease, Lease)
-    if isinstance(a.vm, CudaVm):
-        b.vm.attach(a.vm.export(lease.pages))
-    assert b.borrower.accept(lease) is None
+    assert b.borrower.accept(lease, opened(a, b, lease)) is None
     return lease
+
+
+def opened(a: Device, b: Device, lease: Lease) -> list[Exported]:
+    """Of a GPU the pages, in parts."""
+    if not isinstance(a.vm, CudaVm):
+        return []
+    assert isinstance(b.vm, CudaVm)
+    parts = (lease.pages[:2], lease.pages[2:])
+    return [b.vm.open(a.vm.export(part)) for part in parts if part]
 
 
 def test_lend_use_recall(pair: tuple[Device, Device]) -> None:
@@ -207,6 +214,31 @@ def test_what_is_refused_changes_nothing(pair: tuple[Device, Device]) -> None:
     with pytest.raises(BrokenPromise, match="backed already"):
         b.borrower.back(b.range, 0, 2)
     assert (b.borrower.unused, b.range.aliased) == (3, 0)
+
+
+def test_what_comes_with_a_lease_is_taken_over_whatever_comes_of_it() -> None:
+    driver = FakeDriver(devices=3)
+    a, b = met(partial(CudaVm, driver, 0))
+    c = Device(partial(CudaVm, driver, 2), "c")
+    lease = a.lender.lend("b", 3)
+    assert isinstance(lease, Lease)
+    assert c.pool.lease("kv", 8) == tuple(range(8))
+    fault = "lease 0 is of other pages than those that came"
+    for other in (lease.part([0, 1]), lease.part([2, 1, 0])):
+        assert b.borrower.accept(lease, opened(a, b, other)) == fault
+    assert b.borrower.accept(lease, opened(c, b, lease)) == fault
+    assert b.borrower.accept(replace(lease, epoch=0), opened(a, b, lease)) is not None
+    assert (b.vm.imported, driver.elsewhere()) == (0, 0)  # type: ignore[attr-defined]
+    assert b.borrower.accept(lease, opened(a, b, lease)) is None
+    assert (b.vm.imported, driver.elsewhere()) == (3, 3)  # type: ignore[attr-defined]
+    b.borrower.gone("a", 1)
+    assert b.borrower.settle() == []
+    assert driver.elsewhere() == 0
+    c.pool.give_back("kv", range(8))
+    for side in (a, b, c):
+        side.validate()
+        side.vm.close()
+    assert driver.is_clean()
 
 
 def test_returned_unasked(pair: tuple[Device, Device]) -> None:
