@@ -55,7 +55,7 @@ def fleet(settings: FleetSettings) -> Iterator[Finding]:
         elif own:
             yield from _device(own, device, i, where)
     if settings.others:
-        yield _lending(settings)
+        yield lending(settings)
     weights = weight_bytes(specs)
     budget = sum(device.budget_bytes for device in devices)
     named = "the budgets" if settings.others else "the budget"
@@ -81,7 +81,8 @@ def _group(
         yield from _device(specs, of_rank(device), i, f"{where}, on each rank")
 
 
-def _lending(settings: FleetSettings) -> Finding:
+def lending(settings: FleetSettings) -> Finding:
+    """Which devices can lend pages to which, and why others cannot."""
     ways = settings.lending(_reaches(settings))
     unable = [f"{c.lender} cannot to {c.borrower}: {c.why}" for c in ways if not c.means]
     told = [f"{len(ways) - len(unable)} of {len(ways)} ways between devices", *unable]
@@ -91,9 +92,11 @@ def _lending(settings: FleetSettings) -> Finding:
 def _reaches(settings: FleetSettings) -> dict[str, Reach | None]:
     """Of its GPUs, if this process may use them."""
     gpus = {name: d.gpu for name, (d, _) in settings.devices.items() if d.gpu is not None}
+    if not gpus:
+        return {}
     try:
-        driver = CudaDriver() if gpus else None
-        return {name: reach_of(driver, gpu) for name, gpu in gpus.items() if driver is not None}
+        driver = CudaDriver()
+        return {name: reach_of(driver, gpu) for name, gpu in gpus.items()}
     except DeviceError:
         return {}
 

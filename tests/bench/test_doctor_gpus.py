@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ballast.bench import doctor_gpus
+from ballast.bench import doctor_fleet, doctor_gpus
 from ballast.bench.finding import Verdict
+from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings
 from ballast.memory.cuda_calls import Attribute
 from tests.memory.fake_cuda import FakeDriver
 from tests.memory.fake_nvml import Board, FakeNvml
@@ -31,6 +32,20 @@ def test_gpus_are_told() -> None:
     assert "16 multiprocessors" in part.found
     assert "not visible" in hidden.found
     assert [f.verdict for f in (whole, part, hidden)] == [Verdict.OK, Verdict.OK, Verdict.WARN]
+
+
+def test_which_can_lend_to_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gpu(i: int) -> DeviceSettings:
+        return DeviceSettings(name=f"cuda:{i}", budget_bytes=1 << 30, page_bytes=2 << 20)
+
+    fleet = FleetSettings(models=(), device=gpu(0), others=(gpu(1),), other_links=(LinkSettings(),))
+    for driver, found in (
+        (FakeDriver(devices=2), "2 of 2 ways between devices"),
+        (FakeDriver(devices=2, peers=False), "cuda:1 cannot to cuda:0: its driver says that it"),
+        (FakeDriver(devices=1), "it is not known which GPUs cuda:0 and cuda:1 can reach"),
+    ):
+        monkeypatch.setattr(doctor_fleet, "CudaDriver", lambda made=driver: made)
+        assert found in doctor_fleet.lending(fleet).found
 
 
 def test_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
