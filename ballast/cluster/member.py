@@ -19,7 +19,7 @@ from ballast.engine.machine import Cap, OnCpu
 from ballast.engine.runner import Executor, LaneRunner, Record
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
-from ballast.memory.copies import copy_now
+from ballast.memory.copies import Copy, copy_now
 from ballast.memory.transfer import HostLink, Link
 from ballast.memory.vm import Vm
 from ballast.memory.vm_memfd import MemfdVm
@@ -29,6 +29,7 @@ from ballast.models.parallel import Exchange, Followers, ParallelModel, check_pa
 from ballast.models.shared import SharedExchange
 from ballast.weights.checkpoint import load_host_model
 from ballast.weights.host import HostModel, HostTier
+from ballast.weights.link_rotor import LinkRotor
 from ballast.weights.sharding import Shard
 
 Meeting = Path | int
@@ -75,6 +76,11 @@ class Member(Protocol):
         followers: Followers | None = None,
     ) -> ParallelModel | ParallelDeviceModel:
         """What runs the rank's part of a model; the first rank tells its `followers`."""
+
+    def rotor(
+        self, model: str, copies: Sequence[Copy], clock: Clock, settled: Callable[[], None]
+    ) -> LinkRotor | None:
+        """What brings the rank's parts of layers that rotate; None: none can."""
 
     def alongside(self) -> AbstractContextManager[object]:
         """Around a follower's part of a job: when it is left, all of that has ended."""
@@ -183,6 +189,11 @@ class CpuMember(OnCpu):
         where = (segments, kv.base, kv.layout, workspace)
         most = (self._device.step_tokens, self._device.step_logits)
         return ParallelModel(host, *where, *most, exchange=self._exchange, followers=followers)
+
+    def rotor(
+        self, model: str, copies: Sequence[Copy], clock: Clock, settled: Callable[[], None]
+    ) -> LinkRotor:
+        return LinkRotor(model, copies, self.link, clock, settled)
 
     def alongside(self) -> AbstractContextManager[object]:
         return nullcontext()

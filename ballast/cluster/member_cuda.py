@@ -16,6 +16,7 @@ from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.engine.machine_cuda import CudaMachine, driver_of
 from ballast.engine.runner_cuda import Compute
 from ballast.kernels.workspace import Workspace
+from ballast.memory.copies import Copy
 from ballast.memory.cuda_calls import Driver
 from ballast.memory.cuda_devices import find_gpus
 from ballast.memory.cuda_events import Events
@@ -79,6 +80,11 @@ class GpuMember(CudaMachine):
             exchange=self._exchange,
             followers=followers,
         )
+
+    def rotor(
+        self, model: str, copies: Sequence[Copy], clock: Clock, settled: Callable[[], None]
+    ) -> None:
+        """Layers of groups of GPUs do not rotate yet."""
 
     @contextmanager
     def alongside(self) -> Iterator[None]:

@@ -37,6 +37,7 @@ from ballast.transport.ranks import (
     Compute,
     CopyNow,
     Discard,
+    Forget,
     FromRank,
     JoinGroup,
     Lacking,
@@ -49,6 +50,7 @@ from ballast.transport.ranks import (
     Meet,
     Ok,
     Populate,
+    Quiet,
     RankGone,
     Refused,
     Release,
@@ -56,11 +58,14 @@ from ballast.transport.ranks import (
     Reserved,
     Seen,
     Serve,
+    Settle,
     ToRank,
+    Turn,
     Unload,
     Unmap,
 )
 from ballast.weights.host import HostModel, HostTier
+from ballast.weights.link_rotor import LinkRotor
 from ballast.weights.sharding import Shard
 
 log = logging.getLogger(__name__)
@@ -77,16 +82,20 @@ class Rank:
         self,
         told: JoinGroup,
         landed: Callable[[Event], None],
+        quiet: Callable[[Quiet], None],
         make: MakeMember = member_of,
     ) -> None:
         confine_allocator()
         self.device = device = told.device
         shard = Shard(told.rank, device.tensor_parallel)
-        self._own = make(device, shard, told.pace, MonotonicClock(), landed)
+        self._clock = MonotonicClock()
+        self._own = make(device, shard, told.pace, self._clock, landed)
         self._ranges: dict[int, Range] = {}
         self._tier = HostTier()
         self._hosts: dict[str, HostModel] = {}
         self._models: dict[str, ParallelModel | ParallelDeviceModel] = {}
+        self._rotors: dict[str, LinkRotor] = {}
+        self._quiet = quiet
         self._workspace = Workspace(device.budget_bytes)
         self._cap: Cap | None = None
 
@@ -142,11 +151,18 @@ class Rank:
                 return Loaded(host.addresses)
             case Unload():
                 self._models.pop(asked.model, None)
+                self._rotors.pop(asked.model, None)
                 self._own.unload(self._hosts.pop(asked.model))
             case Serve():
                 self._serve(asked)
             case Allow():
                 self._allow(asked.n_bytes)
+            case Turn():
+                self._rotors[asked.model].turn(asked.rotation, asked.held, asked.missing)
+            case Settle():
+                self._rotors[asked.model].settle()
+            case Forget():
+                self._rotors[asked.model].forget()
             case JoinGroup() | Meet():
                 raise BrokenPromise("it is a rank already")
         return _DONE
@@ -163,6 +179,15 @@ class Rank:
         place = KvPlace(kv.base, kv.n_bytes, Layout.of(host.spec, self.device.page_bytes))
         made = self._own.model(host, asked.segments, place, self._workspace)
         self._models[asked.model] = made
+        spec = host.spec
+        parts = zip(asked.segments, host.addresses, spec.segment_bytes, strict=False)
+        copies = [Copy(*part) for part in parts][1 : 1 + spec.n_layers]
+        rotor = self._own.rotor(spec.name, copies, self._clock, lambda: self._settled(spec.name))
+        if rotor is not None:
+            made.barriers = self._rotors[spec.name] = rotor
+
+    def _settled(self, model: str) -> None:
+        self._quiet(Quiet(model, self._rotors[model].held))
 
     def _allow(self, n_bytes: int) -> None:
         if self._cap is None:
@@ -235,7 +260,7 @@ def join(memory: LeaderConnection, events: LeaderConnection, make: MakeMember) -
         told = memory.next()
         assert isinstance(told, JoinGroup)
         try:
-            rank = Rank(told, landed, make)
+            rank = Rank(told, landed, events.say, make)
         except BallastError as error:
             if isinstance(error, DeviceError):
                 memory.say(Refused(error.call, error.reason))

@@ -26,12 +26,14 @@ from typing import NoReturn
 from ballast.cluster.member import KvPlace, MakeMember, member_of, of_rank
 from ballast.cluster.remote import RemoteRank
 from ballast.cluster.remote_vm import RemoteVm
+from ballast.cluster.rotors import GroupRotor
 from ballast.core.capability import Reach
 from ballast.core.clock import Clock
 from ballast.core.errors import BallastError, BrokenPromise, DeviceError
-from ballast.core.event import Event, TransferDone
+from ballast.core.event import Event, Settled, TransferDone
 from ballast.core.job import SequenceWork
 from ballast.core.link import LinkRates
+from ballast.core.model import ModelSpec
 from ballast.core.report import GraphReport
 from ballast.core.request import Sampling
 from ballast.core.settings import DeviceSettings, ModelSettings
@@ -42,6 +44,7 @@ from ballast.kv.blocks import KvCache
 from ballast.kv.swapper import MakeSwapper
 from ballast.memory.copies import Copy
 from ballast.memory.link_group import GroupLink, share_of
+from ballast.memory.transfer import HostLink
 from ballast.memory.vm_group import GroupVm
 from ballast.models.served import Served
 from ballast.transport.ranks import (
@@ -53,6 +56,7 @@ from ballast.transport.ranks import (
     Load,
     Loaded,
     Meet,
+    Quiet,
     Serve,
     Unload,
 )
@@ -94,7 +98,7 @@ class GroupMachine:
         with ExitStack() as failing:
             failing.callback(self._leave)
             for other in others:
-                other.listen(self._landed, self._lost)
+                other.listen(self._landed, self._quiet, self._lost)
                 own = of_rank(whole, other.rank)
                 other.memory.tell(JoinGroup(other.rank, own, pace))
             self._own = make(device, Shard(0, ranks), pace, clock, self._landed)
@@ -109,6 +113,7 @@ class GroupMachine:
             self._own.vm, [RemoteVm(r.memory, device.page_bytes, n_pages) for r in others]
         )
         self.link = GroupLink(self._own.link, post, self._carry, ranks)
+        self._rotors: dict[str, GroupRotor] = {}
         self._hosts: dict[int, tuple[int, ...]] = {}
         """By the address of a segment in this process: where the others have theirs."""
 
@@ -200,8 +205,21 @@ class GroupMachine:
         return self._own.runner(executors, post, clock, device, cap, record)
 
     def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
-        """Layers do not rotate on groups yet."""
-        return None
+        """Each rank brings its parts of a layer over its own link; layers of GPUs' groups do not
+        rotate yet."""
+        if self.device.gpu is not None:
+            return None
+
+        def make(spec: ModelSpec, copies: Sequence[Copy]) -> GroupRotor:
+            settled = Settled(spec.name)
+            link = self._own.link
+            assert isinstance(link, HostLink)
+            others = [other.memory for other in self._ranks]
+            rotor = GroupRotor(spec.name, copies, link, clock, lambda: post(settled), others)
+            self._rotors[spec.name] = rotor
+            return rotor
+
+        return make
 
     def make_swapper(self, clock: Clock, dirty: bool) -> MakeSwapper | None:
         """KV is not swapped on groups yet."""
@@ -254,6 +272,10 @@ class GroupMachine:
         """On some rank."""
         assert isinstance(done, TransferDone)
         self.link.landed(done)
+
+    def _quiet(self, told: Quiet) -> None:
+        """On some other rank."""
+        self._rotors[told.model].quiet(told.held)
 
     # -- deaths -----------------------------------------------------------------------------------
 

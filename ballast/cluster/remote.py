@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 from ballast.core.event import TransferDone
 from ballast.core.settings import FleetSettings
-from ballast.transport.ranks import Landed, RankConnection, RankGone
+from ballast.transport.ranks import Landed, Quiet, RankConnection, RankGone
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ class RemoteRank:
         self.rank = rank
         self._lost: Callable[[RemoteRank], None] | None = None
         self._landed: Callable[[TransferDone], None] | None = None
+        self._quiet: Callable[[Quiet], None] | None = None
         with ExitStack() as theirs:
             pairs = {name: socket.socketpair() for name in _CONNECTIONS}
             for _, end in pairs.values():
@@ -58,11 +59,12 @@ class RemoteRank:
     def listen(
         self,
         landed: Callable[[TransferDone], None],
+        quiet: Callable[[Quiet], None],
         lost: Callable[[RemoteRank], None],
     ) -> None:
-        """From now on `landed` is told of transfers that end there, and `lost` when it has ended
-        itself, after `close` too; by a thread."""
-        self._landed, self._lost = landed, lost
+        """From now on `landed` is told of transfers that end there, `quiet` when loads of layers
+        have, and `lost` when it has ended itself, after `close` too; by a thread."""
+        self._landed, self._quiet, self._lost = landed, quiet, lost
         self._listener.start()
 
     def epitaph(self) -> str:
@@ -92,6 +94,8 @@ class RemoteRank:
                 told = self._events.answer()
                 if isinstance(told, Landed) and self._landed is not None:
                     self._landed(told.done)
+                elif isinstance(told, Quiet) and self._quiet is not None:
+                    self._quiet(told)
         except RankGone:
             if self._lost is not None:
                 self._lost(self)

@@ -144,7 +144,7 @@ class FusedModel(Served):
         if library is not None or adapted is not None:
             self._run_in_parts(rows.n, sampled, library, adapted, threads, stops, head=head)
         elif stops:
-            self._run_in_pieces(sampled, threads, stops, head=head)
+            self._run_in_pieces(rows.n, sampled, threads, stops, head=head)
         else:
             self._run_whole(rows.n, sampled, threads, head=head)
 
@@ -156,7 +156,7 @@ class FusedModel(Served):
             self._without_output.run(threads)
 
     def _run_in_pieces(
-        self, sampled: int, threads: int, stops: Collection[int], *, head: bool
+        self, n: int, sampled: int, threads: int, stops: Collection[int], *, head: bool
     ) -> None:
         """The same, each layer of `stops` a program of its own, run when it is there."""
         barriers = self.barriers

@@ -12,7 +12,7 @@ sum are added in the order of the ranks, so that a row's result depends on that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Protocol
@@ -118,12 +118,21 @@ class ParallelModel(FusedModel):
             raise
 
     def _run_whole(self, n: int, sampled: int, threads: int, *, head: bool) -> None:
-        stages = self._stages if sampled else self._stages[:-2]
-        for stage in stages:
-            stage.run(threads)
-            self._landed(n)
-        last = (self._norm_and_head if head else self._last_norm) if sampled else self._last_keys
-        last.run(threads)
+        self._run_in_pieces(n, sampled, threads, (), head=head)
+
+    def _run_in_pieces(
+        self, n: int, sampled: int, threads: int, stops: Collection[int], *, head: bool
+    ) -> None:
+        last = self.spec.n_layers - 1
+        for i in range(self.spec.n_layers):
+            with self._passing(i, stops):
+                if i == last and not sampled:
+                    self._last_keys.run(threads)
+                    return
+                for stage in self._stages[2 * i : 2 * i + 2]:
+                    stage.run(threads)
+                    self._landed(n)
+        (self._norm_and_head if head else self._last_norm).run(threads)
 
     def _landed(self, n: int) -> None:
         h, ranks = self.spec.hidden, self.spec.ranks

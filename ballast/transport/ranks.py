@@ -1,8 +1,9 @@
 """What the first rank of a tensor-parallel group and the others say to each other.
 
 Over Unix sockets, each message after its length, schema-checked on receipt, never pickled. On a
-connection the first rank asks and the other answers, one by one, in order; `Landed` alone is told
-unasked, on a connection of its own. Addresses are those of the rank that is spoken to.
+connection the first rank asks and the other answers, one by one, in order; `Landed` and `Quiet`
+alone are told unasked, on a connection of their own. Addresses are those of the rank that is spoken
+to.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ballast.core.errors import BallastError, BrokenPromise, DeviceError
 from ballast.core.event import TransferDone
 from ballast.core.job import SequenceWork
 from ballast.core.link import LinkRates
+from ballast.core.rotation import Rotation
 from ballast.core.settings import DeviceSettings, ModelSettings
 from ballast.transport.messages import MalformedMessage
 
@@ -133,6 +135,27 @@ class Compute(_Message, frozen=True):
     head: bool
 
 
+class Turn(_Message, frozen=True):
+    """As `weights.rotor.Rotor.turn`; pages are mapped."""
+
+    model: str
+    rotation: Rotation
+    held: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+class Settle(_Message, frozen=True):
+    """As `weights.rotor.Rotor.settle`; told as `Quiet`."""
+
+    model: str
+
+
+class Forget(_Message, frozen=True):
+    """As `weights.rotor.Rotor.forget`."""
+
+    model: str
+
+
 ToRank = (
     JoinGroup
     | Meet
@@ -150,6 +173,9 @@ ToRank = (
     | Serve
     | Allow
     | Compute
+    | Turn
+    | Settle
+    | Forget
 )
 
 # -- from a rank --------------------------------------------------------------------------------
@@ -193,7 +219,14 @@ class Landed(_Message, frozen=True):
     done: TransferDone
 
 
-FromRank = Ok | Reserved | Lacking | Seen | Loaded | Refused | Landed
+class Quiet(_Message, frozen=True):
+    """No load of a model's layers is on its way; by slot, the layer that is there, or -1."""
+
+    model: str
+    held: tuple[int, ...]
+
+
+FromRank = Ok | Reserved | Lacking | Seen | Loaded | Refused | Landed | Quiet
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
@@ -250,6 +283,7 @@ class LeaderConnection:
     def __init__(self, fd: int) -> None:
         """Takes `fd` over."""
         self._connection = socket.socket(fileno=fd)
+        self._saying = threading.Lock()
 
     def next(self) -> ToRank:
         """What is asked. Raises RankGone where the first rank has ended."""
@@ -266,7 +300,9 @@ class LeaderConnection:
         return fds[0]
 
     def say(self, message: FromRank) -> None:
-        _send(self._connection, _encoder.encode(message))
+        """From any thread."""
+        with self._saying:
+            _send(self._connection, _encoder.encode(message))
 
 
 def _send(connection: socket.socket, data: bytes) -> None:

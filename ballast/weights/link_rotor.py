@@ -15,7 +15,8 @@ from ballast.memory.copies import Copy
 from ballast.memory.transfer import HostLink
 from ballast.weights.rotor import Loads
 
-_NOBODY = -1
+NOBODY = -1
+"""In place of a layer: what a slot holds is of no account."""
 
 
 class LinkRotor:
@@ -64,7 +65,7 @@ class LinkRotor:
     @property
     def held(self) -> tuple[int, ...]:
         with self._change:
-            return tuple(i if i >= 0 and self._ready[i] else _NOBODY for i in self._held)
+            return tuple(i if i >= 0 and self._ready[i] else NOBODY for i in self._held)
 
     def settle(self) -> None:
         with self._change:
@@ -74,12 +75,19 @@ class LinkRotor:
             self._settled()
 
     def turn(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
+        self._begin(rotation, held, missing)
+
+    def forget(self) -> None:
+        self._broken.clear()
+        self._begin(WHOLE, (), ())
+
+    def _begin(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
         with self._change:
             self.rotation = rotation
             self._settling, self._busy = False, True
             self._slot_of, self._next = rotation.slot_of, rotation.next_of
             # Nobody else knows of a layer with memory of its own that it is not there.
-            self._held = [_NOBODY if layer in self._broken else layer for layer in held]
+            self._held = [NOBODY if layer in self._broken else layer for layer in held]
             for layer in range(len(self._ready)):
                 self._ready[layer] = layer not in self._slot_of
             for layer in self._held:
@@ -94,10 +102,6 @@ class LinkRotor:
                     wanted.add(layer)
             for layer in sorted(wanted):
                 self._load(layer)
-
-    def forget(self) -> None:
-        self._broken.clear()
-        self.turn(WHOLE, (), ())
 
     # -- a lane's thread --------------------------------------------------------------------------
 
