@@ -27,7 +27,7 @@ from ballast.memory.tensor import tensor_at
 from ballast.weights import packing
 from ballast.weights.adapter import load_adapters
 from ballast.weights.architecture import Architecture, learn, packable
-from ballast.weights.assemble import READABLE, Recipe, Sources, recipes
+from ballast.weights.assemble import READABLE, Recipe, Sources, concatenate, recipes
 from ballast.weights.host import HostBytes, HostModel, HostTier
 from ballast.weights.origin import origin_of
 from ballast.weights.pooling import pools_last_token
@@ -165,7 +165,9 @@ def _load(
         def fill(piece: Piece) -> bytes:
             if not piece.tensor.as_stored:
                 return _write(piece, packing.build(piece.tensor, read))
-            return _fill(piece, plan[piece.tensor.sources[0]], sources, packing.DTYPES[dtype])
+            parts = [plan[name] for name in piece.tensor.sources]
+            recipe = concatenate(parts, 0) if len(parts) > 1 else parts[0]
+            return _fill(piece, recipe, sources, packing.DTYPES[dtype])
 
         def origin(segment: Segment) -> str | None:
             return origin_of(segment, plan, sources, lambda name: absent(name, shard))

@@ -85,8 +85,6 @@ def build(tensor: PackedTensor, read: Read) -> Tensor:
     """The elements of a packed tensor as they lie in memory, flat."""
     parts = [read(name) for name in tensor.sources]
     stacked = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if tensor.layout == PLAIN:
-        return stacked.flatten()
     if tensor.layout == WIDE:
         more = tensor.n_bytes // 4 - len(stacked)
         return torch.nn.functional.pad(stacked.float(), (0, more))

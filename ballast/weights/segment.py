@@ -33,8 +33,8 @@ class PackedTensor:
 
     @property
     def as_stored(self) -> bool:
-        """Whether it can be filled in pieces, from one stored tensor."""
-        return self.layout == PLAIN and len(self.sources) == 1
+        """Whether it can be filled in pieces: stored tensors one after the other."""
+        return self.layout == PLAIN
 
     @property
     def piece_bytes(self) -> int:
