@@ -86,8 +86,11 @@ class FlashInferAttention(TritonAttention):
         size = batch.kv.block_tokens
         lengths = torch.zeros(n, dtype=torch.int32)
         lengths[: batch.n_sequences] = torch.from_numpy(made.lengths)
-        bounds = torch.full((n + 1,), int(made.bounds[-1]), dtype=torch.int32)
-        bounds[: len(made.bounds)] = torch.from_numpy(made.bounds)
+        # A decode that is padding has a query, too, and no keys: FlashInfer refuses queries that
+        # are not counted here, and in a graph more of them than its first plan had.
+        bounds = torch.arange(n + 1, dtype=torch.int32)
+        if not batch.bucket.decodes:
+            bounds = torch.from_numpy(made.bounds)
         # A table may have more blocks than its sequence has keys: only those in use are named.
         pages = (lengths + size - 1) // size
         first = torch.zeros(n + 1, dtype=torch.int32)

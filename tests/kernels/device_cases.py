@@ -322,6 +322,8 @@ class DocumentedWrapper:
         assert layout == "NHD"
         assert bool(buffers) == use_cuda_graph
         self.rows = len(buffers["qo_indptr_buf"]) if use_cuda_graph else None
+        self.most = None if use_cuda_graph else 1 << 30
+        """Queries, that a graph's first plan has."""
 
     def plan(
         self,
@@ -338,6 +340,8 @@ class DocumentedWrapper:
         assert self.rows in (None, len(qo_indptr))
         assert more["causal"]
         self.bounds, self.pages = qo_indptr.tolist(), paged_kv_indptr.tolist()
+        self.most = self.bounds[-1] if self.most is None else self.most
+        assert self.bounds[-1] <= self.most
         assert self.pages[-1] == len(paged_kv_indices)
         self.indices, self.last = paged_kv_indices, paged_kv_last_page_len.tolist()
         self.size, self.more = page_size, more
@@ -346,6 +350,7 @@ class DocumentedWrapper:
         self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor
     ) -> None:
         window = None if self.more["window_left"] == -1 else self.more["window_left"] + 1
+        assert len(q) == self.bounds[-1]
         for i, last in enumerate(self.last):
             rows = slice(self.bounds[i], self.bounds[i + 1])
             blocks = self.indices[self.pages[i] : self.pages[i + 1]]
