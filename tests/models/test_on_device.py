@@ -10,13 +10,14 @@ import torch
 
 from ballast.core.errors import BrokenPromise
 from ballast.core.job import SequenceWork
-from ballast.core.settings import ModelSettings
+from ballast.core.settings import AdapterSettings, ModelSettings
 from ballast.kernels.plain_attention import PlainAttention
 from ballast.kv.layout import Layout
 from ballast.memory.tensor import tensor_at
 from ballast.models.device_fused import DeviceFusedModel
 from ballast.models.on_device import DeviceModel
 from ballast.weights.checkpoint import load_host_model
+from benchmarks.adapters import random_adapter
 from benchmarks.families import config, make
 from tests.models.tiny import GREEDY, Served, llama
 
@@ -29,8 +30,11 @@ def device_model(served: Served) -> DeviceModel:
 class OnGpu(Served):
     """Served from plain tensors of the first GPU."""
 
-    def __init__(self, path: Path, impl: str = "generic", blocks: int = 64) -> None:
-        asked = ModelSettings(name=path.name, path=str(path), model_impl=impl, linear="plain")
+    def __init__(
+        self, path: Path, impl: str = "generic", blocks: int = 64, **settings: Any
+    ) -> None:
+        said = {"model_impl": impl, "linear": "plain", **settings}
+        asked = ModelSettings(name=path.name, path=str(path), **said)
         self.host = load_host_model(asked)
         self.spec = self.host.spec
         self.layout = Layout.of(self.spec, 65536)
@@ -40,7 +44,7 @@ class OnGpu(Served):
         n_bytes = self.layout.pages(blocks) * self.layout.page_bytes
         self.blocks = torch.full((n_bytes,), 0xFF, dtype=torch.uint8, device=device)
         addresses = [segment.data_ptr() for segment in self.segments]
-        where = (self.host, addresses, self.blocks.data_ptr(), self.layout, blocks, device)
+        where = (self.host, addresses, self.blocks.data_ptr(), self.layout, n_bytes, device)
         self.model = (DeviceFusedModel if self.host.fused else DeviceModel)(*where)
         for segment, address in zip(self.segments, self.host.addresses, strict=True):
             segment.copy_(tensor_at(address, (len(segment),), torch.uint8))
@@ -97,6 +101,30 @@ def test_generates_on_a_gpu_what_the_reference_generates(
         served.model._one_row = True
         assert served.generate(prompts[:1], 40) == expected[:1]
     served.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no GPU")
+@pytest.mark.parametrize("impl", ["generic", "fused"])
+def test_adapters_on_a_gpu_add_what_they_add_on_a_cpu(impl: str, tmp_path: Path) -> None:
+    base = llama(tmp_path / "base", tie_word_embeddings=False)
+    random_adapter(base, tmp_path / "x", 1, rank=8)
+    random_adapter(base, tmp_path / "y", 2, rank=3, only=("q_proj", "down_proj", "lm_head"))
+    adapters = tuple(AdapterSettings(name=n, path=str(tmp_path / n)) for n in ("x", "y"))
+    ours = OnGpu(tmp_path / "base", impl, adapters=adapters)
+    theirs = Served(tmp_path / "base", adapters=adapters)
+    prompts, tables = prompts_of(5, 70, 23, 9), [[0], list(range(1, 6)), [6, 7], [8]]
+    for start in (0, -1):  # prefills, then decodes of their last tokens
+        work = []
+        for i, (prompt, table) in enumerate(zip(prompts, tables, strict=True)):
+            first = start % len(prompt)
+            adapter = [0, 1, None, 1][i]
+            work.append(SequenceWork(str(i), prompt[first:], first, table, GREEDY, adapter))
+        torch.testing.assert_close(
+            ours.logits(*work).cpu(), theirs.logits(*work), rtol=0, atol=1e-3
+        )
+    ours.close()
+    theirs.close()
 
 
 def test_logits_are_those_of_the_cpu_and_only_what_is_wanted(tmp_path: Path) -> None:
