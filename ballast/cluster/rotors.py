@@ -14,7 +14,8 @@ from ballast.core.rotation import Rotation
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import HostLink
 from ballast.transport.ranks import Forget, RankConnection, Settle, Turn
-from ballast.weights.link_rotor import NOBODY, LinkRotor
+from ballast.weights.link_rotor import LinkRotor
+from ballast.weights.rotor import NOBODY
 
 
 class GroupRotor(LinkRotor):

@@ -12,7 +12,7 @@ from ballast.core.rotation import WHOLE, Rotation
 from ballast.memory.copies import Copy
 from ballast.memory.cuda_calls import Driver
 from ballast.memory.cuda_events import Events, Stalls
-from ballast.weights.rotor import Loads
+from ballast.weights.rotor import NOBODY, Loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +154,9 @@ class EventRotor:
 
     def _replace(self, slot: int, layer: int) -> None:
         self._landing.pop(self._held[slot], None)
-        self._held[slot] = layer
+        self._held[slot] = NOBODY  # the next pass tries again where the copy cannot be launched
         self._load(layer)
+        self._held[slot] = layer
 
     def _load(self, layer: int) -> None:
         copy, began, ended = self._copies[layer], self._timed.take(), self._timed.take()

@@ -13,10 +13,7 @@ from ballast.core.job import SequenceWork
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import HostLink
-from ballast.weights.rotor import Loads
-
-NOBODY = -1
-"""In place of a layer: what a slot holds is of no account."""
+from ballast.weights.rotor import NOBODY, Loads
 
 
 class LinkRotor:

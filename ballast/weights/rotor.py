@@ -10,6 +10,9 @@ from ballast.core.model import ModelSpec
 from ballast.core.rotation import Rotation
 from ballast.memory.copies import Copy
 
+NOBODY = -1
+"""In place of a layer: what a slot holds is of no account."""
+
 
 @dataclass(slots=True)
 class Loads:

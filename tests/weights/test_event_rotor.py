@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from ballast.core.errors import DeviceError
 from ballast.core.rotation import WHOLE, Rotation, stall
 from ballast.memory.copies import Copy
 from ballast.weights.event_rotor import EventRotor
@@ -147,6 +148,19 @@ def test_plans_change_between_passes(world: World, seed: int) -> None:
 def test_a_pass_that_breaks_off_leaves_the_next_what_it_needs(world: World) -> None:
     world.turn(ROTATIONS[0])
     world.run_pass(upto=4)
+    world.read.clear()
+    world.run_pass()
+    world.check(1)
+
+
+@pytest.mark.parametrize("copies", range(3))
+def test_a_copy_that_cannot_be_launched_is_tried_again(world: World, copies: int) -> None:
+    world.turn(Rotation((0, 2, 5), 1))
+    world.run_pass()
+    world.driver.fail("copy_to_device", after=copies)
+    with pytest.raises(DeviceError):
+        world.run_pass()
+    world.driver.finish(world.lane)
     world.read.clear()
     world.run_pass()
     world.check(1)
