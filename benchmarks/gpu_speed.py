@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
+from ballast.core.errors import DeviceError
 from ballast.core.event import TransferDone
 from ballast.core.job import Sampled, SequenceWork
 from ballast.core.settings import GRAPH_BYTES, KvLayout
-from ballast.core.units import GiB, ceil_div
+from ballast.core.units import GiB, KiB, MiB, ceil_div
 from ballast.engine.inbox import MonotonicClock
 from ballast.kernels.device_attention import choose, why_not
 from ballast.kernels.device_batch import DeviceBatch
@@ -56,35 +57,64 @@ STEP_CONFIGS = {size: CONFIGS[size] for size in ("8B", "1B")}
 
 def pool(gpu: Gpu, found: Findings) -> None:
     """Microseconds a page, of recycled pages: mapped and made accessible, and unmapped."""
-    n = 64
-    vm = CudaVm(gpu.driver, 0, PAGE, n)
+    found["microseconds"] = alone = page_times(gpu.driver, PAGE, 1, 512)
+    found["goal_met"] = alone["both"] <= 70
+    found["microseconds_of_64_at_once"] = page_times(gpu.driver, PAGE, 64, 16)
+    with gpu.busy(0.5):
+        # Where this is far more, the driver waits for the kernel.
+        found["microseconds_beside_a_kernel"] = page_times(gpu.driver, PAGE, 1, 64)
+    for times in (4, 16):
+        n_bytes = times * PAGE
+        found[f"microseconds_of_{n_bytes // MiB}_MiB"] = page_times(gpu.driver, n_bytes, 1, 64)
+    if gpu.device.type == "cuda":
+        found["one_call_unmaps_many"] = one_call_unmaps_many(gpu.driver)
+
+
+def page_times(driver: Driver, page: int, at_once: int, rounds: int) -> dict[str, float]:
+    """By operation, each page's median."""
+    n = max(at_once, 8)
+    vm = CudaVm(driver, 0, page, n)
     try:
         begun = time.perf_counter()
         vm.populate(range(n))
-        found["populate_microseconds"] = 1e6 * (time.perf_counter() - begun) / n
-        r = vm.reserve(n * PAGE)
-
-        def times(pages: int, rounds: int) -> dict[str, float]:
-            both: dict[str, list[float]] = {"map": [], "unmap": []}
-            for i in range(rounds):
-                at = i * pages % n
-                begun = time.perf_counter()
-                vm.map(r, at, range(at, at + pages))
-                mapped = time.perf_counter()
-                vm.unmap(r, at, pages)
-                both["unmap"].append((time.perf_counter() - mapped) / pages)
-                both["map"].append((mapped - begun) / pages)
-            told = {k: 1e6 * statistics.median(v[rounds // 8 :]) for k, v in both.items()}
-            return {**told, "both": sum(told.values())}
-
-        found["microseconds"] = alone = times(1, 512)
-        found["goal_met"] = alone["both"] <= 70
-        found["microseconds_of_64_at_once"] = times(n, 16)
-        with gpu.busy(0.5):
-            # Where this is far more, the driver waits for the kernel.
-            found["microseconds_beside_a_kernel"] = times(1, 64)
+        made = (time.perf_counter() - begun) / n
+        r = vm.reserve(n * page)
+        both: dict[str, list[float]] = {"map": [], "unmap": []}
+        for i in range(rounds):
+            at = i * at_once % n
+            begun = time.perf_counter()
+            vm.map(r, at, range(at, at + at_once))
+            mapped = time.perf_counter()
+            vm.unmap(r, at, at_once)
+            both["unmap"].append((time.perf_counter() - mapped) / at_once)
+            both["map"].append((mapped - begun) / at_once)
     finally:
         vm.close()
+    told = {k: 1e6 * statistics.median(v[rounds // 8 :]) for k, v in both.items()}
+    return {**told, "both": sum(told.values()), "create": 1e6 * made}
+
+
+def one_call_unmaps_many(driver: Driver, n: int = 64) -> str | float:
+    """Microseconds a page, if the driver takes several mappings in a row at once; else its error.
+    Documented is that it takes what one call mapped; some say that it takes more."""
+    base = driver.reserve(n * PAGE, PAGE)
+    handles = [driver.create(0, PAGE) for _ in range(n)]
+    for i, handle in enumerate(handles):
+        driver.map(base + i * PAGE, PAGE, handle)
+    driver.set_access(base, n * PAGE, 0)
+    told: str | float
+    try:
+        begun = time.perf_counter()
+        driver.unmap(base, n * PAGE)
+        told = 1e6 * (time.perf_counter() - begun) / n
+    except DeviceError as error:
+        told = str(error)
+        for i in range(n):
+            driver.unmap(base + i * PAGE, PAGE)
+    for handle in handles:
+        driver.release(handle)
+    driver.free(base, n * PAGE)
+    return told
 
 
 def single_model(
@@ -270,6 +300,9 @@ def activation(gpu: Gpu, found: Findings, configs: Configs = CONFIGS, page: int 
                         found[size] = {"not_run": "it does not fit"}
                         continue
                     found[size] = activated(gpu.driver, spec, link, told, address, rate, page)
+                if size in found and "bytes" in found[size]:
+                    large = activated(gpu.driver, spec, link, told, address, rate, 16 * page)
+                    found[f"{size}_in_pages_of_{16 * page // KiB}_KiB"] = large
             finally:
                 pins.unpin(address)
     finally:

@@ -6,9 +6,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -109,16 +108,6 @@ def found(tmp_path: Path) -> Findings:
     return Findings(tmp_path / "found.json")
 
 
-def test_pages_are_timed_and_given_back(found: Findings) -> None:
-    driver = FakeDriver(n_bytes=256 * MiB, granularity=2 * MiB)
-    gpu_speed.pool(
-        cast(Gpu, SimpleNamespace(driver=driver, busy=lambda seconds: nullcontext())), found
-    )
-    assert found["microseconds"]["both"] > 0
-    assert found["microseconds_of_64_at_once"]["both"] > 0
-    assert driver.is_clean()
-
-
 def small() -> LlamaConfig:
     return LlamaConfig(
         hidden_size=64,
@@ -158,9 +147,20 @@ class StandIn:
     def give_back(self) -> None:
         pass
 
+    def busy(self, seconds: float) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def clean(self) -> bool:
         self.driver.release_context(0)
         return self.driver.is_clean()
+
+
+def test_pages_are_timed_and_given_back(found: Findings) -> None:
+    gpu = StandIn()
+    gpu_speed.pool(cast(Gpu, gpu), found)
+    assert found["microseconds"]["both"] > 0
+    assert found["microseconds_of_32_MiB"]["both"] > 0
+    assert gpu.clean()
 
 
 def test_activations_of_every_size_are_timed(found: Findings) -> None:
@@ -169,6 +169,7 @@ def test_activations_of_every_size_are_timed(found: Findings) -> None:
     told = found["tiny"]
     assert told["bytes"] == sum(spec_of(small()).segment_bytes)
     assert told["seconds"] > told["mapping_seconds"] > 0
+    assert found["tiny_in_pages_of_1024_KiB"]["bytes"] == told["bytes"]
     assert found["pinned"]
     assert gpu.clean()
 
