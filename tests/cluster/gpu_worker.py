@@ -1,0 +1,35 @@
+"""A worker process of a GPU's stand-in: run as a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ballast.cluster.segments import SegmentClient
+from ballast.cluster.worker import Device, Outbox, Progress, Record, main
+from ballast.core.clock import Clock
+from ballast.core.event import Event
+from ballast.core.settings import FleetSettings
+
+
+def gpu_device(
+    fleet: FleetSettings,
+    outbox: Outbox,
+    record: Record,
+    progress: Progress,
+    segments: SegmentClient | None,
+) -> Device:
+    from ballast.engine.device import LiveDevice
+    from ballast.engine.machine_cuda import CudaMachine
+    from tests.engine.gpus import OnHost
+    from tests.memory.fake_cuda import FakeDriver
+
+    driver = FakeDriver(n_bytes=1 << 30, devices=2, exclusive=True)
+
+    def machine(fleet: FleetSettings, clock: Clock, post: Callable[[Event], None]) -> CudaMachine:
+        return CudaMachine(fleet, clock, post, driver, OnHost())
+
+    return LiveDevice(fleet, outbox, record=record, exchange=segments, make_machine=machine)
+
+
+if __name__ == "__main__":
+    main(make_device=gpu_device, rehearse=lambda: None)
