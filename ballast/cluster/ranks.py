@@ -92,10 +92,13 @@ class GroupMachine:
         """`whole`: of all ranks; `link`: the pace of all. Returns when all ranks have met."""
         self.device = device = of_rank(whole)
         self._closing = False
+        self._parting = ExitStack()
+        """What is done when the ranks part, however they do."""
         ranks = whole.tensor_parallel
         pace = None if link is None else share_of(link, ranks)
         self._ranks = others
         with ExitStack() as failing:
+            failing.enter_context(self._parting)
             failing.callback(self._leave)
             for other in others:
                 other.listen(self._landed, self._quiet, self._lost)
@@ -119,22 +122,22 @@ class GroupMachine:
 
     def _meet(self, whole: DeviceSettings) -> None:
         """At a file, or in memory that all of them map."""
-        with ExitStack() as made:
-            if whole.meets_in_memory:
-                shared = os.memfd_create("ballast-meeting")
-                made.callback(os.close, shared)
-                for other in self._ranks:
-                    other.memory.tell(Meet(None))
-                    other.memory.give(shared)
-                self._own.meet(shared)
-            else:
-                where = made.enter_context(tempfile.TemporaryDirectory(prefix="ballast-"))
-                file = Path(where) / "meeting"
-                for other in self._ranks:
-                    other.memory.tell(Meet(str(file)))
-                self._own.meet(file)
+        if whole.meets_in_memory:
+            shared = os.memfd_create("ballast-meeting")
             for other in self._ranks:
-                other.memory.answer()
+                other.memory.tell(Meet(None))
+                other.memory.give(shared)
+            self._own.meet(shared)
+            os.close(shared)
+        else:
+            where = tempfile.TemporaryDirectory(prefix="ballast-")
+            self._parting.callback(where.cleanup)
+            file = Path(where.name) / "meeting"
+            for other in self._ranks:
+                other.memory.tell(Meet(str(file)))
+            self._own.meet(file)
+        for other in self._ranks:
+            other.memory.answer()
 
     # -- models -----------------------------------------------------------------------------------
 
@@ -239,6 +242,7 @@ class GroupMachine:
         """The other ranks end, and what they have with them."""
         self._leave()
         self._own.close()
+        self._parting.close()
 
     def _leave(self) -> None:
         self._closing = True
@@ -286,6 +290,7 @@ class GroupMachine:
     def _end(self, why: str) -> NoReturn:
         """A group that is not whole can compute nothing: this process ends, and all with it."""
         log.critical("%s: the group ends: %s", self.device.name, why)
+        self._parting.close()
         logging.shutdown()
         os._exit(EXIT_CODE)
 

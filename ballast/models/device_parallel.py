@@ -127,4 +127,4 @@ class ParallelDeviceModel(DeviceFusedModel):
         own = torch.nn.functional.pad(own, (0, width - own.shape[1]))
         parts = self._exchange.all_gather(own, own.new_empty((ranks, n, width)))
         # Only the last rank has fewer tokens than the first.
-        return parts.transpose(0, 1).reshape(n, ranks * width)[:, :vocab]
+        return parts.transpose(0, 1).reshape(n, ranks * width)[:, :vocab].contiguous()

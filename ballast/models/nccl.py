@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,16 @@ class NcclExchange(Collectives):
     a GPU that no other has."""
 
     def __init__(self, meeting: Path, shard: Shard, device: torch.device) -> None:
-        """`meeting`: a file, not there yet, that all ranks name. Returns when all have connected.
+        """`meeting`: a file, not there yet, that all ranks name, and that PyTorch's watchdog looks
+        into until `close`. Returns when all have connected.
 
         Raises ConfigError where PyTorch was built without NCCL, DeviceError where NCCL fails.
         """
         if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
             allowed = "this PyTorch has no NCCL, through which GPUs of a group meet: 1"
             raise ConfigError("tensor_parallel", shard.ranks, allowed)
+        # They are of one host: nobody else need be able to connect.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
         # The store has to outlive the group.
         self._store = _c10d.FileStore(str(meeting), shard.ranks)
         try:
