@@ -28,8 +28,8 @@ TILE_FIELDS = 3
 SPLIT = 512
 """Inputs of a decode's row that are summed by one program: few rows would leave most
 multiprocessors without work. A guess, until it is measured."""
-CHUNK_SPLITS = 4
-"""Most parts into which the inputs of longer chunks are cut."""
+CHUNK_SPLITS, CHUNK_FLOATS = 4, 256
+"""Most parts into which the inputs of longer chunks are cut, and most sums of a row in them all."""
 _NAMES = ("adapted", "adapted_wanted")
 _TILES = "_tiles"
 
@@ -134,10 +134,10 @@ class Lora(Protocol):
         """
 
 
-def splits(inputs: int, decodes: bool) -> int:
+def splits(inputs: int, rank: int, decodes: bool) -> int:
     """Into how many parts the inputs of a row are cut: the same whatever is beside it."""
     whole = -(-inputs // SPLIT)
-    return whole if decodes else min(whole, CHUNK_SPLITS)
+    return whole if decodes else max(1, min(whole, CHUNK_SPLITS, CHUNK_FLOATS // rank))
 
 
 def tables(group: Group) -> tuple[Array, Array, Array]:

@@ -62,7 +62,7 @@ class TritonLora:
         self._widen = dtype is torch.float32 or device.type == "cpu"
         self._floats = {
             decodes: max(
-                len(group.targets) * splits(group.inputs, decodes) * made.rank
+                len(group.targets) * splits(group.inputs, made.rank, decodes) * made.rank
                 for group, made in zip(self._groups, self._tables, strict=True)
             )
             for decodes in (False, True)
@@ -76,7 +76,7 @@ class TritonLora:
         of.check(rows, x, y, self._torch_dtype)
         if not rows.programs or not len(x):
             return
-        parts = splits(of.inputs, rows.decodes)
+        parts = splits(of.inputs, made.rank, rows.decodes)
         t = self._between(len(rows.order) * self._floats[rows.decodes])
         m = FEW_ROWS if rows.decodes else MANY_ROWS
         t_row = len(of.targets) * parts * made.rank
