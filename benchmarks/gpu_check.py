@@ -24,6 +24,8 @@ not run:
 - `tests`: those with the marker `gpu`, each file in a process of its own.
 - `sanitizer`: the small fleet under `compute-sanitizer`'s memcheck, where that is found.
 - `layouts`: microseconds of a decode step's attention, by implementation, layout and block.
+- `layer`: microseconds of each launch of a layer on the fast path, in a CUDA graph, and the bytes
+  of weights that it reads in a second.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from benchmarks.gpu_fleet import proved
 from benchmarks.gpu_table import lines, markdown, plain
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 540.0
+SECONDS = 560.0
 """Of all parts."""
 PARTS = (
     Part("machine", 20),
@@ -61,6 +63,7 @@ PARTS = (
     Part("tests", 130),
     Part("sanitizer", 50),
     Part("layouts", 15),
+    Part("layer", 20),
 )
 CASES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -162,9 +165,9 @@ def sanitizer(found: Findings) -> None:
 
 def _speed(name: str) -> Callable[[Gpu, Findings], None]:
     # Not imported where it is not run: it needs Triton, as everything on a GPU does.
-    from benchmarks import gpu_speed
+    from benchmarks import gpu_layer, gpu_speed
 
-    run: Callable[[Gpu, Findings], None] = getattr(gpu_speed, name)
+    run: Callable[[Gpu, Findings], None] = getattr(gpu_speed, name, gpu_layer.layer)
     return run
 
 

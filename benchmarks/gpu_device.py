@@ -84,6 +84,15 @@ class Gpu:
                 found.append(begin.elapsed_time(end) / 1e3)
         return float(statistics.median(found))
 
+    def replayed(self, work: Callable[[], object]) -> Callable[[], object]:
+        """The same as a CUDA graph. What it uses has to live as long."""
+        work()  # compiles kernels, which a capture does not allow
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return graph.replay
+
     def bandwidth(self) -> float:
         """Bytes per second of its memory: the better of a sum over 2 GiB and a copy of 1 GiB."""
         x = torch.ones(GiB // 2, dtype=torch.float32, device=self.device)

@@ -28,7 +28,7 @@ def on_what(found: Found) -> str:
 
 def lines(found: Found) -> Iterator[Line]:
     """A line for each figure with a goal and for what explains it; and for what did not run."""
-    for make in (_proofs, _pages, _decodes, _overhead, _activations, _layouts):
+    for make in (_proofs, _pages, _decodes, _overhead, _activations, _layouts, _layer):
         yield from make(found)
     for name, told in found.items():
         for key in ("not_run", "broke_off"):
@@ -131,3 +131,14 @@ def _layouts(found: Found) -> Iterator[Line]:
     for key, told in _part(found, "layouts").items():
         if isinstance(told, float) and key != "took_seconds":
             yield Line(f"attention of a step, {key.replace('_', ' ')}", f"{told:.0f} us")
+
+
+def _layer(found: Found) -> Iterator[Line]:
+    for batch, launches in _part(found, "layer").items():
+        if not isinstance(launches, Mapping):
+            continue
+        for name, told in launches.items():
+            figure = f"{told['microseconds']:.1f} us"
+            if "bytes_per_second" in told:
+                figure += f", {told['bytes_per_second'] / 1e9:.0f} GB/s"
+            yield Line(f"layer, {batch.replace('_', ' ')}: {name}", figure)

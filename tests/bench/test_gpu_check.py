@@ -22,7 +22,7 @@ from ballast.engine.machine import MakeMachine
 from ballast.engine.machine_cuda import CudaMachine
 from ballast.kernels.plain_attention import PlainAttention
 from ballast.models.graphs import GraphCache
-from benchmarks import elastic_overhead, gpu_check, gpu_speed
+from benchmarks import elastic_overhead, gpu_check, gpu_layer, gpu_speed
 from benchmarks.exactness import make_llama
 from benchmarks.gpu_apart import Findings, Part, apart, inside
 from benchmarks.gpu_device import Gpu, bytes_of
@@ -150,6 +150,13 @@ class StandIn:
     def busy(self, seconds: float) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def seconds(self, work: Callable[[], object], times: int) -> float:
+        work()
+        return 1e-3
+
+    def replayed(self, work: Callable[[], object]) -> Callable[[], object]:
+        return work
+
     def clean(self) -> bool:
         self.driver.release_context(0)
         return self.driver.is_clean()
@@ -185,6 +192,20 @@ def test_steps_of_every_path_are_timed(found: Findings, monkeypatch: pytest.Monk
             assert found[f"tiny_{impl}_batch_{batch}"]["same_tokens"]
     assert found["tiny_over_transformers_batch_2"] > 0
     assert any("transformers" in line.what for line in lines({"single_model": found}))
+    assert gpu.clean()
+
+
+def test_each_launch_of_a_layer_is_timed(found: Findings) -> None:
+    gpu = StandIn()
+    sizes = gpu_layer.Sizes(64, 96, 4, 2, 16, layers=2)
+    gpu_layer.layer(cast(Gpu, gpu), found, sizes, 33, (1, 2), PlainAttention)
+    alone, two = found["batch_1"], found["batch_2"]
+    assert {name for name in alone if name not in two} == {
+        f"{name}, one row" for name in ("q/k/v", "output", "gate and up", "down")
+    }
+    # 192 outputs of 64 inputs, in half a millisecond for each of two layers.
+    assert two["gate and up, GEMM"]["bytes_per_second"] == pytest.approx(2 * 192 * 64 / 5e-4)
+    assert len(list(lines({"layer": found}))) == len(alone) + len(two)
     assert gpu.clean()
 
 

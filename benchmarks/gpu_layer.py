@@ -1,0 +1,123 @@
+"""Where the time of a layer goes on the fast path of a GPU: each of its launches by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ballast.core.settings import KvLayout
+from ballast.kernels.device_attention import choose
+from ballast.kernels.device_batch import DeviceBatch
+from ballast.kernels.device_kv import DeviceKv
+from ballast.kernels.device_layer import HeadVectors, LayerKernels, layer_kernels
+from ballast.kernels.device_plan import Bucket
+from benchmarks.gpu_apart import Findings
+from benchmarks.gpu_device import Gpu
+
+BLOCK_TOKENS = 16
+EPSILON = 1e-5
+
+
+class Sizes(NamedTuple):
+    """Of a layer, and how many of them are gone through, so that no cache holds their weights."""
+
+    hidden: int = 4096
+    intermediate: int = 14336
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    layers: int = 8
+
+
+OF_8B = Sizes()
+
+
+def layer(
+    gpu: Gpu,
+    found: Findings,
+    sizes: Sizes = OF_8B,
+    context: int = 1024,
+    batches: tuple[int, ...] = (1, 32),
+    make: Any = None,
+) -> None:
+    """Microseconds of each launch in a decode of a layer as an 8B model has, in bfloat16, and what
+    of weights it reads in a second; in a CUDA graph, so that the host does not count."""
+    for n in batches:
+        told: dict[str, dict[str, float]] = {}
+        for name, n_bytes, launch in _launches(gpu.device, sizes, n, context, make):
+
+            def through(launch: Callable[[int], object] = launch) -> None:
+                for i in range(sizes.layers):
+                    launch(i)
+
+            seconds = gpu.seconds(gpu.replayed(through), 20) / sizes.layers
+            told[name] = {"microseconds": 1e6 * seconds}
+            if n_bytes:
+                told[name]["bytes_per_second"] = n_bytes / seconds
+        found[f"batch_{n}"] = told
+        gpu.give_back()
+
+
+def _launches(
+    device: torch.device, s: Sizes, n: int, context: int, make: Any
+) -> Iterator[tuple[str, int, Callable[[int], object]]]:
+    """(name, bytes of weights, launch of a layer)."""
+    dtype = torch.bfloat16
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=device).mul_(0.02)
+
+    each = -(-(context + 1) // BLOCK_TOKENS)
+    shape = (s.layers, 2, BLOCK_TOKENS, s.kv_heads, s.dim)
+    stride = torch.Size(shape).numel()
+    kv = DeviceKv.over(drawn(n * each * stride), KvLayout.BLOCK_MAJOR, shape, stride)
+    bucket = Bucket.decode(n, n * each, each)
+    batch = DeviceBatch(kv, s.heads, bucket, make or choose(kv))
+    tables = [list(range(i, n * each, n)) for i in range(n)]
+    batch.fill([0] * n, [context] * n, [1] * n, tables, list(range(n)))
+    k, rows = layer_kernels(device), batch.n_tokens
+    q, width = s.heads * s.dim, (s.heads + 2 * s.kv_heads) * s.dim
+    norm, hidden, more = drawn(s.hidden), drawn(rows, s.hidden), drawn(rows, s.hidden)
+    qkv, attended, both = drawn(rows, width), drawn(rows, q), drawn(rows, 2 * s.intermediate)
+    gated, angles = drawn(rows, s.intermediate), drawn(rows, s.dim // 2)
+    vectors = HeadVectors()
+
+    def rotate(i: int) -> Tensor:
+        return k.rotate(batch, i, qkv, vectors, EPSILON, angles, angles)
+
+    query = qkv.view(rows, -1, s.dim)[:, : s.heads]
+
+    def attend(i: int) -> None:
+        batch.attend(i, query, s.dim**-0.5, batch.out)
+
+    yield "sum and norm", 0, lambda i: k.add_norm(hidden, more, None, norm, EPSILON)
+    yield "rotate, write K and V", 0, rotate
+    yield "attention", 0, attend
+    yield "gate", 0, lambda i: k.gate(both)
+    products: dict[str, tuple[tuple[int, int], Tensor, dict[str, Any]]] = {
+        "q/k/v": ((width, s.hidden), hidden, {"norm": norm}),
+        "output": ((s.hidden, q), attended, {"added": more}),
+        "gate and up": ((2 * s.intermediate, s.hidden), hidden, {"norm": norm, "gated": True}),
+        "down": ((s.hidden, s.intermediate), gated, {"added": more}),
+    }
+    for name, (size, x, with_) in products.items():
+        matrices = [drawn(*size) for _ in range(s.layers)]
+        n_bytes = matrices[0].nbytes
+        yield f"{name}, GEMM", n_bytes, partial(_gemm, x, matrices)
+        if rows == 1:
+            yield f"{name}, one row", n_bytes, partial(_one_row, k, x, matrices, with_)
+
+
+def _gemm(x: Tensor, matrices: list[Tensor], i: int) -> Tensor:
+    return linear(x, matrices[i])
+
+
+def _one_row(
+    k: LayerKernels, x: Tensor, matrices: list[Tensor], with_: dict[str, Any], i: int
+) -> Tensor:
+    return k.multiply_row(x, matrices[i], epsilon=EPSILON, **with_)
