@@ -21,7 +21,9 @@ class CachingCap:
     @property
     def used(self) -> int:
         """Bytes that the allocator has of the driver, in use or kept."""
-        return int(torch.cuda.memory_reserved(self._ordinal))
+        # Once a job: `memory_reserved` would flatten all that the allocator counts.
+        told = torch.cuda.memory_stats_as_nested_dict(self._ordinal)
+        return int(told["reserved_bytes"]["all"]["current"]) if told else 0
 
     def resize(self, n_bytes: int) -> bool:
         """From now on, `n_bytes`. Whether no more is in use already; that is not taken back."""

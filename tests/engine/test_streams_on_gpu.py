@@ -4,7 +4,6 @@ is locked, and a small fleet under pressure keeps its tokens."""
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
@@ -41,21 +40,11 @@ def driver() -> CudaDriver:
 
 def multiprocessors(compute: TorchOnGpu, stream: int) -> set[int]:
     """That a kernel of many programs runs on."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def where_code(out) -> None:  # type: ignore[no-untyped-def]
-        i = tl.program_id(0)
-        number = tl.inline_asm_elementwise(
-            "mov.u32 $0, %smid;", "=r,r", [i], dtype=tl.int32, is_pure=False, pack=1
-        )
-        tl.store(out + i, number)
+    from tests.engine.where_code import where_code
 
     with compute.on(stream):
         out = torch.full((4096,), -1, dtype=torch.int32, device=GPU)
-        code: Any = where_code
-        code[(len(out),)](out)
+        where_code[(len(out),)](out)
         found = set(out.tolist())
     assert -1 not in found
     return found

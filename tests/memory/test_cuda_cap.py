@@ -16,13 +16,14 @@ class Allocator:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.allowed, self.in_use, self.kept = 1.0, 0, 0
-        for name in ("memory_reserved", "mem_get_info", "get_device_properties", "empty_cache"):
+        for name in ("mem_get_info", "get_device_properties", "empty_cache"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", self.set_fraction)
+        monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", self.stats)
 
-    def memory_reserved(self, device: int) -> int:
+    def stats(self, device: int) -> dict[str, dict[str, dict[str, int]]]:
         assert device == 1
-        return self.in_use + self.kept
+        return {"reserved_bytes": {"all": {"current": self.in_use + self.kept}}}
 
     def mem_get_info(self, device: int) -> tuple[int, int]:
         return 500 * MiB, 990 * MiB
