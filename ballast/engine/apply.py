@@ -55,6 +55,7 @@ def _activate(state: DeviceState, a: Activate) -> Refusal:
     else:
         m.transfer_id = transfer
         state.become(m, Residency.ACTIVATING)
+        state.activating(a.model)
     return None
 
 

@@ -134,6 +134,7 @@ class LiveDevice:
             self.executors, self.post, self.clock, device, self.cap, record
         )
         closing.callback(self.runner.close)
+        self.state.activating = self.runner.activating
         if fleet.story_path:
             file = StoryFile(fleet.story_path, device.name)
             closing.callback(file.close)

@@ -8,6 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -37,6 +38,13 @@ class Keeper(Protocol):
 
     def check(self, *, alone: bool) -> object:
         """After each job, and while it waits for such a moment, in one; `alone`: it is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """In the queue of a lane: the weights of a model are on their way."""
+
+    model: str
 
 
 Record = Callable[[Iterable[str]], object]
@@ -69,7 +77,7 @@ class LaneRunner(ABC):
         """Held while it changes which jobs run, and while `keeper` and `record` are called."""
         self._running: dict[int, tuple[Job, float]] = {}
         """By lane, with the time at which it began; replaced, never changed."""
-        self._jobs: list[queue.SimpleQueue[Job | None]] = []
+        self._jobs: list[queue.SimpleQueue[Job | Coming | None]] = []
         self._lanes: list[threading.Thread] = []
         for lane in range(lanes):
             self._jobs.append(queue.SimpleQueue())
@@ -116,21 +124,34 @@ class LaneRunner(ABC):
 
     def _next(self, lane: int) -> Job | None:
         """The lane's next job, waited for; None: it ends."""
-        return self._jobs[lane].get()
+        while isinstance(job := self._jobs[lane].get(), Coming):
+            pass
+        return job
+
+    def activating(self, model: str) -> None:  # noqa: B027
+        """Its weights are on their way. From any thread."""
 
     def _begin(self, job: Job) -> float:
         """The job may run from now on; when that is."""
-        keeper = self._keeper
         with self._change:
-            while keeper is not None and keeper.renewing:
+            while self._pausing():
                 if self._running:
                     self._change.wait()
                 else:
-                    keeper.check(alone=True)
+                    self._pause()
             begun = self._clock.now()
             self._running = {**self._running, job.lane: (job, begun)}
             self._recorded()
         return begun
+
+    def _pausing(self) -> bool:
+        """Whether something waits for a moment in which no job runs."""
+        return self._keeper is not None and self._keeper.renewing
+
+    def _pause(self) -> None:
+        """It is one."""
+        if self._keeper is not None:
+            self._keeper.check(alone=True)
 
     def _end(self, job: Job) -> None:
         with self._change:

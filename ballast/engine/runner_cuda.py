@@ -15,7 +15,7 @@ import torch
 from ballast.core.clock import Clock
 from ballast.core.event import Event
 from ballast.core.job import Job
-from ballast.engine.runner import Executor, Keeper, LaneRunner, Record
+from ballast.engine.runner import Coming, Executor, Keeper, LaneRunner, Record
 from ballast.engine.streams_cuda import Streams
 from ballast.kernels.device_batch import Attention, DeviceBatch
 from ballast.kernels.plain_attention import PlainAttention
@@ -33,6 +33,10 @@ log = logging.getLogger(__name__)
 QUIET_SECONDS = 0.05
 """Without a job on a lane, before it looks whether a graph can be recorded: longer than a lane
 waits between two steps of the same requests."""
+RUNS = 8
+"""Of one bucket without a graph, after which jobs wait while it is recorded."""
+MOST_PAUSES = 0.05
+"""Of the time, that jobs wait for recordings."""
 
 
 class AllocatorOnDevice(Protocol):
@@ -122,6 +126,8 @@ class CudaRunner(LaneRunner):
         """`context`: of the device, retained as long as this lives; `rest`: ends what jobs have
         begun beside themselves."""
         self._rest = rest
+        self._next_pause = 0.0
+        """On the clock, before which jobs wait for no recording."""
         self._graphs, self._quiet_seconds = graphs, quiet_seconds
         self._driver, self._context = driver, context
         self._compute, self._streams = compute, streams
@@ -148,13 +154,44 @@ class CudaRunner(LaneRunner):
     def _graphs_on(self, stream: int) -> AbstractContextManager[None]:
         return nullcontext() if self._graphs is None else self._graphs.on(stream)
 
+    def activating(self, model: str) -> None:
+        """A graph that it has lost is recorded meanwhile, if no job runs."""
+        if self._graphs is not None:
+            # Not here, in the loop's thread: while something is recorded, the cache is locked.
+            self._jobs[0].put(Coming(model))
+
     def _next(self, lane: int) -> Job | None:
-        while self._graphs is not None and self._graphs.wanted:
+        graphs = self._graphs
+        while graphs is not None:
             try:
-                return self._jobs[lane].get(timeout=self._quiet_seconds)
+                seconds = self._quiet_seconds if graphs.wanted else None
+                job = self._jobs[lane].get(timeout=seconds)
             except queue.Empty:
-                self.record_one(self._graphs)
+                self.record_one(graphs)
+                continue
+            if not isinstance(job, Coming):
+                return job
+            graphs.activating(job.model)
+            if graphs.due(RUNS):
+                self.record_one(graphs)
         return super()._next(lane)
+
+    def _pausing(self) -> bool:
+        return super()._pausing() or self._due()
+
+    def _due(self) -> bool:
+        """Whether jobs are to wait for a recording: under a load that never pauses there would be
+        none. They wait for those that run, as recording does, and for one."""
+        graphs = self._graphs
+        return graphs is not None and graphs.due(RUNS) and self._clock.now() >= self._next_pause
+
+    def _pause(self) -> None:
+        super()._pause()
+        if self._graphs is not None and self._due():
+            began = self._clock.now()
+            self._make_one(self._graphs)
+            now = self._clock.now()
+            self._next_pause = now + (now - began) / MOST_PAUSES
 
     def record_one(self, graphs: GraphCache) -> bool:
         """A graph that is wanted, unless some job runs or is about to. One that comes meanwhile
@@ -162,12 +199,15 @@ class CudaRunner(LaneRunner):
         with self._change:
             if self._running or not all(jobs.empty() for jobs in self._jobs):
                 return False
-            self._driver.set_current(self._context)
-            try:
-                graphs.record_one()
-            except Exception:  # jobs run without it
-                log.exception("a CUDA graph could not be recorded")
+            self._make_one(graphs)
             return True
+
+    def _make_one(self, graphs: GraphCache) -> None:
+        self._driver.set_current(self._context)
+        try:
+            graphs.record_one()
+        except Exception:  # jobs run without it
+            log.exception("a CUDA graph could not be recorded")
 
     def close(self) -> None:
         super().close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ballast.core.clock import Clock
 from ballast.core.event import (
     Failed,
@@ -55,6 +57,8 @@ class DeviceState:
         self.link = link
         self.make_rotor, self.make_swapper = make_rotor, make_swapper
         """For models that join."""
+        self.activating: Callable[[str], object] = lambda model: None
+        """Told when weights of a model are on their way."""
         self.clock = clock
         self.now = clock.now()
         """Of the loop's present turn, or its last, as is the next: what a turn does follows from

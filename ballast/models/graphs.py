@@ -144,9 +144,21 @@ computes."""
 
 
 @dataclass(slots=True)
+class _Wish:
+    """A recording to be made."""
+
+    step: Step
+    runs: int = 0
+    """That had no graph."""
+    at_once: bool = False
+    """Without such a run."""
+
+
+@dataclass(slots=True)
 class Recorded:
     """A pass that can be run again."""
 
+    step: Step
     bucket: Bucket
     recording: Recording
     output: Tensor
@@ -166,8 +178,10 @@ class GraphCache:
         self._make = recorder
         self._recorders: dict[int, Recorder] = {}
         self._kept: OrderedDict[Key, Recorded] = OrderedDict()
-        self._wanted: dict[Key, Step] = {}
-        """Those that ran without a graph, the last of them last."""
+        self._wanted: dict[Key, _Wish] = {}
+        """The last that ran last."""
+        self._past: OrderedDict[Key, Step] = OrderedDict()
+        """Those that had no room, the last of them last."""
         self._refused: dict[Key, str] = {}
         self._refused_models: dict[str, str] = {}
         self._replays = self._eager = self._dropped = 0
@@ -215,8 +229,22 @@ class GraphCache:
         key = Key(model, stream, bucket, tuple(cuts))
         with self._lock:
             if key not in self._refused and model not in self._refused_models:
-                self._wanted.pop(key, None)
-                self._wanted[key] = step
+                wish = self._wanted.pop(key, None) or _Wish(step)
+                wish.runs += 1
+                self._wanted[key] = wish
+
+    def activating(self, model: str) -> None:
+        """Its weights are coming: the graph that it lost last is wanted again."""
+        with self._lock:
+            lost = [key for key in self._past if key.model == model and not key.cuts]
+            if lost:
+                key = lost[-1]
+                self._wanted[key] = _Wish(self._past.pop(key), at_once=True)
+
+    def due(self, runs: int) -> bool:
+        """Whether one is wanted that jobs have so often run without, or at once."""
+        with self._lock:
+            return any(wish.at_once or wish.runs >= runs for wish in self._wanted.values())
 
     @property
     def wanted(self) -> int:
@@ -229,19 +257,23 @@ class GraphCache:
         return PIECE_BYTES * pieces + sum(r.n_bytes for r in list(self._recorders.values()))
 
     def record_one(self) -> None:
-        """Make the one wanted last. No job may run on the device meanwhile."""
+        """Make the one wanted most: at once, or by most runs; of equals the last. No job may run on
+        the device meanwhile."""
         with self._lock:
             if self._running:
                 raise BrokenPromise("a graph was to be recorded beside a job")
             if not self._wanted:
                 return
-            key, step = next(reversed(self._wanted.items()))
+            last = reversed(self._wanted)
+            key = max(last, key=lambda k: (self._wanted[k].at_once, self._wanted[k].runs))
             try:
-                made = self._record(key, step)
+                made = self._record(key, self._wanted[key].step)
                 if made is not None:
                     self._kept[key] = made
+                    self._past.pop(key, None)
                     self._shrink()
                     if key not in self._kept:
+                        self._past.pop(key, None)
                         self._refuse(key, f"it takes more than {self.cap_bytes} bytes")
             finally:
                 del self._wanted[key]
@@ -251,7 +283,7 @@ class GraphCache:
         with self._lock:
             for key in [k for k in self._kept if k.model == model]:
                 self._drop(key)
-            for keys in (self._wanted, self._refused):
+            for keys in (self._wanted, self._refused, self._past):
                 for key in [k for k in keys if k.model == model]:
                     del keys[key]
             self._refused_models.pop(model, None)
@@ -273,6 +305,7 @@ class GraphCache:
             for key in list(self._kept):
                 self._drop(key)
             self._wanted.clear()
+            self._past.clear()
             self._recorders.clear()
 
     def _record(self, key: Key, step: Step) -> Recorded | None:
@@ -298,7 +331,7 @@ class GraphCache:
             self._refused_models[key.model] = str(error)
             log.warning("%s runs without CUDA graphs: %s", key.model, error)
             return None
-        return Recorded(key.bucket, recording, output)
+        return Recorded(step, key.bucket, recording, output)
 
     def _refuse(self, key: Key, why: str) -> None:
         self._refused[key] = why
@@ -309,7 +342,10 @@ class GraphCache:
             self._drop(next(iter(self._kept)))
 
     def _drop(self, key: Key) -> None:
-        self._kept.pop(key).recording.reset()
+        recorded = self._kept.pop(key)
+        recorded.recording.reset()
+        self._past.pop(key, None)
+        self._past[key] = recorded.step
         self._dropped += 1
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from ballast.bench.inprocess import InProcess
+from ballast.core.clock import VirtualClock
 from ballast.core.event import Result
 from ballast.core.job import Job, SequenceWork
 from ballast.core.units import MiB
-from ballast.engine.inbox import MonotonicClock
-from ballast.engine.runner_cuda import CudaRunner
+from ballast.engine.runner_cuda import MOST_PAUSES, RUNS, CudaRunner
 from ballast.engine.streams_cuda import GreenStreams, PlainStreams
 from ballast.engine.views import device_view
 from ballast.kernels.device_plan import Bucket
@@ -103,73 +105,172 @@ def test_a_model_that_is_removed_leaves_no_graph(paths: dict[str, Path]) -> None
 class Busy:
     """Implements `Executor`: runs until it is let go, and wants a graph."""
 
-    def __init__(self, graphs: GraphCache) -> None:
+    def __init__(self, graphs: GraphCache, name: str) -> None:
         self.began, self.go = threading.Event(), threading.Event()
-        self._graphs = graphs
+        self._graphs, self._name = graphs, name
 
     def run(self, work: Sequence[SequenceWork]) -> list[Result]:
         self.began.set()
         assert self.go.wait(LONG)
         bucket = Bucket.decode(1, 8, 8)
-        if self._graphs.find("m", bucket) is None:
-            self._graphs.want("m", bucket, lambda recording: torch.ones(2) + 1)
+        if self._graphs.find(self._name, bucket) is None:
+            self._graphs.want(self._name, bucket, lambda recording: torch.ones(2) + 1)
         return []
 
     def stalled(self) -> float:
         return 0.0
 
 
+@dataclass
+class Lanes:
+    """A runner of two lanes on a driver's stand-in, and what it posts."""
+
+    quiet_seconds: float = LONG
+    driver: FakeDriver = field(default_factory=FakeDriver)
+    clock: VirtualClock = field(default_factory=VirtualClock)
+
+    def __post_init__(self) -> None:
+        self.context = self.driver.retain_context(0)
+        self.driver.set_current(self.context)
+        self.recorders, streams = Recorders(self.driver), PlainStreams(self.driver, 2)
+        self.streams = streams
+        self.graphs = GraphCache(64 * MiB, lambda stream: self.recorders(streams.twin(stream)))
+        self.models = {name: Busy(self.graphs, name) for name in "ab"}
+        self.ended = threading.Semaphore(0)
+        self.ids = itertools.count()
+        self.runner = CudaRunner(
+            {name: (model, model) for name, model in self.models.items()},
+            lambda event: self.ended.release(),
+            self.clock,
+            self.driver,
+            self.context,
+            OnHost(),
+            streams,
+            2,
+            graphs=self.graphs,
+            quiet_seconds=self.quiet_seconds,
+        )
+
+    def start(self, lane: int, model: str) -> None:
+        self.runner.start(Job(next(self.ids), lane, model, ()))
+
+    def end(self) -> None:
+        assert self.ended.acquire(timeout=LONG)
+
+    def close(self) -> None:
+        self.runner.close()
+        self.graphs.close()
+        self.streams.close()
+        self.driver.release_context(0)
+        assert self.driver.is_clean()
+
+
+@pytest.fixture
+def lanes() -> Iterator[Lanes]:
+    made = Lanes()
+    yield made
+    made.close()
+
+
 def test_while_any_lane_has_a_job_nothing_is_recorded() -> None:
-    driver = FakeDriver()
-    context = driver.retain_context(0)
-    driver.set_current(context)
-    recorders, streams = Recorders(driver), PlainStreams(driver, 2)
-    graphs = GraphCache(64 * MiB, lambda stream: recorders(streams.twin(stream)))
-    done: list[object] = []
-    ended = threading.Semaphore(0)
-
-    def post(event: object) -> None:
-        done.append(event)
-        ended.release()
-
-    models = {"a": Busy(graphs), "b": Busy(graphs)}
-    executors = {name: (model, model) for name, model in models.items()}
-    runner = CudaRunner(
-        executors,
-        post,
-        MonotonicClock(),
-        driver,
-        context,
-        OnHost(),
-        streams,
-        2,
-        graphs=graphs,
-        quiet_seconds=0.001,
-    )
-    runner.start(Job(1, 0, "a", ()))
-    runner.start(Job(2, 1, "b", ()))
+    lanes = Lanes(quiet_seconds=0.001)
+    models, graphs = lanes.models, lanes.graphs
+    lanes.start(0, "a")
+    lanes.start(1, "b")
     assert models["a"].began.wait(LONG)
     assert models["b"].began.wait(LONG)
     models["a"].go.set()
-    assert ended.acquire(timeout=LONG)
+    lanes.end()
     assert graphs.wanted == 1
     # The first lane is idle and looks again and again; asked directly, it says the same.
-    assert not runner.record_one(graphs)
-    assert not recorders.made
+    assert not lanes.runner.record_one(graphs)
+    assert not lanes.recorders.made
     models["b"].go.set()
-    assert ended.acquire(timeout=LONG)
+    lanes.end()
     for lane, name in enumerate("ab"):
         while graphs.wanted:
             threading.Event().wait(0.001)
-        runner.start(Job(3 + lane, lane, name, ()))
-        assert ended.acquire(timeout=LONG)
-    assert len(recorders.graphs) == 2, "each lane's stream has one"
+        lanes.start(lane, name)
+        lanes.end()
+    assert len(lanes.recorders.graphs) == 2, "each lane's stream has one"
     assert graphs.report().replays == 2
-    runner.close()
-    graphs.close()
-    streams.close()
-    driver.release_context(0)
-    assert driver.is_clean()
+    lanes.close()
+
+
+def test_under_a_load_that_never_pauses_jobs_wait_for_a_recording(lanes: Lanes) -> None:
+    """The lane is given its next job before it has ended the last one."""
+    model = lanes.models["a"]
+    model.go.set()
+    for _ in range(RUNS + 1):
+        lanes.start(0, "a")
+    for _ in range(RUNS + 1):
+        lanes.end()
+    told = lanes.graphs.report()
+    assert (told.eager, told.replays, told.graphs) == (RUNS, 1, 1)
+
+
+def test_a_recording_waits_for_the_jobs_that_run(lanes: Lanes) -> None:
+    other, model = lanes.models["b"], lanes.models["a"]
+    lanes.start(1, "b")
+    assert other.began.wait(LONG)
+    model.go.set()
+    for _ in range(RUNS):
+        lanes.start(0, "a")
+        lanes.end()
+    lanes.start(0, "a")  # waits
+    assert not lanes.recorders.made
+    other.go.set()
+    lanes.end()
+    lanes.end()
+    assert lanes.graphs.report().replays == 1
+
+
+def test_recordings_take_no_more_than_their_share_of_the_time(lanes: Lanes) -> None:
+    """One took a second of the clock: for the next 20 jobs wait for none."""
+    lanes.graphs.record_one = lasting(lanes.clock, lanes.graphs.record_one)  # type: ignore[method-assign]
+    for model in lanes.models.values():
+        model.go.set()
+    for name in "ab":
+        for _ in range(RUNS + 1):
+            lanes.start(0, name)
+            lanes.end()
+    assert lanes.graphs.report().graphs == 1
+    lanes.clock.advance_to(lanes.clock.now() + 1.0 / MOST_PAUSES)
+    lanes.start(0, "b")
+    lanes.end()
+    assert lanes.graphs.report().graphs == 2
+
+
+def lasting(clock: VirtualClock, do: Callable[[], None]) -> Callable[[], None]:
+    def done() -> None:
+        do()
+        clock.advance_to(clock.now() + 1.0)
+
+    return done
+
+
+def test_a_graph_that_was_lost_is_recorded_while_weights_come(lanes: Lanes) -> None:
+    for model in lanes.models.values():
+        model.go.set()
+    lanes.start(0, "a")
+    lanes.end()
+    lanes.runner.activating("a")  # has lost none
+    lanes.start(0, "a")
+    lanes.end()
+    assert not lanes.recorders.made
+    while not lanes.runner.record_one(lanes.graphs):
+        threading.Event().wait(0.001)
+    recorder = next(iter(lanes.recorders.made.values()))
+    lanes.graphs.cap_bytes = 0
+    lanes.graphs._shrink()
+    assert lanes.graphs.report().dropped == 1
+    lanes.graphs.cap_bytes = 64 * MiB
+    recorder.recorded.clear()
+    lanes.runner.activating("a")
+    assert recorder.recorded.wait(LONG)
+    lanes.start(0, "a")
+    lanes.end()
+    assert lanes.graphs.report().replays == 1
 
 
 def test_graphs_are_recorded_on_the_multiprocessors_that_run_them() -> None:
