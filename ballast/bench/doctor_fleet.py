@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ballast.bench import doctor_memory
 from ballast.bench.finding import Finding, Verdict, judged
@@ -73,6 +74,8 @@ def _group(
         try:
             if device.gpu is None:
                 check_parallel(model, device.tensor_parallel)
+            else:
+                model = replace(model, linear="plain")  # as GPUs have it
             specs.append(read_spec(model, device.tensor_parallel))
         except BallastError as error:
             cure = f"change `devices[{i}].tensor_parallel`, or place the model elsewhere"

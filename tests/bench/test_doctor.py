@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ballast.bench import doctor_machine, doctor_memory
+from ballast.bench import doctor_fleet, doctor_machine, doctor_memory
 from ballast.bench.doctor import examine, table
 from ballast.bench.finding import Finding, Verdict
 from ballast.core.units import GiB, KiB, MiB
@@ -95,6 +95,19 @@ def test_each_device_is_judged_by_its_own_models(made: MadeFleet) -> None:
     assert unlike.verdict is Verdict.OK
     assert "small cannot to cpu:0: their pages differ: 128KiB and 64KiB" in unlike.found
     assert not {"wren-mini on cpu:0", "wren-mini", "budget"} & set(found)
+
+
+def test_a_group_is_judged_by_what_each_rank_has(made: MadeFleet) -> None:
+    fleet = load_fleet(made.file, presets=("balloon",), environ={})
+    fields = {"tensor_parallel": 2, "budget_bytes": 1 * GiB}
+    for device in (
+        replace(fleet.device, **fields),
+        replace(fleet.device, **fields, name="cuda:0", page_bytes=2 * MiB, threads=None),
+    ):
+        found = by_check(list(doctor_fleet.fleet(replace(fleet, device=device))))
+        assert found["atlas-chat, on each rank"].verdict is Verdict.OK
+        assert found["budget, on each rank"].found.startswith("512MiB")
+        assert "3 heads" in found["wren-mini"].found
 
 
 def test_a_damaged_checkpoint_fails_and_the_rest_is_still_checked(

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ballast.bench.inprocess import InProcess
 from ballast.cluster import rank
+from ballast.cluster.member import of_rank
 from ballast.cluster.member_cuda import GpuMember
 from ballast.cluster.ranks import GroupMachine
 from ballast.cluster.remote import start_ranks
@@ -96,6 +99,17 @@ def test_a_live_group_under_pressure(
     assert sum(m.preemptions for m in report.models) > 0
     (life,) = read_lives(path)
     assert replay(life).difference is None
+
+
+@given(gpu=st.integers(0, 7), ranks=st.integers(2, 8), pages=st.integers(8, 100))
+def test_parts_are_equal_and_each_rank_has_a_gpu(gpu: int, ranks: int, pages: int) -> None:
+    whole = DeviceSettings(
+        name=f"cuda:{gpu}", budget_bytes=pages * PAGE, page_bytes=PAGE, tensor_parallel=ranks
+    )
+    parts = [of_rank(whole, rank) for rank in range(ranks)]
+    assert [p.gpu for p in parts] == list(whole.gpus)
+    assert len({p.budget_bytes for p in parts}) == 1
+    assert PAGE <= parts[0].budget_bytes <= whole.budget_bytes / ranks
 
 
 def test_a_group_has_whole_gpus_that_are_there(driver: FakeDriver) -> None:
