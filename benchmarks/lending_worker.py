@@ -91,11 +91,14 @@ class Worker:
 
     def lend(self, peer: str, n: int) -> bytes | None:
         """The message to the borrower; None where pages are short."""
+        lease = self._lend(peer, n)
+        return None if isinstance(lease, Short) else encode(Lent(lease))
+
+    def _lend(self, peer: str, n: int) -> Lease | Short:
         lease = self._lender.lend(peer, n)
-        if isinstance(lease, Short):
-            return None
-        self._leases[peer, lease.epoch, lease.id] = lease.pages
-        return encode(Lent(lease))
+        if isinstance(lease, Lease):
+            self._leases[peer, lease.epoch, lease.id] = lease.pages
+        return lease
 
     def recall(self, peer: str, which: int, skip: int, n: int, due: float) -> bytes | None:
         """Ask for `n` pages of a lease from the `skip`-th on; None where none is out."""
@@ -222,7 +225,7 @@ class Worker:
         answer: Lent | AskedBack | Returned | None = None
         start = time.perf_counter()
         if call == "lend":
-            lease = self._lender.lend(peer, n)
+            lease = self._lend(peer, n)
             assert isinstance(lease, Lease)
             answer = Lent(lease)
         elif call == "accept":

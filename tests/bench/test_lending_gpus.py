@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 
 from ballast.core.units import KiB
 from ballast.memory.vm_cuda import CudaVm
-from benchmarks.lending import Cycles, Pair
+from benchmarks.lending import Cycles, Pair, costs
 from benchmarks.lending_worker import Worker, work
 from tests.memory.fake_cuda import FakeDriver
 
@@ -35,3 +35,10 @@ def test_no_page_is_lost_or_used_twice() -> None:
     assert counts["stale_refused"] == counts["stale"] > 0
     assert (counts["leaked"], counts["corrupted"], counts["disagreements"]) == (0, 0, 0)
     assert counts["memories"] == 0
+
+
+def test_each_step_is_timed() -> None:
+    context = multiprocessing.get_context("forkserver")
+    found = costs(Pair(context, PAGE, 128, (0, 1), run), rounds=1)
+    assert set(found) == {"1", "16", "64"}
+    assert all(us > 0 for steps in found.values() for us in steps.values())
