@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ballast.core.job import SequenceWork
+from ballast.core.settings import KvLayout
 from ballast.kernels.device_batch import DeviceBatch
 from ballast.kernels.device_layer import HeadVectors
 from ballast.kernels.plain_attention import PlainAttention
@@ -98,7 +99,9 @@ def _job(
     ragged: list[tuple[int, int]], heads: int, kv_heads: int, dim: int, dtype: torch.dtype
 ) -> DeviceBatch:
     torch.manual_seed(7)
-    return Job.of(ragged, kv_heads=kv_heads, dim=dim, dtype=dtype).batch(heads, PlainAttention)
+    layout = KvLayout.PER_LAYER if dim == 24 else KvLayout.BLOCK_MAJOR
+    job = Job.of(ragged, kv_heads=kv_heads, dim=dim, dtype=dtype, layout=layout)
+    return job.batch(heads, PlainAttention)
 
 
 @pytest.mark.parametrize("dtype", list(NEAR))
