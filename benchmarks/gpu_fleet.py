@@ -174,7 +174,19 @@ def proved(
         requests = requests_for(models, each, tokens)
         fleet = tight(models, device, make)
         rounds, told = served(fleet, requests, make, rotating)
+        if torch_device.type == "cuda":
+            _forget()
         return {**compared(models, requests, rounds, torch_device), **told}
+
+
+def _forget() -> None:
+    """What a device that is gone leaves in this process: PyTorch's cap, and cuBLAS's workspaces, of
+    which each thread and stream had one."""
+    torch.cuda.synchronize()
+    allocator: Any = torch._C
+    allocator._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.0, 0)
 
 
 def _let_it_record(server: InProcess, seconds: float = 5.0) -> None:

@@ -31,8 +31,9 @@ ARENA = "arena:lanes"
 GRAPHS = "arena:graphs"
 """Of those that stand for CUDA graphs."""
 GPU_LANE_BYTES = 128 * MiB
-"""On a GPU, beside what tensors take: cuBLAS workspaces (32 MiB a stream on Hopper), scores of
-attention that no kernel computes, what the allocator rounds up. Not measured on a GPU yet."""
+"""On a GPU of one lane, beside what tensors take: see `gpu_lane_bytes`."""
+_WORKSPACE_BYTES = 32 * MiB
+"""Of cuBLAS on Hopper, for each thread and stream; PyTorch never gives one back."""
 CopyNow = Callable[[int, int, int], None]
 """(destination address, source address, bytes): a copy that has ended when it returns."""
 
@@ -168,8 +169,16 @@ def largest_jobs(specs: Iterable[ModelSpec], settings: DeviceSettings) -> int:
         (activation_bytes(s, settings.step_tokens, settings.step_logits) for s in specs), default=0
     )
     if settings.gpu is not None:
-        largest += GPU_LANE_BYTES
+        largest += gpu_lane_bytes(settings.lanes)
     return settings.lanes * largest
+
+
+def gpu_lane_bytes(lanes: int) -> int:
+    """Of each lane of a GPU, beside what tensors take: scores of attention that no kernel computes
+    and what the allocator rounds up, and workspaces of cuBLAS. A lane's thread may use the stream
+    of any run of neighbouring groups, and its twin where graphs are recorded. Not measured yet."""
+    streams = lanes * (lanes + 1) // 2
+    return GPU_LANE_BYTES + 2 * (streams - 1) * _WORKSPACE_BYTES
 
 
 def set_aside(specs: Iterable[ModelSpec], settings: DeviceSettings) -> int:

@@ -13,7 +13,7 @@ from ballast.core.errors import ConfigError, DeviceError
 from ballast.core.event import Failed, Finished
 from ballast.core.settings import FleetSettings, KvLayout, ModelSettings
 from ballast.core.units import KiB, MiB
-from ballast.engine.build import GPU_LANE_BYTES
+from ballast.engine.build import GPU_LANE_BYTES, gpu_lane_bytes
 from ballast.memory.cuda_calls import Attribute
 from ballast.models.device_fused import DeviceFusedModel
 from ballast.models.on_device import DeviceModel
@@ -36,7 +36,7 @@ def tight(paths: dict[str, Path], lanes: int = 1, preset: str = "balloon") -> Fl
     device = on_cpu.device
     with InProcess(fleet(paths)) as server:
         arena = server.device.state.arena.pages * device.page_bytes
-    more = lanes * GPU_LANE_BYTES + (lanes - 1) * arena + 4 * device.page_bytes
+    more = lanes * gpu_lane_bytes(lanes) + (lanes - 1) * arena + 4 * device.page_bytes
     return on_gpu(
         replace(on_cpu, device=replace(device, budget_bytes=device.budget_bytes + more)), lanes
     )
