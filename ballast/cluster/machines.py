@@ -34,3 +34,13 @@ def machine_of(
 
     of_rank(whole)  # raises before processes are started
     return GroupMachine(whole, fleet.link.pace, clock, post, ranks or start_ranks(fleet))
+
+
+def machine_of_one_rank(
+    fleet: FleetSettings, clock: Clock, post: Callable[[Event], None]
+) -> Machine:
+    """The same of a device that is one process. Raises ConfigError for another."""
+    whole = fleet.of_one_device("this command")
+    if whole.gpu is None or whole.tensor_parallel > 1:
+        return CpuMachine(fleet, clock, post)  # which refuses devices of several
+    return CudaMachine(fleet, clock, post)

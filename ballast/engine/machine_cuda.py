@@ -75,7 +75,7 @@ class CudaMachine:
         n_pages = device.budget_bytes // device.page_bytes
         self.vm = CudaVm(driver, ordinal, device.page_bytes, n_pages)
         self.link = CudaLink(driver, ordinal, clock, post)
-        self._pins = Pins(driver, ordinal)
+        self.pins = Pins(driver, ordinal)
         self._pinned: Counter[int] = Counter()
         """By address of a segment in host memory: models of this device that have it."""
         self._copies = driver.new_stream()
@@ -96,12 +96,12 @@ class CudaMachine:
         if settings.linear == "packed":
             allowed = f"{self.device.name} is a GPU: that is of CPUs"
             raise ConfigError(f"{settings.name}: linear", settings.linear, allowed)
-        tier.writable = not self._pins.reads_only
+        tier.writable = not self.pins.reads_only
         host = self._read(replace(settings, linear="plain"), tier, threads)
         segments = (*host.segments, *(a.segment for a in host.adapters))
         for segment, address in zip(segments, host.addresses, strict=True):
             if not self._pinned[address]:
-                self._pins.pin(address, whole_pages(segment))
+                self.pins.pin(address, whole_pages(segment))
             self._pinned[address] += 1
         return host
 
@@ -118,7 +118,7 @@ class CudaMachine:
             self._graphs.forget(host.spec.name)
         for address in host.addresses:
             if self._pinned[address] == 1:
-                self._pins.unpin(address)
+                self.pins.unpin(address)
             if self._pinned[address]:
                 self._pinned[address] -= 1
         host.close()
@@ -187,7 +187,7 @@ class CudaMachine:
 
     def make_swapper(self, clock: Clock, dirty: bool) -> MakeSwapper | None:
         def make(kv: KvCache) -> EventSwapper:
-            known = (self._driver, self._context, self._pins, self._compute.current)
+            known = (self._driver, self._context, self.pins, self._compute.current)
             swapper = EventSwapper(kv, *known, dirty)
             self._swappers.append(swapper)
             return swapper
@@ -205,7 +205,7 @@ class CudaMachine:
             rotor.close()
         for swapper in self._swappers:
             swapper.close()
-        self._pins.close()
+        self.pins.close()
         self._streams.close()
         self._driver.destroy_stream(self._copies)
         self._driver.release_context(self._number)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ballast.cluster.machines import machine_of_one_rank
 from ballast.core.actions import Short
 from ballast.core.errors import DeviceError
 from ballast.core.event import Arrival, Drain, Finished, Output, TokenOut, TransferDone
@@ -17,6 +18,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.engine.device import LiveDevice
+from ballast.engine.machine import MakeMachine
 from ballast.engine.model import ModelState
 from ballast.sim.device import Profile
 from ballast.sim.in_service import costs_of, jobs_of, with_loop
@@ -30,7 +32,12 @@ MOST_CONTEXT = 512
 MOST_OUTPUT = 24
 
 
-def calibrate(fleet: FleetSettings, rounds: int = 4, seed: int = 0) -> Profile:
+def calibrate(
+    fleet: FleetSettings,
+    rounds: int = 4,
+    seed: int = 0,
+    make_machine: MakeMachine = machine_of_one_rank,
+) -> Profile:
     """A profile of this machine for the fleet's models.
 
     Every model is activated a few times over the (paced) link, timed. Then the loop serves bursts
@@ -47,6 +54,7 @@ def calibrate(fleet: FleetSettings, rounds: int = 4, seed: int = 0) -> Profile:
         replace(fleet, device=whole, preset="balloon", options={}),
         client.hear,
         sink=entries.extend,
+        make_machine=make_machine,
     )
     try:
         device.populate()

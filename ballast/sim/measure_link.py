@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from mmap import PAGESIZE
 
 import numpy as np
 
 from ballast.core.errors import DeviceError
 from ballast.core.event import TransferDone
 from ballast.core.link import Direction, LinkRates
+from ballast.core.units import ceil_div
 from ballast.engine.device import LiveDevice
+from ballast.engine.machine import Machine
+from ballast.engine.machine_cuda import CudaMachine
 from ballast.engine.model import ModelState
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import Link
@@ -35,17 +40,18 @@ class LinkMeter:
     def measure(self, device: LiveDevice, m: ModelState) -> None:
         """Copy the weights of `m`, which are there, once more each way; then both ways at once."""
         there = [s.copy for s in m.weights.segments]
-        landing = np.ones(sum(copy.n_bytes for copy in there), dtype=np.uint8)
-        back, at = [], landing.ctypes.data
-        for copy in there:
-            back.append(Copy(at, copy.dst, copy.n_bytes))
-            at += copy.n_bytes
-        ways = [(there, Direction.TO_DEVICE), (back, Direction.TO_HOST)]
-        for way in ways:
-            self.alone[way[1]] += _carry(device, [way])
-        began = device.clock.now()
-        _carry(device, ways)
-        self._mixed.append((at - landing.ctypes.data, device.clock.now() - began))
+        n_bytes = sum(copy.n_bytes for copy in there)
+        with _landing(device.machine, n_bytes) as at:
+            back = []
+            for copy in there:
+                back.append(Copy(at, copy.dst, copy.n_bytes))
+                at += copy.n_bytes
+            ways = [(there, Direction.TO_DEVICE), (back, Direction.TO_HOST)]
+            for way in ways:
+                self.alone[way[1]] += _carry(device, [way])
+            began = device.clock.now()
+            _carry(device, ways)
+            self._mixed.append((n_bytes, device.clock.now() - began))
 
     def rates(self) -> LinkRates:
         return rates_of(self._activations, self.alone, self._mixed)
@@ -66,6 +72,21 @@ def rates_of(
         to_device * kept[Direction.TO_DEVICE],
         to_host * kept[Direction.TO_HOST],
     )
+
+
+@contextmanager
+def _landing(machine: Machine, n_bytes: int) -> Iterator[int]:
+    """The address of room on the host, touched; page-locked where a GPU copies there."""
+    room = np.ones(ceil_div(n_bytes, PAGESIZE) * PAGESIZE + PAGESIZE, dtype=np.uint8)
+    address = ceil_div(room.ctypes.data, PAGESIZE) * PAGESIZE
+    pins = machine.pins if isinstance(machine, CudaMachine) else None
+    if pins is not None:
+        pins.pin(address, ceil_div(n_bytes, PAGESIZE) * PAGESIZE, read_only=False)
+    try:
+        yield address
+    finally:
+        if pins is not None:
+            pins.unpin(address)
 
 
 def _rate(ends: Sequence[TransferDone]) -> float:

@@ -14,6 +14,7 @@ from ballast.bench import inprocess
 from ballast.core.clock import Clock
 from ballast.core.event import Event
 from ballast.core.settings import FleetSettings
+from ballast.engine.machine import MakeMachine
 from ballast.engine.machine_cuda import CudaMachine
 from ballast.engine.runner_cuda import AllocatorOnDevice
 from ballast.kernels.plain_attention import PlainAttention
@@ -87,12 +88,15 @@ def serving(
     fleet: FleetSettings, driver: FakeDriver, compute: OnHost | None = None
 ) -> inprocess.InProcess:
     """The fleet's device in this process, as a GPU."""
-    used = compute or OnHost()
+    made = machine_over(driver, compute or OnHost())
+    return inprocess.InProcess(fleet, make_machine=made)
 
+
+def machine_over(driver: FakeDriver, compute: OnHost) -> MakeMachine:
     def make(fleet: FleetSettings, clock: Clock, post: Callable[[Event], None]) -> CudaMachine:
-        return CudaMachine(fleet, clock, post, driver, used)
+        return CudaMachine(fleet, clock, post, driver, compute)
 
-    return inprocess.InProcess(fleet, make_machine=make)
+    return make
 
 
 def on_gpu(fleet: FleetSettings, lanes: int = 1, graphs: int = 0) -> FleetSettings:
