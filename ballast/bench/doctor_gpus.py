@@ -12,20 +12,34 @@ from ballast.core.units import format_bytes
 from ballast.memory.cuda_calls import Driver
 from ballast.memory.cuda_devices import Gpu, find_gpus
 from ballast.memory.cuda_driver import CudaDriver
+from ballast.memory.cuda_gauge import gauge
 
 _LOADED = Path("/proc/driver/nvidia/version")
 
 
 def gpus(nvml: Any = None, driver: Driver | None = None) -> Iterator[Finding]:
     """One finding each; none on a machine without. `nvml` takes the place of `pynvml`."""
+    driver = driver or _driver()
     try:
-        found = find_gpus(driver or _driver(), nvml)
+        found = find_gpus(driver, nvml)
     except DeviceError as error:
         if _LOADED.exists():
             yield judged("gpus", str(error), "pip install 'ballast[cuda]'", warn=True)
         return
     for i, gpu in enumerate(found):
-        yield judged(f"gpu {i}", _told(gpu), "name it in CUDA_VISIBLE_DEVICES", warn=_hidden(gpu))
+        told = _told(gpu)
+        if driver is not None and gpu.ordinal is not None:
+            told += f", {_reached(driver, gpu.ordinal)}"
+        yield judged(f"gpu {i}", told, "name it in CUDA_VISIBLE_DEVICES", warn=_hidden(gpu))
+
+
+def _reached(driver: Driver, ordinal: int) -> str:
+    try:
+        r = gauge(driver, ordinal)
+    except DeviceError as error:
+        return f"copies not measured: {error}"
+    way = f"copies {r.to_device / 1e9:.3g} GB/s to it and {r.to_host / 1e9:.3g} to the host"
+    return f"{way}, memory {r.memory / 1e9:.3g} GB/s"
 
 
 def _driver() -> Driver | None:

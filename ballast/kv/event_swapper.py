@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 
-from ballast.core.errors import DeviceError
 from ballast.core.job import SequenceWork
 from ballast.core.link import Direction
 from ballast.core.rotation import WHOLE, Rotation
@@ -14,8 +12,6 @@ from ballast.kv.spilled import Piece, Spilled
 from ballast.memory.cuda_calls import Driver
 from ballast.memory.cuda_events import Events, Stalls
 from ballast.memory.cuda_pins import Pins
-
-log = logging.getLogger(__name__)
 
 
 class EventSwapper:
@@ -171,10 +167,7 @@ class EventSwapper:
             return
         self._planes.add((layer, plane))
         address = self._spilled.plane_address(layer, plane)
-        try:
-            self._pins.pin(address, self._spilled.layout.plane_bytes, read_only=False)
-        except DeviceError as error:  # the driver copies through its own buffers, more slowly
-            log.warning("KV on the host is not page-locked: %s", error)
+        self._pins.pin(address, self._spilled.layout.plane_bytes, read_only=False)
 
     def _unpin(self) -> None:
         for layer, plane in self._planes:

@@ -21,13 +21,16 @@ def test_gpus_are_told() -> None:
         Board(uuids[1], slices=[("MIG-1", 10 << 30, 16)]),
         Board("GPU-x", "Tesla T4", 16 << 30, 15 << 30, None),
     ]
-    driver = FakeDriver(attributes={Attribute.MULTIPROCESSORS: 132})
+    attributes = {Attribute.MULTIPROCESSORS: 132}
+    driver = FakeDriver(n_bytes=1 << 30, devices=2, attributes=attributes, bandwidth=25e9)
     whole, part, hidden = doctor_gpus.gpus(FakeNvml(boards), driver)
     assert whole.found == (
         "NVIDIA H100 80GB HBM3, 80GiB, 79GiB free, 132 multiprocessors, "
         "PCIe 5 x16 (at best 63 GB/s one way), 18 NVLinks of version 4, "
-        "uses the memory of 1 others in place, 1 over NVLink"
+        "uses the memory of 1 others in place, 1 over NVLink, "
+        "copies 25 GB/s to it and 25 to the host, memory 50 GB/s"
     )
+    assert driver.is_clean()
     assert "10GiB" in part.found
     assert "16 multiprocessors" in part.found
     assert "not visible" in hidden.found
