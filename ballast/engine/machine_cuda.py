@@ -18,6 +18,7 @@ from ballast.engine.machine import Cap
 from ballast.engine.runner import Executor, LaneRunner, Record
 from ballast.engine.runner_cuda import AllocatorOnDevice, Compute, CudaRunner, TorchOnGpu
 from ballast.engine.streams_cuda import lane_streams
+from ballast.kernels.device_batch import Scratch
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
 from ballast.kv.event_swapper import EventSwapper
@@ -82,6 +83,8 @@ class CudaMachine:
         self._streams = lane_streams(driver, number, device.lanes)
         for stream in self._streams.all:
             self.vm.watch(stream)
+        self._common = Scratch(self._compute.device) if device.lanes == 1 else None
+        """Each model has its own where jobs of several run at the same time."""
         self._rotors: list[EventRotor] = []
         self._swappers: list[EventSwapper] = []
         """Those of models that have gone, too: they have streams, and no more."""
@@ -139,7 +142,7 @@ class CudaMachine:
         compute = self._compute
         where = (segments, kv.base, kv.layout, kv.range.range.n_bytes, compute.device)
         kind = DeviceFusedModel if host.fused else DeviceModel
-        made = kind(host, *where, compute.attention, self._graphs)
+        made = kind(host, *where, compute.attention, self._graphs, self._common)
         return (made,) * len(workspaces)
 
     def cap(self, n_bytes: int) -> Cap:

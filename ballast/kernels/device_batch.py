@@ -58,12 +58,18 @@ class Scratch:
     What was taken stays where it is; who asks for no more than the most so far gets the same.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, common: Scratch | None = None) -> None:
+        """`common`: of several models, if their jobs never run at the same time."""
+        self._device, self._common = device, common
         self._kept: dict[str, Tensor] = {}
 
-    def take(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Of any content that was finite once; shared by all that take it for the same `use`."""
+    def take(
+        self, use: str, shape: tuple[int, ...], dtype: torch.dtype, *, common: bool = False
+    ) -> Tensor:
+        """Of any content that was finite once; shared by all that take it for the same `use`.
+        `common`: always in one dtype, whatever it holds, and may be shared with other models."""
+        if common and self._common is not None:
+            return self._common.take(use, shape, dtype)
         n = int(np.prod(shape))
         kept = self._kept.get(use)
         if kept is None or len(kept) < n:

@@ -31,7 +31,8 @@ class FlashInferAttention(TritonAttention):
         if wrapper is None:
             wrapper = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
         self._wrapper = wrapper
-        self._workspace = batch.scratch.take("flashinfer", (WORKSPACE_BYTES,), torch.uint8)
+        size = (WORKSPACE_BYTES,)
+        self._workspace = batch.scratch.take("flashinfer", size, torch.uint8, common=True)
         self._wrappers: dict[_Kind, Any] = {}
 
     def prepare(self) -> None:

@@ -56,9 +56,10 @@ class OnDevice(Served):
         device: torch.device,
         make: Callable[[DeviceBatch], Attention] | None = None,
         graphs: GraphCache | None = None,
+        common: Scratch | None = None,
     ) -> None:
         """`kv_bytes`: of addresses that its KV has; `make`: attention, chosen if not given;
-        `graphs`: of the device, if it has any.
+        `graphs`: of the device, if it has any; `common`: as `Scratch` says.
 
         Raises UnsupportedModel where the module keeps state that cannot be set up without its
         weights; ConfigError as `choose` does.
@@ -69,7 +70,7 @@ class OnDevice(Served):
         self._host, self._device = host, device
         on_gpu = device.type == "cuda"
         self._view: View = partial(device_tensor_at, device=device) if on_gpu else tensor_at
-        self._scratch, own = Scratch(device), len(host.segments)
+        self._scratch, own = Scratch(device, common), len(host.segments)
         groups = self._adapted(host, segment_addresses[own:])
         self._adapters = DeviceAdapters(groups, self.dtype, device, self._view, self._scratch)
         self._set_up(host, tuple(segment_addresses[:own]))

@@ -7,7 +7,7 @@ import torch
 
 from ballast.core.errors import BrokenPromise
 from ballast.core.settings import KvLayout
-from ballast.kernels.device_batch import NOWHERE, DeviceBatch
+from ballast.kernels.device_batch import NOWHERE, DeviceBatch, Scratch
 from ballast.kernels.device_kv import DeviceKv
 from ballast.kernels.device_plan import Bucket
 
@@ -134,3 +134,13 @@ def test_a_bucket_of_decodes_takes_no_chunk() -> None:
     batch = DeviceBatch(kv(), 4, Bucket.decode(4, 16, 4), Recorded)
     with pytest.raises(BrokenPromise, match="several new tokens"):
         batch.fill([1, 2], [0], [2], [[1]], [1])
+
+
+def test_models_whose_jobs_take_turns_have_some_memory_in_common() -> None:
+    device = torch.device("cpu")
+    common = Scratch(device)
+    a, b, alone = Scratch(device, common), Scratch(device, common), Scratch(device)
+    size, u8 = (64,), torch.uint8
+    taken = [s.take("workspace", size, u8, common=True).data_ptr() for s in (a, b, a, alone)]
+    assert taken[0] == taken[1] == taken[2] != taken[3]
+    assert a.take("out", size, u8).data_ptr() != b.take("out", size, u8).data_ptr()
