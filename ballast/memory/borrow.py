@@ -49,6 +49,8 @@ class _Peer:
     n_pages: int
     memory: tuple[int, int]
     """As its exports name it."""
+    by_page: bool
+    """Whether its pages come with each lease."""
     lease_of: dict[int, int] = field(default_factory=dict)
     unused: Runs = field(default_factory=Runs)
     due: dict[int, None] = field(default_factory=dict)
@@ -84,7 +86,8 @@ class Borrower:
         if self._peer(lender) is not None:
             raise BrokenPromise(f"{self._device} meets {lender} twice")
         first = self._vm.attach(exported)
-        self._peers.append(_Peer(lender, epoch, first, exported.n_pages, exported.device))
+        by_page = exported.page_fds is not None
+        self._peers.append(_Peer(lender, epoch, first, exported.n_pages, exported.device, by_page))
 
     def accept(self, lease: Lease, opened: Sequence[Exported] = ()) -> str | None:
         """Pages to use from now on, until they are asked back. Why that is refused, wholly.
@@ -117,7 +120,8 @@ class Borrower:
         if len(set(pages)) < len(pages) or not peer.lease_of.keys().isdisjoint(pages):
             return f"lease {lease.id} names pages that are lent already"
         got = [page for exported in opened for page in exported.pages]
-        if opened and (got != [*lease.pages] or {e.device for e in opened} != {peer.memory}):
+        same = got == [*lease.pages] and {e.device for e in opened} == {peer.memory}
+        if (peer.by_page or opened) and not same:
             return f"lease {lease.id} is of other pages than those that came"
         return None
 
