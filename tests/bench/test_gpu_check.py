@@ -46,7 +46,7 @@ def test_without_a_gpu_it_says_what_it_would_run(
     assert "no GPU" in told
     assert all(part.name in told for part in gpu_check.PARTS)
     assert not (tmp_path / "found.json").exists()
-    assert sum(part.seconds for part in gpu_check.PARTS) <= gpu_check.SECONDS < 600
+    assert max(part.seconds for part in gpu_check.PARTS) < gpu_check.SECONDS < 600
 
 
 def test_the_script_needs_no_server() -> None:
