@@ -170,6 +170,7 @@ def test_pytorch_stays_within_its_cap() -> None:
 
 
 def test_nvml_and_cuda_speak_of_the_same_device(real: CudaDriver) -> None:
+    pytest.importorskip("pynvml")
     [gpu] = [gpu for gpu in find_gpus(real) if gpu.ordinal == 0]
     told = torch.cuda.get_device_properties(0)
     assert gpu.multiprocessors == told.multi_processor_count
