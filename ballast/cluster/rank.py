@@ -224,7 +224,7 @@ def _answer(rank: Rank, connection: LeaderConnection, threads: int | None = None
         os._exit(1)
 
 
-def main(argv: Sequence[str] | None = None, make: MakeMember = member_of) -> NoReturn:
+def main(argv: Sequence[str] | None = None) -> NoReturn:
     """The process."""
     parser = argparse.ArgumentParser(prog="ballast.cluster.rank")
     parser.add_argument("--parent", type=int, required=True, help="process id of the first rank")
@@ -236,20 +236,34 @@ def main(argv: Sequence[str] | None = None, make: MakeMember = member_of) -> NoR
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     set_up("rank", os.environ.get(FORMAT_VARIABLE, "text"), "warning")
-    events = LeaderConnection(arguments.events)
-    memory = LeaderConnection(arguments.memory)
-    rank = join(memory, events, make)
-    for name, fd, threads in (
-        ("models", arguments.models, None),
-        ("jobs", arguments.jobs, rank.device.threads),
-    ):
-        served = (rank, LeaderConnection(fd), threads)
-        threading.Thread(target=_answer, args=served, name=name, daemon=True).start()
-    _answer(rank, memory)
+    follow(
+        LeaderConnection(arguments.memory),
+        LeaderConnection(arguments.models),
+        LeaderConnection(arguments.jobs),
+        LeaderConnection(arguments.events),
+    )
     raise AssertionError("unreachable")
 
 
-def join(memory: LeaderConnection, events: LeaderConnection, make: MakeMember) -> Rank:
+def follow(
+    memory: LeaderConnection,
+    models: LeaderConnection,
+    jobs: LeaderConnection,
+    events: LeaderConnection,
+    make: MakeMember = member_of,
+) -> None:
+    """Be the rank that the first one asks for, until that ends; then this process does."""
+    rank = _join(memory, events, make)
+    for name, connection, threads in (
+        ("models", models, None),
+        ("jobs", jobs, rank.device.threads),
+    ):
+        served = (rank, connection, threads)
+        threading.Thread(target=_answer, args=served, name=name, daemon=True).start()
+    _answer(rank, memory)
+
+
+def _join(memory: LeaderConnection, events: LeaderConnection, make: MakeMember) -> Rank:
     """What it is told to be, once it has met the others; else the process ends."""
 
     def landed(done: Event) -> None:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from ballast.core.event import TransferDone
@@ -23,16 +23,16 @@ _LAST_SECONDS = 5.0
 """For a rank to end once its connections are closed; it is killed then."""
 
 
-def start_ranks(fleet: FleetSettings, command: Sequence[str] = COMMAND) -> list[RemoteRank]:
+def start_ranks(fleet: FleetSettings) -> list[RemoteRank]:
     """The processes that the first device of `fleet` has besides the one that calls this."""
     device = fleet.device
-    return [RemoteRank(rank, device.name, command) for rank in range(1, device.tensor_parallel)]
+    return [RemoteRank(rank, device.name) for rank in range(1, device.tensor_parallel)]
 
 
 class RemoteRank:
     """One of the other ranks: its process and its connections."""
 
-    def __init__(self, rank: int, device: str, command: Sequence[str] = COMMAND) -> None:
+    def __init__(self, rank: int, device: str) -> None:
         """Starts it. It ends with the thread that does so."""
         self.rank = rank
         self._lost: Callable[[RemoteRank], None] | None = None
@@ -46,7 +46,7 @@ class RemoteRank:
                 text for n, (_, end) in pairs.items() for text in (f"--{n}", str(end.fileno()))
             ]
             self._process = subprocess.Popen(
-                (*command, "--parent", str(os.getpid()), *options),
+                (*COMMAND, "--parent", str(os.getpid()), *options),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[end.fileno() for _, end in pairs.values()],
             )

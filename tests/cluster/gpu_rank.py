@@ -1,23 +1,28 @@
-"""A further rank of a group of GPUs that are none: `python -m tests.cluster.gpu_rank`."""
+"""A further rank of a group of GPUs that are none, in this process: its start takes no time."""
 
 from __future__ import annotations
 
-import sys
+import os
+import socket
+import threading
 from collections.abc import Callable
+from typing import NoReturn
 
-import torch
+import pytest
 
+from ballast.cluster import rank
+from ballast.cluster.member import MakeMember
 from ballast.cluster.member_cuda import GpuMember
-from ballast.cluster.rank import main
+from ballast.cluster.remote import RemoteRank
 from ballast.core.clock import Clock
 from ballast.core.event import Event
 from ballast.core.link import LinkRates
 from ballast.core.settings import DeviceSettings
+from ballast.transport.ranks import LeaderConnection, RankConnection
 from ballast.weights.sharding import Shard
 from tests.engine.gpus import OnHost
 from tests.memory.fake_cuda import FakeDriver
 
-COMMAND = (sys.executable, "-m", "tests.cluster.gpu_rank")
 GPUS = 2
 
 
@@ -28,11 +33,51 @@ def make(
     clock: Clock,
     post: Callable[[Event], None],
 ) -> GpuMember:
-    """Implements `MakeMember`. Every process has a driver of its own, which shows both GPUs."""
+    """Implements `MakeMember`. Every rank has a driver of its own, which shows both GPUs."""
     driver = FakeDriver(n_bytes=1 << 30, devices=GPUS)
     return GpuMember(device, shard, pace, clock, post, driver, OnHost())
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(make=make)
+class Ends:
+    """What threads of a rank end its process with: here it ends those threads, and no more."""
+
+    def __init__(self) -> None:
+        self.codes: list[int] = []
+        self.told = threading.Semaphore(0)
+
+    def __call__(self, code: int) -> NoReturn:
+        self.codes.append(code)
+        self.told.release()
+        raise SystemExit
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
+    made = Ends()
+    monkeypatch.setattr(os, "_exit", made)
+    return made
+
+
+class RankHere(RemoteRank):
+    """Its threads answer as the process would."""
+
+    def __init__(self, make: MakeMember, ends: Ends) -> None:
+        self.rank, self._ends = 1, ends
+        self._lost = self._landed = self._quiet = None
+        pairs = [socket.socketpair() for _ in range(4)]
+        self.memory, self.models, self.jobs, self._events = (RankConnection(a) for a, _ in pairs)
+        self._theirs = [LeaderConnection(b.detach()) for _, b in pairs]
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        threading.Thread(target=rank.follow, args=(*self._theirs, make), daemon=True).start()
+
+    def epitaph(self) -> str:
+        return "a thread"
+
+    def close(self) -> None:
+        for connection in (self.jobs, self.models, self.memory):
+            connection.close()
+            self._ends.told.acquire()
+        self._events.close()
+        for theirs in self._theirs:
+            theirs._connection.close()
+        self._listener.join()
