@@ -77,6 +77,8 @@ class GpuMember(CudaMachine):
             host,
             *where,
             self._compute.attention,
+            self._graphs,
+            self._common,
             exchange=self._exchange,
             followers=followers,
         )
