@@ -195,7 +195,8 @@ class CudaRunner(LaneRunner):
 
     def record_one(self, graphs: GraphCache) -> bool:
         """A graph that is wanted, unless some job runs or is about to. One that comes meanwhile
-        waits, on whichever lane: nobody has seen yet what recording does to jobs beside it."""
+        waits, on whichever lane: while something is recorded, PyTorch's allocator gives no unused
+        memory back, and a job beside it that comes to the cap would fail."""
         with self._change:
             if self._running or not all(jobs.empty() for jobs in self._jobs):
                 return False

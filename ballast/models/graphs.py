@@ -234,7 +234,8 @@ class GraphCache:
                 self._wanted[key] = wish
 
     def activating(self, model: str) -> None:
-        """Its weights are coming: the graph that it lost last is wanted again."""
+        """Its weights are coming: the graph that it lost last is wanted again. One, as recording
+        holds the interpreter, which the link's threads need to go on copying."""
         with self._lock:
             lost = [key for key in self._past if key.model == model and not key.cuts]
             if lost:
