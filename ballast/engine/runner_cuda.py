@@ -24,8 +24,9 @@ from ballast.memory.cuda_cap import CachingCap
 from ballast.memory.cuda_events import Events
 from ballast.memory.cuda_graphs import TorchRecorder
 from ballast.models.device_parallel import DeviceExchange
-from ballast.models.graphs import GraphCache, Recorder
+from ballast.models.graphs import GraphCache
 from ballast.models.nccl import NcclExchange
+from ballast.models.recording import Recorder
 from ballast.weights.sharding import Shard
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from ballast.memory.cuda_tensor import device_tensor_at
 
 
 class TorchRecorder:
-    """Implements `ballast.models.graphs.Recorder` on a stream of its own.
+    """Implements `ballast.models.recording.Recorder` on a stream of its own.
 
     What recorded kernels compute lies in one private pool of PyTorch's allocator: PyTorch says that
     graphs may share one if none runs beside another, or needs what another has left there. The pool
@@ -109,7 +109,7 @@ class TorchRecorder:
 
 
 class TorchGraph:
-    """Implements `ballast.models.graphs.Graph`."""
+    """Implements `ballast.models.recording.Graph`."""
 
     def __init__(self, graph: Any, recorder: TorchRecorder) -> None:
         self._graph, self._recorder = graph, recorder

@@ -34,8 +34,9 @@ from ballast.memory.tensor import tensor_at
 from ballast.models import attention
 from ballast.models.adapters import AdaptedModules, adapters_of, targets_of
 from ballast.models.device_adapters import DeviceAdapters, Place
-from ballast.models.graphs import GraphCache, Recording, Stops
+from ballast.models.graphs import GraphCache
 from ballast.models.module import View, layers_of, placed
+from ballast.models.recording import Recording, Stops
 from ballast.models.served import Served, wanted_rows
 from ballast.weights.host import HostModel
 

@@ -28,7 +28,7 @@ _SYNC = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.defa
 
 
 class FakeGraph:
-    """Implements `ballast.models.graphs.Graph`."""
+    """Implements `ballast.models.recording.Graph`."""
 
     def __init__(self, recorder: FakeRecorder) -> None:
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
@@ -59,7 +59,7 @@ class FakeGraph:
 
 
 class FakeRecorder:
-    """Implements `ballast.models.graphs.Recorder`."""
+    """Implements `ballast.models.recording.Recorder`."""
 
     def __init__(
         self, driver: FakeDriver | None = None, stream: int = 0, graph_bytes: int = 1 << 20

@@ -17,8 +17,9 @@ from ballast.core.settings import AdapterSettings
 from ballast.kernels.device_plan import Bucket
 from ballast.kernels.plain_attention import PlainAttention
 from ballast.models import device_adapters
-from ballast.models.graphs import PIECE_BYTES, GraphCache, Recording
+from ballast.models.graphs import PIECE_BYTES, GraphCache
 from ballast.models.on_device import OnDevice
+from ballast.models.recording import Recording
 from benchmarks.adapters import random_adapter
 from tests.memory.fake_cuda import Misuse
 from tests.models.fake_graphs import FakeRecorder, Recorders, StaticAttention, StaticLora

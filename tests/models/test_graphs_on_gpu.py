@@ -13,7 +13,8 @@ from ballast.kernels.device_plan import Bucket
 from ballast.memory.cuda_driver import CudaDriver
 from ballast.memory.cuda_tensor import device_tensor_at
 from ballast.memory.vm_cuda import CudaVm
-from ballast.models.graphs import GraphCache, Recording, Step
+from ballast.models.graphs import GraphCache, Step
+from ballast.models.recording import Recording
 
 pytestmark = [
     pytest.mark.gpu,
