@@ -54,6 +54,16 @@ def inside(run: Callable[[Findings], object], file: Path) -> int:
     return 0
 
 
+def attempted(work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """What it found, or why it broke off: what comes after it in a part may work all the same."""
+    try:
+        return dict(work())
+    except Exception as error:  # noqa: BLE001 - told, and the next one is tried
+        traceback.print_exc()
+        told = f"{type(error).__name__}: {error}"[:TAIL]
+        return {"broke_off": told, "where": traceback.format_exc()[-TAIL:]}
+
+
 def apart(
     parts: Sequence[Part],
     command: Callable[[str, Path], Sequence[str]],

@@ -195,6 +195,48 @@ def test_steps_of_every_path_are_timed(found: Findings, monkeypatch: pytest.Monk
     assert gpu.clean()
 
 
+def test_a_path_that_fails_leaves_the_others_their_figures(
+    found: Findings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def steps(gpu: Gpu, config: LlamaConfig, bandwidth: float, impl: str, make: Any) -> Any:
+        if impl == "generic":
+            raise ValueError("it does not compile")
+        return {"batch_1": {"seconds": 0.5, "of_roofline": 0.9}}
+
+    monkeypatch.setattr(gpu_speed, "decode_steps", steps)
+    for name, value in (("CONTEXT", 9), ("BATCHES", (1,)), ("SEQUENCES", 2), ("TIMES", 1)):
+        monkeypatch.setattr(gpu_speed, name, value)
+    gpu_speed.single_model(cast(Gpu, StandIn()), found, {"8B": small()})
+    assert found["8B_generic_steps"]["broke_off"] == "ValueError: it does not compile"
+    assert found["8B_fused_batch_1"]["goal_met"]
+    assert found["8B_one_row_batch_1"]["seconds"] == 0.5
+    assert found["8B_over_transformers_batch_1"] > 0
+    missed = [line.what for line in lines({"single_model": found}) if line.met is False]
+    assert missed == ["`single_model`, 8B_generic_steps"]
+
+
+def test_exactness_is_shown_where_something_moved(
+    found: Findings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"wrong": 0, "tokens": 9, "evictions": 1, "preemptions": 0, "layers_loaded": 0}
+
+    def proved(torch_device: torch.device, dtype: str, **case: Any) -> dict[str, Any]:
+        if "impl" in case:
+            raise RuntimeError("it is hot")
+        return {**told, "evictions": 0} if "lanes" in case else told
+
+    monkeypatch.setattr(gpu_check, "proved", proved)
+    gpu_check.exactness(cast(Gpu, StandIn()), found)
+    met = {line.what: line.met for line in lines({"exactness": found})}
+    assert met == {
+        "tokens that differ, float32": True,
+        "tokens that differ, bfloat16": None,
+        "tokens that differ, float32, two lanes": False,
+        "tokens that differ, float32, layers rotate": True,
+        "`exactness`, float32, generic path": False,
+    }
+
+
 def test_each_launch_of_a_layer_is_timed(found: Findings) -> None:
     gpu = StandIn()
     sizes = gpu_layer.Sizes(64, 96, 4, 2, 16, layers=2)
@@ -303,8 +345,11 @@ def test_results_are_a_table() -> None:
                 "preemptions": 0,
                 "layers_loaded": 0,
                 "must_be_exact": True,
-            }
+                "passed": False,
+            },
+            "bfloat16": {"broke_off": "RuntimeError: x", "where": "", "must_be_exact": False},
         },
+        "sanitizer": {"passed": False, "tail": "it did not start"},
         "single_model": {
             "8B_fused_batch_1": {"seconds": 0.01, "of_roofline": 0.5, "goal_met": False},
             "1B": {"not_run": "it does not fit"},
@@ -318,7 +363,9 @@ def test_results_are_a_table() -> None:
     assert told["tokens that differ, float32"].met is False
     assert told["decode, 8B fused batch 1"].met is False
     assert told["`activation`"].figure == "broke off: killed after 9 seconds"
-    assert len(told) == 6
+    assert told["`exactness`, bfloat16"].met is False
+    assert told["errors under memcheck"].met is False
+    assert len(told) == 8
     text = markdown(found)
     assert text.startswith("H7, NVIDIA driver 1.2.3")
     assert text.count("\n|") == 2 + len(told)
