@@ -19,6 +19,7 @@ from ballast.kv.layout import Layout
 from ballast.memory.cuda_devices import reach_of
 from ballast.memory.cuda_driver import CudaDriver
 from ballast.models.parallel import check_parallel
+from ballast.policy.presets import resolve
 from ballast.weights.checkpoint import load_host_model, read_spec
 
 
@@ -86,7 +87,8 @@ def _group(
 
 def lending(settings: FleetSettings) -> Finding:
     """Which devices can lend pages to which, and why others cannot."""
-    ways = settings.lending(_reaches(settings))
+    swapping = resolve(settings.preset, settings.options).swapping is not None
+    ways = settings.lending(_reaches(settings), swapping)
     unable = [f"{c.lender} cannot to {c.borrower}: {c.why}" for c in ways if not c.means]
     told = [f"{len(ways) - len(unable)} of {len(ways)} ways between devices", *unable]
     return judged("lending", "; ".join(told), "")

@@ -12,6 +12,7 @@ from ballast.core.capability import Capability
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.settings import FleetSettings
+from ballast.policy.presets import resolve
 
 DECISIONS_KEPT = 2000
 
@@ -64,7 +65,8 @@ class Devices:
     @property
     def lending(self) -> tuple[Capability, ...]:
         """Which devices can lend pages to which, as far as their workers have told."""
-        return self.fleet.lending({name: d.reach for name, d in self.devices.items()})
+        swapping = resolve(self.fleet.preset, self.fleet.options).swapping is not None
+        return self.fleet.lending({name: d.reach for name, d in self.devices.items()}, swapping)
 
     @property
     def open_requests(self) -> int:

@@ -40,6 +40,8 @@ class Lendable:
     """The same for all devices of one host."""
     reach: Reach | None = None
     """Of a GPU; None: nobody has said so far."""
+    layered: bool = False
+    """Its KV lies layer by layer: only slabs of whole blocks can lie on borrowed pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ def _capability(lender: Lendable, borrower: Lendable) -> Capability:
     elif lender.page_bytes != borrower.page_bytes:
         means, sizes = None, (format_bytes(d.page_bytes) for d in (lender, borrower))
         why = f"their pages differ: {' and '.join(sizes)}"
+    elif borrower.layered:
+        means, why = None, "its KV lies layer by layer, and so never on borrowed pages"
     elif means == IMPORT and (why := _beyond(lender, borrower)):
         means = None
     return Capability(lender.device, borrower.device, means, why)

@@ -246,11 +246,22 @@ class FleetSettings:
         links = (self.link, *self.other_links)
         return {d.name: (d, at) for d, at in zip((self.device, *self.others), links, strict=True)}
 
-    def lending(self, reaches: Mapping[str, Reach | None]) -> tuple[Capability, ...]:
-        """Which of its devices, all of one host, can lend pages to which; `reaches`: of GPUs."""
-        devices = (self.device, *self.others)
+    def lending(
+        self, reaches: Mapping[str, Reach | None], swapping: bool
+    ) -> tuple[Capability, ...]:
+        """Which of its devices, all of one host, can lend pages to which; `reaches`: of GPUs;
+        `swapping`: whether its preset swaps KV layer by layer."""
         return capabilities(
-            [Lendable(d.name, d.page_bytes, _kind(d), reach=reaches.get(d.name)) for d in devices]
+            [
+                Lendable(
+                    d.name,
+                    d.page_bytes,
+                    _kind(d),
+                    reach=reaches.get(d.name),
+                    layered=swapping or d.kv_layout is KvLayout.PER_LAYER,
+                )
+                for d in (self.device, *self.others)
+            ]
         )
 
     def of_one_device(self, what: str) -> DeviceSettings:
