@@ -82,9 +82,11 @@ class EventSwapper:
         """The job that computes nothing: what `carry` has named."""
         layers, pieces, direction = self._carry
         self._carry = (), (), direction
-        for layer in layers:
-            self._copy(layer, pieces, direction)
-        self.finish()
+        try:
+            for layer in layers:
+                self._copy(layer, pieces, direction)
+        finally:
+            self.finish()
 
     def begin_pass(self, work: Sequence[SequenceWork]) -> tuple[int, ...]:
         """Layers that rotate; the first of them are loaded."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from ballast.core.errors import DeviceError
 from ballast.core.job import SequenceWork
 from ballast.core.link import Direction
 from ballast.core.rotation import WHOLE, Rotation
@@ -170,6 +171,16 @@ def test_a_pass_that_breaks_off_leaves_nothing_on_its_way(world: World) -> None:
     first, *_ = world.swapper.begin_pass([work])
     world.swapper.wait(first)
     world.swapper.finish()
+    world.end_job()
+    world.run_pass({"a": 2})
+
+
+def test_a_move_that_breaks_off_leaves_nothing_on_its_way(world: World) -> None:
+    world.run_pass({"a": 9})
+    world.swapper.carry(SETS[1].layers, world.kv.slabs, Direction.TO_HOST)
+    world.driver.fail("copy_to_host", after=1)
+    with pytest.raises(DeviceError):
+        world.swapper.move()
     world.end_job()
     world.run_pass({"a": 2})
 
