@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ballast.core.errors import ConfigError
 from ballast.core.settings import KvLayout
 from ballast.kernels.device_attention import NAMES, choose
-from ballast.kernels.device_batch import DeviceBatch
+from ballast.kernels.device_batch import DeviceBatch, Scratch
 from ballast.kernels.device_kv import DeviceKv
 from ballast.kernels.device_plan import Bucket
 from ballast.kernels.flashinfer_attention import FlashInferAttention
@@ -185,6 +185,24 @@ def test_triton_equals_softmax_in_float64(
     qkv = inputs(job, heads[0])
     batch = job.batch(heads[0], lambda b: TritonAttention(b, 3))
     compare(job, run(job, batch, qkv, window, softcap, sinks), qkv, window, softcap, sinks)
+
+
+def test_models_whose_jobs_take_turns_have_what_is_merged_in_common() -> None:
+    torch.manual_seed(0)
+    common = Scratch(DEVICE)
+    models = [(64, torch.float32), (80, torch.bfloat16)]
+    jobs = [Job.of([(500, 1), (40, 3)], kv_heads=2, dim=d, dtype=kind) for d, kind in models]
+    kept = [inputs(job, 4) for job in jobs]
+    batches = []
+    for job in jobs:
+        bucket = Bucket.holding(job.counts, 1, [len(table) for table in job.tables])
+        batch = DeviceBatch(job.kv, 4, bucket, TritonAttention, Scratch(DEVICE, common))
+        job.fill(batch)
+        batches.append(batch)
+    for i in (0, 1, 0):
+        compare(jobs[i], run(jobs[i], batches[i], kept[i]), kept[i])
+    least = common.take("partial", (1,), torch.float32)
+    assert least.untyped_storage().nbytes() > 4, "they have taken it there"
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
