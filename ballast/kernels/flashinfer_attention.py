@@ -19,6 +19,8 @@ from ballast.kernels.triton_attention import TritonAttention
 
 WORKSPACE_BYTES = 128 << 20
 """What FlashInfer's documentation gives a wrapper."""
+PLAN_BYTES = 8 << 20
+"""What a wrapper takes beside that for what it has planned, unless it is given some."""
 _Kind = tuple[float, int | None, float | None]
 """Scale, window and soft cap of a layer."""
 
@@ -56,6 +58,10 @@ class FlashInferAttention(TritonAttention):
         wrapper = self._wrappers.get(kind)
         if wrapper is None:
             self._wrappers[kind] = wrapper = self._made()
+            # A job plans anew whatever it uses: buckets can share what is planned, kinds cannot.
+            use = f"flashinfer plan {len(self._wrappers)}"
+            planned = self._batch.scratch.take(use, (PLAN_BYTES,), torch.uint8, common=True)
+            wrapper.reset_workspace_buffer(self._workspace, planned)
             self._plan(wrapper, kind)
         rows = slice(None) if self._batch.bucket.decodes else slice(self._batch.n_rows)
         wrapper.run(query[rows], self._batch.kv.layer(layer), out=out[rows])

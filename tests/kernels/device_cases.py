@@ -342,6 +342,13 @@ class DocumentedWrapper:
         self.rows = len(buffers["qo_indptr_buf"]) if use_cuda_graph else None
         self.most = None if use_cuda_graph else 1 << 30
         """Queries, that a graph's first plan has."""
+        self.workspace, self.planned = workspace, torch.empty(0)
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        assert float_workspace_buffer is self.workspace
+        self.planned = int_workspace_buffer
 
     def plan(
         self,
@@ -357,6 +364,7 @@ class DocumentedWrapper:
     ) -> None:
         assert self.rows in (None, len(qo_indptr))
         assert more["causal"]
+        self.planned[:8] = self.mark = torch.randint(256, (8,), dtype=torch.uint8, device=DEVICE)
         self.bounds, self.pages = qo_indptr.tolist(), paged_kv_indptr.tolist()
         self.most = self.bounds[-1] if self.most is None else self.most
         assert self.bounds[-1] <= self.most
@@ -369,6 +377,7 @@ class DocumentedWrapper:
     ) -> None:
         window = None if self.more["window_left"] == -1 else self.more["window_left"] + 1
         assert len(q) == self.bounds[-1]
+        assert torch.equal(self.planned[:8], self.mark), "what was planned is another's by now"
         for i, last in enumerate(self.last):
             rows = slice(self.bounds[i], self.bounds[i + 1])
             blocks = self.indices[self.pages[i] : self.pages[i + 1]]
@@ -379,6 +388,27 @@ class DocumentedWrapper:
                 scale, cap = self.more["sm_scale"], self.more["logits_soft_cap"]
                 expected = reference(q[rows], k, v, n - count, scale, window, cap)
                 out[rows] = expected.to(out.dtype)
+
+
+@pytest.mark.skipif(GPU, reason="the real ones are there")
+def test_batches_share_what_flashinfer_plans_and_layers_that_differ_do_not() -> None:
+    torch.manual_seed(9)
+    scratch = Scratch(DEVICE)
+    job = Job.of([(40, 1), (90, 1)], kv_heads=2, dim=16)
+    qkv, kinds = inputs(job, 4), (None, 20)
+    made = [Bucket.decode(2, 20, 8), Bucket.decode(4, 20, 8)]
+    batches = [
+        DeviceBatch(job.kv, 4, b, lambda b: FlashInferAttention(b, DocumentedWrapper), scratch)
+        for b in made
+    ]
+    for batch in (*batches, *batches):
+        job.fill(batch)
+        for window in kinds:
+            compare(job, run(job, batch, qkv, window), qkv, window)
+        for window in kinds:  # a layer of each kind once more, in the same job
+            compare(job, run(job, batch, qkv, window), qkv, window)
+    plans = {w.planned.data_ptr() for b in batches for w in b._attention._wrappers.values()}  # type: ignore[attr-defined]
+    assert len(plans) == len(kinds)
 
 
 @pytest.mark.skipif(GPU, reason="the real ones are there")
