@@ -172,9 +172,10 @@ def sanitizer(found: Findings) -> None:
 
 def _speed(name: str) -> Callable[[Gpu, Findings], None]:
     # Not imported where it is not run: it needs Triton, as everything on a GPU does.
-    from benchmarks import gpu_layer, gpu_speed
+    from benchmarks import gpu_layer, gpu_pages, gpu_speed
 
-    run: Callable[[Gpu, Findings], None] = getattr(gpu_speed, name, gpu_layer.layer)
+    where = next(m for m in (gpu_pages, gpu_speed, gpu_layer) if name in vars(m))
+    run: Callable[[Gpu, Findings], None] = getattr(where, name)
     return run
 
 

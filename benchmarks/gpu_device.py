@@ -7,7 +7,7 @@ import importlib.metadata
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -154,6 +154,10 @@ def config_of(size: str) -> LlamaConfig:
         max_position_embeddings=8192,
         tie_word_embeddings=False,
     )
+
+
+Configs = Mapping[str, LlamaConfig]
+CONFIGS = {size: config_of(size) for size in SIZES}
 
 
 def on_meta(config: LlamaConfig) -> LlamaForCausalLM:

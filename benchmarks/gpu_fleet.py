@@ -107,6 +107,7 @@ def served(
         for i in range(2):
             rounds.append(server.generate([replace(r, id=f"{r.id}/{i}") for r in requests]))
             _let_it_record(server)
+        server.drain()
         report = device.snapshot()
         told = {
             "evictions": sum(m.evictions for m in report.models),

@@ -83,6 +83,14 @@ class InProcess:
         if self._crash is not None:
             raise self._crash
 
+    def drain(self) -> None:
+        """Returns when all requests have ended, and the loop with them: until the context is left,
+        nobody but the caller changes what the device has."""
+        self.device.post(Drain())
+        self._thread.join()
+        if self._crash is not None:
+            raise self._crash
+
     @property
     def now(self) -> float:
         """Seconds on the device's clock."""

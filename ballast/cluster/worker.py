@@ -125,7 +125,7 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._device: Device | None = None
         self._lock = threading.Lock()
-        """Held while `_device` changes or is used by the main thread."""
+        """Held while `_device` changes or is used by any thread but its own."""
         self._serving = False
         """There is a device, or there was."""
         self._progress_at = 0.0

@@ -109,7 +109,7 @@ def test_layers_that_rotate_are_there_when_they_are_read(driver: CudaDriver) -> 
 
 
 def test_host_memory_of_the_tier_is_page_locked(driver: CudaDriver) -> None:
-    from benchmarks.gpu_speed import host_bytes
+    from benchmarks.gpu_pages import host_bytes
 
     pins = Pins(driver, 0)
     with host_bytes(LAYER, writable=not pins.reads_only) as address:
