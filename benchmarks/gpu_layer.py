@@ -16,7 +16,7 @@ from ballast.kernels.device_batch import DeviceBatch
 from ballast.kernels.device_kv import DeviceKv
 from ballast.kernels.device_layer import HeadVectors, LayerKernels, layer_kernels
 from ballast.kernels.device_plan import Bucket
-from benchmarks.gpu_apart import Findings
+from benchmarks.gpu_apart import Findings, attempted
 from benchmarks.gpu_device import Gpu
 
 BLOCK_TOKENS = 16
@@ -48,19 +48,23 @@ def layer(
     """Microseconds of each launch in a decode of a layer as an 8B model has, in bfloat16, and what
     of weights it reads in a second; in a CUDA graph, so that the host does not count."""
     for n in batches:
-        told: dict[str, dict[str, float]] = {}
+        told: dict[str, dict[str, Any]] = {}
         for name, n_bytes, launch in _launches(gpu.device, sizes, n, context, make):
-
-            def through(launch: Callable[[int], object] = launch) -> None:
-                for i in range(sizes.layers):
-                    launch(i)
-
-            seconds = gpu.seconds(gpu.replayed(through), 20) / sizes.layers
-            told[name] = {"microseconds": 1e6 * seconds}
-            if n_bytes:
-                told[name]["bytes_per_second"] = n_bytes / seconds
+            told[name] = attempted(partial(_timed, gpu, launch, sizes.layers, n_bytes))
         found[f"batch_{n}"] = told
         gpu.give_back()
+
+
+def _timed(
+    gpu: Gpu, launch: Callable[[int], object], layers: int, n_bytes: int
+) -> dict[str, float]:
+    def through() -> None:
+        for i in range(layers):
+            launch(i)
+
+    seconds = gpu.seconds(gpu.replayed(through), 20) / layers
+    read = {"bytes_per_second": n_bytes / seconds} if n_bytes else {}
+    return {"microseconds": 1e6 * seconds, **read}
 
 
 def _launches(

@@ -144,7 +144,11 @@ def _layer(found: Found) -> Iterator[Line]:
         if not isinstance(launches, Mapping):
             continue
         for name, told in launches.items():
+            what = f"layer, {batch.replace('_', ' ')}: {name}"
+            if "broke_off" in told:
+                yield Line(what, f"broke off: {told['broke_off']}", met=False)
+                continue
             figure = f"{told['microseconds']:.1f} us"
             if "bytes_per_second" in told:
                 figure += f", {told['bytes_per_second'] / 1e9:.0f} GB/s"
-            yield Line(f"layer, {batch.replace('_', ' ')}: {name}", figure)
+            yield Line(what, figure)

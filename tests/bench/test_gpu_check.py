@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaConfig
 
 from ballast.core.clock import Clock
@@ -20,6 +21,7 @@ from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import KiB, MiB
 from ballast.engine.machine import MakeMachine
 from ballast.engine.machine_cuda import CudaMachine
+from ballast.kernels.device_layer import layer_kernels
 from ballast.kernels.plain_attention import PlainAttention
 from ballast.models.graphs import GraphCache
 from benchmarks import elastic_overhead, gpu_check, gpu_layer, gpu_pages, gpu_speed
@@ -238,9 +240,16 @@ def test_exactness_is_shown_where_something_moved(
     }
 
 
-def test_each_launch_of_a_layer_is_timed(found: Findings) -> None:
+def test_each_launch_of_a_layer_is_timed(found: Findings, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = StandIn()
     sizes = gpu_layer.Sizes(64, 96, 4, 2, 16, layers=2)
+    kernels = layer_kernels(gpu.device)
+
+    def fails(*_: object, **__: object) -> Tensor:
+        raise ValueError("it does not compile")
+
+    monkeypatch.setattr(kernels, "rotate", fails)
+    monkeypatch.setattr(gpu_layer, "layer_kernels", lambda device: kernels)
     gpu_layer.layer(cast(Gpu, gpu), found, sizes, 33, (1, 2), PlainAttention)
     alone, two = found["batch_1"], found["batch_2"]
     assert {name for name in alone if name not in two} == {
@@ -248,7 +257,12 @@ def test_each_launch_of_a_layer_is_timed(found: Findings) -> None:
     }
     # 192 outputs of 64 inputs, in half a millisecond for each of two layers.
     assert two["gate and up, GEMM"]["bytes_per_second"] == pytest.approx(2 * 192 * 64 / 5e-4)
-    assert len(list(lines({"layer": found}))) == len(alone) + len(two)
+    told = list(lines({"layer": found}))
+    assert len(told) == len(alone) + len(two)
+    assert [line.what for line in told if line.met is False] == [
+        "layer, batch 1: rotate, write K and V",
+        "layer, batch 2: rotate, write K and V",
+    ]
     assert gpu.clean()
 
 
