@@ -85,6 +85,7 @@ def test_a_live_group_under_pressure(
         expected = one.generate(requests)
     with serving(over_gpus(plain, 16), driver, ends) as server:
         found = server.generate(requests)
+        server.drain()
         state = server.device.state
         state.pool.validate()
         for m in state.models.values():
