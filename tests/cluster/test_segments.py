@@ -13,7 +13,14 @@ import pytest
 from ballast.cluster.segments import SegmentBroker, SegmentClient
 from ballast.core.errors import DeviceError
 from ballast.weights.host import HostTier
-from tests.weights.test_host import Filler, allocated, contents, load, segments
+from tests.weights.test_host import (  # noqa: F401
+    Filler,
+    allocated,
+    contents,
+    load,
+    only_its_own,
+    segments,
+)
 
 
 @contextlib.contextmanager

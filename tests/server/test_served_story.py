@@ -30,7 +30,9 @@ def test_the_lives_before_and_after_a_crash_replay(fleet_file: Path, tmp_path: P
             assert all(len(stream.tokens) == TOKENS for stream in streams)
 
         asyncio.run(ask())
-        running.client.completions.create(model=MODELS[0], prompt="A ship", max_tokens=5)
+        running.client.completions.create(
+            model=MODELS[0], prompt="A ship", max_tokens=5, extra_body={"ignore_eos": True}
+        )
         running.signal(signal.SIGTERM)
         assert running.wait() == 0
     lives = read_lives(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import gc
 import hashlib
 import math
 import os
@@ -41,16 +42,34 @@ class Filler:
         return hashlib.sha256(ctypes.string_at(piece.address, piece.n_bytes)).digest()
 
 
+_others: set[int] = set()
+"""Inodes of memfds that are not of the test under way."""
+
+
+@pytest.fixture(autouse=True)
+def only_its_own() -> None:
+    """What tests before left to the garbage collector is not counted against this one."""
+    gc.collect()
+    _others.clear()
+    _others.update(_memfds())
+
+
 def allocated() -> int:
-    """Bytes of all memfds of the host tier in this process."""
-    total = 0
+    """Bytes of the memfds of the host tier in this process that the test under way has made."""
+    return sum(n for inode, n in _memfds().items() if inode not in _others)
+
+
+def _memfds() -> dict[int, int]:
+    """Bytes by inode."""
+    found = {}
     for fd in os.listdir("/proc/self/fd"):
         try:
             if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:ballast-"):
-                total += os.fstat(int(fd)).st_blocks * 512
+                status = os.fstat(int(fd))
+                found[status.st_ino] = status.st_blocks * 512
         except OSError:
             continue
-    return total
+    return found
 
 
 def load(tier: HostTier, name: str, **values: int) -> HostBytes:

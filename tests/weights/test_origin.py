@@ -21,7 +21,7 @@ from ballast.weights.checkpoint import load_host_model
 from ballast.weights.host import HostModel, HostTier
 from tests.cluster.test_segments import tier
 from tests.weights.test_checkpoint import STORED, contents, make
-from tests.weights.test_host import allocated
+from tests.weights.test_host import allocated, only_its_own  # noqa: F401
 
 Reads = list[int]
 
