@@ -85,9 +85,9 @@ class CudaMachine:
             self.vm.watch(stream)
         self._common = Scratch(self._compute.device) if device.lanes == 1 else None
         """Each model has its own where jobs of several run at the same time."""
-        self._rotors: list[EventRotor] = []
-        self._swappers: list[EventSwapper] = []
-        """Those of models that have gone, too: they have streams, and no more."""
+        self._rotors: dict[str, EventRotor] = {}
+        self._swappers: dict[str, EventSwapper] = {}
+        """By model, like rotors."""
         self._graphs: GraphCache | None = None
         if n_bytes := device.graph_bytes:
             self._graphs = GraphCache(
@@ -119,6 +119,10 @@ class CudaMachine:
         if self._graphs is not None:
             self._driver.set_current(self._context)
             self._graphs.forget(host.spec.name)
+        for kept in (self._rotors, self._swappers):
+            gone = kept.pop(host.spec.name, None)
+            if gone is not None:
+                gone.close()
         for address in host.addresses:
             if self._pinned[address] == 1:
                 self.pins.unpin(address)
@@ -175,7 +179,7 @@ class CudaMachine:
         )
 
     def _rest(self) -> None:
-        for rotor in self._rotors:
+        for rotor in self._rotors.values():
             rotor.rest()
 
     def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
@@ -183,7 +187,7 @@ class CudaMachine:
             settled, lane = Settled(spec.name), self._compute.current
             known = (self._driver, self._context)
             rotor = EventRotor(*known, copies, lane, lambda: post(settled))
-            self._rotors.append(rotor)
+            self._rotors[spec.name] = rotor
             return rotor
 
         return make
@@ -192,7 +196,7 @@ class CudaMachine:
         def make(kv: KvCache) -> EventSwapper:
             known = (self._driver, self._context, self.pins, self._compute.current)
             swapper = EventSwapper(kv, *known, dirty)
-            self._swappers.append(swapper)
+            self._swappers[kv.spec.name] = swapper
             return swapper
 
         return make
@@ -204,9 +208,9 @@ class CudaMachine:
         self._driver.set_current(self._context)
         if self._graphs is not None:
             self._graphs.close()
-        for rotor in self._rotors:
+        for rotor in self._rotors.values():
             rotor.close()
-        for swapper in self._swappers:
+        for swapper in self._swappers.values():
             swapper.close()
         self.pins.close()
         self._streams.close()
