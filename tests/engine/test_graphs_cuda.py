@@ -62,6 +62,7 @@ def test_tokens_are_the_same_while_pages_move(paths: dict[str, Path]) -> None:  
         assert told.graphs is not None
         assert told.owners["arena:graphs"] == held
         assert sum(m.evictions for m in told.models) > 0
+        server.drain()
         state.pool.validate()
         physical = server.device.machine.vm.physical_bytes()
         assert physical <= budget - (state.arena.pages + held) * device.page_bytes

@@ -71,6 +71,7 @@ def test_under_pressure_its_tokens_are_those_of_the_cpu(
         kind = DeviceFusedModel if impl == "fused" else DeviceModel
         assert all(isinstance(e, kind) for of_model in executors for e in of_model)
         answers = server.generate(requests)
+        server.drain()
         device = server.device
         report, state = device.snapshot(), device.state
         for m in state.models.values():

@@ -41,6 +41,7 @@ def test_layers_are_lent_and_no_token_changes(paths: dict[str, Path], temporal: 
                 break
         else:
             pytest.fail("layers stay lent for ever")
+        server.drain()
         state.pool.validate()
         for m in state.models.values():
             m.weights.validate()

@@ -32,8 +32,8 @@ def disturb(server: InProcess, seed: int) -> RandomRotations:
 
 def calm(server: InProcess, policy: RandomRotations) -> None:
     """No more changes: the loop is at rest when this returns."""
-    policy.due = 1e9
     for _ in range(200):
+        policy.due = 1e9  # the loop may have set it at the same moment
         server.generate(asked(1, models=NAMES[:1]))  # a turn, at least
         if not server.device.state.in_flight:
             return
@@ -59,6 +59,7 @@ def test_rotating_layers_change_no_token(
         policy = disturb(server, 1)
         answers = server.generate(requests)
         calm(server, policy)
+        server.drain()
         state = server.device.state
         loads = [m.weights.rotor.loads for m in state.models.values() if m.weights.rotor]
         state.pool.validate()

@@ -44,6 +44,7 @@ def test_rotating_layers_change_no_token_on_a_gpu(paths: dict[str, Path]) -> Non
         policy = disturb(server, 1)
         third = server.generate([replace(r, id=f"{r.id}-third") for r in requests])
         calm(server, policy)
+        server.drain()
         state = server.device.state
         rotors = [m.weights.rotor for m in state.models.values()]
         state.pool.validate()

@@ -89,6 +89,7 @@ def test_where_kv_is_short_it_is_swapped_and_nobody_starts_again(paths: dict[str
     tight = swapping(fleet(paths, need(paths)), cap=0)
     with InProcess(tight) as server:
         answers = server.generate(requests)
+        server.drain()
         state = server.device.state
         told = [d for d in server.device.decisions() if d["action"] == "SwapKv"]
         assert told

@@ -42,6 +42,7 @@ def test_swapped_kv_changes_no_token_on_a_gpu(paths: dict[str, Path], dirty: int
             m.kv.rotation for m in server.device.state.models.values()
         )
         answers = server.generate(requests)
+        server.drain()
         for m in server.device.state.models.values():
             m.kv.validate([])
         server.device.state.pool.validate()
