@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ballast.core.errors import DeviceError
 from ballast.core.job import SequenceWork
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.memory.copies import Copy
 from ballast.memory.cuda_calls import Driver
 from ballast.memory.cuda_events import Events, Stalls
 from ballast.weights.rotor import NOBODY, Loads
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +150,15 @@ class EventRotor:
     # -- inside -----------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        self._driver.set_current(self._context)
-        self._driver.finish(self._stream)
-        with self._lock:
-            self._look()
-        self._settled()
+        try:
+            self._driver.set_current(self._context)
+            self._driver.finish(self._stream)
+            with self._lock:
+                self._look()
+        except DeviceError as error:
+            log.error("copies of layers cannot be waited for: %s", error)
+        finally:
+            self._settled()  # who waits for it will meet the same error
 
     def _replace(self, slot: int, layer: int) -> None:
         self._landing.pop(self._held[slot], None)

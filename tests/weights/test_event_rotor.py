@@ -215,3 +215,10 @@ def test_nobody_waits_for_the_time_of_a_copy(world: World) -> None:
     assert world.rotor.stalled() == 0.0
     assert world.rotor.loads.n == n
     assert world.driver.streams[world.rotor._stream]
+
+
+def test_who_waits_is_told_also_when_the_driver_cannot(world: World) -> None:
+    world.settled.clear()
+    world.driver.fail("finish")
+    world.rotor.settle()
+    assert world.settled.wait(60)
