@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ballast.core.errors import BrokenPromise
+from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.report import GraphReport
 from ballast.core.units import MiB
 from ballast.kernels.device_plan import Bucket
@@ -219,11 +219,11 @@ class GraphCache:
             self._recorders.clear()
 
     def _record(self, key: Key, step: Step) -> Recorded | None:
-        recorder = self._recorders.get(key.stream)
-        if recorder is None:
-            recorder = self._recorders[key.stream] = self._make(key.stream)
-        recording = Recording(recorder, key.cuts)
         try:
+            recorder = self._recorders.get(key.stream)
+            if recorder is None:
+                recorder = self._recorders[key.stream] = self._make(key.stream)
+            recording = Recording(recorder, key.cuts)
             with recorder.session():
                 try:
                     recording.begin()
@@ -233,7 +233,7 @@ class GraphCache:
                     recorder.abandon()
                     recording.reset()
                     raise
-        except torch.OutOfMemoryError as error:
+        except (DeviceError, torch.OutOfMemoryError) as error:
             self._refuse(key, str(error))
             return None
         except RuntimeError as error:

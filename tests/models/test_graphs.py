@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ballast.core.errors import BrokenPromise
+from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.job import SequenceWork
 from ballast.core.settings import AdapterSettings
 from ballast.kernels.device_plan import Bucket
@@ -19,7 +19,7 @@ from ballast.kernels.plain_attention import PlainAttention
 from ballast.models import device_adapters
 from ballast.models.graphs import PIECE_BYTES, GraphCache
 from ballast.models.on_device import OnDevice
-from ballast.models.recording import Recording
+from ballast.models.recording import Recorder, Recording
 from benchmarks.adapters import random_adapter
 from tests.memory.fake_cuda import Misuse
 from tests.models.fake_graphs import FakeRecorder, Recorders, StaticAttention, StaticLora
@@ -253,6 +253,18 @@ def test_one_that_does_not_fit_is_not_tried_again() -> None:
     add(graphs, "a", ONE)
     assert not there(graphs, "a", ONE)
     assert graphs.n_bytes == 0
+    with graphs.on(1):
+        graphs.want("a", ONE, filled(torch.ones(3)))  # type: ignore[arg-type]
+    assert not graphs.wanted
+
+
+def test_where_no_recorder_can_be_made_it_is_not_tried_for_ever() -> None:
+    def fails(stream: int) -> Recorder:
+        raise DeviceError("cuStreamCreate", "CUDA_ERROR_OUT_OF_MEMORY")
+
+    graphs = GraphCache(1 << 20, fails)
+    add(graphs, "a", ONE)
+    assert not there(graphs, "a", ONE)
     with graphs.on(1):
         graphs.want("a", ONE, filled(torch.ones(3)))  # type: ignore[arg-type]
     assert not graphs.wanted
