@@ -19,7 +19,7 @@ from ballast.engine.machine import Cap, OnCpu
 from ballast.engine.runner import Executor, LaneRunner, Record
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
-from ballast.memory.copies import Copy, copy_now
+from ballast.memory.copies import Copy
 from ballast.memory.transfer import HostLink, Link
 from ballast.memory.vm import Vm
 from ballast.memory.vm_memfd import MemfdVm
@@ -170,12 +170,6 @@ class CpuMember(OnCpu):
     def load(self, settings: ModelSettings, tier: HostTier, threads: int) -> HostModel:
         check_parallel(settings, self._shard.ranks)
         return load_host_model(settings, tier, threads, self._shard)
-
-    def unload(self, host: HostModel) -> None:
-        host.close()
-
-    def copy(self, dst: int, src: int, n_bytes: int) -> None:
-        copy_now(dst, src, n_bytes)
 
     def model(
         self,

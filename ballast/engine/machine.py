@@ -114,10 +114,17 @@ MakeMachine = Callable[[FleetSettings, Clock, Callable[[Event], None]], Machine]
 
 
 class OnCpu:
-    """What every machine of CPUs has: the C allocator's cap, and intra-op threads for lanes."""
+    """What every machine of CPUs has: plain memory, the C allocator's cap, and intra-op threads for
+    lanes."""
 
     graphs: GraphReport | None = None
     reach: Reach | None = None
+
+    def unload(self, host: HostModel) -> None:
+        host.close()
+
+    def copy(self, dst: int, src: int, n_bytes: int) -> None:
+        copy_now(dst, src, n_bytes)
 
     def cap(self, n_bytes: int) -> Cap:
         return AllocatorCap(n_bytes)
@@ -147,12 +154,6 @@ class CpuMachine(OnCpu):
 
     def load(self, settings: ModelSettings, tier: HostTier, threads: int = THREADS) -> HostModel:
         return load_host_model(settings, tier, threads)
-
-    def unload(self, host: HostModel) -> None:
-        host.close()
-
-    def copy(self, dst: int, src: int, n_bytes: int) -> None:
-        copy_now(dst, src, n_bytes)
 
     def executors(
         self,
