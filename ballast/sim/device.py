@@ -90,7 +90,8 @@ class SimDevice:
             raise ConfigError("tensor_parallel", settings.tensor_parallel, allowed)
         self.clock = VirtualClock()
         self._heap = EventHeap(self.clock)
-        link = SimLink(self._heap, self.clock, profile.moving(settings.page_bytes))
+        moving = profile.moving(settings.page_bytes)
+        link = SimLink(self._heap, self.clock, moving, profile.link.to_device)
         self._rotors = SimRotors(self._heap, self.clock, link, profile.link)
         swapping = preset.swapping
         if swapping is not None and settings.lanes > 1:

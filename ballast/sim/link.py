@@ -21,7 +21,12 @@ from ballast.sim.heap import EventHeap
 class SimLink:
     """Implements `memory.transfer.Link`. A transfer that joins or ends costs O(log streams)."""
 
-    def __init__(self, heap: EventHeap, clock: Clock, rates: LinkRates) -> None:
+    def __init__(
+        self, heap: EventHeap, clock: Clock, rates: LinkRates, copying: float | None = None
+    ) -> None:
+        """`copying`: bytes per second to the device of a copy alone, as a live link measures it,
+        where `rates` are lower for what else a transfer takes."""
+        self._copying = rates.to_device if copying is None else copying
         self._heap = heap
         self._clock = clock
         self._rates = rates
@@ -29,7 +34,7 @@ class SimLink:
 
     @property
     def bytes_per_second(self) -> float:
-        return self._rates.to_device
+        return self._copying
 
     def start(
         self,
