@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ballast.core.actions import OMITTED, Action, Operation
 from ballast.core.cost import StepCosts
 from ballast.core.event import Arrival, Event, JobDone, JobFailed, Operate
 from ballast.core.lease import AskedBack, Lease, Lent, Returned
@@ -29,7 +30,14 @@ class ModelTold:
 
     spec: ModelSpec
     costs: StepCosts
-    """What policies are told of its speed."""
+    """What policies know of its speed."""
+    learned: bool = False
+    """It is learned from its jobs, from here on."""
+
+    @property
+    def measured(self) -> StepCosts | None:
+        """None: they are learned."""
+        return None if self.learned else self.costs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +97,15 @@ def describe(event: Event) -> Entry:
     if isinstance(event, Lent | AskedBack | Returned):
         return {"event": kind, **describe_lease(event.lease)}
     return {"event": kind, **dataclasses.asdict(event)}
+
+
+def describe_action(action: Action | Operation) -> Entry:
+    """An action as plain data."""
+    told = dataclasses.asdict(action)
+    for field in dataclasses.fields(action):
+        if field.metadata == OMITTED and told[field.name] == field.default:
+            del told[field.name]
+    return told
 
 
 def describe_lease(lease: Lease) -> Entry:

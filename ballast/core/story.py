@@ -12,10 +12,17 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from ballast.core.actions import Action, Operation
+from ballast.core.actions import Action, Operation, Promise
 from ballast.core.chains import Chain, digest
-from ballast.core.cost import StepCosts
-from ballast.core.entries import Entry, ModelTold, Sink, Snapshot, describe, describe_lease
+from ballast.core.entries import (
+    Entry,
+    ModelTold,
+    Sink,
+    Snapshot,
+    describe,
+    describe_action,
+    describe_lease,
+)
 from ballast.core.event import (
     Arrival,
     Cancelled,
@@ -91,11 +98,11 @@ class Story:
         self._last = told
         self._tell(told)
 
-    def joins(self, spec: ModelSpec, costs: StepCosts) -> None:
+    def joins(self, joining: ModelTold) -> None:
         """The event told last lets a model in."""
         if self._sink is not None:
-            self._last["joining"] = ModelTold(spec=spec, costs=costs)
-            self._names(spec)
+            self._last["joining"] = joining
+            self._names(joining.spec)
 
     def lends(self, lease: Lease) -> None:
         """The event told last lends pages."""
@@ -187,13 +194,17 @@ class Story:
     ) -> None:
         """A policy, or whom `by` names, asked for `action`; `refused` says why it was not done, if
         it was not."""
-        told = {"at": at, "action": type(action).__name__, **dataclasses.asdict(action)}
+        told = {"at": at, "action": type(action).__name__, **describe_action(action)}
         if by is not None:
             told["by"] = by
         if refused is not None:
             told["refused"] = refused
         self._untold.append(told)
         self._tell(told)
+
+    def promises(self, at: float, stated: Sequence[Promise]) -> None:
+        """A policy has set these pages aside, and no others any more."""
+        self._tell({"at": at, "promises": [dataclasses.asdict(p) for p in stated]})
 
     def stray(self, at: float, why: str) -> None:
         """Something happened that no replay can repeat."""

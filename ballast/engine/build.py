@@ -11,6 +11,7 @@ from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
 from ballast.core.settings import DeviceSettings, KvLayout
 from ballast.core.units import MiB, format_bytes
+from ballast.engine.cost_estimator import CostEstimator
 from ballast.engine.lending import Lending
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
@@ -91,7 +92,7 @@ def build_state(
             copy,
             shared,
             lending.borrower,
-            costs.get(h.spec.name, UNMEASURED),
+            costs.get(h.spec.name),
             make_rotor,
             make_swapper,
         )
@@ -110,11 +111,12 @@ def build_model(
     copy: CopyNow,
     shared: Mapping[str, SharedSegment],
     borrower: Borrower,
-    costs: StepCosts = UNMEASURED,
+    costs: StepCosts | None = None,
     make_rotor: MakeRotor | None = None,
     make_swapper: MakeSwapper | None = None,
 ) -> ModelState:
-    """A model of which nothing is resident; `shared`: by digest, what is not its own alone."""
+    """A model of which nothing is resident; `shared`: by digest, what is not its own alone. Where
+    no `costs` are given they are learned from its jobs."""
     layered = make_swapper is not None or settings.kv_layout is KvLayout.PER_LAYER
     kv = KvCache(
         hosted.spec,
@@ -129,11 +131,14 @@ def build_model(
     weights = WeightsOnDevice(
         hosted.spec, pool, pool.vm, link, hosted.addresses, shared, make_rotor
     )
-    return ModelState(hosted.spec, weights, kv, costs, swapper=swapper)
+    m = ModelState(hosted.spec, weights, kv, costs or UNMEASURED, swapper=swapper)
+    if costs is None:
+        m.estimator = CostEstimator(UNMEASURED)
+    return m
 
 
 def build_newcomer(
-    state: DeviceState, hosted: Hosted, copy: CopyNow, costs: StepCosts = UNMEASURED
+    state: DeviceState, hosted: Hosted, copy: CopyNow, costs: StepCosts | None = None
 ) -> tuple[ModelState, dict[str, SharedSegment]]:
     """A model that may join a device, and the segments that are shared for its sake."""
     present = tuple(state.models.values())

@@ -26,9 +26,8 @@ def done(state: DeviceState, event: JobDone) -> list[Output]:
     m = _close(state, event.job)
     now = m.last_run = state.now
     m.lane_seconds += event.seconds * state.lanes.share(event.job)
-    prefill = any(len(work.tokens) > 1 for work in event.job.work)
     if not m.kv.fixed:
-        m.took(event.seconds - event.stall, prefill=prefill)
+        m.took(event.seconds - event.stall, event.job.load)
     m.weights.passed()
     for work in event.job.work:
         request = state.requests[work.request_id]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ballast.core.cost import StepCosts
-from ballast.core.job import Job
+from ballast.core.job import Job, Load
 from ballast.core.model import ModelSpec
 from ballast.core.request import Request
 from ballast.core.rotation import Rotation
 from ballast.core.settings import Slo
 from ballast.core.view import ModelView, Residency, Shortage
+from ballast.engine.cost_estimator import CostEstimator
 from ballast.engine.waiting import Waiting
 from ballast.kv.blocks import KvCache
 from ballast.kv.swapper import KvSwapper
@@ -56,6 +57,8 @@ class ModelState:
     """None: its KV cannot be swapped."""
     swap_to: Rotation | None = None
     """Layers whose KV shall rotate as soon as no job stands in the way."""
+    estimator: CostEstimator | None = None
+    """Learns `costs` from jobs that end; None: they were measured before."""
     decode_seconds: float | None = None
     """Of its last job that only decoded, without waiting for layers; below, of the last other."""
     prefill_seconds: float | None = None
@@ -76,12 +79,15 @@ class ModelState:
         slots = self.weights.slots
         return (slots.rotation.lent - self.rotation.lent) * slots.layer_pages
 
-    def took(self, seconds: float, *, prefill: bool) -> None:
-        """A job of its ended that had so much to compute."""
-        if prefill:
+    def took(self, seconds: float, load: Load) -> None:
+        """A job of it has ended that took so long, without waiting for layers."""
+        if load.prefill_chunks:
             self.prefill_seconds = seconds
         else:
             self.decode_seconds = seconds
+        if self.estimator is not None:
+            self.estimator.observe(load, seconds)
+            self.costs = self.estimator.costs
 
     def queue_seconds(self, adapter: int | None) -> float | None:
         """How long requests for it, or for one of its adapters, wait to be admitted."""

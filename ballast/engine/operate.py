@@ -15,6 +15,7 @@ from ballast.engine import turning
 from ballast.engine.apply import apply
 from ballast.engine.build import largest_jobs
 from ballast.engine.model import ModelState
+from ballast.engine.snapshot import model_told
 from ballast.engine.state import DeviceState
 from ballast.weights.shared import SharedSegment
 
@@ -38,7 +39,10 @@ class Operations:
         by whoever has made them, before `Join` is asked for."""
 
     def begin(self, event: Operate, outputs: list[Output]) -> None:
-        """Do it, or begin to."""
+        """Do it, or begin to. It comes before what a policy has set pages aside for."""
+        if self._state.promises.stated:
+            self._state.promises.withdraw()
+            self._state.asking = True
         refused = self._try(event.operation, outputs)
         self._story.decision(self._state.now, event.operation, refused, by="operator")
         if refused is None and isinstance(event.operation, Activate | Evict | Leave | Recall):
@@ -68,9 +72,7 @@ class Operations:
         if isinstance(wanted, Lend):
             return self._lend(wanted)
         if isinstance(wanted, Recall):
-            due = state.now + wanted.seconds
-            out = state.lending.recall(wanted.to, wanted.pages, due)
-            return None if out else f"nothing is lent to {wanted.to}"
+            return apply(state, wanted, outputs)
         if isinstance(wanted, Join):
             return self._join(wanted.model)
         if isinstance(wanted, Leave) and wanted.at_once and wanted.model in state.models:
@@ -103,7 +105,7 @@ class Operations:
         """All it takes is there, or nothing changes."""
         state, settings = self._state, self._state.settings
         m, shared = self.ready.pop(name)
-        self._story.joins(m.spec, m.costs)
+        self._story.joins(model_told(m))
         for known in (name, *(a.name for a in m.spec.adapters)):
             if known in state.named or known in state.models:
                 return f"there is a model {known!r} already"

@@ -5,8 +5,14 @@ from __future__ import annotations
 from ballast import __version__
 from ballast.core.entries import ModelTold, Snapshot
 from ballast.core.story import Story
+from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 from ballast.policy.presets import Preset
+
+
+def model_told(m: ModelState) -> ModelTold:
+    """One model of the device."""
+    return ModelTold(spec=m.spec, costs=m.costs, learned=m.estimator is not None)
 
 
 def snapshot(state: DeviceState, preset: Preset, story: Story) -> Snapshot:
@@ -18,7 +24,7 @@ def snapshot(state: DeviceState, preset: Preset, story: Story) -> Snapshot:
         preset=preset.name,
         options=dict(preset.options),
         link_bytes_per_second=state.link_bytes_per_second,
-        models=tuple(ModelTold(spec=m.spec, costs=m.costs) for m in models),
+        models=tuple(model_told(m) for m in models),
         began=story.began,
         overhead=story.overhead,
         rotates=state.make_rotor is not None,

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from ballast.core.clock import VirtualClock
 from ballast.core.event import Output, TokenOut
+from ballast.core.job import Load
 from ballast.core.view import Residency
 from ballast.engine.loop import Loop
 from ballast.engine.model import ModelState
@@ -75,7 +76,7 @@ def _turns(loop: Loop) -> deque[_Batch] | None:
         return None
     if state.lanes.share(job) < 1:
         return None  # the next one may have more of the device
-    if state.asking or loop.operations.pending:
+    if state.asking or loop.operations.pending or state.lending.borrower.wanted():
         return None
     names = [c.model for c in sorted(candidates(state), key=lambda c: c.last_run)]
     if names and (len(state.lanes.jobs) > 1 or loop.preset.order is not least_recently_run):
@@ -170,10 +171,10 @@ class _Batch:
             self._quiet = self._steps_to_a_full_block()
             self._grown = False
         self._left -= 1
-        self._context += len(self.requests)
         m.last_run = m.last_used = at
         m.lane_seconds += self.seconds
-        m.took(self.seconds - self.stall, prefill=False)
+        m.took(self.seconds - self.stall, Load(0, 0, 0, len(self.requests), self._context))
+        self._context += len(self.requests)
         m.view = None
 
     def begin_step(self, runner: SimRunner) -> float:

@@ -111,7 +111,7 @@ class _Replay:
         """By the turn that was replayed last."""
         vm = NullVm(told.device.page_bytes, told.device.budget_bytes // told.device.page_bytes)
         hosted = [hosted_nowhere(m.spec) for m in told.models]
-        costs = {m.spec.name: m.costs for m in told.models}
+        costs = {m.spec.name: m.costs for m in told.models if not m.learned}
         preset = resolve(told.preset, told.options)
         state = build_state(
             told.device,

@@ -201,7 +201,7 @@ class Events:
             self._lent[told["lease"]] = tuple(told["page_numbers"])
         if "joining" in told:
             joining = msgspec.convert(told["joining"], ModelTold)
-            spec, costs = joining.spec, joining.costs
+            spec, costs = joining.spec, joining.measured
             newcomer = build_newcomer(self._state, hosted_nowhere(spec), copy_nothing, costs)
             self._ready[spec.name] = newcomer
             self._serves(spec)

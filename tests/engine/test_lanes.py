@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ballast.bench.inprocess import InProcess
 from ballast.bench.telling import telling
+from ballast.core.cost import UNMEASURED
 from ballast.core.errors import ConfigError
 from ballast.core.event import Failed, Finished
 from ballast.core.job import Job
@@ -73,6 +74,7 @@ def test_lanes_change_no_token_and_replay(
         state = server.device.state
         state.pool.validate()
         assert state.pool.owned("arena:lanes") == state.arena.pages
+        assert all(m.costs != UNMEASURED for m in state.models.values()), "costs are learned"
     for id, answer in answers.items():
         assert answer.tokens == alone[id].tokens, id
         assert answer.logprobs == pytest.approx(alone[id].logprobs, abs=1e-4)
