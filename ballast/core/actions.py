@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ballast.core.rotation import Rotation
 from ballast.core.settings import Slo
+from ballast.core.units import ceil_div
+
+OMITTED: Mapping[str, Any] = {"omitted": True}
+"""Metadata of a field that stories leave out while it has its default: stories recorded before the
+field existed compare equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,8 @@ class DropCache:
     model: str
     pages: int
     why: str = ""
+    spare: str = field(default="", metadata=OMITTED)
+    """Id of a waiting request of the model, whose cached prefix stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +122,41 @@ class SwapKv:
     why: str = ""
 
 
-Action = Activate | Evict | Preempt | DropCache | Compact | Limit | Hold | Refuse | Remap | SwapKv
+RECALL_SECONDS = 30.0
+"""For a borrower to return pages, where nobody says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Ask pages back that were lent to another device, the last ones first."""
+
+    to: str
+    pages: int | None
+    """None: all."""
+    seconds: float
+    """After which the other device's process is killed if it has not returned them."""
+    why: str = ""
+
+
+ModelAction = (
+    Activate | Evict | Preempt | DropCache | Compact | Limit | Hold | Refuse | Remap | SwapKv
+)
+Action = ModelAction | Recall
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Free pages set aside for a model, so that no other one takes what was freed for its claim.
+
+    Pages that are not free yet are set aside as they become free. Promises hold until the policy's
+    next decision, which states them anew; earlier ones are filled first.
+    """
+
+    model: str
+    weights: int
+    """Pages for its weights; void once these are on the device."""
+    kv: int
+    """Pages for its KV cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,22 +202,6 @@ class Lend:
     why: str = ""
 
 
-RECALL_SECONDS = 30.0
-"""For a borrower to return pages, where nobody says otherwise."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recall:
-    """Ask pages back that were lent to another device, the last ones first."""
-
-    to: str
-    pages: int | None
-    """None: all."""
-    seconds: float
-    """After which the other device's process is killed if it has not returned them."""
-    why: str = ""
-
-
 Operation = Activate | Evict | Change | Join | Leave | Lend | Recall
 """What only operators may ask for, and what they may beside policies."""
 
@@ -188,6 +215,21 @@ class Offer:
     action: Action
     blocks: int = 0
     """Beside the pages: blocks that only the model itself can use."""
+    grain: int = 0
+    """Pages by which a smaller part can be taken, where the action counts pages; 0: it is
+    indivisible."""
+    later: bool = False
+    """Its pages do not come with the action, but with an event that follows."""
+
+    def part(self, pages: int) -> Offer:
+        """The least part of a divisible offer that has `pages`; all of it where it has fewer."""
+        n = min(self.pages, ceil_div(pages, self.grain) * self.grain)
+        if n == self.pages:
+            return self
+        assert isinstance(self.action, DropCache | Compact | Recall)
+        return replace(
+            self, pages=n, price=self.price * n / self.pages, action=replace(self.action, pages=n)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,3 +239,5 @@ class Decision:
     actions: tuple[Action, ...] = ()
     memo: object = None
     wake_at: float | None = None
+    promises: tuple[Promise, ...] = ()
+    """Pages set aside from now on, in order of precedence; none of those before."""

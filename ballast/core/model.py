@@ -122,6 +122,13 @@ def weight_pages(specs: Iterable[ModelSpec], page_bytes: int) -> int:
     return sum(ceil_div(n, page_bytes) for n in _distinct(specs))
 
 
+def kv_room(pages: int, specs: Iterable[ModelSpec], page_bytes: int, limit: int | None) -> int:
+    """Of `pages`, those that weights of the models leave for KV cache, within `limit`; negative
+    where weights alone do not fit."""
+    room = pages - weight_pages(specs, page_bytes)
+    return room if limit is None else min(room, limit)
+
+
 def _distinct(specs: Iterable[ModelSpec]) -> list[int]:
     alone: list[int] = []
     equal: dict[str, int] = {}

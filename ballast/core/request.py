@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -205,6 +206,12 @@ class Request:
     def most_tokens(self) -> int:
         """Tokens whose KV it may ever need: the last generated token's is never computed."""
         return self.prompt_tokens + max(0, self.submission.max_tokens - 1)
+
+    @property
+    def prefix(self) -> tuple[Sequence[int], str]:
+        """Tokens whose KV may come from the prefix cache, and their salt: what is still to be
+        scored needs logits, which no cache has."""
+        return self.tokens if self.scored else self.tokens[: self.unscored], self.salt
 
     @property
     def read_only(self) -> bool:

@@ -106,6 +106,9 @@ class ModelView:
     """That is about to change: its requests go on after."""
     kv_layer_pages: int = 0
     """Pages of its KV in each layer that shares none."""
+    first_cached_pages: int = 0
+    """Of `cached_pages`, those that hold the cached prefix of its first waiting request, which
+    lacks pages: dropping them makes it lack as many more."""
 
     @property
     def name(self) -> str:
@@ -172,18 +175,23 @@ class DeviceView:
     reclaiming: int
     """Pages given back that wait for a job in flight."""
     promised: int
-    """Pages set aside for activations that wait for reclaiming pages."""
+    """Pages set aside for layers that stop rotating. Those set aside by the policy's own promises
+    are not among them: it states these anew."""
     link_bytes_per_second: float
     models: tuple[ModelView, ...]
     """In the fleet's order."""
     shortages: tuple[Shortage, ...] = ()
     borrowed: int = 0
     """Pages of other devices that KV may take where free ones are short, and has not."""
+    lent: tuple[tuple[str, int], ...] = ()
+    """(device, pages) lent to other devices and not recalled."""
+    recalled: int = 0
+    """Pages recalled from other devices that have not been returned."""
 
     @property
     def coming(self) -> int:
         """Pages that are free or will be without further action, less those promised."""
-        return self.free + self.reclaiming - self.promised
+        return self.free + self.reclaiming + self.recalled - self.promised
 
     def model(self, name: str) -> ModelView:
         return next(m for m in self.models if m.name == name)

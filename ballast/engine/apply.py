@@ -14,6 +14,7 @@ from ballast.core.actions import (
     Hold,
     Limit,
     Preempt,
+    Recall,
     Refuse,
     Remap,
     SwapKv,
@@ -32,6 +33,9 @@ def apply(state: DeviceState, action: Action, outputs: list[Output]) -> Refusal:
 
     What clients must be told as a consequence is appended to `outputs`.
     """
+    if isinstance(action, Recall):
+        out = state.lending.recall(action.to, action.pages, state.now + action.seconds)
+        return None if out else f"nothing is lent to {action.to}"
     if action.model not in state.models:
         return f"no model {action.model!r} on this device"
     if isinstance(action, Refuse):
@@ -85,7 +89,8 @@ def _preempt(state: DeviceState, a: Preempt) -> Refusal:
 
 def _drop_cache(state: DeviceState, a: DropCache) -> Refusal:
     m = state.models[a.model]
-    freed = m.kv.drop_cached(a.pages)
+    spared = state.requests.get(a.spare)
+    freed = m.kv.drop_cached(a.pages, spare=m.kv.find(*spared.prefix) if spared else ())
     state.touch(m)
     state.freed += freed > 0
     return None if freed else "nothing is cached that is not in use"

@@ -61,9 +61,19 @@ class Lending:
         """Peers that are gone and of which something may be mapped."""
 
     @property
+    def recalled(self) -> int:
+        """Pages that were asked back and have not come."""
+        return 0 if self.alone else self._lender.recalled()
+
+    @property
     def awaiting(self) -> bool:
-        """Whether pages were asked back that have not come."""
-        return self._lender.recalled() > 0
+        """Whether there are any."""
+        return self.recalled > 0
+
+    def standing(self) -> tuple[tuple[str, int], ...]:
+        """(borrower, pages lent to it that were not asked back), borrowers of none left out."""
+        left = ((name, n - self._lender.recalled(name)) for name, n in self.lent.items())
+        return tuple((name, n) for name, n in left if n)
 
     def awaits(self, peer: str) -> bool:
         """Whether some of them are with that peer."""

@@ -21,6 +21,7 @@ from ballast.engine.vacate import vacate
 from ballast.engine.views import candidates as candidates_of
 from ballast.engine.views import device_view
 from ballast.policy.presets import Preset
+from ballast.policy.stuck import sacrifice
 
 ROUNDS = 8
 """Most times that one turn asks the policy about shortages found while forming a job."""
@@ -187,18 +188,25 @@ class Loop:
             self.outbox(outputs)
 
     def _decide(self, outputs: list[Output]) -> bool:
-        """Ask the policy and do what it says; whether anything was done."""
+        """Ask the policy and do what it says; whether anything has changed by it."""
         self.state.asking = False
         view = device_view(self.state)
         decision = self.preset.device(view, self._memo)
         self._memo = decision.memo
         later = decision.wake_at is not None and decision.wake_at > view.now
         self._wake_at = decision.wake_at if later else None
+        before = self.state.promises.stated
+        self.state.promises.withdraw()
         done = False
         for action in decision.actions:
             refused = apply(self.state, action, outputs)
             self.story.decision(view.now, action, refused)
             done = done or refused is None
+        self.state.promises.make(decision.promises, self.state.models)
+        if self.state.promises.stated != before:
+            self.state.freed += 1
+            self.story.promises(view.now, self.state.promises.stated)
+            return True
         return done
 
     def _dispatch(self, outputs: list[Output]) -> None:
@@ -210,6 +218,7 @@ class Loop:
     def _start(self) -> bool:
         """Form and start jobs; whether a shortage came up that no policy has seen."""
         state = self.state
+        state.promises.fill()
         news = False
         candidates = candidates_of(state) if state.lanes.ready else []
         while candidates and state.lanes.ready:
@@ -245,21 +254,23 @@ class Loop:
         return self._wake_at is None
 
     def _recall(self) -> bool:
-        """No policy helped: the device wants all back that it has lent, if it has."""
-        lending, now = self.state.lending, self.state.now
-        lent = list(lending.lent)
-        for peer in lent:
-            lending.recall(peer, None, now + RECALL_SECONDS)
-            why = "requests find no memory"
-            self.story.decision(now, Recall(peer, None, RECALL_SECONDS, why), None, by="shortage")
-        return bool(lent)
+        """No policy helped: recall all that is lent to other devices; whether anything was."""
+        outputs: list[Output] = []
+        recalls = [
+            Recall(peer, None, RECALL_SECONDS, "requests find no memory")
+            for peer, _ in self.state.lending.standing()
+        ]
+        for recall in recalls:
+            refused = apply(self.state, recall, outputs)
+            self.story.decision(self.state.now, recall, refused, by="shortage")
+        return bool(recalls)
 
     def _give_up_on_one(self, outputs: list[Output]) -> None:
-        """No policy helped: the newest request fails, so that what it holds serves the others."""
-        request = max(self.state.requests.values(), key=lambda r: r.order)
-        reason = f"preset {self.preset.name!r} found no memory for this request"
-        refusal = Refuse(request.model, request.id, reason)
-        self.story.decision(self.state.now, refusal, None)
+        """No policy helped, and nothing is on its way: one request fails, so that others go on."""
+        chosen, why = sacrifice(device_view(self.state))
+        reason = f"preset {self.preset.name!r} found no memory for this request: {why}"
+        request = self.state.requests[chosen]
+        self.story.decision(self.state.now, Refuse(request.model, chosen, reason), None)
         outputs.append(self.state.fail(request, "out_of_memory", reason))
 
 

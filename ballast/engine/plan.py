@@ -61,6 +61,7 @@ class _Plan:
         wanted = short.blocks + m.kv.at_hand
         limited = m.kv.limited(short)
         m.shortages.append(Shortage(m.spec.name, r.id, short.pages, limited, short.blocks, wanted))
+        m.view = None
 
 
 def _scoring(r: Request, end: int) -> Scoring | None:
@@ -101,8 +102,7 @@ def plan(m: ModelState, settings: DeviceSettings, now: float, freed: int) -> lis
 
 def _admit(m: ModelState, r: Request, now: float) -> Short | None:
     """Take a waiting request into the batch, on top of the prefix that is cached."""
-    # What is still to be scored needs logits, which no cache has.
-    blocks = m.kv.match(r.tokens if r.scored else r.tokens[: r.unscored], r.salt)
+    blocks = m.kv.match(*r.prefix)
     cached = len(blocks) * m.spec.block_tokens
     short = m.kv.grow(blocks, len(r.tokens))
     if short is not None:

@@ -10,7 +10,7 @@ from ballast.core.event import (
     Output,
 )
 from ballast.core.job import SequenceWork
-from ballast.core.model import weight_pages
+from ballast.core.model import kv_room
 from ballast.core.request import Request, State
 from ballast.core.settings import DeviceSettings
 from ballast.core.view import Residency
@@ -19,6 +19,7 @@ from ballast.engine.lanes import Lanes
 from ballast.engine.lending import Lending
 from ballast.engine.model import ModelState
 from ballast.engine.patience import Patience
+from ballast.engine.promises import Promises
 from ballast.kv.swapper import MakeSwapper
 from ballast.memory.arena import Arena
 from ballast.memory.pool import Pool
@@ -53,6 +54,7 @@ class DeviceState:
         for m in models:
             self.enrol(m)
         self.pool = pool
+        self.promises = Promises(pool)
         self.lending = lending
         self.link = link
         self.make_rotor, self.make_swapper = make_rotor, make_swapper
@@ -117,10 +119,11 @@ class DeviceState:
         return self.arena.pages + self.graphs.pages
 
     def room(self, m: ModelState) -> int:
-        """Pages of KV that one request of `m` could have with the device to itself."""
+        """Pages of KV that one request of `m` could have with the device to itself, lent pages
+        included: they are recalled where requests lack them."""
         there = [o.spec for o in self.models.values() if o.spec.pinned or o is m]
-        room = self.pool.total - self.set_aside - weight_pages(there, self.settings.page_bytes)
-        return room if m.kv.limit is None else min(room, m.kv.limit)
+        pages = self.pool.total - self.set_aside
+        return kv_room(pages, there, self.settings.page_bytes, m.kv.limit)
 
     # -- what happens to requests ---------------------------------------------------------------
 

@@ -31,7 +31,7 @@ def vacate(state: DeviceState, story: Story) -> None:
             continue
         if m.kv.forsake(at):
             dropped += 1
-        elif m.kv.bring_home(at) or _bring_home_for_cached(state, m, at):
+        elif m.kv.bring_home(at) or (_make_room(state, m) and m.kv.bring_home(at)):
             home += 1
         else:
             home += _preempt(state, m, at, users, story)
@@ -57,12 +57,19 @@ def _preempt(
     return False
 
 
-def _bring_home_for_cached(state: DeviceState, m: ModelState, at: int) -> bool:
-    """In the place of what is cached on the device's own pages."""
-    for other in state.models.values():
-        while other.kv.cached_pages > 0:
-            other.kv.drop_cached(m.kv.layout.slab_pages)
+def _make_room(state: DeviceState, m: ModelState) -> bool:
+    """Drop as many cached prefixes as a slab of `m` on the device's own pages takes the place of:
+    its own as far as its limit asks for that, then the longest unused models'. Where there are too
+    few, none is dropped; whether any was."""
+    wanted = m.kv.layout.slab_pages
+    own = m.kv.excess(wanted)
+    missing = max(own, wanted - state.pool.available(m.kv.owner))
+    others = sorted(state.models.values(), key=lambda o: (o.last_used, o.spec.name))
+    if own > m.kv.cached_pages or missing > sum(o.kv.cached_pages for o in others):
+        return False
+    missing -= m.kv.drop_cached(own)
+    for other in others:
+        if missing > 0:
+            missing -= other.kv.drop_cached(missing)
             state.touch(other)
-            if m.kv.bring_home(at):
-                return True
-    return False
+    return True

@@ -66,11 +66,13 @@ def device_view(state: DeviceState) -> DeviceView:
         arena=state.set_aside,
         free=state.pool.free,
         reclaiming=state.pool.reclaiming + deferred,
-        promised=state.pool.promised,
+        promised=state.pool.promised - state.promises.pages,
         link_bytes_per_second=state.link_bytes_per_second,
         models=tuple(_model_view(state, m) for m in state.models.values()),
         shortages=tuple(_now(m, s) for m in state.models.values() for s in m.shortages),
         borrowed=state.lending.borrower.unused,
+        lent=state.lending.standing(),
+        recalled=state.lending.recalled,
     )
 
 
@@ -108,8 +110,16 @@ def _model_view(state: DeviceState, m: ModelState) -> ModelView:
             kv_rotation=None if m.swapper is None else m.swap_to or m.kv.rotation,
             kv_turning=m.swap_to is not None,
             kv_layer_pages=m.kv.layer_pages,
+            first_cached_pages=_first_cached_pages(m),
         )
     return m.view
+
+
+def _first_cached_pages(m: ModelState) -> int:
+    """Pages of the prefix that is cached for the first waiting request, where that lacks pages."""
+    if not m.waiting or all(s.request_id != m.waiting.first.id for s in m.shortages):
+        return 0
+    return m.kv.prefix_pages(*m.waiting.first.prefix)
 
 
 def _now(m: ModelState, s: Shortage) -> Shortage:

@@ -9,7 +9,7 @@ needs it, moving a block, is a callable handed in.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from itertools import islice
 
 from ballast.core.errors import BrokenPromise
@@ -28,15 +28,17 @@ class KvCache(BlockTables):
 
     # -- giving memory up -------------------------------------------------------------------------
 
-    def drop_cached(self, pages: int) -> int:
+    def drop_cached(self, pages: int, *, spare: Collection[int] = ()) -> int:
         """Forget cached prefixes until `pages` are free, or no more can be; pages freed.
 
-        Least recently used slab first, those on borrowed pages last; prefixes whose slab others
-        keep in use are left alone, as forgetting them would free no page.
+        Least recently used slab first, those on borrowed pages last, none with a block of `spare`;
+        prefixes whose slab others keep in use are left alone, as forgetting them would free no
+        page.
         """
         if self.fixed:
             return 0
-        idle: Iterable[Slab] = self._slabs.idle.values()
+        spared = {block // self._size for block in spare}
+        idle: Iterable[Slab] = (s for s in self._slabs.idle.values() if s.index not in spared)
         if self._backing.abroad:
             idle = sorted(idle, key=lambda slab: slab.index in self._backing.abroad)
         dropped = list(islice(idle, max(0, ceil_div(pages, self.layout.slab_pages))))

@@ -190,6 +190,11 @@ class BlockBooks:
         most = self._backing.most
         return most is not None and self.pages - self.cached_pages + short.pages > most
 
+    def excess(self, pages: int) -> int:
+        """Pages by which growth by `pages` would exceed the limit."""
+        most = self._backing.most
+        return 0 if most is None else max(0, self.pages + pages - most)
+
     # -- checks -----------------------------------------------------------------------------------
 
     def validate(self, tables: Iterable[Sequence[int]]) -> None:

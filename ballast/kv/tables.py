@@ -17,11 +17,21 @@ class BlockTables(BlockBooks):
     Everything here costs O(1) a block, plus what the operating system takes to map and unmap pages.
     """
 
+    def find(self, tokens: Sequence[int], salt: str = "") -> list[int]:
+        """The blocks that `match` would return; nothing changes."""
+        return [] if self._prefix is None else self._prefix.find(tokens, salt)
+
     def held_tokens(self, tokens: Sequence[int], salt: str = "") -> int:
-        """How many of `tokens` `match` would find; nothing changes."""
-        if self._prefix is None:
+        """How many of `tokens` have KV in the prefix cache."""
+        return len(self.find(tokens, salt)) * self.spec.block_tokens
+
+    def prefix_pages(self, tokens: Sequence[int], salt: str = "") -> int:
+        """Of `cached_pages`, those that hold the cached prefix of `tokens`."""
+        if self.fixed:
             return 0
-        return len(self._prefix.find(tokens, salt)) * self.spec.block_tokens
+        idle, abroad = self._slabs.idle, self._backing.abroad
+        found = {block // self._size for block in self.find(tokens, salt)}
+        return sum(i in idle and i not in abroad for i in found) * self.layout.slab_pages
 
     def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
         """A new table of the longest cached prefix: whole blocks, never the last token.

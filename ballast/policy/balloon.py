@@ -11,7 +11,9 @@ from ballast.policy.cover import cover
 from ballast.policy.offers import (
     cached_prefixes,
     idle_models,
+    lent_pages,
     loose_blocks,
+    own_prefix,
     younger_models,
     younger_requests,
 )
@@ -22,8 +24,8 @@ class Balloon:
     """Prism's memory ballooning (sections 4 and 5) without its slack and pressure policies.
 
     Pages come, in this order, from cached prefixes, from blocks moved together, from idle models
-    (those whose return would cost least first), and,
-    for requests that cannot go on or have waited for `patience` of their TTFT service level, from
+    (those whose return would cost least first), from what is lent to other devices, and, for
+    requests that cannot go on or have waited for `patience` of their TTFT service level, from
     younger requests and younger models.
     """
 
@@ -32,6 +34,15 @@ class Balloon:
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         absent, wake_absent = activation_claims(view, self.patience)
         short, wake_short = shortage_claims(view, self.patience)
-        sources = [cached_prefixes, loose_blocks, idle_models, younger_requests, younger_models]
-        actions = cover(view, [*absent, *short], sources)
-        return Decision(tuple(actions), memo, earliest(wake_absent, wake_short))
+        sources = [
+            cached_prefixes,
+            loose_blocks,
+            idle_models,
+            lent_pages,
+            younger_requests,
+            younger_models,
+            own_prefix,
+        ]
+        covered = cover(view, [*absent, *short], sources)
+        wake = earliest(wake_absent, wake_short)
+        return Decision(tuple(covered.actions), memo, wake, covered.promises)

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import math
+
+from ballast.core.request import Order
 from ballast.core.units import ceil_div
-from ballast.core.view import DeviceView, Residency
+from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.offers import Claim
 
 
 def activation_claims(view: DeviceView, patience: float) -> tuple[list[Claim], float | None]:
-    """Claims of absent models with waiting requests, and when the next one turns overdue.
+    """Claims of models that are to come, or on their way, for the requests that wait for them; and
+    when the next one turns overdue.
 
-    A claim may undo younger work once its first request has waited for `patience` of its TTFT
-    service level.
+    An absent model's claim may undo younger work once its first request has waited for `patience`
+    of its TTFT service level. A model whose weights are being copied keeps what that request needs.
     """
-    claims, wake = [], None
+    claims: list[Claim] = []
+    wake = None
     for m in view.models:
-        if m.residency is Residency.ABSENT and m.waiting:
-            first = m.waiting[0]
-            overdue_at = first.order.arrival + patience * m.spec.slo.ttft
-            overdue = view.now >= overdue_at
-            if not overdue:
-                wake = overdue_at if wake is None else min(wake, overdue_at)
-            pages = m.missing_pages + max(0, m.first_pages - view.borrowed)
-            claims.append(Claim(m.name, first.order, pages, overdue, activate=True))
+        if not m.waiting or m.residency not in (Residency.ABSENT, Residency.ACTIVATING):
+            continue
+        first = m.waiting[0]
+        kv = max(0, m.first_pages - view.borrowed)
+        if m.residency is Residency.ACTIVATING:
+            claims.append(Claim(m.name, first.order, kv, may_preempt=False))
+            continue
+        overdue, overdue_at = _overdue(view, m, first.order, patience)
+        wake = earliest(wake, overdue_at)
+        pages = m.missing_pages + kv
+        claims.append(Claim(m.name, first.order, pages, overdue, activate=True, first_pages=kv))
     return claims, wake
 
 
@@ -44,21 +52,24 @@ def shortage_claims(view: DeviceView, patience: float) -> tuple[list[Claim], flo
         urgent = r is not None
         if r is None and m.waiting and m.waiting[0].id == s.request_id:
             r = m.waiting[0]
-            overdue_at = r.order.arrival + patience * m.spec.slo.ttft
-            urgent = view.now >= overdue_at
-            if not urgent:
-                wake = overdue_at if wake is None else min(wake, overdue_at)
+            urgent, overdue_at = _overdue(view, m, r.order, patience)
+            wake = earliest(wake, overdue_at)
         if r is not None:
             claims.append(Claim(m.name, r.order, s.pages, urgent, s.blocks))
     return claims, wake
 
 
-def kv_claims(view: DeviceView, *, waiting: bool) -> list[Claim]:
-    """Claims of requests that lack pages, be it of the pool or within their model's limit.
+def kv_claims(
+    view: DeviceView, *, waiting: bool, patience: float = math.inf
+) -> tuple[list[Claim], float | None]:
+    """Claims of requests that lack pages, be it of the pool or within their model's limit; and when
+    the next one turns overdue.
 
-    Running ones may undo younger work at once; those `waiting`, if asked for, only wait.
+    Running ones may undo younger work at once. Those `waiting`, if asked for, undo none; they are
+    overdue when they have waited for `patience` of their TTFT service level.
     """
-    claims = []
+    claims: list[Claim] = []
+    wake = None
     for s in view.shortages:
         m = view.model(s.model)
         claims += [
@@ -68,8 +79,10 @@ def kv_claims(view: DeviceView, *, waiting: bool) -> list[Claim]:
         ]
         if waiting and not m.held and m.waiting and m.waiting[0].id == s.request_id:
             order = m.waiting[0].order
-            claims.append(Claim(m.name, order, s.pages, may_preempt=False, blocks=s.blocks))
-    return claims
+            overdue, overdue_at = _overdue(view, m, order, patience)
+            wake = earliest(wake, overdue_at)
+            claims.append(Claim(m.name, order, s.pages, False, s.blocks, overdue=overdue))
+    return claims, wake
 
 
 def queue_claims(view: DeviceView, most: int) -> list[Claim]:
@@ -87,6 +100,17 @@ def queue_claims(view: DeviceView, most: int) -> list[Claim]:
                 pages = ceil_div(blocks, m.slab_blocks) * m.slab_pages
                 claims.append(Claim(m.name, r.order, pages, may_preempt=False, blocks=blocks))
     return claims
+
+
+def _overdue(
+    view: DeviceView, m: ModelView, order: Order, patience: float
+) -> tuple[bool, float | None]:
+    """Whether a request has waited for `patience` of its TTFT service level; else, when it will
+    have, if ever."""
+    at = order.arrival + patience * m.spec.slo.ttft
+    if view.now >= at:
+        return True, None
+    return False, at if at < math.inf else None
 
 
 def earliest(*times: float | None) -> float | None:

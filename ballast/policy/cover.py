@@ -1,11 +1,12 @@
-"""Cover claims for pages, first come first served, from sources in a fixed order."""
+"""Cover claims for pages, in order of precedence, from sources in a fixed order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import copy
+from dataclasses import dataclass
 
-from ballast.core.actions import Action, Activate, Evict, Offer, Preempt, Remap
+from ballast.core.actions import Action, Activate, Evict, Offer, Preempt, Promise, Recall, Remap
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView
 from ballast.policy.offers import Claim, Source
@@ -23,6 +24,8 @@ class Ground:
         """For KV only."""
         self.taken: dict[str, dict[tuple[str, str], int]] = {}
         """Pages taken of each model, by kind of action and request."""
+        self.recalled: dict[str, int] = {}
+        """Pages recalled from each device."""
         self.blocks: dict[str, int] = {}
         """Blocks that each model gets back on pages that it keeps."""
         self.evicted: set[str] = set()
@@ -50,21 +53,37 @@ class Ground:
         """Pages that the claim needs beyond what is coming; none where this is not positive."""
         return self.needs(claim) - self.coming - self._borrowable(claim)
 
+    def left_of(self, offer: Offer, pages: int) -> Offer | None:
+        """The part of an offer that is not taken yet, no more than `pages` ask for; None if
+        nothing of it is left."""
+        taken = self._taken_of(offer)
+        if not offer.grain:
+            return offer
+        if taken >= offer.pages:
+            return None
+        return offer.part(min(pages, offer.pages - taken))
+
     def take(self, offer: Offer) -> int:
         """Use an offer up; how many pages that adds to those taken before."""
-        model = offer.action.model
+        action = offer.action
+        if isinstance(action, Recall):
+            self.recalled[action.to] = self.recalled.get(action.to, 0) + offer.pages
+            return offer.pages
+        model = action.model
         if model in self.evicted:
             return 0
         taken = self.taken.setdefault(model, {})
-        if isinstance(offer.action, Evict):
+        if isinstance(action, Evict):
             return max(0, self._evict(self._models[model]) - sum(taken.values()))
-        if isinstance(offer.action, Remap):
+        if isinstance(action, Remap):
             m = self._models[model]
             before = taken.get(_REMAP, 0)
-            taken[_REMAP] = max(before, offer.action.rotation.lent * m.layer_pages - m.lent_pages)
+            taken[_REMAP] = max(before, action.rotation.lent * m.layer_pages - m.lent_pages)
             return taken[_REMAP] - before
-        request = offer.action.request_id if isinstance(offer.action, Preempt) else ""
-        key = (type(offer.action).__name__, request)
+        key = _key(action)
+        if offer.grain:
+            taken[key] = taken.get(key, 0) + offer.pages
+            return offer.pages
         if key in taken:
             return 0
         taken[key] = offer.pages
@@ -75,12 +94,12 @@ class Ground:
         """Use an offer up; how many pages come by it that would not have come before."""
         pages = self.take(offer)
         self.coming += pages
-        if not isinstance(offer.action, Remap):  # its pages come when loads have landed
+        if not offer.later:
             self.free += pages
         return pages
 
-    def use(self, claim: Claim) -> None:
-        """The claim gets what it needs."""
+    def use(self, claim: Claim) -> int:
+        """The claim gets what it needs; how many of these pages are the device's own."""
         needs = self.needs(claim)
         lent = min(self._borrowable(claim), max(0, needs - max(0, self.coming)))
         self.borrowed -= lent
@@ -89,6 +108,19 @@ class Ground:
         self.free -= needs
         left = self.blocks.get(claim.model, 0) - claim.blocks
         self.blocks[claim.model] = max(0, left)
+        return needs
+
+    def hold(self, claim: Claim) -> int:
+        """Keep for a claim, which is not covered, what is coming; how many pages that is."""
+        pages = max(0, min(self.needs(claim), self.coming))
+        self.coming -= pages
+        self.free -= pages
+        return pages
+
+    def _taken_of(self, offer: Offer) -> int:
+        if isinstance(offer.action, Recall):
+            return self.recalled.get(offer.action.to, 0)
+        return self.taken.get(offer.action.model, {}).get(_key(offer.action), 0)
 
     def _borrowable(self, claim: Claim) -> int:
         """Pages of other devices that the claim may be given, in whole slabs."""
@@ -111,6 +143,7 @@ class Ground:
         """As it is now, to go back to."""
         twin = copy(self)
         twin.taken = {model: dict(taken) for model, taken in self.taken.items()}
+        twin.recalled = dict(self.recalled)
         twin.blocks = dict(self.blocks)
         twin.evicted = set(self.evicted)
         twin.holders = {owner: set(holders) for owner, holders in self.holders.items()}
@@ -127,35 +160,61 @@ class Ground:
         return pages
 
 
-def cover(view: DeviceView, claims: Sequence[Claim], sources: Sequence[Source]) -> list[Action]:
-    """Actions that make room for `claims`, oldest first; a claim is covered wholly or not at all.
+def _key(action: Action) -> tuple[str, str]:
+    """What tells actions on one model apart of which each can be taken once."""
+    return type(action).__name__, action.request_id if isinstance(action, Preempt) else ""
 
-    A claim that cannot be covered keeps what is free from younger claims, so that it is not
-    overtaken for ever. Pages that are on their way (reclaiming) count: nothing is freed twice for
-    one need; such a claim simply waits.
+
+@dataclass(frozen=True, slots=True)
+class Covered:
+    """What covers claims."""
+
+    ground: Ground
+    """What is left after it."""
+    actions: list[Action]
+    promises: tuple[Promise, ...]
+    """What the claims wait for, in order of precedence."""
+
+
+def cover(view: DeviceView, claims: Sequence[Claim], sources: Sequence[Source]) -> Covered:
+    """Make room for `claims`, in order of precedence; a claim is covered wholly or not at all.
+
+    What is freed for a claim is promised to it, so that nobody takes it before the rest has come.
+    Pages that are on their way (reclaiming, recalled) count: nothing is freed twice for one need;
+    such a claim simply waits. A claim that cannot be covered keeps nothing from those after it,
+    who are undone for it as soon as that covers it; but one that undoes nobody, and is `overdue`,
+    keeps what is free, so that it is not overtaken for ever.
     """
-    return cover_on(Ground(view), view, claims, sources)[1]
+    return cover_on(Ground(view), view, claims, sources)
 
 
 def cover_on(
     ground: Ground, view: DeviceView, claims: Sequence[Claim], sources: Sequence[Source]
-) -> tuple[Ground, list[Action]]:
-    """`cover` on what is left of a ground; and what is left after it."""
+) -> Covered:
+    """`cover`, with what is left of a ground."""
     actions: list[Action] = []
+    promises: list[Promise] = []
     for claim in sorted(claims, key=lambda c: (c.order, c.model)):
         covered = _cover_one(view, claim, sources, ground, frozenset())
         if covered is None:
-            ground = ground.copy()
-            ground.coming = ground.free = ground.borrowed = 0
+            if claim.overdue and not claim.may_preempt:
+                ground = ground.copy()
+                promises += _promised(claim, ground.hold(claim))
             continue
         ground, chosen = covered
         actions += chosen
         activates = claim.activate and ground.needs(claim) <= ground.free
-        ground.use(claim)
+        promises += _promised(claim, ground.use(claim))
         if activates:
             actions.append(Activate(claim.model, why="requests wait for it"))
             ground.activate(claim)
-    return ground, last_remaps(actions)
+    return Covered(ground, last_remaps(actions), tuple(promises))
+
+
+def _promised(claim: Claim, pages: int) -> list[Promise]:
+    """Of pages that a claim has got: for weights first, where its model is to come."""
+    kv = min(pages, claim.first_pages) if claim.activate else pages
+    return [Promise(claim.model, pages - kv, kv)] if pages > 0 else []
 
 
 def gather(ground: Ground, pages: int, offers: Iterable[Offer]) -> list[Action]:
@@ -164,9 +223,9 @@ def gather(ground: Ground, pages: int, offers: Iterable[Offer]) -> list[Action]:
     for offer in offers:
         if ground.coming >= pages:
             break
-        gained = ground.gain(offer)
-        if gained:
-            actions.append(offer.action)
+        left = ground.left_of(offer, pages - ground.coming)
+        if left is not None and ground.gain(left):
+            actions.append(left.action)
     return last_remaps(actions)
 
 
@@ -195,19 +254,26 @@ def _cover_one(
     for source in sources:
         if lacked <= 0:
             break
-        for offer in source(view, claim):
-            evicts = isinstance(offer.action, Evict)
-            if evicts and offer.action.model in spared | ground.evicted:
+        for whole in source(view, claim):
+            evicts = whole.action.model if isinstance(whole.action, Evict) else None
+            if evicts is not None and evicts in spared | ground.evicted:
+                continue
+            offer = ground.left_of(whole, lacked)
+            if offer is None:
                 continue
             ground.gain(offer)
             lacks = ground.lacks(claim)
             gained = lacks < lacked
             lacked = lacks
-            for_itself = offer.blocks > 0 and offer.action.model == claim.model
-            if gained or evicts or for_itself:
+            for_itself = (
+                offer.blocks > 0
+                and isinstance(offer.action, Preempt)
+                and offer.action.model == claim.model
+            )
+            if gained or evicts is not None or for_itself:
                 chosen.append(offer.action)
-            if evicts and not gained:
-                trials.append(offer.action.model)
+            if evicts is not None and not gained:
+                trials.append(evicts)
             if lacked <= 0:
                 break
     if lacked > 0:

@@ -6,23 +6,25 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ballast.core.actions import Action, Decision, DropCache, Offer, SwapKv
+from ballast.core.actions import Action, Decision, DropCache, Offer, Promise, SwapKv
 from ballast.core.job import Load
 from ballast.core.link import LinkRates
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.swapping import SLOTS, spread, swapped_seconds
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, Residency
-from ballast.policy.claims import kv_claims
+from ballast.policy.claims import earliest, kv_claims
 from ballast.policy.cover import cover
 from ballast.policy.offers import (
     Claim,
     cached_prefixes,
+    lent_pages,
     loose_blocks,
+    own_prefix,
     own_younger_requests,
     younger_requests,
 )
-from ballast.policy.recompute import Standing, pooled, stand
+from ballast.policy.recompute import PATIENCE, Standing, pooled, stand
 from ballast.policy.static import cover_within, shares
 
 LEAST_KEPT = 4
@@ -68,19 +70,31 @@ class KvSwap:
             view, before, pooled if self.pooled else shares, self.quantum if self.temporal else None
         )
         turning = {m.name for m in view.models if m.kv_turning}
-        claims = [c for c in kv_claims(view, waiting=True) if c.model not in turning]
+        found, overdue_at = kv_claims(view, waiting=True, patience=PATIENCE)
+        claims = [c for c in found if c.model not in turning]
+        promises: tuple[Promise, ...] = ()
         if self.pooled:
-            sources = [cached_prefixes, loose_blocks, self.offers, younger_requests]
-            actions += cover(view, claims, sources)
+            sources = [
+                cached_prefixes,
+                loose_blocks,
+                lent_pages,
+                self.offers,
+                younger_requests,
+                own_prefix,
+            ]
+            covered = cover(view, claims, sources)
+            actions += covered.actions
+            promises = covered.promises
+            wake = earliest(wake, overdue_at)
         else:
             # Within a share whoever waits keeps nothing from those that run.
             running = [c for c in claims if c.may_preempt]
             waiting = [c for c in claims if not c.may_preempt]
-            found = cover_within(view, running, [self.offers, own_younger_requests])
-            actions += found or cover_within(view, waiting, [self.offers])
+            undone = cover_within(view, running, [self.offers, own_younger_requests])
+            actions += undone or cover_within(view, waiting, [self.offers])
         if not view.shortages:
             actions += self._reversions(view)
-        return Decision(tuple(actions), standing, wake)
+        return Decision(tuple(actions), standing, wake, promises)
 
     def offers(self, view: DeviceView, claim: Claim) -> Iterator[Offer]:
         """Pages that KV would free if more of its layers rotated: the claim's own model's first."""

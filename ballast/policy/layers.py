@@ -125,7 +125,7 @@ class Layers:
         for alpha in range(m.rotation.lent + 1, top + 1):
             before, harm = harm, self._harm(view, m, alpha)
             remap = self.lending(m, alpha, f"{claim.model} needs pages")
-            yield Offer(m.layer_pages, harm - before, remap)
+            yield Offer(m.layer_pages, harm - before, remap, later=True)
 
     def _harm(self, view: DeviceView, m: ModelView, alpha: int) -> float:
         """Seconds of delay expected where a model lends `alpha` layers: to the steps while it does,

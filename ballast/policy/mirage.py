@@ -6,22 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from ballast.core.actions import Action, Decision, DropCache, Limit, Remap
+from ballast.core.actions import Action, Decision, DropCache, Limit, Promise, Remap
 from ballast.core.view import DeviceView
 from ballast.policy.claims import activation_claims, earliest, kv_claims, queue_claims
-from ballast.policy.cover import Ground, cover_on, last_remaps
+from ballast.policy.cover import Ground, cover, cover_on, last_remaps
 from ballast.policy.layers import Layers, lendable
 from ballast.policy.offers import (
     Claim,
     Source,
     cached_prefixes,
+    lent_pages,
     loose_blocks,
+    own_prefix,
     own_younger_requests,
     younger_requests,
 )
 from ballast.policy.recompute import PATIENCE, Standing, stand
 from ballast.policy.reversion import off_peak, to_active
-from ballast.policy.static import placed, shares, within
+from ballast.policy.static import placed, recalls, shares, within
 
 AHEAD = 8
 """Requests of a queue for which layers are taken at once, not one after another: while layers
@@ -77,14 +79,22 @@ class Mirage:
         )
         active = self._active(view, standing)
         layers = self._layers(view, standing, active)
-        claims = kv_claims(view, waiting=True)
+        claims, short_at = kv_claims(view, waiting=True, patience=PATIENCE)
+        promises: tuple[Promise, ...] = ()
         if self.pooled:
             absent, overdue_at = activation_claims(view, PATIENCE)
-            wake = earliest(wake, overdue_at)
+            wake = earliest(wake, overdue_at, short_at)
             if claims and layers.any_left(view):
                 claims += queue_claims(view, AHEAD)
-            sources = [cached_prefixes, loose_blocks, *_of(layers, younger_requests)]
-            ground, done = cover_on(Ground(view), view, [*absent, *claims], sources)
+            sources = [
+                cached_prefixes,
+                loose_blocks,
+                lent_pages,
+                *_of(layers, younger_requests),
+                own_prefix,
+            ]
+            covered = cover(view, [*absent, *claims], sources)
+            ground, done, promises = covered.ground, covered.actions, covered.promises
             after = _with(view, done)
         else:
             after, done = self._cover_within(view, claims, layers, standing.division.pages)
@@ -106,7 +116,8 @@ class Mirage:
         settled = (
             layers.settled(view, a) if isinstance(a, Remap) else a for a in last_remaps(done)
         )
-        return Decision((*actions, *(a for a in settled if a is not None)), memory, wake)
+        chosen = (*actions, *(a for a in settled if a is not None))
+        return Decision(chosen, memory, wake, promises)
 
     def _active(self, view: DeviceView, standing: Standing) -> frozenset[str]:
         """Models with requests; where there are turns, of these the one whose turn it is."""
@@ -143,13 +154,13 @@ class Mirage:
         self, view: DeviceView, claims: Sequence[Claim], layers: Layers, pages: Mapping[str, int]
     ) -> tuple[DeviceView, list[Action]]:
         """Where each model has a share, it grows by what layers give up; the view after that."""
-        actions: list[Action] = []
+        actions = recalls(view, sum(s.pages for s in view.shortages if not s.limited))
         for name in dict.fromkeys(claim.model for claim in claims):
             m = view.model(name)
             more = surplus(view, pages)
             own = [claim for claim in claims if claim.model == name]
             sources = _of(layers, own_younger_requests)
-            _, done = cover_on(Ground(within(view, m, more)), view, own, sources)
+            done = cover_on(Ground(within(view, m, more)), view, own, sources).actions
             before = sum(o.lent_pages for o in view.models)
             view = _with(view, done)
             more += sum(o.lent_pages for o in view.models) - before
@@ -212,7 +223,8 @@ def _with(view: DeviceView, actions: Sequence[Action]) -> DeviceView:
 def _having(view: DeviceView, pages: int) -> DeviceView:
     """The view of a device that has so many pages, free or on their way."""
     free = max(0, min(pages, view.free - view.promised))
-    return replace(view, free=free, reclaiming=max(0, pages - free), promised=0, borrowed=0)
+    reclaiming = max(0, pages - free)
+    return replace(view, free=free, reclaiming=reclaiming, recalled=0, promised=0, borrowed=0)
 
 
 def _lowered(view: DeviceView, pages: Mapping[str, int], reserve: float) -> dict[str, int]:

@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ballast.core.actions import Compact, DropCache, Evict, Offer, Preempt
+from ballast.core.actions import (
+    RECALL_SECONDS,
+    Compact,
+    DropCache,
+    Evict,
+    Offer,
+    Preempt,
+    Recall,
+)
 from ballast.core.cost import copy_seconds
 from ballast.core.request import Order
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
@@ -32,6 +40,10 @@ class Claim:
     """Of a request: the blocks that those pages are for (`Shortage.blocks`)."""
     activate: bool = False
     """The model's weights are among the pages: it is to be activated once they are there."""
+    first_pages: int = 0
+    """Where it is: pages of these for the KV cache of its first request."""
+    overdue: bool = False
+    """Its request has waited longer than it should."""
 
 
 Source = Callable[[DeviceView, Claim], Iterable[Offer]]
@@ -48,17 +60,40 @@ def recompute_seconds(m: ModelView, r: RequestView) -> float:
 
 
 def cached_prefixes(view: DeviceView, claim: Claim) -> list[Offer]:
-    """Cached prefixes nobody uses now, longest unused model first."""
+    """Cached prefixes nobody uses now, longest unused model first; not the one that the claim's own
+    request goes on from."""
     found = []
     for m in sorted(view.models, key=lambda m: (m.last_used, m.name)):
         # Weights cannot lie on borrowed pages.
         pages = m.cached_pages + (0 if claim.activate else m.cached_borrowed)
-        if pages > 0:
-            tokens = pages * view.page_bytes // m.spec.kv_bytes_per_token
-            price = REUSE * m.costs.prefill_seconds(tokens)
-            action = DropCache(m.name, pages, why=f"{claim.model} needs pages")
-            found.append(Offer(pages, price, action))
+        own = m.first_cached_pages if _is_first_of(m, claim) else 0
+        if pages > own:
+            spare = m.waiting[0].id if own else ""
+            found.append(_dropping(view, m, pages - own, claim, spare))
     return found
+
+
+def own_prefix(view: DeviceView, claim: Claim) -> list[Offer]:
+    """The cached prefix that the claim's own request would go on from, where it takes more pages
+    scattered than computed anew: the last remedy before that request fails."""
+    m = view.model(claim.model)
+    if not _is_first_of(m, claim):
+        return []
+    gained = m.first_cached_pages - max(0, m.first_pages - claim.pages)
+    return [_dropping(view, m, gained, claim, "")] if gained > 0 else []
+
+
+def _is_first_of(m: ModelView, claim: Claim) -> bool:
+    """Whether the claim is of the model's first waiting request."""
+    return bool(m.waiting) and m.waiting[0].order == claim.order
+
+
+def _dropping(view: DeviceView, m: ModelView, pages: int, claim: Claim, spare: str) -> Offer:
+    """So many pages of what `m` has cached."""
+    tokens = pages * view.page_bytes // m.spec.kv_bytes_per_token
+    price = REUSE * m.costs.prefill_seconds(tokens)
+    action = DropCache(m.name, pages, why=f"{claim.model} needs pages", spare=spare)
+    return Offer(pages, price, action, grain=m.slab_pages)
 
 
 def loose_blocks(view: DeviceView, claim: Claim) -> list[Offer]:
@@ -71,8 +106,9 @@ def loose_blocks(view: DeviceView, claim: Claim) -> list[Offer]:
         if m.loose_pages > 0 and not m.busy:
             price = copy_seconds(m.loose_pages * view.page_bytes, view.link_bytes_per_second)
             action = Compact(m.name, m.loose_pages, why=f"{claim.model} needs pages")
-            found.append(Offer(m.loose_pages, price, action))
-    return sorted(found, key=lambda offer: (-offer.pages, offer.action.model))
+            offer = Offer(m.loose_pages, price, action, grain=m.slab_pages)
+            found.append((-m.loose_pages, m.name, offer))
+    return [offer for *_, offer in sorted(found, key=lambda entry: entry[:2])]
 
 
 def idle_models(view: DeviceView, claim: Claim) -> list[Offer]:
@@ -89,8 +125,22 @@ def idle_models(view: DeviceView, claim: Claim) -> list[Offer]:
             copy = reload_seconds(view, m)
             price = copy * (copy / m.spec.slo.ttft) / (1.0 + idle)
             action = Evict(m.name, why=f"idle for {idle:.1f} s, {claim.model} needs pages")
-            found.append(Offer(m.evictable_pages, price, action))
-    return sorted(found, key=lambda offer: (offer.price, offer.action.model))
+            found.append((price, m.name, Offer(m.evictable_pages, price, action)))
+    return [offer for *_, offer in sorted(found, key=lambda entry: entry[:2])]
+
+
+def lent_pages(view: DeviceView, claim: Claim) -> list[Offer]:
+    """Pages lent to other devices, which bring home, or lose, the KV cache that lies on them."""
+    return [
+        Offer(
+            pages,
+            copy_seconds(pages * view.page_bytes, view.link_bytes_per_second),
+            Recall(device, pages, RECALL_SECONDS, why=f"{claim.model} needs pages"),
+            grain=1,
+            later=True,
+        )
+        for device, pages in view.lent
+    ]
 
 
 def younger_requests(view: DeviceView, claim: Claim) -> Iterator[Offer]:

@@ -11,7 +11,9 @@ from ballast.policy.claims import activation_claims, earliest, kv_claims
 from ballast.policy.cover import cover
 from ballast.policy.offers import (
     cached_prefixes,
+    lent_pages,
     loose_blocks,
+    own_prefix,
     own_younger_requests,
     younger_requests,
 )
@@ -19,8 +21,8 @@ from ballast.policy.static import Division, cover_within, keep_places, placed, s
 from ballast.policy.turns import Turn, round_robin
 
 PATIENCE = 0.5
-"""Of its TTFT service level: so long a model that the operator has taken off the device waits for
-room before younger requests make way."""
+"""Part of its TTFT service level that a request waits for room, before younger requests make way
+for a model that the operator has taken off the device, or others stop taking what becomes free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +51,16 @@ class Recompute:
         standing, actions, wake = stand(
             view, before, pooled if self.pooled else shares, self.quantum if self.temporal else None
         )
-        if self.pooled:
-            claims, overdue_at = activation_claims(view, PATIENCE)
-            wake = earliest(wake, overdue_at)
-            claims += kv_claims(view, waiting=True)
-            actions += cover(view, claims, [cached_prefixes, loose_blocks, younger_requests])
-        else:
-            actions += cover_within(view, kv_claims(view, waiting=False), [own_younger_requests])
-        return Decision(tuple(actions), standing, wake)
+        if not self.pooled:
+            claims, _ = kv_claims(view, waiting=False)
+            actions += cover_within(view, claims, [own_younger_requests])
+            return Decision(tuple(actions), standing, wake)
+        absent, absent_at = activation_claims(view, PATIENCE)
+        short, short_at = kv_claims(view, waiting=True, patience=PATIENCE)
+        sources = [cached_prefixes, loose_blocks, lent_pages, younger_requests, own_prefix]
+        covered = cover(view, [*absent, *short], sources)
+        wake = earliest(wake, absent_at, short_at)
+        return Decision((*actions, *covered.actions), standing, wake, covered.promises)
 
 
 def stand(

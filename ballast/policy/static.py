@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ballast.core.actions import Action, Activate, Decision, DropCache, Evict, Limit, Refuse
+from ballast.core.request import Order
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.claims import kv_claims
-from ballast.policy.cover import cover
-from ballast.policy.offers import Claim, Source, own_younger_requests
+from ballast.policy.cover import Ground, cover, gather
+from ballast.policy.offers import Claim, Source, lent_pages, own_younger_requests
 
 
 def placed(view: DeviceView) -> tuple[list[ModelView], int]:
@@ -59,7 +60,8 @@ class FixedShares:
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         known = memo if isinstance(memo, Division) else None
         division, actions = keep_places(view, known, shares)
-        actions += cover_within(view, kv_claims(view, waiting=False), [own_younger_requests])
+        claims, _ = kv_claims(view, waiting=False)
+        actions += cover_within(view, claims, [own_younger_requests])
         return Decision(tuple(actions), division)
 
 
@@ -78,21 +80,31 @@ def keep_places(
         if m.name not in known.pages:
             why = f"{m.name} has no place: the fixed shares of the others fill the device"
             actions += [Refuse(m.name, r.id, why) for r in m.waiting]
-        elif not anew and m.residency is Residency.ABSENT and m.waiting and _fits(view, m):
-            actions.append(Activate(m.name, why="its place has become free"))
+        elif not anew and m.residency is Residency.ABSENT and m.waiting:
+            if m.missing_pages <= view.free - view.promised:
+                actions.append(Activate(m.name, why="its place has become free"))
+            else:
+                actions += recalls(view, m.missing_pages)
     return known, actions
 
 
 def cover_within(
     view: DeviceView, claims: Sequence[Claim], sources: Sequence[Source]
 ) -> list[Action]:
-    """`cover` where nobody has pages beyond its own limit."""
-    actions: list[Action] = []
+    """`cover` where nobody has pages beyond its own limit, and so nobody takes another's: what is
+    short of pages of the pool lacks those that are lent to other devices."""
+    actions = recalls(view, sum(s.pages for s in view.shortages if not s.limited))
     for m in view.models:
         own = [claim for claim in claims if claim.model == m.name]
         if own:
-            actions += cover(within(view, m), own, sources)
+            actions += cover(within(view, m), own, sources).actions
     return actions
+
+
+def recalls(view: DeviceView, pages: int) -> list[Action]:
+    """What recalls lent pages, where fewer than `pages` are coming."""
+    claim = Claim("", Order(0, view.now, 0), pages, may_preempt=False)
+    return gather(Ground(view), pages, lent_pages(view, claim))
 
 
 def _take_place(m: ModelView, share: int | None) -> list[Action]:
@@ -108,12 +120,8 @@ def _take_place(m: ModelView, share: int | None) -> list[Action]:
     return actions
 
 
-def _fits(view: DeviceView, m: ModelView) -> bool:
-    return m.missing_pages <= view.free - view.promised
-
-
 def within(view: DeviceView, m: ModelView, more: int = 0) -> DeviceView:
     """The device as a model with a limit sees it: nothing is free beyond that and `more` pages."""
     limit = m.limit if m.limit is not None else view.total
     free = max(0, limit - m.kv_pages + m.cached_pages + more)
-    return replace(view, free=free, reclaiming=0, promised=0)
+    return replace(view, free=free, reclaiming=0, recalled=0, promised=0)

@@ -8,7 +8,7 @@ from ballast.core.actions import Action, Activate, Decision, Evict, Hold
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.claims import shortage_claims
 from ballast.policy.cover import cover
-from ballast.policy.offers import cached_prefixes, oldest, own_younger_requests
+from ballast.policy.offers import cached_prefixes, lent_pages, oldest, own_younger_requests
 from ballast.policy.turns import Phase, Turn, phase
 
 
@@ -37,7 +37,7 @@ class WholeModels:
             following = heir or (current if current.waiting else None)
             return self._start(view, following, []) if following else Decision()
         claims, _ = shortage_claims(view, patience=float("inf"))
-        actions += cover(view, claims, [cached_prefixes, own_younger_requests])
+        actions += cover(view, claims, [cached_prefixes, lent_pages, own_younger_requests]).actions
         if heir is None:
             if current.held:
                 actions.append(Hold(current.name, False, why="nobody else waits"))

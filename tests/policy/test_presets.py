@@ -141,12 +141,6 @@ def test_balloon_preempts_for_blocks_on_pages_that_stay() -> None:
     assert Balloon()(device(m, free=0, shortages=(lack,)), None).actions == ()
 
 
-def test_an_uncovered_older_claim_keeps_free_pages_from_younger_ones() -> None:
-    old = model("old", ABSENT, pages=50, waiting=(request(1, arrival=9.9),))
-    young = model("young", ABSENT, pages=5, waiting=(request(2, arrival=10.0),))
-    assert Balloon()(device(old, young, free=10), None).actions == ()
-
-
 def test_one_idle_model_is_not_given_to_two_claims() -> None:
     a = model("a", ABSENT, waiting=(request(1, arrival=10),))
     b = model("b", ABSENT, waiting=(request(2, arrival=10),))

@@ -76,6 +76,7 @@ def model(
     pinned: bool = False,
     shared: tuple[SharedView, ...] = (),
     cached_borrowed: int = 0,
+    first_cached: int = 0,
 ) -> ModelView:
     return ModelView(
         spec=spec(name, pages=pages, share=share, pinned=pinned),
@@ -96,6 +97,7 @@ def model(
         costs=UNMEASURED,
         shared=shared,
         cached_borrowed=cached_borrowed,
+        first_cached_pages=first_cached,
     )
 
 
@@ -131,6 +133,8 @@ def device(
     now: float = 10.0,
     shortages: tuple[Shortage, ...] = (),
     borrowed: int = 0,
+    lent: tuple[tuple[str, int], ...] = (),
+    recalled: int = 0,
 ) -> DeviceView:
     return DeviceView(
         now=now,
@@ -144,4 +148,6 @@ def device(
         models=models,
         shortages=shortages,
         borrowed=borrowed,
+        lent=lent,
+        recalled=recalled,
     )

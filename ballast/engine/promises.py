@@ -1,0 +1,68 @@
+"""Pages set aside for models whose claims a policy has covered, until these take them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ballast.core.actions import Promise
+from ballast.core.view import Residency
+from ballast.engine.model import ModelState
+from ballast.memory.pool import Pool
+
+
+class Promises:
+    """The promises in force, and how far each is filled.
+
+    Invariant: a page is set aside once at most; what a model has taken is not set aside again.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._stated: tuple[Promise, ...] = ()
+        self._owners: list[str] = []
+        """Owners in the pool for whom pages are, or are to be, set aside."""
+        self._unfilled: list[tuple[str, int]] = []
+        """(owner, pages that are to be set aside as they become free), in order of precedence."""
+
+    @property
+    def stated(self) -> tuple[Promise, ...]:
+        """As the policy's last decision stated them."""
+        return self._stated
+
+    @property
+    def pages(self) -> int:
+        """Pages set aside now."""
+        return sum(self._pool.promised_to(owner) for owner in self._owners)
+
+    def withdraw(self) -> None:
+        """Set nothing aside any more."""
+        for owner in self._owners:
+            self._pool.withdraw(owner)
+        self._stated, self._owners, self._unfilled = (), [], []
+
+    def make(self, promises: Iterable[Promise], models: Mapping[str, ModelState]) -> None:
+        """Let these promises, in order of precedence, be the ones in force."""
+        self.withdraw()
+        self._stated = tuple(p for p in promises if p.model in models)
+        for p in self._stated:
+            m = models[p.model]
+            if m.residency is Residency.ABSENT and p.weights:
+                self._unfilled.append((m.weights.owner, p.weights))
+            if p.kv:
+                self._unfilled.append((m.kv.owner, p.kv))
+        self._owners = list(dict.fromkeys(owner for owner, _ in self._unfilled))
+        self.fill()
+
+    def fill(self) -> None:
+        """Set pages aside that have become free, or are reclaiming, for those who lack some."""
+        if not self._unfilled:
+            return
+        unfilled = []
+        for owner, lacking in self._unfilled:
+            spare = self._pool.free + self._pool.reclaiming - self._pool.promised
+            n = min(lacking, max(0, spare))
+            short = self._pool.promise(owner, n)
+            assert short is None, "it was spare"
+            if n < lacking:
+                unfilled.append((owner, lacking - n))
+        self._unfilled = unfilled
