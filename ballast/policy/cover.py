@@ -177,7 +177,8 @@ class Covered:
 
 
 def cover(view: DeviceView, claims: Sequence[Claim], sources: Sequence[Source]) -> Covered:
-    """Make room for `claims`, in order of precedence; a claim is covered wholly or not at all.
+    """Make room for `claims`, each wholly or not at all: in order of precedence those that may undo
+    work, which free pages save, then those that only wait.
 
     What is freed for a claim is promised to it, so that nobody takes it before the rest has come.
     Pages that are on their way (reclaiming, recalled) count: nothing is freed twice for one need;
@@ -194,7 +195,7 @@ def cover_on(
     """`cover`, with what is left of a ground."""
     actions: list[Action] = []
     promises: list[Promise] = []
-    for claim in sorted(claims, key=lambda c: (c.order, c.model)):
+    for claim in sorted(claims, key=lambda c: (not c.may_preempt, c.order, c.model)):
         covered = _cover_one(view, claim, sources, ground, frozenset())
         if covered is None:
             if claim.overdue and not claim.may_preempt:
