@@ -23,7 +23,7 @@ not run:
 - `elastic_overhead`: that benchmark, on the GPU.
 - `tests`: those with the marker `gpu`, each file in a process of its own.
 - `sanitizer`: the small fleet under `compute-sanitizer`'s memcheck, where that is found.
-- `layouts`: microseconds of a decode step's attention, by implementation, layout and block.
+- `layouts`: microseconds of a decode step's attention, by layout and block.
 - `layer`: microseconds of each launch of a layer on the fast path, in a CUDA graph, and the bytes
   of weights that it reads in a second.
 """

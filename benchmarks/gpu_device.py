@@ -33,7 +33,7 @@ SIZES = {
 """Hidden, intermediate, layers, heads (a fourth of them for KV), vocabulary."""
 SPARE = 4 * GiB
 """Beside weights and KV: PyTorch's own memory, and what a prefill computes."""
-_PACKAGES = ("triton", "transformers", "cuda-bindings", "numba", "flashinfer-python")
+_PACKAGES = ("triton", "transformers", "cuda-bindings", "numba")
 _NVIDIA = Path("/proc/driver/nvidia/version")
 
 

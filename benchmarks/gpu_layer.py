@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ballast.core.settings import KvLayout
-from ballast.kernels.device_attention import choose
+from ballast.kernels.device_attention import attention_kernels
 from ballast.kernels.device_batch import DeviceBatch
 from ballast.kernels.device_kv import DeviceKv
 from ballast.kernels.device_layer import HeadVectors, LayerKernels, layer_kernels
@@ -80,8 +80,8 @@ def _launches(
     shape = (s.layers, 2, BLOCK_TOKENS, s.kv_heads, s.dim)
     stride = torch.Size(shape).numel()
     kv = DeviceKv.over(drawn(n * each * stride), KvLayout.BLOCK_MAJOR, shape, stride)
-    bucket = Bucket.decode(n, n * each, each)
-    batch = DeviceBatch(kv, s.heads, bucket, make or choose(kv))
+    bucket = Bucket.decode(n, n * each)
+    batch = DeviceBatch(kv, s.heads, bucket, make or attention_kernels(device))
     tables = [list(range(i, n * each, n)) for i in range(n)]
     batch.fill([0] * n, [context] * n, [1] * n, tables, list(range(n)))
     k, rows = layer_kernels(device), batch.n_tokens

@@ -106,9 +106,9 @@ class Model:
 
 def rows_of(rows: int, adapters: int, decodes: bool, device: torch.device) -> AdaptedRows:
     """As many of each of so many adapters, in turn."""
-    bucket = Bucket.decode(rows, 1, 1, ADAPTERS)
+    bucket = Bucket.decode(rows, 1, ADAPTERS)
     if not decodes:
-        bucket = Bucket.holding([rows], rows, [1], ADAPTERS)
+        bucket = Bucket.holding([rows], rows, 1, ADAPTERS)
     staged = Staged({**AdaptedRows.sizes(bucket), "end": ((1,), torch.int32)}, device)
     both = AdaptedRows.both(staged.tensors, bucket)
     assert both is not None

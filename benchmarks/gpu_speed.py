@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from ballast.core.job import Sampled, SequenceWork
 from ballast.core.settings import GRAPH_BYTES, KvLayout
-from ballast.kernels.device_attention import choose, why_not
+from ballast.kernels.device_attention import attention_kernels
 from ballast.kernels.device_batch import DeviceBatch
 from ballast.kernels.device_kv import DeviceKv
 from ballast.kernels.device_plan import Bucket
@@ -168,21 +168,16 @@ def layouts(
         order = torch.randperm(n * each).tolist()
         tables = [order[i * each : (i + 1) * each] for i in range(n)]
         kv = DeviceKv.over(memory, layout, shape, stride)
-        for name, why in why_not(kv).items():
-            key = f"{name}_blocks_of_{block}_{layout.value}"
-            if why is not None:
-                found[key] = {"not_run": why}
-                continue
-            try:
-                batch = DeviceBatch(kv, heads, Bucket.decode(n, n * each, each), choose(kv, name))
-                batch.fill([0] * n, [context - 1] * n, [1] * n, tables, [0] * n)
+        made = attention_kernels(gpu.device)
+        batch = DeviceBatch(kv, heads, Bucket.decode(n, n * each), made)
+        batch.fill([0] * n, [context - 1] * n, [1] * n, tables, [0] * n)
 
-                def step(batch: DeviceBatch = batch) -> None:
-                    for layer in range(layers):
-                        batch.attend(layer, q, dim**-0.5, batch.out)
+        def step(batch: DeviceBatch = batch) -> None:
+            for layer in range(layers):
+                batch.attend(layer, q, dim**-0.5, batch.out)
 
-                found[key] = 1e6 * gpu.seconds(step, 20)
-            except Exception as error:  # noqa: BLE001 - of PyTorch, Triton or FlashInfer
-                found[key] = {"not_run": str(error)[:300]}
-        del memory, kv
+        key = f"blocks_of_{block}_{layout.value}"
+        told = attempted(lambda step=step: {"microseconds": 1e6 * gpu.seconds(step, 20)})  # type: ignore[misc]
+        found[key] = told.get("microseconds", told)
+        del memory, kv, batch
         gpu.give_back()

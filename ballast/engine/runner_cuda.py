@@ -6,7 +6,6 @@ import logging
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -17,8 +16,8 @@ from ballast.core.event import Event
 from ballast.core.job import Job
 from ballast.engine.runner import Coming, Executor, Keeper, LaneRunner, Record
 from ballast.engine.streams_cuda import Streams
+from ballast.kernels.device_attention import attention_kernels
 from ballast.kernels.device_batch import Attention, DeviceBatch
-from ballast.kernels.plain_attention import PlainAttention
 from ballast.memory.cuda_calls import Driver
 from ballast.memory.cuda_cap import CachingCap
 from ballast.memory.cuda_events import Events
@@ -58,8 +57,8 @@ class Compute(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def attention(self) -> Callable[[DeviceBatch], Attention] | None:
-        """Of its models; None: each gets what fits it best."""
+    def attention(self) -> Callable[[DeviceBatch], Attention]:
+        """The attention of its models' batches."""
 
     def on(self, stream: int) -> AbstractContextManager[object]:
         """Work that this thread launches meanwhile goes to that stream of the driver."""
@@ -84,9 +83,7 @@ class TorchOnGpu:
 
     def __init__(self, ordinal: int) -> None:
         self.device = torch.device("cuda", ordinal)
-        self.attention: Callable[[DeviceBatch], Attention] | None = None
-        if find_spec("triton") is None:
-            self.attention = PlainAttention
+        self.attention = attention_kernels(self.device)
 
     def on(self, stream: int) -> AbstractContextManager[object]:
         there = torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call]

@@ -33,9 +33,6 @@ class Attention(Protocol):
     replayable: ClassVar[bool]
     """Whether `write` and `attend` of a bucket of decodes launch the same work for every job."""
 
-    def prepare(self) -> None:
-        """Once per job, after its tensors were filled; never within a captured graph."""
-
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """As `DeviceBatch.write`, whose checks have passed."""
 
@@ -81,10 +78,9 @@ class DeviceBatch:
     """Room for the jobs of one bucket; `fill` says what the next one is.
 
     Tensors, of which a job fills the beginning: `tokens`, `positions` int64 (T,), `wanted` int64
-    (bucket.wanted,): rows of which the model's output is wanted; int32: `slots` (T,), `bounds`
-    (N + 1,), `lengths` (N,), `table_bounds` (N + 1,), `tables` (blocks,), `few`, `many`, `merges`
-    and `counts` (few, many, merges): see `Plan`. Padding rows are token 0 at position 0, of no
-    sequence; padding sequences have no rows and no keys.
+    (bucket.wanted,): rows of which the model's output is wanted; int32: `slots` (T,), `tables`
+    (blocks,), `few`, `many`, `merges` and `counts` (few, many, merges): see `Plan`. Padding rows
+    are token 0 at position 0, of no sequence.
     """
 
     def __init__(
@@ -104,10 +100,8 @@ class DeviceBatch:
         views = self._staged.tensors
         self.tokens, self.positions = views["tokens"], views["positions"]
         self.wanted, self.slots = views["wanted"], views["slots"]
-        self.bounds, self.lengths = views["bounds"], views["lengths"]
-        self.table_bounds, self.tables = views["table_bounds"], views["tables"]
+        self.tables, self.counts = views["tables"], views["counts"]
         self.few, self.many, self.merges = views["few"], views["many"], views["merges"]
-        self.counts = views["counts"]
         self.adapted = AdaptedRows.both(views, bucket)
         """Which rows go through adapters, and which of `wanted`; None: none does."""
         self.plan: Plan
@@ -129,19 +123,9 @@ class DeviceBatch:
         return self.bucket.decodes and self._attention.replayable
 
     @property
-    def n_sequences(self) -> int:
-        """Of the job."""
-        return len(self.plan.lengths)
-
-    @property
     def n_rows(self) -> int:
         """Rows of the job."""
         return len(self.plan.positions)
-
-    @property
-    def longest_chunk(self) -> int:
-        """Most new tokens of a sequence of the job."""
-        return int(np.diff(self.plan.bounds).max())
 
     def fill(
         self,
@@ -169,9 +153,6 @@ class DeviceBatch:
         put(host["positions"], made.positions)
         put(host["wanted"], wanted)
         put(host["slots"], made.slots, rest=NOWHERE)
-        put(host["bounds"], made.bounds, rest=int(made.bounds[-1]))
-        put(host["lengths"], made.lengths)
-        put(host["table_bounds"], made.table_bounds, rest=int(made.table_bounds[-1]))
         host["counts"][:] = len(made.few), len(made.many), len(made.merges)
         for name, rows in (("few", made.few), ("many", made.many), ("merges", made.merges)):
             host[name][: len(rows)] = rows
@@ -183,7 +164,6 @@ class DeviceBatch:
                 adapted.fill(host, of, self.bucket.adapted_rows)
         self._staged.send(made.tables.nbytes)
         self.plan, self.n_wanted = made, len(wanted)
-        self._attention.prepare()
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Put new keys and values, each (T, kv_heads, head_dim), into the blocks of `layer`.
@@ -230,9 +210,8 @@ class DeviceBatch:
     def _check(self, made: Plan, wanted: int) -> None:
         """A job within its bucket's sequences, rows and blocks has no more items than fit."""
         b = self.bucket
-        longest = int(np.diff(made.table_bounds).max())
-        asked = (len(made.lengths), len(made.positions), wanted, len(made.tables), longest)
-        room = (b.sequences, b.tokens, b.wanted, b.blocks, b.longest)
+        asked = (len(made.lengths), len(made.positions), wanted, len(made.tables))
+        room = (b.sequences, b.tokens, b.wanted, b.blocks)
         if any(a > r for a, r in zip(asked, room, strict=True)):
             raise BrokenPromise(f"a job of {asked} does not fit into {b}")
         if b.decodes and len(made.positions) > len(made.lengths):
@@ -248,9 +227,6 @@ def _sizes(bucket: Bucket, shape: Shape) -> Sizes:
         "positions": ((rows,), wide),
         "wanted": ((bucket.wanted,), wide),
         "slots": ((rows,), narrow),
-        "bounds": ((n + 1,), narrow),
-        "lengths": ((n,), narrow),
-        "table_bounds": ((n + 1,), narrow),
         "counts": ((3,), narrow),
         "few": ((bucket.items(shape), ITEM_FIELDS), narrow),
         "many": ((bucket.tiles(shape), ITEM_FIELDS), narrow),

@@ -63,35 +63,31 @@ class Bucket:
     """What the arrays of a job have room for; jobs of one bucket look alike to a CUDA graph.
 
     `tokens`: rows; `wanted`: rows whose output is wanted; `blocks`: entries of all block tables;
-    `longest`: of one; `decodes`: every sequence has one new token; `adapters`: of the model, where
-    some row goes through one, else 0.
+    `decodes`: every sequence has one new token; `adapters`: of the model, where some row goes
+    through one, else 0.
     """
 
     sequences: int
     tokens: int
     wanted: int
     blocks: int
-    longest: int
     decodes: bool = False
     adapters: int = 0
 
     @classmethod
-    def decode(cls, sequences: int, blocks: int, longest: int, adapters: int = 0) -> Bucket:
+    def decode(cls, sequences: int, blocks: int, adapters: int = 0) -> Bucket:
         """One new token of each of up to `sequences`, rounded up; `blocks` in all, rounded up."""
         n = round_up(sequences)
-        return cls(n, n, n, round_up(blocks, 1024), longest, True, adapters)
+        return cls(n, n, n, round_up(blocks, 1024), True, adapters)
 
     @classmethod
-    def holding(
-        cls, counts: Sequence[int], wanted: int, blocks: Sequence[int], adapters: int = 0
-    ) -> Bucket:
+    def holding(cls, counts: Sequence[int], wanted: int, blocks: int, adapters: int = 0) -> Bucket:
         """The bucket of a job with prefills: every axis rounded up by itself."""
         return cls(
             round_up(len(counts)),
             round_up(sum(counts), 16),
             round_up(wanted),
-            round_up(sum(blocks), 1024),
-            round_up(max(blocks), 16),
+            round_up(blocks, 1024),
             adapters=adapters,
         )
 

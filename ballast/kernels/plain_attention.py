@@ -26,9 +26,6 @@ class PlainAttention:
     def __init__(self, batch: DeviceBatch) -> None:
         self._batch = batch
 
-    def prepare(self) -> None:
-        """Nothing: the plan is there."""
-
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         batch, kv = self._batch, self._batch.kv
         rows = batch.n_rows

@@ -1,4 +1,4 @@
-"""Paged attention by our Triton kernels: the implementation that is always there on a GPU.
+"""Paged attention by our Triton kernels.
 
 Nothing here has been tuned on a GPU yet: sizes of tiles are what their register and shared memory
 admits. With TRITON_INTERPRET=1 (set before this module is imported) it runs on CPU tensors, slowly,
@@ -46,12 +46,7 @@ class TritonAttention:
         self._many_rows = _power(shape.tile * shape.group, MANY_ROWS)
         self._dim = _power(kv.head_dim, NARROWEST)
         self._dtype = getattr(tl, str(kv.dtype).removeprefix("torch."))
-        # The interpreter would multiply bfloat16 as the integers that it stores them in.
-        interpreted = kv.device.type == "cpu"
-        self._widen = kv.dtype is torch.float32 or interpreted
-
-    def prepare(self) -> None:
-        """Nothing: kernels read what there is to do from the batch's tensors."""
+        self._widen = widened(kv.dtype, kv.device)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         batch, kv = self._batch, self._batch.kv
@@ -175,6 +170,15 @@ def sizes(rows: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
         "num_warps": 8 if n_bytes > 64 * 128 * 2 else 4,
         "num_stages": 1 if n_bytes > 64 * 128 * 4 else 2,
     }
+
+
+def widened(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether kernels multiply matrices of `dtype` in float32.
+
+    Triton's interpreter keeps bfloat16 as 16-bit integers and would multiply those; float16 goes
+    the way that both go on a GPU.
+    """
+    return dtype is torch.float32 or (device.type == "cpu" and dtype is torch.bfloat16)
 
 
 def _power(n: int, least: int) -> int:

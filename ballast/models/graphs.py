@@ -263,4 +263,4 @@ def _holds(made: Key, asked: Key) -> bool:
     a, b = made.bucket, asked.bucket
     same = (made.model, made.stream, made.cuts) == (asked.model, asked.stream, asked.cuts)
     same = same and (a.sequences, a.adapters) == (b.sequences, b.adapters)
-    return same and a.blocks >= b.blocks and a.longest >= b.longest
+    return same and a.blocks >= b.blocks

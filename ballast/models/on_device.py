@@ -21,9 +21,8 @@ from torch import Tensor
 
 from ballast.core.job import SequenceWork
 from ballast.core.request import Sampling
-from ballast.core.units import ceil_div
 from ballast.kernels import sampling
-from ballast.kernels.device_attention import choose
+from ballast.kernels.device_attention import attention_kernels
 from ballast.kernels.device_batch import Attention, DeviceBatch, Scratch
 from ballast.kernels.device_kv import DeviceKv
 from ballast.kernels.device_lora import Group
@@ -59,11 +58,11 @@ class OnDevice(Served):
         graphs: GraphCache | None = None,
         common: Scratch | None = None,
     ) -> None:
-        """`kv_bytes`: of addresses that its KV has; `make`: attention, chosen if not given;
+        """`kv_bytes`: of addresses that its KV has; `make`: attention, by default the device's;
         `graphs`: of the device, if it has any; `common`: as `Scratch` says.
 
         Raises UnsupportedModel where the module keeps state that cannot be set up without its
-        weights; ConfigError as `choose` does.
+        weights.
         """
         super().__init__(host, kv_base, layout)
         # Images of NVIDIA's have TORCH_ALLOW_TF32_CUBLAS_OVERRIDE set: ten bits of each factor.
@@ -86,7 +85,7 @@ class OnDevice(Served):
             layout.stride_bytes // item,
             layout.layer_stride_bytes // item,
         )
-        self._make = make or choose(self._cache, sinks=host.sinks)
+        self._make = make or attention_kernels(device)
         self._decodes: dict[Bucket, DeviceBatch] = {}
         self._chunks: OrderedDict[Bucket, DeviceBatch] = OrderedDict()
         self._graphs = graphs
@@ -179,12 +178,11 @@ class OnDevice(Served):
         return batch
 
     def _bucket(self, work: Sequence[SequenceWork]) -> Bucket:
-        blocks = [len(w.blocks) for w in work]
+        blocks = sum(len(w.blocks) for w in work)
         counts = [len(w.tokens) for w in work]
         adapters = len(self.spec.adapters) if any(w.adapter is not None for w in work) else 0
         if max(counts) == 1:
-            longest = ceil_div(self.spec.max_model_len, self.spec.block_tokens)
-            return Bucket.decode(len(work), sum(blocks), max(longest, max(blocks)), adapters)
+            return Bucket.decode(len(work), blocks, adapters)
         return Bucket.holding(counts, len(wanted_rows(work)), blocks, adapters)
 
     def _of(self, bucket: Bucket) -> DeviceBatch:

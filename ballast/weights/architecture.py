@@ -53,8 +53,6 @@ class Architecture:
     """Of each layer: how many positions, its own included, a query sees; None: all."""
     softcap: float | None
     """Scores s become softcap * tanh(s / softcap)."""
-    sinks: bool
-    """Whether heads of any layer have one score more, that no value belongs to."""
     segments: tuple[tuple[str, tuple[Wanted, ...]], ...]
     """(name, tensors), in load order: embeddings, layer 0 .. n-1, head if it is not tied."""
     conversions: tuple[Any, ...]
@@ -126,7 +124,6 @@ def learn(config: Any) -> Architecture:
         alike=_alike(text, positions),
         windows=tuple(c.mask.window if c.mask is not None else None for c in seen.calls),
         softcap=seen.calls[0].softcap,
-        sinks=any(c.sinks is not None for c in seen.calls),
         segments=segments,
         conversions=tuple(get_model_conversion_mapping(module)),
         base_prefix=str(module.base_model_prefix),

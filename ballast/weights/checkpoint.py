@@ -180,7 +180,6 @@ def _load(
         told.segments,
         memory,
         windows=told.architecture.windows,
-        sinks=told.architecture.sinks,
         fused=told.fused,
         shard=shard,
     )

@@ -252,8 +252,6 @@ class HostModel:
     memory: HostBytes
     windows: tuple[int | None, ...]
     fused: bool
-    sinks: bool = False
-    """Whether any layer's attention has sinks."""
     shard: Shard = WHOLE
     """What part of the model this is."""
     adapters: tuple[HostAdapter, ...] = ()

@@ -372,7 +372,7 @@ def test_results_are_a_table() -> None:
         },
         "tests": {"test_x": {"passed": True}, "passed": True},
         "activation": {"broke_off": "killed after 9 seconds", "took_seconds": 9.0},
-        "layouts": {"triton_blocks_of_16_per-layer": 120.0, "took_seconds": 3.0},
+        "layouts": {"blocks_of_16_per-layer": 120.0, "took_seconds": 3.0},
     }
     told = {line.what: line for line in lines(found)}
     assert told["map + unmap of a recycled page"].met

@@ -115,7 +115,7 @@ class Busy:
     def run(self, work: Sequence[SequenceWork]) -> list[Result]:
         self.began.set()
         assert self.go.wait(LONG)
-        bucket = Bucket.decode(1, 8, 8)
+        bucket = Bucket.decode(1, 8)
         if self._graphs.find(self._name, bucket) is None:
             self._graphs.want(self._name, bucket, lambda recording: torch.ones(2) + 1)
         return []

@@ -1,7 +1,6 @@
 """Attention of a GPU against the reference: on one where there is one, else in an interpreter.
 
-`test_device_attention.py` runs this file in a process of its own with Triton's interpreter, or on
-a GPU.
+`test_device_attention.py` and `test_triton_interpreted.py` run this file in a process of its own.
 """
 
 from __future__ import annotations
@@ -15,15 +14,11 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from ballast.core.errors import ConfigError
 from ballast.core.settings import KvLayout
-from ballast.kernels.device_attention import NAMES, choose
 from ballast.kernels.device_batch import DeviceBatch, Scratch
 from ballast.kernels.device_kv import DeviceKv
 from ballast.kernels.device_plan import Bucket
-from ballast.kernels.flashinfer_attention import FlashInferAttention
 from ballast.kernels.triton_attention import TritonAttention
-from ballast.kernels.varlen_attention import VarlenAttention
 from tests.kernels.reference import reference
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
@@ -82,7 +77,7 @@ class Job:
     def batch(
         self, heads: int, make: Callable[[DeviceBatch], Any], bucket: Bucket | None = None
     ) -> DeviceBatch:
-        blocks = [len(table) for table in self.tables]
+        blocks = sum(len(table) for table in self.tables)
         batch = DeviceBatch(self.kv, heads, bucket or Bucket.holding(self.counts, 1, blocks), make)
         self.fill(batch)
         return batch
@@ -195,7 +190,7 @@ def test_models_whose_jobs_take_turns_have_what_is_merged_in_common() -> None:
     kept = [inputs(job, 4) for job in jobs]
     batches = []
     for job in jobs:
-        bucket = Bucket.holding(job.counts, 1, [len(table) for table in job.tables])
+        bucket = Bucket.holding(job.counts, 1, sum(len(table) for table in job.tables))
         batch = DeviceBatch(job.kv, 4, bucket, TritonAttention, Scratch(DEVICE, common))
         job.fill(batch)
         batches.append(batch)
@@ -233,7 +228,7 @@ def test_neither_batch_nor_place_nor_bucket_change_a_bit_of_a_decode(dtype: torc
         alone = Job.of([ragged[i]], kv_heads=2, dim=32, dtype=dtype)
         alone.kv.cache[alone.tables[0]] = job.kv.cache[job.tables[i]]
         part = tuple(x[i : i + 1] for x in qkv)
-        batch = alone.batch(8, lambda b: TritonAttention(b, 5), Bucket.decode(1 + i, 50, 50))
+        batch = alone.batch(8, lambda b: TritonAttention(b, 5), Bucket.decode(1 + i, 50))
         found = run(alone, batch, part)  # type: ignore[arg-type]
         assert torch.equal(found[0], together[i])
 
@@ -256,7 +251,7 @@ def test_a_bucket_serves_one_job_after_another() -> None:
         Job.of(r, kv_heads=2, dim=16)
         for r in ([(300, 1), (9, 1), (600, 1)], [(20, 1)], [(5, 1), (513, 1)])
     ]
-    bucket = Bucket.decode(3, 100, 40)
+    bucket = Bucket.decode(3, 100)
     kv = DeviceKv(torch.cat([j.kv.cache for j in jobs]))
     batch = DeviceBatch(kv, 4, bucket, TritonAttention)
     addresses = [batch.tokens.data_ptr(), batch.few.data_ptr(), batch.tables.data_ptr()]
@@ -289,168 +284,13 @@ def test_soft_cap_is_accurate_for_small_and_large_scores() -> None:
         torch.testing.assert_close((out[0] / out[1]).log(), score, rtol=3e-6, atol=5e-7)
 
 
-def gathered(cache: torch.Tensor, blocks: torch.Tensor, n: int) -> torch.Tensor:
-    """The first n positions of a sequence, (n, kv_heads, head_dim), from its blocks."""
-    return cache[blocks.long()].flatten(0, 1)[:n]
-
-
-def documented_varlen(
-    out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
-    seqused_k: torch.Tensor,
-    block_table: torch.Tensor,
-    num_splits: int | None,
-) -> None:
-    """What PyTorch's documentation says of `varlen_attn_out`, from its arguments alone."""
-    assert window_size[1] == 0
-    assert enable_gqa == (query.shape[1] != key.shape[2])
-    assert cu_seq_k is not None
-    assert num_splits == 1
-    window = None if window_size[0] == -1 else window_size[0] + 1
-    for i, n in enumerate(seqused_k.tolist()):
-        rows = slice(int(cu_seq_q[i]), int(cu_seq_q[i + 1]))
-        count = rows.stop - rows.start
-        assert count <= max_q
-        assert n <= max_k
-        if count:
-            k, v = gathered(key, block_table[i], n), gathered(value, block_table[i], n)
-            out[rows] = reference(query[rows], k, v, n - count, scale, window).to(out.dtype)
-
-
-class DocumentedWrapper:
-    """What FlashInfer's documentation says of its wrapper, from its arguments alone."""
-
-    def __init__(
-        self,
-        workspace: torch.Tensor,
-        layout: str,
-        use_cuda_graph: bool = False,
-        **buffers: torch.Tensor,
-    ) -> None:
-        assert layout == "NHD"
-        assert bool(buffers) == use_cuda_graph
-        self.rows = len(buffers["qo_indptr_buf"]) if use_cuda_graph else None
-        self.most = None if use_cuda_graph else 1 << 30
-        """Queries, that a graph's first plan has."""
-        self.workspace, self.planned = workspace, torch.empty(0)
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
-    ) -> None:
-        assert float_workspace_buffer is self.workspace
-        self.planned = int_workspace_buffer
-
-    def plan(
-        self,
-        qo_indptr: torch.Tensor,
-        paged_kv_indptr: torch.Tensor,
-        paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        page_size: int,
-        **more: Any,
-    ) -> None:
-        assert self.rows in (None, len(qo_indptr))
-        assert more["causal"]
-        self.planned[:8] = self.mark = torch.randint(256, (8,), dtype=torch.uint8, device=DEVICE)
-        self.bounds, self.pages = qo_indptr.tolist(), paged_kv_indptr.tolist()
-        self.most = self.bounds[-1] if self.most is None else self.most
-        assert self.bounds[-1] <= self.most
-        assert self.pages[-1] == len(paged_kv_indices)
-        self.indices, self.last = paged_kv_indices, paged_kv_last_page_len.tolist()
-        self.size, self.more = page_size, more
-
-    def run(
-        self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor
-    ) -> None:
-        window = None if self.more["window_left"] == -1 else self.more["window_left"] + 1
-        assert len(q) == self.bounds[-1]
-        assert torch.equal(self.planned[:8], self.mark), "what was planned is another's by now"
-        for i, last in enumerate(self.last):
-            rows = slice(self.bounds[i], self.bounds[i + 1])
-            blocks = self.indices[self.pages[i] : self.pages[i + 1]]
-            n = max(len(blocks) - 1, 0) * self.size + last
-            count = rows.stop - rows.start
-            if count:
-                k, v = (gathered(x, blocks, n) for x in paged_kv_cache)
-                scale, cap = self.more["sm_scale"], self.more["logits_soft_cap"]
-                expected = reference(q[rows], k, v, n - count, scale, window, cap)
-                out[rows] = expected.to(out.dtype)
-
-
-@pytest.mark.skipif(GPU, reason="the real ones are there")
-def test_batches_share_what_flashinfer_plans_and_layers_that_differ_do_not() -> None:
-    torch.manual_seed(9)
-    scratch = Scratch(DEVICE)
-    job = Job.of([(40, 1), (90, 1)], kv_heads=2, dim=16)
-    qkv, kinds = inputs(job, 4), (None, 20)
-    made = [Bucket.decode(2, 20, 8), Bucket.decode(4, 20, 8)]
-    batches = [
-        DeviceBatch(job.kv, 4, b, lambda b: FlashInferAttention(b, DocumentedWrapper), scratch)
-        for b in made
-    ]
-    for batch in (*batches, *batches):
-        job.fill(batch)
-        for window in kinds:
-            compare(job, run(job, batch, qkv, window), qkv, window)
-        for window in kinds:  # a layer of each kind once more, in the same job
-            compare(job, run(job, batch, qkv, window), qkv, window)
-    plans = {w.planned.data_ptr() for b in batches for w in b._attention._wrappers.values()}  # type: ignore[attr-defined]
-    assert len(plans) == len(kinds)
-
-
-@pytest.mark.skipif(GPU, reason="the real ones are there")
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda b: VarlenAttention(b, documented_varlen),
-        lambda b: FlashInferAttention(b, DocumentedWrapper),
-    ],
-    ids=["varlen", "flashinfer"],
-)
-def test_others_are_told_what_their_documentation_asks_for(
-    make: Callable[[DeviceBatch], Any], softcap: float | None, window: int | None
-) -> None:
-    torch.manual_seed(8)
-    job = Job.of([(40, 30), (30, 1), (0, 9)], kv_heads=2, dim=16)
-    job.tables[1].append(0)  # room for what is to come
-    qkv = inputs(job, 4)
-    compare(job, run(job, job.batch(4, make), qkv, window, softcap), qkv, window, softcap)
-    # A bucket of decodes, one job after the other, the second with fewer sequences.
-    job = Job.of([(40, 1), (0, 1), (90, 1)], kv_heads=2, dim=16)
-    batch = job.batch(4, make, Bucket.decode(4, 20, 8))
-    qkv = inputs(job, 4)
-    compare(job, run(job, batch, qkv, window, softcap), qkv, window, softcap)
-    past = tuple(torch.cat([old, new[:1]]) for old, new in zip(job.past[0], qkv[1:], strict=True))
-    fewer = Job(job.kv, [41], [1], job.tables[:1], [past])  # type: ignore[list-item]
-    fewer.fill(batch)
-    qkv = inputs(fewer, 4)
-    compare(fewer, run(fewer, batch, qkv, window, softcap), qkv, window, softcap)
-
-
 @pytest.mark.skipif(not GPU, reason="PyTorch finds no GPU")
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 @pytest.mark.parametrize("layout", list(KvLayout))
 @pytest.mark.parametrize("block_tokens", [16, 256])
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("softcap", [None, 30.0])
-def test_every_implementation_that_is_there_equals_the_reference(
-    name: str,
+def test_shapes_of_real_models_equal_the_reference(
     dtype: torch.dtype,
     layout: KvLayout,
     block_tokens: int,
@@ -462,9 +302,6 @@ def test_every_implementation_that_is_there_equals_the_reference(
         job = Job.of(
             ragged, kv_heads=2, dim=128, block_tokens=block_tokens, dtype=dtype, layout=layout
         )
-        try:
-            make = choose(job.kv, name)
-        except ConfigError as error:
-            pytest.skip(str(error))
         qkv = inputs(job, 8)
-        compare(job, run(job, job.batch(8, make), qkv, window, softcap), qkv, window, softcap)
+        found = run(job, job.batch(8, TritonAttention), qkv, window, softcap)
+        compare(job, found, qkv, window, softcap)

@@ -77,7 +77,7 @@ def test_a_bucket_has_room_for_what_its_jobs_are_cut_into(
     starts, counts = [s for s, _ in ragged], [c for _, c in ragged]
     tables = tables_of(shape, ragged)
     made = plan(shape, starts, counts, tables)
-    bucket = Bucket.holding(counts, 1, [len(t) for t in tables])
+    bucket = Bucket.holding(counts, 1, sum(len(t) for t in tables))
     assert len(made.few) <= bucket.items(shape)
     assert len(made.many) <= bucket.tiles(shape)
     assert made.merges[:, 3].sum() <= bucket.items(shape)

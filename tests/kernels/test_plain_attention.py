@@ -38,7 +38,7 @@ class Case:
             at = torch.arange(start)
             for which, new in enumerate(both):
                 self.kv.cache[torch.tensor(table)[at // BLOCK], 1, which, at % BLOCK] = new[:start]
-        bucket = Bucket.holding(self.counts, 1, needed)
+        bucket = Bucket.holding(self.counts, 1, sum(needed))
         self.batch = DeviceBatch(self.kv, KV_HEADS * group, bucket, PlainAttention)
         self.batch.fill([0] * sum(self.counts), self.starts, self.counts, self.tables, [0])
         self.query = self.padded(torch.randn(sum(self.counts), KV_HEADS * group, DIM))

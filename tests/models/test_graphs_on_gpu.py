@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 PAGE = 2 * MiB
-BUCKET = Bucket.decode(1, 1, 1)
+BUCKET = Bucket.decode(1, 1)
 
 
 @pytest.fixture
