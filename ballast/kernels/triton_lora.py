@@ -20,6 +20,7 @@ from ballast.kernels import triton_lora_code as code
 from ballast.kernels.device_batch import Scratch
 from ballast.kernels.device_lora import SPLIT, TILE_FIELDS, AdaptedRows, Group, splits, tables
 from ballast.kernels.device_plan import FEW_ROWS, MANY_ROWS
+from ballast.kernels.triton_attention import widened
 
 LOADED = 16
 """Bytes that one thread loads at once at best: matrices begin at multiples of more."""
@@ -58,8 +59,7 @@ class TritonLora:
         self._tables = [_tables(group, device) for group in groups]
         self._torch_dtype, self._scratch = dtype, scratch
         self._dtype = getattr(tl, str(dtype).removeprefix("torch."))
-        # The interpreter would multiply bfloat16 as the integers that it stores them in.
-        self._widen = dtype is torch.float32 or device.type == "cpu"
+        self._widen = widened(dtype, device)
         self._floats = {
             decodes: max(
                 len(group.targets) * splits(group.inputs, made.rank, decodes) * made.rank

@@ -1,6 +1,6 @@
 """Kernels between matrices against PyTorch's operations: on a GPU, else in Triton's interpreter.
 
-`test_device_layer.py` runs this file in a process of its own.
+`test_device_layer.py` and `test_triton_interpreted.py` run this file in a process of its own.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tests.models.tiny import GREEDY, Served
 
 NEAR: dict[torch.dtype, dict[str, float]] = {
     torch.float32: {"rtol": 2e-6, "atol": 2e-6},
+    torch.float16: {"rtol": 4e-3, "atol": 2e-2},
     torch.bfloat16: {"rtol": 3e-2, "atol": 0.15},
 }
 """In bfloat16 a value at the border of two may become the other one, and what follows from it."""
@@ -130,7 +131,7 @@ def test_one_row(dtype: torch.dtype, n: int, k: int, with_: set[str]) -> None:
     expected = PlainLayer().multiply_row(x, matrix, epsilon=1e-5, **more)
     found = TritonLayer().multiply_row(x, matrix, epsilon=1e-5, **more)
     # Of sums of k products, in another order.
-    near = {torch.float32: 1e-5, torch.bfloat16: 6e-2}[dtype]
+    near = {torch.float32: 1e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}[dtype]
     torch.testing.assert_close(found, expected, rtol=0, atol=near)
 
 
@@ -140,14 +141,15 @@ def test_a_whole_model(tmp_path: Path) -> None:
     served = Served(tmp_path, attention=TritonAttention, model_impl="fused")
     assert isinstance(served.model, DeviceFusedModel)
     jobs = [
-        [SequenceWork("a", list(range(3, 12)), 0, [4, 7], GREEDY)],
-        [SequenceWork("a", [5], 9, [4, 7], GREEDY), SequenceWork("b", [9, 8], 0, [2], GREEDY)],
+        [
+            SequenceWork("a", list(range(3, 12)), 0, [4, 7], GREEDY),
+            SequenceWork("b", [9, 8], 0, [2], GREEDY),
+        ],
+        [SequenceWork("a", [5], 9, [4, 7], GREEDY)],
     ]
     expected = [served.logits(*job) for job in jobs]
-    jobs.append(jobs[1][:1])
-    expected.append(expected[1][:1])
     served.model._kernels = k = TritonLayer()
     served.model._row, served.model._one_row = partial(k.multiply_row, epsilon=1e-6), True
-    for job, told in zip(jobs, expected, strict=True):
-        torch.testing.assert_close(served.logits(*job), told, rtol=0, atol=1e-4)
+    for job, logits in zip(jobs, expected, strict=True):
+        torch.testing.assert_close(served.logits(*job), logits, rtol=0, atol=1e-4)
     served.close()

@@ -1,9 +1,7 @@
-"""Runs `layer_cases.py` in Triton's interpreter, and on a GPU where there is one; and compiles the
-kernels for GPUs, which takes none."""
+"""Runs `layer_cases.py` on a GPU where there is one; compiles the kernels, which takes none."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -11,30 +9,19 @@ import torch
 
 from ballast.kernels.device_layer import layer_kernels
 from ballast.kernels.plain_layer import PlainLayer
-from tests.kernels.triton_here import compiled, run_cases, run_interpreted
-
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+from tests.kernels.triton_here import compiled, run_cases
 
 
 def test_a_cpu_has_pytorchs_operations() -> None:
     assert isinstance(layer_kernels(torch.device("cpu")), PlainLayer)
 
 
-@needs_triton
-@pytest.mark.slow
-def test_cases_hold_in_the_interpreter() -> None:
-    run_interpreted("layer_cases.py")
-
-
-@needs_triton
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no GPU")
 def test_cases_hold_on_a_gpu() -> None:
     run_cases("layer_cases.py", TRITON_INTERPRET="0")
 
 
-@needs_triton
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "capability"), [("bf16", 80), ("bf16", 90), ("bf16", 100), ("fp32", 90)]
 )
@@ -93,8 +80,6 @@ def test_what_a_gpu_gets_loads_several_elements_at_once(dtype: str, capability: 
     assert "ld.global.b16" not in told
 
 
-@needs_triton
-@pytest.mark.slow
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(
     ("dtype", "capability"), [("bf16", 80), ("bf16", 90), ("bf16", 100), ("fp32", 90)]

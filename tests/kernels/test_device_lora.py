@@ -1,11 +1,7 @@
-"""Runs `lora_cases.py` in Triton's interpreter, and on a GPU where there is one.
-
-And asks Triton's compiler what it makes of the kernels for GPUs, for which it needs none.
-"""
+"""Runs `lora_cases.py` on a GPU where there is one; compiles the kernels, which takes none."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -16,15 +12,7 @@ from ballast.kernels.device_lora import Group
 from ballast.kernels.device_plan import Bucket
 from ballast.kernels.lora import Target, tiled
 from tests.kernels.lora_cases import Random, check, plain_lora, rows_of
-from tests.kernels.triton_here import compiled, run_cases, run_interpreted
-
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-
-
-@pytest.mark.slow
-@needs_triton
-def test_cases_hold_in_the_interpreter() -> None:
-    run_interpreted("lora_cases.py")
+from tests.kernels.triton_here import compiled, run_cases
 
 
 @pytest.mark.gpu
@@ -47,9 +35,7 @@ def test_rows_of_several_adapters_and_of_none(dtype: torch.dtype, decodes: bool)
 @pytest.mark.parametrize("decodes", [True, False])
 def test_a_bucket_has_room_for_any_adapters(rows: int, adapters: int, decodes: bool) -> None:
     bucket = (
-        Bucket.decode(rows, 1, 1, adapters)
-        if decodes
-        else Bucket.holding([rows], rows, [1], adapters)
+        Bucket.decode(rows, 1, adapters) if decodes else Bucket.holding([rows], rows, 1, adapters)
     )
     for step in (1, 2, 7, rows):
         each = torch.arange(rows).div(step, rounding_mode="floor") % adapters
@@ -61,7 +47,7 @@ def test_a_bucket_has_room_for_any_adapters(rows: int, adapters: int, decodes: b
 def test_what_the_kernels_would_misread_is_refused() -> None:
     random = Random(torch.float32)
     group = random.group(16, [8], [[4]])
-    rows = rows_of([0, 0], Bucket.decode(2, 1, 1, 1))
+    rows = rows_of([0, 0], Bucket.decode(2, 1, 1))
     lora = plain_lora([group], torch.float32)
     x, y = torch.zeros(2, 16), torch.zeros(2, 8)
     for bad_x, bad_y in (
@@ -78,8 +64,6 @@ def test_what_the_kernels_would_misread_is_refused() -> None:
         Group(16, (Target(64, (None,), 0, 32, 64),))
 
 
-@pytest.mark.slow
-@needs_triton
 @pytest.mark.parametrize("kernel", ["shrink", "expand"])
 @pytest.mark.parametrize(
     ("dtype", "rows", "ranks", "capability"),

@@ -1,4 +1,4 @@
-"""Triton's kernels with a GPU and without: cases in a process of their own, and its compiler."""
+"""Triton's kernels with a GPU and without: run in another process, or compiled alone."""
 
 from __future__ import annotations
 
@@ -10,20 +10,26 @@ from pathlib import Path
 from typing import Any
 
 
-def run_cases(file: str, **environment: str) -> None:
-    """In a process of its own: what is interpreted is decided when Triton is first imported."""
-    cases = Path(__file__).with_name(file)
+def run_cases(*files: str, **environment: str) -> None:
+    """Run files of cases in another process: Triton reads TRITON_INTERPRET when it is imported."""
+    cases = [str(Path(__file__).with_name(file)) for file in files]
     # Hooks of other plugins cost seconds.
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:schemathesis", str(cases)]
-    told = subprocess.run(
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:schemathesis", *cases]
+    ended = subprocess.run(
         command, env={**os.environ, **environment}, capture_output=True, text=True
     )
-    assert told.returncode == 0, told.stdout + told.stderr
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def run_interpreted(file: str) -> None:
-    """Without the devices, or the cases would take the GPU's tensors."""
-    run_cases(file, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+def run_interpreted(*files: str) -> None:
+    """Run files of cases in Triton's interpreter, on one core and without the GPU, if any."""
+    run_cases(
+        *files,
+        TRITON_INTERPRET="1",
+        CUDA_VISIBLE_DEVICES="",
+        OMP_NUM_THREADS="1",
+        OPENBLAS_NUM_THREADS="1",
+    )
 
 
 def compiled(
