@@ -8,6 +8,10 @@ of which a recording allows.
 
 A pass that has to wait for layers is cut there: pieces are recorded one by one, and what waits
 comes between them.
+
+Graphs of one stream are freed together (`Recorder.clear`). A cache that is full frees those of the
+stream used least recently; a model that goes only stops using its own, which are freed with the
+stream's others, or at once where it has the stream's last.
 """
 
 from __future__ import annotations
@@ -79,10 +83,10 @@ class Recorded:
 
 
 class GraphCache:
-    """Of one device: those used last, within `cap_bytes`. From any thread but where said."""
+    """The graphs of one device, within `cap_bytes`. From any thread but where said."""
 
     def __init__(self, cap_bytes: int, recorder: Callable[[int], Recorder]) -> None:
-        """`recorder`: makes the one of a stream."""
+        """`recorder`: makes the recorder of a stream."""
         self.cap_bytes = cap_bytes
         self._make = recorder
         self._recorders: dict[int, Recorder] = {}
@@ -163,8 +167,9 @@ class GraphCache:
 
     @property
     def n_bytes(self) -> int:
-        pieces = sum(len(r.recording.pieces) for r in list(self._kept.values()))
-        return PIECE_BYTES * pieces + sum(r.n_bytes for r in list(self._recorders.values()))
+        """Device memory in bytes of all graphs that have not been freed."""
+        recorders = list(self._recorders.values())
+        return sum(PIECE_BYTES * r.n_graphs + r.n_bytes for r in recorders)
 
     def record_one(self) -> None:
         """Make the one wanted most: at once, or by most runs; of equals the last. No job may run on
@@ -176,27 +181,34 @@ class GraphCache:
                 return
             last = reversed(self._wanted)
             key = max(last, key=lambda k: (self._wanted[k].at_once, self._wanted[k].runs))
-            try:
-                made = self._record(key, self._wanted[key].step)
-                if made is not None:
-                    self._kept[key] = made
+            alone = self.n_bytes == 0
+            wish = self._wanted.pop(key)
+            made = self._record(key, wish.step)
+            if made is not None:
+                self._kept[key] = made
+                self._past.pop(key, None)
+            self._shrink()
+            if made is not None and key not in self._kept:
+                if alone:
                     self._past.pop(key, None)
-                    self._shrink()
-                    if key not in self._kept:
-                        self._past.pop(key, None)
-                        self._refuse(key, f"it takes more than {self.cap_bytes} bytes")
-            finally:
-                del self._wanted[key]
+                    self._refuse(key, f"it takes more than {self.cap_bytes} bytes")
+                else:
+                    # It was freed with the others of its stream; now there is room.
+                    wish.at_once = True
+                    self._wanted[key] = wish
 
     def forget(self, model: str) -> None:
-        """It is served no more, or its addresses will be others."""
+        """Use no graph of `model` again: it is removed, or its addresses change. From the thread
+        in which models come and go, while no job of it runs."""
         with self._lock:
-            for key in [k for k in self._kept if k.model == model]:
-                self._drop(key)
-            for keys in (self._wanted, self._refused, self._past):
+            streams = {k.stream for k in self._kept if k.model == model}
+            self._dropped += sum(1 for k in self._kept if k.model == model)
+            for keys in (self._kept, self._wanted, self._refused, self._past):
                 for key in [k for k in keys if k.model == model]:
                     del keys[key]
             self._refused_models.pop(model, None)
+            for stream in streams - {k.stream for k in self._kept}:
+                self._recorders[stream].clear()
 
     def report(self) -> GraphReport:
         kept = list(self._kept.values())
@@ -212,8 +224,9 @@ class GraphCache:
 
     def close(self) -> None:
         with self._lock:
-            for key in list(self._kept):
-                self._drop(key)
+            self._kept.clear()
+            for recorder in self._recorders.values():
+                recorder.clear()
             self._wanted.clear()
             self._past.clear()
             self._recorders.clear()
@@ -231,7 +244,6 @@ class GraphCache:
                     recording.end()
                 except BaseException:
                     recorder.abandon()
-                    recording.reset()
                     raise
         except (DeviceError, torch.OutOfMemoryError) as error:
             self._refuse(key, str(error))
@@ -248,15 +260,17 @@ class GraphCache:
         log.info("no CUDA graph for %s: %s", key, why)
 
     def _shrink(self) -> None:
+        """Free the graphs of whole streams, the one used least recently first, down to the cap."""
         while self._kept and self.n_bytes > self.cap_bytes:
-            self._drop(next(iter(self._kept)))
+            streams = dict.fromkeys(key.stream for key in reversed(self._kept))
+            self._free(next(reversed(streams)))
 
-    def _drop(self, key: Key) -> None:
-        recorded = self._kept.pop(key)
-        recorded.recording.reset()
-        self._past.pop(key, None)
-        self._past[key] = recorded.step
-        self._dropped += 1
+    def _free(self, stream: int) -> None:
+        for key in [k for k in self._kept if k.stream == stream]:
+            self._past.pop(key, None)
+            self._past[key] = self._kept.pop(key).step
+            self._dropped += 1
+        self._recorders[stream].clear()
 
 
 def _holds(made: Key, asked: Key) -> bool:

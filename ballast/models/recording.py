@@ -27,19 +27,21 @@ class Graph(Protocol):
 
     def replay(self) -> None: ...
 
-    def reset(self) -> None:
-        """It is not replayed any more, and nothing of it runs."""
-
 
 class Recorder(Protocol):
-    """Of one stream: `ballast.memory.cuda_graphs.TorchRecorder` in earnest.
+    """Records graphs on one stream: `ballast.memory.cuda_graphs.TorchRecorder` in earnest.
 
-    Its graphs use the same memory for what they compute, as they never run at the same time.
+    Its graphs share memory for what they compute, as they never run at the same time. So they are
+    freed together, by `clear`: there is no way to free one of them alone.
     """
 
     @property
     def n_bytes(self) -> int:
-        """Of the device, that its graphs write to."""
+        """Device memory in bytes that its graphs write to."""
+
+    @property
+    def n_graphs(self) -> int:
+        """Graphs recorded since the last `clear`, those of abandoned recordings included."""
 
     def session(self) -> AbstractContextManager[object]:
         """Around a recording, by a thread whose work is recorded."""
@@ -50,7 +52,10 @@ class Recorder(Protocol):
     def end(self) -> Graph: ...
 
     def abandon(self) -> None:
-        """End a piece that cannot be used, if one was begun."""
+        """End the piece that was begun, if any; it is never replayed."""
+
+    def clear(self) -> None:
+        """Free all its graphs. None of them runs, and none is replayed again."""
 
     def output(self, tensor: Tensor) -> Tensor:
         """What a piece writes there each time; its memory is not kept from other graphs."""
@@ -91,10 +96,6 @@ class Recording:
 
     def end(self) -> None:
         self.pieces.append(self._recorder.end())
-
-    def reset(self) -> None:
-        while self.pieces:
-            self.pieces.pop().reset()
 
     def _cut(self, awaited: int | None) -> None:
         self.end()

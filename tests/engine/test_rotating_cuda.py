@@ -17,7 +17,7 @@ from tests.engine.test_rotating import calm, disturb, paths, with_path  # noqa: 
 from tests.engine.test_rotation_orders import TURNED, at_tokens
 from tests.models.fake_graphs import Recorders, StaticAttention
 
-GRAPHS = 64 * MiB
+GRAPHS = 256 * MiB
 BANDWIDTH = 1e13
 """Bytes a second, on the stand-in's clock: stalls are there, and nothing beside real seconds."""
 

@@ -30,17 +30,16 @@ _SYNC = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.defa
 class FakeGraph:
     """Implements `ballast.models.recording.Graph`."""
 
-    def __init__(self, recorder: FakeRecorder) -> None:
+    def __init__(self) -> None:
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
         self.ended = self.gone = False
         self.replays = 0
-        self._recorder = recorder
 
     def replay(self) -> None:
         if not self.ended:
             raise Misuse("a graph is replayed before it was recorded")
         if self.gone:
-            raise Misuse("a graph is replayed that was reset")
+            raise Misuse("a graph is replayed that was freed")
         self.replays += 1
         with torch.inference_mode():
             for call, args, kwargs, out in self.calls:
@@ -50,12 +49,6 @@ class FakeGraph:
                 for target, value in zip(tree_leaves(out), tree_leaves(made), strict=True):
                     if isinstance(target, Tensor):
                         target.copy_(value)
-
-    def reset(self) -> None:
-        if self.gone:
-            raise Misuse("a graph is reset twice")
-        self.gone = True
-        self._recorder.forget(self)
 
 
 class FakeRecorder:
@@ -72,7 +65,7 @@ class FakeRecorder:
         """Set whenever something was."""
         self._driver, self._stream, self._each = driver, stream, graph_bytes
         self._mode: _Mode | None = None
-        self._inside = False
+        self._inside = self._usable = False
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -84,17 +77,20 @@ class FakeRecorder:
         self.sessions += 1
         try:
             yield
+            self._usable = True
         finally:
             self._inside = False
             if self._mode is not None:
                 raise Misuse("a recording was left open")
-            self.n_bytes = self.n_bytes + self._each if self.graphs else 0
+            self.n_bytes += self._each
+            if not self._usable:
+                self.clear()
         self.recorded.set()
 
     def begin(self) -> None:
         if not self._inside or self._mode is not None:
             raise Misuse("begun outside of a session, or twice")
-        self._mode = _Mode(FakeGraph(self))
+        self._mode = _Mode(FakeGraph())
         self._mode.__enter__()
 
     def end(self) -> FakeGraph:
@@ -107,14 +103,23 @@ class FakeRecorder:
         self.graphs.append(graph)
         return graph
 
-    def abandon(self) -> None:
-        self._leave()
+    @property
+    def n_graphs(self) -> int:
+        return len(self.graphs)
 
-    def forget(self, graph: FakeGraph) -> None:
-        """Memory goes with the last."""
-        self.graphs.remove(graph)
-        if not self.graphs:
-            self.n_bytes = 0
+    def abandon(self) -> None:
+        """PyTorch has to keep what cannot be used, too, until all is freed."""
+        graph = self._leave()
+        if graph is not None:
+            self.graphs.append(graph)
+
+    def clear(self) -> None:
+        if self._mode is not None:
+            raise Misuse("graphs are freed while one is recorded")
+        for graph in self.graphs:
+            graph.gone = True
+        self.graphs.clear()
+        self.n_bytes, self._usable = 0, False
 
     def output(self, tensor: Tensor) -> Tensor:
         return tensor

@@ -233,18 +233,35 @@ def there(graphs: GraphCache, model: str, bucket: Bucket, stream: int = 1) -> bo
 ONE, TWO, FOUR = (Bucket.decode(n, 8) for n in (1, 2, 4))
 
 
-def test_those_used_last_stay() -> None:
+def test_a_stream_without_room_frees_all_its_graphs_and_records_the_new_one() -> None:
     graphs, recorders = cache(2)
     add(graphs, "a", ONE)
     add(graphs, "b", ONE)
-    assert there(graphs, "a", ONE)
     add(graphs, "a", TWO)
-    assert graphs.n_bytes <= graphs.cap_bytes
-    # The pool of a stream shrinks with its last graph only: both others had to go.
-    assert graphs.report().dropped >= 1
+    assert not recorders.graphs
+    assert graphs.report().dropped == 3
+    assert graphs.due(100), "the last is to be recorded again at once, which now has room"
+    graphs.record_one()
+    assert there(graphs, "a", TWO)
+    assert not there(graphs, "a", ONE)
     assert not there(graphs, "b", ONE)
+    assert 0 < graphs.n_bytes <= graphs.cap_bytes
     graphs.close()
     assert not recorders.graphs
+
+
+def test_the_stream_used_least_recently_is_freed_first() -> None:
+    graphs, recorders = cache(2)
+    add(graphs, "a", ONE, stream=1)
+    add(graphs, "b", ONE, stream=2)
+    assert there(graphs, "a", ONE, stream=1)
+    add(graphs, "a", TWO, stream=1)
+    assert there(graphs, "a", ONE, stream=1)
+    assert there(graphs, "a", TWO, stream=1)
+    assert not there(graphs, "b", ONE, stream=2)
+    assert not recorders.made[2].graphs
+    assert graphs.n_bytes <= graphs.cap_bytes
+    graphs.close()
 
 
 def test_one_that_does_not_fit_is_not_tried_again() -> None:
@@ -301,14 +318,45 @@ def test_what_cannot_be_recorded_runs_without() -> None:
     assert graphs.wanted, "another model of that name"
 
 
-def test_a_model_that_goes_takes_its_graphs_along() -> None:
+def test_a_model_that_goes_leaves_the_graphs_of_others_good() -> None:
+    """PyTorch frees a stream's cuBLAS workspaces with any one of its graphs."""
     graphs, recorders = cache(9)
     add(graphs, "a", ONE)
     add(graphs, "b", FOUR)
     graphs.forget("a")
     assert not there(graphs, "a", ONE)
-    assert there(graphs, "b", FOUR)
-    assert len(recorders.graphs) == 1
+    with graphs.on(1):
+        found = graphs.find("b", FOUR)
+        assert found is not None
+        assert found.replay(None).tolist() == [2, 2, 2]
+    graphs.forget("b")
+    assert not recorders.graphs, "freed with the last that was used"
+    assert graphs.n_bytes == 0
+    assert graphs.report().dropped == 2
+
+
+def test_a_recording_that_breaks_off_leaves_the_graphs_of_its_stream_good() -> None:
+    graphs, recorders = cache(9)
+    add(graphs, "a", ONE)
+
+    def fails(recording: Recording) -> Tensor:
+        torch.ones(2) + 1
+        recording.wait(1)
+        raise RuntimeError("it cannot be recorded")
+
+    with graphs.on(1):
+        graphs.want("b", ONE, fails, (1,))
+        graphs.find("a", ONE)
+    graphs.record_one()
+    assert there(graphs, "a", ONE)
+    assert len(recorders.graphs) == 3, "both pieces of the other are kept until all are freed"
+    assert graphs.n_bytes >= 3 * PIECE_BYTES
+    with graphs.on(1):
+        found = graphs.find("a", ONE)
+        assert found is not None
+        assert found.replay(None).tolist() == [2, 2, 2]
+    graphs.close()
+    assert not recorders.graphs
 
 
 def test_nothing_is_recorded_beside_a_job() -> None:
@@ -335,8 +383,8 @@ def test_the_stand_in_refuses_what_is_wrong() -> None:
         recorder.begin()
         with pytest.raises(Misuse, match="nothing"):
             recorder.end()
-    graph.reset()
-    with pytest.raises(Misuse, match="reset"):
+    recorder.clear()
+    with pytest.raises(Misuse, match="freed"):
         graph.replay()
 
 

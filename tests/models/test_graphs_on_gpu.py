@@ -128,6 +128,38 @@ def test_what_waits_comes_between_pieces(driver: CudaDriver, vm: CudaVm) -> None
     lane.cache.close()
 
 
+def test_a_model_that_goes_leaves_the_workspaces_of_its_stream(driver: CudaDriver) -> None:
+    """PyTorch's `CUDAGraph.reset()` frees the cuBLAS workspaces of the stream that it was recorded
+    on. A product of few rows and a long inner dimension is split, and its parts lie there."""
+    lane, bf16 = Lane(driver), torch.bfloat16
+    torch.manual_seed(0)
+    a, b = (torch.randn(16, 16384, dtype=bf16, device="cuda:0") for _ in range(2))
+    expected = (a @ b.t()).float()
+
+    def step(recording: Recording) -> torch.Tensor:
+        return (a @ b.t()).float()
+
+    with lane.compute.on(lane.stream):
+        step(Recording(lane.compute.recorder(lane.stream), ()))
+    torch.cuda.synchronize()
+    for model in ("gone", "m"):
+        with lane.cache.on(lane.stream):
+            lane.cache.want(model, BUCKET, step)
+        lane.cache.record_one()
+    lane.cache.forget("gone")
+    torch.cuda.empty_cache()
+    # Whatever was given back is somebody else's now, and must stay as it is.
+    others = [torch.full((MiB // 4,), 7.0, device="cuda:0") for _ in range(256)]
+    with lane.cache.on(lane.stream), lane.compute.on(lane.stream):
+        found = lane.cache.find("m", BUCKET)
+        assert found is not None
+        for _ in range(3):
+            assert torch.equal(found.replay(None), expected)
+    torch.cuda.synchronize()
+    assert all(bool((other == 7.0).all()) for other in others)
+    lane.cache.close()
+
+
 def test_what_waits_for_the_device_cannot_be_recorded(driver: CudaDriver) -> None:
     lane = Lane(driver)
     x = torch.ones(8, device="cuda:0")
