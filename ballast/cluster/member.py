@@ -20,6 +20,7 @@ from ballast.engine.runner import Executor, LaneRunner, Record
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.memory.copies import Copy
+from ballast.memory.cuda_calls import WhenLost
 from ballast.memory.transfer import HostLink, Link
 from ballast.memory.vm import Vm
 from ballast.memory.vm_memfd import MemfdVm
@@ -86,6 +87,8 @@ class Member(Protocol):
         """Around a follower's part of a job: when it is left, all of that has ended."""
 
     def cap(self, n_bytes: int) -> Cap: ...
+
+    def when_lost(self, call: WhenLost) -> None: ...
 
     def runner(
         self,

@@ -20,7 +20,7 @@ import torch
 from ballast.cluster.logs import FORMAT_VARIABLE, set_up
 from ballast.cluster.member import KvPlace, MakeMember, Meeting, member_of
 from ballast.cluster.orphan import die_with
-from ballast.core.errors import BallastError, BrokenPromise, DeviceError
+from ballast.core.errors import BallastError, BrokenPromise, DeviceError, DeviceLost
 from ballast.core.event import Event, TransferDone
 from ballast.engine.inbox import MonotonicClock
 from ballast.engine.machine import Cap
@@ -28,6 +28,7 @@ from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.memory.arena import confine_allocator
 from ballast.memory.copies import Copy
+from ballast.memory.cuda_calls import WhenLost
 from ballast.memory.vm import Range
 from ballast.models.device_parallel import ParallelDeviceModel
 from ballast.models.parallel import ParallelModel
@@ -106,6 +107,10 @@ class Rank:
     def enter(self) -> None:
         """By each thread that has it do something."""
         self._own.enter()
+
+    def when_lost(self, call: WhenLost) -> None:
+        """As `Member.when_lost`."""
+        self._own.when_lost(call)
 
     def do(self, asked: ToRank) -> FromRank:
         """What is asked. Raises DeviceError and BrokenPromise with nothing done."""
@@ -199,7 +204,8 @@ class Rank:
 def _answer(rank: Rank, connection: LeaderConnection, threads: int | None = None) -> None:
     """Do what is asked over one connection, until the first rank ends; then this process does.
 
-    So it does after a fault: in a job, ranks are out of step; elsewhere, it is a bug.
+    So it does after a fault: in a job, ranks are out of step; elsewhere, it is a bug, or the GPU is
+    lost.
     """
     try:
         rank.enter()
@@ -209,6 +215,8 @@ def _answer(rank: Rank, connection: LeaderConnection, threads: int | None = None
             asked = connection.next()
             try:
                 said = rank.do(asked)
+            except DeviceLost:
+                raise
             except DeviceError as error:
                 said = Refused(error.call, error.reason)
             except BallastError as error:
@@ -218,10 +226,14 @@ def _answer(rank: Rank, connection: LeaderConnection, threads: int | None = None
             connection.say(said)
     except RankGone:
         os._exit(0)
-    except BaseException:
-        log.exception("this rank ends")
-        logging.shutdown()
-        os._exit(1)
+    except BaseException as error:  # noqa: BLE001 - the process ends of it
+        _end(error)
+
+
+def _end(error: BaseException) -> NoReturn:
+    log.critical("this rank ends", exc_info=error)
+    logging.shutdown()
+    os._exit(1)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -254,6 +266,7 @@ def follow(
 ) -> None:
     """Be the rank that the first one asks for, until that ends; then this process does."""
     rank = _join(memory, events, make)
+    rank.when_lost(_end)
     for name, connection, threads in (
         ("models", models, None),
         ("jobs", jobs, rank.device.threads),

@@ -43,6 +43,7 @@ from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
 from ballast.kv.swapper import MakeSwapper
 from ballast.memory.copies import Copy
+from ballast.memory.cuda_calls import WhenLost
 from ballast.memory.link_group import GroupLink, share_of
 from ballast.memory.transfer import HostLink
 from ballast.memory.vm_group import GroupVm
@@ -231,6 +232,10 @@ class GroupMachine:
     def allow(self, n_bytes: int) -> None:
         for other in self._ranks:
             other.models.ask(Allow(n_bytes))
+
+    def when_lost(self, call: WhenLost) -> None:
+        """The group ends with the process of its first rank, as with that of any other."""
+        self._own.when_lost(lambda error: self._end(str(error)))
 
     def copy(self, dst: int, src: int, n_bytes: int) -> None:
         targets, sources = self.vm.where(dst), self.vm.where(src)

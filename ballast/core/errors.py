@@ -14,7 +14,8 @@
     |- Unavailable          the service drains or the worker is gone: try again elsewhere or later
     |- NotKept              an operator's change could not be recorded: make room, or let it write
     |- DeviceError          an operating system or driver call failed; the books are as before
-    |  `- OutOfMemory       a GPU's driver has no more; becomes `Short` where pages were asked for
+    |  |- OutOfMemory       a GPU's driver has no more; becomes `Short` where pages were asked for
+    |  `- DeviceLost        a GPU answers nothing any more: its worker ends and is replaced
     `- BrokenPromise        an invariant of Ballast does not hold: a bug, never a user's fault
 
 Running out of pages is not here: it is a result (`ballast.core.actions.Short`).
@@ -108,6 +109,14 @@ class DeviceError(BallastError):
 
 class OutOfMemory(DeviceError):
     """A GPU's driver found no memory left. What asked for pages tells it as `Short`."""
+
+
+class DeviceLost(DeviceError):
+    """A GPU cannot be used by this process any more; every later call of its driver fails too.
+
+    A kernel has broken the context (an illegal address, say), or pages are mapped in a way that the
+    books do not know. Only a new process helps.
+    """
 
 
 class BrokenPromise(BallastError):

@@ -99,6 +99,7 @@ class LiveDevice:
         preset = resolve(fleet.preset, fleet.options)
         self.machine = make_machine(fleet, self.clock, self.post)
         closing.callback(self.machine.close)
+        self.machine.when_lost(self.inbox.break_off)
         self.vm = self.machine.vm
         closing.callback(self._unload)
         closing.callback(self.vm.close)
@@ -212,7 +213,8 @@ class LiveDevice:
         self._reserve.populate_all()
 
     def run(self) -> None:
-        """The loop, on the calling thread; returns once drained or stopped."""
+        """Run the loop on the calling thread; returns once drained or stopped. Raises DeviceLost,
+        with requests unanswered, where the device cannot be used any more."""
         self.loop.run()
 
     def snapshot(self) -> DeviceReport:

@@ -25,7 +25,9 @@ class QueueInbox:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        """None: look at `_broken`."""
+        self._broken: BaseException | None = None
 
     def post(self, event: Event) -> None:
         """From any thread; never blocks."""
@@ -33,15 +35,20 @@ class QueueInbox:
             event = Arrival(replace(event.submission, arrival=self._clock.now()))
         self._queue.put(event)
 
+    def break_off(self, error: BaseException) -> None:
+        """Have `take` raise `error` from now on, whatever else was posted. From any thread."""
+        self._broken = error
+        self._queue.put(None)
+
     def take(self, until: float | None) -> list[Event]:
         """All events that are there; waits for the first, at most until `until`."""
         timeout = None if until is None else max(0.0, until - self._clock.now())
+        posted: list[Event | None] = []
         try:
-            events = [self._queue.get(timeout=timeout)]
+            posted.append(self._queue.get(timeout=timeout))
+            while True:
+                posted.append(self._queue.get_nowait())
         except queue.Empty:
-            return []
-        while True:
-            try:
-                events.append(self._queue.get_nowait())
-            except queue.Empty:
-                return events
+            if self._broken is not None:
+                raise self._broken from None
+        return [event for event in posted if event is not None]

@@ -20,6 +20,7 @@ from ballast.kv.link_swapper import LinkSwapper
 from ballast.kv.swapper import MakeSwapper
 from ballast.memory.arena import AllocatorCap
 from ballast.memory.copies import Copy, copy_now
+from ballast.memory.cuda_calls import WhenLost
 from ballast.memory.transfer import HostLink, Link
 from ballast.memory.vm import Vm
 from ballast.memory.vm_memfd import MemfdVm
@@ -107,6 +108,10 @@ class Machine(Protocol):
     def allow(self, n_bytes: int) -> None:
         """What activations may take between jobs, from now on."""
 
+    def when_lost(self, call: WhenLost) -> None:
+        """Have `call` called once, by any thread, if the device cannot be used any more and the
+        process has to be replaced."""
+
     def close(self) -> None: ...
 
 
@@ -125,6 +130,9 @@ class OnCpu:
 
     def copy(self, dst: int, src: int, n_bytes: int) -> None:
         copy_now(dst, src, n_bytes)
+
+    def when_lost(self, call: WhenLost) -> None:
+        """A CPU is lost with the process."""
 
     def cap(self, n_bytes: int) -> Cap:
         return AllocatorCap(n_bytes)

@@ -24,7 +24,7 @@ from ballast.kv.blocks import KvCache
 from ballast.kv.event_swapper import EventSwapper
 from ballast.kv.swapper import MakeSwapper
 from ballast.memory.copies import Copy
-from ballast.memory.cuda_calls import Driver
+from ballast.memory.cuda_calls import Driver, WhenLost
 from ballast.memory.cuda_devices import reach_of
 from ballast.memory.cuda_driver import CudaDriver
 from ballast.memory.cuda_pins import Pins
@@ -203,6 +203,9 @@ class CudaMachine:
 
     def allow(self, n_bytes: int) -> None:
         """The cap of this process is the device's own."""
+
+    def when_lost(self, call: WhenLost) -> None:
+        self._driver.when_lost(call)
 
     def close(self) -> None:
         self._driver.set_current(self._context)

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from ballast.core.clock import Clock
+from ballast.core.errors import DeviceLost
 from ballast.core.event import Event, JobDone, JobFailed, Result
 from ballast.core.job import Job, SequenceWork
 
@@ -115,6 +116,11 @@ class LaneRunner(ABC):
                     executor.stalled()  # of a job that failed
                     results = tuple(executor.run(job.work))
                 seconds, stall = self._clock.now() - begun, executor.stalled()
+            except DeviceLost:
+                # The loop ends, and its process. The job stays on record as in flight: it may be
+                # what broke the device.
+                log.critical("job %d of %s lost the device", job.id, job.model, exc_info=True)
+                return
             except Exception as error:  # the fleet outlives a job that breaks
                 log.exception("job %d of %s failed", job.id, job.model)
                 self._post(JobFailed(job, f"{type(error).__name__}: {error}"))

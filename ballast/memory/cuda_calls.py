@@ -2,14 +2,20 @@
 
 Devices, contexts, streams, events and handles are the driver's own numbers; addresses are the
 device's unless said otherwise; sizes are bytes. Whatever fails raises DeviceError with the call's
-name and the driver's error; want of memory raises OutOfMemory. Calls marked *current* need a
-context that is current in the calling thread. All release the GIL.
+name and the driver's error; want of memory raises OutOfMemory, and an error after which the process
+cannot use the GPU any more raises DeviceLost. Calls marked *current* need a context that is current
+in the calling thread. All release the GIL.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
+
+from ballast.core.errors import DeviceLost
+
+WhenLost = Callable[[DeviceLost], object]
 
 
 class Attribute(StrEnum):
@@ -22,7 +28,19 @@ class Attribute(StrEnum):
 
 
 class Driver(Protocol):
-    """One per process."""
+    """One per process and device."""
+
+    @property
+    def lost(self) -> DeviceLost | None:
+        """The error since which the process cannot use the GPU, if there was one."""
+
+    def lose(self, error: DeviceLost) -> None:
+        """Declare the GPU lost. The first call counts; from any thread."""
+
+    def when_lost(self, call: WhenLost) -> None:
+        """Have `call` called once with the error when the GPU is lost, by the thread that finds it,
+        before that thread's own call raises; at once if it is lost already. `call` must not block
+        and must not call the driver."""
 
     def version(self) -> tuple[int, int]:
         """Of CUDA that the driver speaks, as (13, 0)."""
@@ -70,7 +88,8 @@ class Driver(Protocol):
         """All memory of a handle. Not to be touched before `set_access`. *Current*."""
 
     def unmap(self, address: int, n_bytes: int) -> None:
-        """Exactly what one `map` mapped; nothing in flight may use it. *Current*."""
+        """Take away whole mappings, one after the other; nothing in flight may use them. Of several
+        in one call some drivers may raise DeviceError, with all of them left. *Current*."""
 
     def set_access(self, address: int, n_bytes: int, device: int) -> None:
         """`device` may read and write there: any number of adjacent mappings. *Current*."""

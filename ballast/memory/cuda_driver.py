@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import re
+import threading
+from typing import Any, NoReturn
 
-from ballast.core.errors import DeviceError, OutOfMemory
-from ballast.memory.cuda_calls import Attribute
+from ballast.core.errors import DeviceError, DeviceLost, OutOfMemory
+from ballast.memory.cuda_calls import Attribute, WhenLost
 
+LEAST_BINDINGS = (12, 9, 1)
+"""The first cuda-bindings that release the GIL around every call: with older ones, a thread that
+waits for the GPU stops all others."""
+STICKY = frozenset({214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911})
+"""Errors (CUresult) after which the process has to be replaced: those of which CUDA says that any
+further work returns the same error, a device-side assertion (710), and uncorrectable errors of
+memory (214) and NVLink (220), after which nothing that was computed can be trusted."""
 _OUT_OF_MEMORY = 2
 _INVALID_VALUE = 1
 _NOT_READY = 600
@@ -27,7 +36,26 @@ class CudaDriver:
         """
         self._api = _bindings() if api is None else api
         self._splits: list[list[Any]] = []
+        self.lost: DeviceLost | None = None
+        self._when_lost: list[WhenLost] = []
+        self._losing = threading.Lock()
+        """Held while `lost` is set, and while `_when_lost` changes."""
         self._call("cuInit", 0)
+
+    def lose(self, error: DeviceLost) -> None:
+        with self._losing:
+            if self.lost is not None:
+                return
+            self.lost, calls = error, self._when_lost
+        for call in calls:
+            call(error)
+
+    def when_lost(self, call: WhenLost) -> None:
+        with self._losing:
+            if self.lost is None:
+                self._when_lost = [*self._when_lost, call]
+                return
+        call(self.lost)
 
     def version(self) -> tuple[int, int]:
         number = self._int("cuDriverGetVersion")
@@ -231,6 +259,13 @@ class CudaDriver:
         except RuntimeError as error:
             # How the bindings say that there is no driver, or that it is too old for a call.
             raise DeviceError(name, str(error)) from error
+        except (KeyError, ValueError) as error:
+            # How they say that the driver's error is none that they know, depending on the version.
+            code = re.match(r"\d+", str(error))
+            if code is None:
+                raise
+            reason = f"error {code[0]}, which this cuda-bindings does not know; update it"
+            self._fail(name, int(code[0]), reason, error)
         return status, values[0] if len(values) == 1 else tuple(values) or None
 
     def _check(self, name: str, status: Any) -> None:
@@ -239,13 +274,28 @@ class CudaDriver:
         told, text = self._try("cuGetErrorString", status)
         known = str(getattr(status, "name", status))
         reason = f"{known}: {text.decode()}" if int(told) == 0 and text else known
-        raise (OutOfMemory if int(status) == _OUT_OF_MEMORY else DeviceError)(name, reason)
+        self._fail(name, int(status), reason)
+
+    def _fail(
+        self, name: str, code: int, reason: str, cause: BaseException | None = None
+    ) -> NoReturn:
+        if code == _OUT_OF_MEMORY:
+            raise OutOfMemory(name, reason) from cause
+        if code in STICKY:
+            lost = DeviceLost(name, reason)
+            self.lose(lost)
+            raise lost from cause
+        raise DeviceError(name, reason) from cause
 
 
 def _bindings() -> Any:
+    call, cure = "import cuda.bindings", "pip install 'ballast[cuda]'"
     try:
-        return importlib.import_module("cuda.bindings.driver")
+        version = str(importlib.import_module("cuda.bindings").__version__)
+        api = importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
-        raise DeviceError(
-            "import cuda.bindings", f"{error}; pip install 'ballast[cuda]'"
-        ) from error
+        raise DeviceError(call, f"{error}; {cure}") from error
+    if tuple(int(n) for n in re.findall(r"\d+", version)[:3]) < LEAST_BINDINGS:
+        least = ".".join(map(str, LEAST_BINDINGS))
+        raise DeviceError(call, f"{version} holds the GIL while it waits: {least} or newer; {cure}")
+    return api

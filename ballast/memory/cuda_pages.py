@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 
 from ballast.core.actions import Short
-from ballast.core.errors import DeviceError, OutOfMemory
+from ballast.core.errors import DeviceError, DeviceLost, OutOfMemory
 from ballast.memory.cuda_calls import Driver
+
+log = logging.getLogger(__name__)
 
 
 class CudaImport:
@@ -30,14 +33,15 @@ class CudaImport:
 class CudaPages:
     """Which page has memory, by which handle. A driver error leaves everything as it was.
 
-    Where even that fails, `lost` says so: nobody knows any more what is mapped.
+    Where even that fails, the device is lost (`Driver.lose`): nobody knows what is mapped.
     """
 
     def __init__(self, driver: Driver, device: int, page_bytes: int) -> None:
-        self.lost: str | None = None
         self._driver, self._device, self._size = driver, device, page_bytes
         self._handles: dict[int, int] = {}
         self._page_of: dict[int, int] = {}
+        self._stretches = True
+        """Whether one call unmaps several pages, as far as is known."""
         self._exporting = threading.Lock()
         """Held while a page of this device is exported, or its memory given back."""
 
@@ -127,7 +131,17 @@ class CudaPages:
             raise
 
     def unmap(self, address: int, pages: Sequence[int]) -> None:
-        """One call a page: the driver takes nothing but what one call mapped."""
+        """Take away `pages`, which are mapped side by side from `address`: by one call, or by one
+        each where the driver takes no more than one call mapped."""
+        refused: DeviceError | None = None
+        if len(pages) > 1 and self._stretches:
+            try:
+                self._driver.unmap(address, len(pages) * self._size)
+                return
+            except DeviceLost:
+                raise
+            except DeviceError as error:
+                refused = error
         done = 0
         try:
             for _ in pages:
@@ -136,6 +150,11 @@ class CudaPages:
         except DeviceError as error:
             self._undo(error, lambda: self.map(address, pages[:done]))
             raise
+        if refused is not None:
+            self._stretches = False
+            log.warning(
+                "pages are unmapped one by one, as several at once are refused: %s", refused
+            )
 
     def _unmap_all(self, address: int, n: int) -> None:
         for i in range(n):
@@ -160,7 +179,7 @@ class CudaPages:
         try:
             undo()
         except DeviceError as second:
-            self.lost = f"{error}, and then {second}"
+            self._driver.lose(DeviceLost(error.call, f"{error.reason}, and undoing that: {second}"))
 
     def _keep(self, page: int, handle: int) -> None:
         self._handles[page] = handle

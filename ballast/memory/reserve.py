@@ -7,11 +7,15 @@ its pages populated saves some 0.6 ms per 256 KiB. Live only: a simulation has n
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 
 from ballast.core.actions import Short
+from ballast.core.errors import DeviceError
 from ballast.core.units import KiB
 from ballast.memory.pool import Pool
+
+log = logging.getLogger(__name__)
 
 _STEP_BYTES = 256 * KiB
 """Populated at a time; a lease in need of the very last pages waits for at most one step."""
@@ -70,7 +74,11 @@ class PopulatedReserve:
         while not self._closing:
             self._wake.wait()
             self._wake.clear()
-            self._fill()
+            try:
+                self._fill()
+            except DeviceError as error:
+                # Whoever leases pages finds the same error, and has somebody to answer.
+                log.warning("free pages are not populated ahead of need: %s", error)
 
     def _fill(self) -> None:
         while not self._closing and (missing := self._target - self._pool.populated) > 0:

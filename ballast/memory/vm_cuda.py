@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ballast.core.actions import Short
-from ballast.core.errors import BrokenPromise, DeviceError
+from ballast.core.errors import BrokenPromise, DeviceError, DeviceLost
 from ballast.core.units import ceil_div
 from ballast.memory.book import MapBook
 from ballast.memory.cuda_calls import Attribute, Driver
@@ -222,7 +222,7 @@ class CudaVm:
         lost is left to the driver, which takes everything back when the process ends."""
         if not self._open:
             return
-        if self._memory.lost is not None:
+        if self.driver.lost is not None:
             self._open = False
             return
         self._enter()
@@ -248,11 +248,11 @@ class CudaVm:
             raise failed[0]
 
     def _enter(self) -> None:
-        """The context is current in this thread. Raises DeviceError for a device that is lost."""
+        """Make the context current in this thread. Raises DeviceLost for a device that is lost."""
         if not self._open:
             raise BrokenPromise("this device is closed")
-        if self._memory.lost is not None:
-            raise DeviceError("device", f"it is lost since {self._memory.lost}")
+        if self.driver.lost is not None:
+            raise DeviceLost("device", f"it is lost since {self.driver.lost}")
         if not getattr(self._entered, "yes", False):
             self.driver.set_current(self._context)
             self._entered.yes = True

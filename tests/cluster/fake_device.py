@@ -23,6 +23,7 @@ from ballast.cluster.segments import SegmentClient
 from ballast.cluster.worker import Progress, Record
 from ballast.core.actions import Change
 from ballast.core.command import Add, DeviceOrder, Outcome, Remove
+from ballast.core.errors import DeviceLost
 from ballast.core.event import (
     Arrival,
     Cancel,
@@ -60,6 +61,8 @@ PAUSE = 1007
 """Two tokens in each worker that gets it, until `max_tokens` are there."""
 STUCK = 1008
 """The same, in a job that does not end by itself."""
+LOSE = 1009
+"""Two tokens, and the device is lost; the worker that gets it then has the rest."""
 PARTIAL = {HOLD: 2, DIE: 0, BREAK: 2, SILENT: 0}
 """Tokens, by seed."""
 
@@ -165,6 +168,8 @@ class EchoDevice:
             event = self._events.get()
             if isinstance(event, Arrival):
                 self._outbox(self._answer(event.submission))
+                if event.submission.sampling.seed == LOSE and event.submission.resumed is None:
+                    raise DeviceLost("cuEventQuery", "CUDA_ERROR_ILLEGAL_ADDRESS")
             elif isinstance(event, Cancel):
                 if self._open.pop(event.request_id, None) is not None:
                     self._outbox([Cancelled(event.request_id)])
@@ -192,12 +197,12 @@ class EchoDevice:
             os.kill(os.getpid(), signal.SIGKILL)
         before = len(s.resumed or ())
         most = s.max_tokens
-        if seed in (PAUSE, STUCK):
+        if seed in (PAUSE, STUCK) or (seed == LOSE and not before):
             most = min(most, before + 2)
         tokens = _tokens(s, before, PARTIAL.get(seed, most))
         outputs: list[Output] = [*_scores(s), *tokens]
         count = before + len(tokens)
-        partial = seed in PARTIAL or (seed in (PAUSE, STUCK) and count < s.max_tokens)
+        partial = seed in PARTIAL or (seed in (PAUSE, STUCK, LOSE) and count < s.max_tokens)
         if seed == BREAK:
             outputs.append(Failed(s.id, "internal_error", "the job broke"))
         elif not partial:

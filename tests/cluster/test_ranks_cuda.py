@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,7 +19,7 @@ from ballast.cluster.member import of_rank
 from ballast.cluster.member_cuda import GpuMember
 from ballast.cluster.ranks import GroupMachine
 from ballast.core.clock import Clock
-from ballast.core.errors import ConfigError, DeviceError
+from ballast.core.errors import ConfigError, DeviceError, DeviceLost
 from ballast.core.event import Event
 from ballast.core.link import LinkRates
 from ballast.core.settings import DeviceSettings, FleetSettings
@@ -27,7 +28,13 @@ from ballast.engine.build import largest_jobs
 from ballast.engine.inbox import MonotonicClock
 from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
-from ballast.transport.ranks import JoinGroup, LeaderConnection, RankConnection
+from ballast.transport.ranks import (
+    JoinGroup,
+    LeaderConnection,
+    Populate,
+    RankConnection,
+    RankGone,
+)
 from ballast.weights.checkpoint import read_spec
 from ballast.weights.sharding import Shard
 from tests.cluster.gpu_rank import GPUS, Ends, RankHere, ends, make  # noqa: F401
@@ -152,3 +159,28 @@ def test_a_rank_that_cannot_join_says_why(ends: Ends) -> None:  # noqa: F811
         joining.result()
     further._connection.close()
     assert ends.codes == [0], "it ends when the first rank does"
+
+
+def test_a_rank_that_loses_its_gpu_ends_and_answers_nothing(ends: Ends) -> None:  # noqa: F811
+    device = DeviceSettings(
+        name="cuda:1", budget_bytes=4 * PAGE, page_bytes=PAGE, tensor_parallel=2
+    )
+    driver = FakeDriver(n_bytes=1 << 30, devices=GPUS)
+    ours, theirs = socket.socketpair()
+    first, further = RankConnection(ours), LeaderConnection(theirs.detach())
+
+    def own(*given: Any) -> GpuMember:
+        return GpuMember(*given, driver, OnHost())
+
+    made = rank.Rank(JoinGroup(1, device, None), print, print, own)
+    driver.fail("create", error=DeviceLost("cuMemCreate", "CUDA_ERROR_LAUNCH_FAILED"))
+    first.tell(Populate((0,)))
+    with pytest.raises(SystemExit):
+        rank._answer(made, further)
+    assert ends.codes == [1]
+    further._connection.close()
+    with pytest.raises(RankGone):
+        first.answer()
+    first.close()
+    with pytest.raises(DeviceLost):
+        made._own.link.close()

@@ -22,7 +22,7 @@ from ballast.core.event import Failed, Finished, Output, TokenOut
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from tests.cluster import fake_device
-from tests.cluster.fake_device import BREAK, HOLD, REFUSE
+from tests.cluster.fake_device import BREAK, HOLD, LOSE, REFUSE
 
 FAKE = (sys.executable, str(Path(fake_device.__file__)))
 FLEET = FleetSettings(
@@ -106,6 +106,18 @@ def test_failures_reach_their_request_only() -> None:
             assert await all_of(refused) == [Failed("1", "queue_full", "too many wait")]
             assert isinstance((await all_of(broken))[-1], Failed)
             assert isinstance((await all_of(fine))[-1], Finished)
+
+    asyncio.run(scenario())
+
+
+def test_a_device_that_is_lost_ends_its_worker_and_requests_go_on_in_the_next() -> None:
+    async def scenario() -> None:
+        async with running() as (controller, worker):
+            answer = await all_of(controller.submit([submission("1", LOSE)]))
+            assert tokens(answer) == [10, 11, 12, 10]
+            assert isinstance(answer[-1], Finished)
+            assert controller.restarts == 1
+        assert worker.epitaph() == "exit code 1"
 
     asyncio.run(scenario())
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ballast.bench.inprocess import InProcess
-from ballast.core.errors import ConfigError, DeviceError
+from ballast.core.errors import ConfigError, DeviceError, DeviceLost
 from ballast.core.event import Failed, Finished
 from ballast.core.settings import FleetSettings, KvLayout, ModelSettings
 from ballast.core.units import KiB, MiB
@@ -132,6 +132,33 @@ def test_a_job_that_breaks_off_fails_its_requests_only(
         answers = server.generate(asked(2))
     for key, answer in answers.items():
         assert isinstance(answer.end, Failed if key.startswith("b") else Finished)
+
+
+@pytest.mark.parametrize("where", ["kernel", "record", "copy_to_device", "map"])
+def test_an_error_that_stays_ends_the_loop_with_nobody_answered(
+    paths: dict[str, Path],  # noqa: F811
+    where: str,
+) -> None:
+    """Whichever thread meets it: the process is to end, and requests go on in the next one."""
+    driver = FakeDriver(n_bytes=1 << 30)
+    error = DeviceLost("cuEventSynchronize", "CUDA_ERROR_ILLEGAL_ADDRESS")
+    server = serving(tight(paths), driver)
+
+    def broken(work: object) -> list[object]:
+        driver.fail(error=error)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")  # PyTorch's
+
+    if where == "kernel":
+        for executors in server.device.executors.values():
+            executors[0].run = broken  # type: ignore[method-assign, assignment]
+    else:
+        driver.fail(where, error=error)
+    with pytest.raises(DeviceLost, match="ILLEGAL_ADDRESS"), server:
+        server.generate(asked(2))
+    assert driver.lost is error
+    assert not any(answer.end for answer in server.answers.values())
+    if where == "kernel":
+        assert server.device.runner.job_since is not None, "on record: it may be to blame"
 
 
 def test_what_a_gpu_cannot_have_is_said(paths: dict[str, Path]) -> None:  # noqa: F811

@@ -22,9 +22,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ballast.core.errors import DeviceError, OutOfMemory
+from ballast.core.errors import DeviceError, DeviceLost, OutOfMemory
 from ballast.memory import syscalls as sys
-from ballast.memory.cuda_calls import Attribute
+from ballast.memory.cuda_calls import Attribute, WhenLost
 
 _MEMFD = "fake-cuda:"
 """And the device that has the memory: the real driver knows that of what it imports."""
@@ -107,6 +107,8 @@ def _checked(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
                 raise Misuse(f"{name}: no context is current in this thread")
             self.calls.append(name)
             self._fail_if_asked(name)
+            if self.broken is not None:
+                raise self.broken
             return call(self, *args, **kwargs)
 
     return checked
@@ -125,13 +127,15 @@ class FakeDriver:
         groups: int = 8,
         bandwidth: float = math.inf,
         exclusive: bool = False,
+        stretches: bool = True,
     ) -> None:
-        """`bandwidth`: of each copy, in bytes a second. `exclusive`: memory that others have
+        """`bandwidth`: of each copy, in bytes a second. `stretches`: one call unmaps several
+        mappings. `exclusive`: memory that others have
         imported is neither exported again, mapped, nor released here. To the driver that is no
         fault; to who lends pages it is."""
         self.n_bytes, self.n_devices, self.grain, self.peers = n_bytes, devices, granularity, peers
         self.attributes = dict.fromkeys(Attribute, 1) | (attributes or {})
-        self.exclusive = exclusive
+        self.exclusive, self.stretches = exclusive, stretches
         self.lock = threading.RLock()
         self.calls: list[str] = []
         self.bandwidth = bandwidth
@@ -161,9 +165,14 @@ class FakeDriver:
         self._current = threading.local()
         self._numbers = itertools.count(1000)
         self._failures: list[_Failure] = []
+        self.broken: DeviceLost | None = None
+        """What every call raises since one has raised it."""
+        self.lost: DeviceLost | None = None
+        self._when_lost: list[WhenLost] = []
 
     def fail(self, *calls: str, after: int = 0, error: DeviceError | None = None) -> None:
-        """The call of those names (any, if none is said) that comes after `after` others fails."""
+        """Have the call of those names (any, if none is given) that comes after `after` others
+        fail; with a DeviceLost, all calls from then on."""
         told = error or DeviceError("/".join(calls), "CUDA_ERROR_UNKNOWN: asked for")
         self._failures.append(_Failure(calls, after, told))
 
@@ -216,6 +225,17 @@ class FakeDriver:
             self.pinned,
         )
         return not any((*left, *self.used, *self.contexts.values()))
+
+    def lose(self, error: DeviceLost) -> None:
+        if self.lost is None:
+            self.lost = error
+            for call in self._when_lost:
+                call(error)
+
+    def when_lost(self, call: WhenLost) -> None:
+        self._when_lost.append(call)
+        if self.lost is not None:
+            call(self.lost)
 
     def version(self) -> tuple[int, int]:
         return 13, 0
@@ -324,32 +344,24 @@ class FakeDriver:
         known.mapped += 1
 
     def unmap(self, address: int, n_bytes: int) -> None:
-        mapping = self.mappings.get(address)
-        if mapping is None or mapping.n_bytes != n_bytes:
-            raise Misuse(f"unmapped {n_bytes} bytes at {address:#x}: not what one call mapped")
+        found = self._mapped(address, n_bytes)
+        if len(found) > 1 and not self.stretches:
+            raise DeviceError("cuMemUnmap", "CUDA_ERROR_INVALID_VALUE: invalid argument")
         for stream, queue in self.streams.items():
             for work in queue:
                 if any(at < address + n_bytes and address < at + n for at, n in work.touches):
                     raise Misuse(f"unmapped {address:#x}, which work on stream {stream} uses")
         flags = sys.MAP_PRIVATE | sys.MAP_ANONYMOUS | sys.MAP_NORESERVE | sys.MAP_FIXED
         sys.mmap(address, n_bytes, sys.PROT_NONE, flags)
-        del self.mappings[address]
-        self.handles[mapping.handle].mapped -= 1
-        self._drop_if_unused(mapping.handle)
+        for at, mapping in found:
+            del self.mappings[at]
+            self.handles[mapping.handle].mapped -= 1
+            self._drop_if_unused(mapping.handle)
 
     def set_access(self, address: int, n_bytes: int, device: int) -> None:
         self._known_device(device)
         self._grained("set_access", n_bytes, address)
-        at = address
-        found: list[tuple[int, Mapping]] = []
-        while at < address + n_bytes:
-            if at not in self.mappings:
-                raise Misuse(f"set access at {at:#x}, where no mapping begins")
-            found.append((at, self.mappings[at]))
-            at += self.mappings[at].n_bytes
-        if at != address + n_bytes:
-            raise Misuse(f"set access to a part of a mapping before {at:#x}")
-        for at, mapping in found:
+        for at, mapping in self._mapped(address, n_bytes):
             owner = self._made_on(self.handles[mapping.handle].fd)
             if owner != device and not self.peers:
                 raise Misuse(f"device {device} cannot access memory of {owner}")
@@ -564,6 +576,9 @@ class FakeDriver:
             if not failure.calls or name in failure.calls:
                 if failure.after == 0:
                     self._failures.remove(failure)
+                    if isinstance(failure.error, DeviceLost):
+                        self.broken = failure.error
+                        self.lose(failure.error)
                     raise failure.error
                 failure.after -= 1
 
@@ -582,6 +597,19 @@ class FakeDriver:
         still = any(self._file(other.fd) == file for other in self.handles.values())
         if not still and file in self._mine:
             self.used[self._mine.pop(file)] -= known.n_bytes
+
+    def _mapped(self, address: int, n_bytes: int) -> list[tuple[int, Mapping]]:
+        """Whole mappings, one after the other, that fill these bytes."""
+        found: list[tuple[int, Mapping]] = []
+        at = address
+        while at < address + n_bytes:
+            if at not in self.mappings:
+                raise Misuse(f"no mapping begins at {at:#x}")
+            found.append((at, self.mappings[at]))
+            at += self.mappings[at].n_bytes
+        if at != address + n_bytes or not found:
+            raise Misuse(f"a part of a mapping before {at:#x}")
+        return found
 
     def _grained(self, what: str, n_bytes: int, address: int = 0) -> None:
         if n_bytes <= 0 or n_bytes % self.grain or address % self.grain:
@@ -633,7 +661,10 @@ class FakeDriver:
         return stat.st_dev, stat.st_ino
 
 
-_NOT_CALLS = {"fail", "launch", "put", "run", "elsewhere", "is_clean", "current"}
+_NOT_CALLS = {
+    *("fail", "launch", "put", "run", "elsewhere", "is_clean", "current"),
+    *("lose", "when_lost"),
+}
 for _name, _call in list(vars(FakeDriver).items()):
     if inspect.isfunction(_call) and not _name.startswith("_") and _name not in _NOT_CALLS:
         setattr(FakeDriver, _name, _checked(_name, _call))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes.util
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ballast.core.errors import DeviceError, OutOfMemory
+from ballast.core.errors import DeviceError, DeviceLost, OutOfMemory
 from ballast.memory.cuda_calls import Attribute, Driver
-from ballast.memory.cuda_driver import CudaDriver
+from ballast.memory.cuda_driver import STICKY, CudaDriver
 
 
 class Answering:
@@ -116,7 +117,8 @@ def test_every_call_takes_these_arguments(api: Answering) -> None:
     d.pin(1 << 41, 4096, True)
     d.unpin(1 << 41)
     public = {name for name in vars(CudaDriver) if not name.startswith("_")}
-    assert public == {name for name in vars(Driver) if not name.startswith("_")}
+    public -= {"lose", "when_lost"}  # which call nothing
+    assert public == {n for n in vars(Driver) if n[0] != "_"} - {"lost", "lose", "when_lost"}
     # And cuInit; of two methods, what says of what.
     assert len({name for name, _ in api.calls}) == len(public) + 3
 
@@ -146,9 +148,77 @@ def test_errors_name_the_call_and_the_drivers_error(api: Answering) -> None:
     assert not isinstance(raised.value, OutOfMemory)
     assert driver.is_done(5) is False
     assert driver.retain_handle(1 << 40) is None
-    api.answers["cuEventQuery"] = (700,)
-    with pytest.raises(DeviceError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+    api.answers["cuEventQuery"] = (400,)
+    with pytest.raises(DeviceError, match="CUDA_ERROR_INVALID_HANDLE"):
         driver.is_done(5)
+    assert driver.lost is None
+
+
+@pytest.mark.parametrize("code", [700, 719])
+def test_an_error_that_stays_loses_the_device_once(api: Answering, code: int) -> None:
+    driver = CudaDriver(api)
+    api.answers = {"cuEventQuery": (code,), "cuGetErrorString": (0, b"what happened")}
+    seen: list[DeviceLost] = []
+    driver.when_lost(seen.append)
+    for _ in range(2):
+        with pytest.raises(DeviceLost, match=r"cuEventQuery: CUDA_ERROR_\w+: what happened"):
+            driver.is_done(5)
+    assert driver.lost is not None
+    assert seen == [driver.lost]
+    driver.when_lost(seen.append)
+    assert seen == [driver.lost] * 2, "whoever comes late is called at once"
+
+
+def test_all_errors_that_stay_are_known(api: Answering) -> None:
+    """By what NVIDIA's own documentation of each error says."""
+    said = {int(e): " ".join((e.__doc__ or "").split()) for e in api.real.CUresult}
+    stays = {code for code, text in said.items() if "must be terminated and relaunched" in text}
+    assert {700, 719} <= stays <= STICKY
+    assert {c for c, text in said.items() if "context cannot be used anymore" in text} <= STICKY
+    assert set(said) >= STICKY
+
+
+@pytest.mark.parametrize("kind", [KeyError, ValueError])
+def test_an_error_newer_than_the_bindings_is_an_error_like_any(
+    api: Answering, kind: type[Exception]
+) -> None:
+    """Bindings look a status up in their enumeration: of 12.9 with KeyError, later ValueError."""
+
+    class Older:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(api, name)
+
+        def cuEventQuery(self, event: int) -> None:
+            raise kind(code) if kind is KeyError else kind(f"{code} is not a valid CUresult")
+
+        def cuCtxSetCurrent(self, context: int) -> None:
+            raise ValueError("no number of an error")
+
+    driver = CudaDriver(Older())
+    code = 12345
+    with pytest.raises(DeviceError, match=r"cuEventQuery: error 12345.*update"):
+        driver.is_done(5)
+    assert driver.lost is None
+    code = 721
+    with pytest.raises(DeviceLost, match="error 721"):
+        driver.is_done(5)
+    with pytest.raises(ValueError, match="no number"):
+        driver.set_current(5)
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"), [("12.8.0", False), ("12.9.0", False), ("12.9.1", True), ("13.0", True)]
+)
+def test_bindings_that_hold_the_gil_are_refused(
+    api: Answering, monkeypatch: pytest.MonkeyPatch, version: str, fits: bool
+) -> None:
+    found = {"cuda.bindings": SimpleNamespace(__version__=version), "cuda.bindings.driver": api}
+    monkeypatch.setattr(importlib, "import_module", found.__getitem__)
+    if fits:
+        assert CudaDriver().lost is None
+    else:
+        with pytest.raises(DeviceError, match=f"{version} holds the GIL.*12.9.1 or newer"):
+            CudaDriver()
 
 
 def test_without_a_driver(api: Answering) -> None:

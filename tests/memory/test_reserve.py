@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from ballast.core.actions import Short
+from ballast.core.errors import DeviceError
 from ballast.core.units import KiB
 from ballast.memory.arena import Arena
 from ballast.memory.pool import Pool
@@ -104,3 +105,25 @@ link.start(1, [Copy(r.base, r.base + 32 * 65536, 32 * 65536)])
     done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
+
+
+def test_a_driver_that_fails_lets_it_rest_until_the_next_lease(memfd: MemfdVm) -> None:
+    pool = Pool(memfd, 32)
+    tried = threading.Semaphore(0)
+    real = pool.populate_some
+    errors = [DeviceError("cuMemCreate", "CUDA_ERROR_UNKNOWN")]
+
+    def failing(n: int) -> int | Short:
+        tried.release()
+        if errors:
+            raise errors.pop()
+        return real(n)
+
+    pool.populate_some = failing  # type: ignore[method-assign]
+    reserve = PopulatedReserve(pool, 8)
+    reserve.start()
+    assert tried.acquire(timeout=30)
+    assert isinstance(pool.lease("a", 1), tuple)
+    assert tried.acquire(timeout=30), "its thread goes on"
+    reserve.close()
+    pool.validate()

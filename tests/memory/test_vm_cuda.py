@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from ballast.core.actions import Short
-from ballast.core.errors import BrokenPromise, DeviceError
+from ballast.core.errors import BrokenPromise, DeviceError, DeviceLost
 from ballast.core.units import KiB
 from ballast.memory.cuda_calls import Attribute
 from ballast.memory.pool import Pool
@@ -53,7 +53,7 @@ def test_handles_are_made_once(cuda: CudaVm, driver: FakeDriver) -> None:
     for _ in range(3):
         cuda.map(r, 0, [4, 9, 5])
         cuda.unmap(r, 0, 3)
-    assert driver.calls == 3 * ["map", "map", "map", "set_access", "unmap", "unmap", "unmap"]
+    assert driver.calls == 3 * ["map", "map", "map", "set_access", "unmap"]
     assert cuda.populate([4, 5]) is None
     assert driver.calls[-1] == "unmap"
 
@@ -89,6 +89,36 @@ def test_a_short_pool_gives_back_what_it_got(driver: FakeDriver) -> None:
     vm.close()
 
 
+def test_a_driver_that_unmaps_no_stretch_is_asked_page_by_page() -> None:
+    driver = FakeDriver(stretches=False)
+    vm = CudaVm(driver, 0, PAGE, 8)
+    assert vm.populate(range(8)) is None
+    r = vm.reserve(8 * PAGE)
+    for calls in (4, 3, 3):
+        vm.map(r, 1, [4, 6, 5])
+        driver.calls.clear()
+        vm.unmap(r, 1, 3)
+        assert driver.calls == ["unmap"] * calls
+        assert (vm.os_pages(r), vm.mappings()) == ({}, 0)
+    vm.map(r, 1, [4, 6, 5])
+    vm.close()
+    assert driver.is_clean()
+
+
+def test_a_stretch_that_fails_once_is_unmapped_page_by_page(cuda: CudaVm) -> None:
+    driver = cuda.driver
+    assert isinstance(driver, FakeDriver)
+    r = cuda.reserve(8 * PAGE)
+    cuda.map(r, 0, [4, 5])
+    driver.fail("unmap", after=1)
+    driver.fail("unmap")
+    with pytest.raises(DeviceError, match="asked for"):
+        cuda.unmap(r, 0, 2)
+    assert cuda.os_pages(r) == {0: 4, 1: 5}, "both ways failed: as before"
+    cuda.unmap(r, 0, 2)
+    assert cuda.os_pages(r) == {}
+
+
 def test_what_a_device_must_be_able_to() -> None:
     for need in (Attribute.MAPS_MEMORY, Attribute.EXPORTS_FDS):
         with pytest.raises(DeviceError, match=need.value):
@@ -121,6 +151,7 @@ def test_any_call_may_fail(
         assert vm.populate(range(16)) is None
         r = vm.reserve(8 * PAGE)
         vm.map(r, 0, [3, 2, 1, 0])
+        vm._memory._stretches = False
         before = (vm.os_pages(r), vm.mappings(), vm.physical_bytes(), open_fds())
         reserved = dict(driver.reserved)
         driver.calls.clear()
@@ -139,6 +170,7 @@ def test_any_call_may_fail(
 def test_a_range_of_the_pool_over_every_failure(driver: FakeDriver) -> None:
     for after in range(10):
         vm = CudaVm(driver, 0, PAGE, 8)
+        vm._memory._stretches = False
         pool = Pool(vm, 8)
         a, b = (BackedRange(pool, vm, name, 8 * PAGE) for name in "ab")
         assert a.back(0, 3) is None
@@ -170,10 +202,13 @@ def test_a_failure_beyond_repair_is_told_for_ever(driver: FakeDriver) -> None:
     r = vm.reserve(8 * PAGE)
     one.fail("set_access")
     one.fail("unmap")
+    seen: list[DeviceLost] = []
+    one.when_lost(seen.append)
     with pytest.raises(DeviceError, match="set_access: CUDA_ERROR_UNKNOWN"):
         vm.map(r, 0, [1, 2])
+    assert [str(error) for error in seen] == [str(one.lost)], "its worker is to be replaced"
     for call in (lambda: vm.map(r, 0, [1]), lambda: vm.populate([1]), vm.fence):
-        with pytest.raises(DeviceError, match=r"lost since set_access.*, and then unmap"):
+        with pytest.raises(DeviceLost, match=r"lost since set_access.*, and undoing that: unmap"):
             call()
     vm.close()
 
