@@ -116,7 +116,7 @@ async def _serving(
     fleets: Sequence[FleetSettings], command: Sequence[str]
 ) -> AsyncIterator[list[Controller]]:
     """Servers that know nothing of each other, started one after the other."""
-    servers = [Controller(_maker(command)) for _ in fleets]
+    servers = [Controller(_maker(command, fleet.has_gpus)) for fleet in fleets]
     try:
         for server, fleet in zip(servers, fleets, strict=True):
             await server.start(replace(fleet, server=replace(fleet.server, spare_worker=False)))
@@ -128,7 +128,7 @@ async def _serving(
         await asyncio.gather(*(server.close(LAST_SECONDS) for server in servers))
 
 
-def _maker(command: Sequence[str]) -> Callable[[], LocalWorker]:
-    """Of workers that share their segments."""
-    broker = SegmentBroker()
+def _maker(command: Sequence[str], writable: bool) -> Callable[[], LocalWorker]:
+    """Make workers that share their segments, `writable` or not."""
+    broker = SegmentBroker(writable)
     return lambda: LocalWorker(command, broker)

@@ -6,7 +6,9 @@
     worker ── digest, its memfd ──> broker ── keep yours, or: one that is there already ──> worker
 
 The broker, in the server's process, maps nothing: it has a descriptor of each segment for as long
-as a worker holds it. The files are sealed, so that no worker can change what others compute with.
+as a worker holds it. The files are sealed, so that no worker can change what others compute with;
+where some device is a GPU, against a change of size alone (`HostTier.writable`), and all workers
+agree on that by asking the broker.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from ballast.memory.share import receive
 log = logging.getLogger(__name__)
 
 _FIND, _SHARE, _RELEASE = b"f", b"s", b"r"
+_SEALS = b"w"
+"""Whether segments may be written once they are filled, a worker asks."""
 _KEEP, _TAKE = b"k", b"t"
+_SEALED, _WRITABLE = b"s", b"w"
 _DIGEST = 64
 """Characters of a digest, in hex; of what a segment is made of as many."""
 _LONGEST = 256
@@ -39,7 +44,9 @@ class _Held:
 class SegmentBroker:
     """Knows which worker holds which segment; on the running event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, writable: bool = False) -> None:
+        """`writable`: of all segments that these workers share, as `HostTier.writable`."""
+        self._writable = writable
         self._held: dict[str, _Held] = {}
         self._digests: dict[str, str] = {}
         """By what segments that are held were made of."""
@@ -71,6 +78,8 @@ class SegmentBroker:
             digest, origin = told[1 : 1 + _DIGEST].decode(), told[1 + _DIGEST :].decode()
             if not told:
                 self.close(connection)
+            elif told[:1] == _SEALS:
+                connection.send(_WRITABLE if self._writable else _SEALED)
             elif told[:1] == _FIND:
                 self._find(digest, connection)
             elif told[:1] == _SHARE and fds:
@@ -123,6 +132,16 @@ class SegmentClient:
     def __init__(self, fd: int) -> None:
         """Takes `fd` over, of the connection."""
         self._connection = socket.socket(fileno=fd)
+
+    @property
+    def writable(self) -> bool:
+        """Whether segments are to be writable, as all workers of the broker have them; not where
+        nobody is there to ask."""
+        answer = b""
+        with contextlib.suppress(OSError):
+            self._connection.send(_SEALS)
+            answer, _ = receive(self._connection, _LONGEST)
+        return answer == _WRITABLE
 
     def find(self, origin: str) -> tuple[str, int] | None:
         """The digest of a segment that was made of this, and a descriptor, which is the caller's,

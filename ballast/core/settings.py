@@ -246,6 +246,11 @@ class FleetSettings:
         links = (self.link, *self.other_links)
         return {d.name: (d, at) for d, at in zip((self.device, *self.others), links, strict=True)}
 
+    @property
+    def has_gpus(self) -> bool:
+        """Whether any of its devices is a GPU."""
+        return any(d.gpu is not None for d in (self.device, *self.others))
+
     def lending(
         self, reaches: Mapping[str, Reach | None], swapping: bool
     ) -> tuple[Capability, ...]:

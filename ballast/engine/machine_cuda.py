@@ -99,7 +99,7 @@ class CudaMachine:
         if settings.linear == "packed":
             allowed = f"{self.device.name} is a GPU: that is of CPUs"
             raise ConfigError(f"{settings.name}: linear", settings.linear, allowed)
-        tier.writable = not self.pins.reads_only
+        tier.make_writable(not self.pins.reads_only)
         host = self._read(replace(settings, linear="plain"), tier, threads)
         segments = (*host.segments, *(a.segment for a in host.adapters))
         for segment, address in zip(segments, host.addresses, strict=True):

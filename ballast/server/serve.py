@@ -90,7 +90,7 @@ async def _serve(
 ) -> int:
     asked = Asked()
     with bound(host, port) as listener, asked.by_signals():
-        broker = SegmentBroker()
+        broker = SegmentBroker(writable=reading.fleet.has_gpus)
         controller = Controller(lambda: LocalWorker(worker_command, broker))
         starting = asyncio.ensure_future(_start(reading.fleet, controller))
         try:

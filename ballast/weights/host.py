@@ -43,6 +43,10 @@ class Exchange(Protocol):
     def release(self, digest: str) -> None:
         """This process does not hold the segment any more."""
 
+    @property
+    def writable(self) -> bool:
+        """As `HostTier.writable`, the same for all processes."""
+
 
 class HostTier:
     """Segments in host memory, equal ones once however many models hold them, and processes.
@@ -64,9 +68,22 @@ class HostTier:
         """By what they are made of."""
         self.closing = False
         """What is being filled fails; set by any thread."""
-        self.writable = False
-        """What is filled from now on is sealed against a change of size alone: some devices cannot
-        page-lock a file that nobody may write. It is mapped read only all the same."""
+        self._writable: bool | None = None
+        """None: not asked for yet."""
+
+    @property
+    def writable(self) -> bool:
+        """Whether segments are sealed against a change of size alone: most GPUs cannot page-lock a
+        file that nobody may write. They are mapped read only all the same. Processes that exchange
+        segments have one answer, as any of them may fill what another page-locks."""
+        if self._writable is None:
+            self._writable = self._exchange is not None and self._exchange.writable
+        return self._writable
+
+    def make_writable(self, writable: bool) -> None:
+        """What this device needs; counts where no other process has any of its segments."""
+        if self._exchange is None:
+            self._writable = writable
 
     @property
     def n_bytes(self) -> int:

@@ -12,7 +12,11 @@ import pytest
 
 from ballast.cluster.segments import SegmentBroker, SegmentClient
 from ballast.core.errors import DeviceError
+from ballast.memory import syscalls as sys
+from ballast.memory.cuda_calls import Attribute
+from ballast.memory.cuda_pins import Pins
 from ballast.weights.host import HostTier
+from tests.memory.fake_cuda import FakeDriver
 from tests.weights.test_host import (  # noqa: F401
     Filler,
     allocated,
@@ -66,6 +70,43 @@ def test_equal_segments_are_there_once_in_whichever_process() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("reads_only", [0, 1])
+def test_a_gpu_page_locks_what_a_cpus_worker_has_filled(reads_only: int) -> None:
+    """Whichever comes first, and whether the GPU can page-lock what nobody may write or not."""
+    driver = FakeDriver(attributes={Attribute.PINS_READ_ONLY: reads_only})
+    pins = Pins(driver, 0)
+
+    async def scenario() -> None:
+        broker = SegmentBroker(writable=True)
+        with tier(broker) as (cpu, _), tier(broker) as (gpu, _):
+            filled = await asyncio.to_thread(load, cpu, "a", embed=1)
+            mapped = await asyncio.to_thread(load, gpu, "b", embed=1)
+            assert os.fstat(filled.files()[0]).st_ino == os.fstat(mapped.files()[0]).st_ino
+            (address,) = mapped.addresses()
+            assert pins.pin(address, sys.PAGESIZE), "not page-locked"
+            pins.unpin(address)
+            with pytest.raises(OSError):
+                os.ftruncate(filled.files()[0], 0)
+            filled.close()
+            mapped.close()
+
+    asyncio.run(scenario())
+    pins.close()
+    assert driver.is_clean()
+
+
+def test_without_gpus_nobody_may_write_what_others_compute_with() -> None:
+    async def scenario() -> None:
+        broker = SegmentBroker()
+        with tier(broker) as (one, _):
+            held = await asyncio.to_thread(load, one, "a", embed=1)
+            with pytest.raises(PermissionError):
+                os.pwrite(held.files()[0], b"x", 0)
+            held.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_worker_whose_end_is_closed_holds_nothing() -> None:
     async def scenario() -> None:
         broker = SegmentBroker()
@@ -86,7 +127,7 @@ class Liar:
 
     def __init__(self) -> None:
         self.released: list[str] = []
-        self.finds = False
+        self.finds = self.writable = False
 
     def find(self, origin: str) -> tuple[str, int] | None:
         return ("d", os.memfd_create("ballast-liar")) if self.finds else None

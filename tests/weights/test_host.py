@@ -103,7 +103,7 @@ def test_equal_segments_are_there_once_whatever_they_are_called() -> None:
 @pytest.mark.parametrize("writable", [False, True])
 def test_a_file_may_be_written_only_where_a_device_has_to_lock_it(writable: bool) -> None:
     tier = HostTier()
-    tier.writable = writable
+    tier.make_writable(writable)
     a = load(tier, "a", one=1)
     (fd,) = a.files()
     try:
