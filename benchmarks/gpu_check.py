@@ -7,7 +7,7 @@ not run:
 
 - `machine`: GPU, driver, versions.
 - `pool`: microseconds to map and to unmap a page that has memory, at 2 MiB: one by one, 64 at once,
-  and while a kernel runs.
+  and while a kernel runs; the longest call of each, and whether any waits for the kernel.
 - `exactness`: three small Llamas in a pool so small that they evict each other. Greedy tokens
   against `transformers` on the same GPU after the same tokens, in two rounds, the second by CUDA
   graphs; in float32 a difference counts where the reference's margin is 1e-4 or more; in bfloat16

@@ -121,14 +121,15 @@ class Gpu:
         torch.cuda.empty_cache()
 
     @contextmanager
-    def busy(self, seconds: float) -> Iterator[None]:
-        """A kernel runs meanwhile, on a stream that waits for no other."""
+    def busy(self, seconds: float) -> Iterator[Callable[[], bool]]:
+        """A kernel runs meanwhile, for at least `seconds`, on a stream that waits for no other.
+        Yields what says whether it still does."""
         cuda: Any = torch.cuda
         stream = cuda.Stream(self.device)
         with cuda.stream(stream):
             cuda._sleep(int(seconds * 2e9))  # cycles, of at most 2 GHz
         try:
-            yield
+            yield lambda: not stream.query()
         finally:
             stream.synchronize()
 

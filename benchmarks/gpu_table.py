@@ -89,7 +89,17 @@ def _pages(found: Found) -> Iterator[Line]:
     for key, us in told.items():
         if key.startswith("microseconds_"):
             what = key.removeprefix("microseconds_").replace("_", " ")
-            yield Line(f"the same, {what}", f"{us['both']:.1f} us a page")
+            longest = f"longest call {max(us['longest_map'], us['longest_unmap']):.0f} us"
+            yield Line(f"the same, {what}", f"{us['both']:.1f} us a page, {longest}")
+    if "calls_wait_for_kernels" in told:
+        waits = "yes" if told["calls_wait_for_kernels"] else "no"
+        part = 100 * told["longest_of_kernel"]
+        figure = f"{waits}: the longest to map or unmap took {part:.1f} % of one"
+        yield Line("calls for memory wait for kernels", figure)
+    if "one_call_unmaps_many" in told:
+        many = told["one_call_unmaps_many"]
+        figure = f"{many:.1f} us a page" if isinstance(many, float) else f"no: {many}"
+        yield Line("one call unmaps 64 pages", figure)
 
 
 def _decodes(found: Found) -> Iterator[Line]:

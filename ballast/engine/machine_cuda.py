@@ -70,6 +70,7 @@ class CudaMachine:
             allowed = f"a multiple of {format_bytes(least)}, what its driver maps at once"
             raise ConfigError(f"page of {device.name}", format_bytes(device.page_bytes), allowed)
         self._compute = compute or TorchOnGpu(ordinal)
+        self._allocator: AllocatorOnDevice | None = None
         self.reach = reach_of(driver, ordinal)
         self._number, self._context = number, driver.retain_context(number)
         driver.set_current(self._context)
@@ -152,7 +153,8 @@ class CudaMachine:
     def cap(self, n_bytes: int) -> Cap:
         """Graphs keep what they compute in memory of the same allocator."""
         more = self.device.graph_bytes
-        return DeviceCap(self._compute.allocator(n_bytes + more), more)
+        self._allocator = self._compute.allocator(n_bytes + more)
+        return DeviceCap(self._allocator, more)
 
     def runner(
         self,
@@ -215,6 +217,8 @@ class CudaMachine:
             rotor.close()
         for swapper in self._swappers.values():
             swapper.close()
+        if self._allocator is not None:
+            self._allocator.close()
         self.pins.close()
         self._streams.close()
         self._driver.destroy_stream(self._copies)

@@ -49,6 +49,8 @@ class AllocatorOnDevice(Protocol):
 
     def check(self) -> bool: ...
 
+    def close(self) -> None: ...
+
 
 class Compute(Protocol):
     """What PyTorch does on a device."""

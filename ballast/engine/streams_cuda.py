@@ -81,7 +81,8 @@ class GreenStreams:
     """Runs of groups, by (first group, groups); `Job.parts` counts groups."""
 
     def __init__(self, driver: Driver, device: int, lanes: int) -> None:
-        """Raises DeviceError, with nothing left behind, where contexts cannot be had."""
+        """Raises DeviceError, with nothing left behind, where contexts cannot be had, or events of
+        the primary context cannot be recorded on their streams, as every job needs."""
         self._driver, self._groups = driver, lanes
         self._contexts: dict[tuple[int, int], int] = {}
         self._streams: dict[tuple[int, int], int] = {}
@@ -97,6 +98,8 @@ class GreenStreams:
                     self._contexts[first, n] = context
                     self._streams[first, n] = driver.green_stream(context)
             self._streams[0, lanes] = driver.new_stream()
+            for stream in self._streams.values():
+                _try(driver, stream)
         except DeviceError:
             self.close()
             raise
@@ -140,3 +143,13 @@ class GreenStreams:
         for context in self._contexts.values():
             self._driver.destroy_green(context)
         self._streams, self._contexts, self._twins = {}, {}, []
+
+
+def _try(driver: Driver, stream: int) -> None:
+    """Record an event on an idle stream and wait for it. Raises DeviceError where either fails."""
+    event = driver.new_event()
+    try:
+        driver.record(event, stream)
+        driver.wait(event)
+    finally:
+        driver.destroy_event(event)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -150,8 +151,8 @@ class StandIn:
     def give_back(self) -> None:
         pass
 
-    def busy(self, seconds: float) -> AbstractContextManager[None]:
-        return nullcontext()
+    def busy(self, seconds: float) -> AbstractContextManager[Callable[[], bool]]:
+        return nullcontext(lambda: True)
 
     def seconds(self, work: Callable[[], object], times: int) -> float:
         work()
@@ -170,6 +171,40 @@ def test_pages_are_timed_and_given_back(found: Findings) -> None:
     gpu_pages.pool(cast(Gpu, gpu), found)
     assert found["microseconds"]["both"] > 0
     assert found["microseconds_of_32_MiB"]["both"] > 0
+    assert gpu.clean()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_driver_whose_first_unmapping_waits_for_a_kernel_is_found_out(
+    found: Findings, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """Once it has waited, the kernel has ended: later calls are as quick as ever."""
+    gpu, now, ends = StandIn(), [0.0], [0.0]
+
+    class Busy:
+        def __enter__(self) -> Callable[[], bool]:
+            ends[0] = now[0] + gpu_pages.KERNEL_SECONDS
+            return lambda: now[0] < ends[0]
+
+        def __exit__(self, *_: object) -> None:
+            now[0] = max(now[0], ends[0])
+
+    def unmap(address: int, n_bytes: int) -> None:
+        real(address, n_bytes)
+        now[0] = max(now[0] + 1e-5, ends[0] if waits else 0.0)
+
+    real = gpu.driver.unmap
+    monkeypatch.setattr(gpu.driver, "unmap", unmap)
+    monkeypatch.setattr(gpu, "busy", lambda seconds: Busy())
+    monkeypatch.setattr(gpu_pages, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    gpu_pages.pool(cast(Gpu, gpu), found)
+    assert found["calls_wait_for_kernels"] is waits
+    beside = found["microseconds_beside_a_kernel"]
+    assert beside["unmap"] == pytest.approx(10.0), "which its median hides"
+    assert beside["longest_unmap"] == pytest.approx(0.5e6 if waits else 10.0)
+    assert found["longest_of_kernel"] == pytest.approx(1.0 if waits else 2e-5)
+    told = {line.what: line.figure for line in lines({"pool": dict(found.items())})}
+    assert told["calls for memory wait for kernels"].startswith("yes" if waits else "no")
     assert gpu.clean()
 
 
@@ -352,7 +387,11 @@ def test_elastic_overhead_fits_its_budget_on_a_gpu(tmp_path: Path) -> None:
 def test_results_are_a_table() -> None:
     found = {
         "machine": {"gpu": "H7", "nvidia_driver": "1.2.3", "torch": "9", "took_seconds": 1.0},
-        "pool": {"microseconds": {"map": 30.0, "unmap": 20.0, "both": 50.0}, "goal_met": True},
+        "pool": {
+            "microseconds": {"map": 30.0, "unmap": 20.0, "both": 50.0},
+            "goal_met": True,
+            "one_call_unmaps_many": "cuMemUnmap: CUDA_ERROR_INVALID_VALUE",
+        },
         "exactness": {
             "float32": {
                 "wrong": 1,
@@ -381,7 +420,8 @@ def test_results_are_a_table() -> None:
     assert told["`activation`"].figure == "broke off: killed after 9 seconds"
     assert told["`exactness`, bfloat16"].met is False
     assert told["errors under memcheck"].met is False
-    assert len(told) == 8
+    assert told["one call unmaps 64 pages"].figure.startswith("no: cuMemUnmap")
+    assert len(told) == 9
     text = markdown(found)
     assert text.startswith("H7, NVIDIA driver 1.2.3")
     assert text.count("\n|") == 2 + len(told)

@@ -40,6 +40,9 @@ class Allocator:
         self.checks += 1
         return True
 
+    def close(self) -> None:
+        """Nothing is capped."""
+
 
 class OnHost:
     """Implements `Compute`: launches end at once, on the CPU."""

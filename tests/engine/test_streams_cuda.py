@@ -55,11 +55,11 @@ def test_jobs_at_the_same_time_have_different_multiprocessors(n: int, data: st.D
 
 
 def test_where_parts_cannot_be_had_lanes_have_streams_alone() -> None:
-    for after, n in ((0, 9), (0, 2), (2, 2)):
+    failures = [(None, 0, 9), ("split", 0, 2), ("green_context", 1, 2), ("record", 1, 2)]
+    for call, after, n in (*failures, ("wait", 1, 2), ("new_event", 2, 2)):
         driver = entered(FakeDriver())
-        if n == 2:
-            call = "split" if not after else "green_context"
-            driver.fail(call, after=after // 2, error=DeviceError(call, "not here"))
+        if call is not None:
+            driver.fail(call, after=after, error=DeviceError(call, "not here"))
         streams = lane_streams(driver, 0, n)
         assert isinstance(streams, PlainStreams)
         assert len(streams.all) == n
@@ -67,6 +67,17 @@ def test_where_parts_cannot_be_had_lanes_have_streams_alone() -> None:
         streams.close()
         driver.release_context(0)
         assert driver.is_clean()
+
+
+def test_an_event_is_recorded_on_every_green_stream_before_it_is_used() -> None:
+    driver = entered(FakeDriver())
+    streams = lane_streams(driver, 0, 3)
+    assert isinstance(streams, GreenStreams)
+    assert driver.calls.count("record") == driver.calls.count("wait") == len(streams.all) == 6
+    assert not driver.events
+    streams.close()
+    driver.release_context(0)
+    assert driver.is_clean()
 
 
 def test_one_lane_needs_no_parts() -> None:

@@ -53,3 +53,24 @@ def test_the_allocator_is_capped(monkeypatch: pytest.MonkeyPatch) -> None:
     torch_cuda.in_use = 0
     assert cap.resize(2000 * MiB)
     assert torch_cuda.allowed == 1.0
+    cap.close()
+
+
+def test_two_devices_on_one_gpu_may_have_what_both_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_cuda = Allocator(monkeypatch)
+    one = CachingCap(1, 200 * MiB)
+    two = CachingCap(1, 300 * MiB)
+    assert torch_cuda.allowed == 0.5
+    torch_cuda.in_use, torch_cuda.kept = 450 * MiB, 40 * MiB
+    assert one.check()
+    assert two.check()
+    assert torch_cuda.kept, "neither takes the other's for too much"
+    assert not one.resize(100 * MiB)
+    assert (torch_cuda.allowed, torch_cuda.kept) == (0.4, 0)
+    torch_cuda.in_use = 90 * MiB
+    two.close()
+    two.close()
+    assert torch_cuda.allowed == 0.1
+    assert one.check()
+    one.close()
+    assert torch_cuda.allowed == 1.0

@@ -82,6 +82,59 @@ def test_memory_that_there_is_not_is_short(real: CudaDriver) -> None:
     vm.close()
 
 
+_FAULTING = """
+import torch
+from ballast.core.errors import DeviceError, DeviceLost
+from ballast.memory.cuda_driver import CudaDriver
+from ballast.memory.cuda_tensor import device_tensor_at
+from ballast.memory.vm_cuda import CudaVm
+
+driver = CudaDriver()
+vm = CudaVm(driver, 0, 2 << 20, 4)
+seen = []
+driver.when_lost(seen.append)
+at = vm.reserve(2 << 20)
+stream = torch.cuda.current_stream().cuda_stream
+vm.watch(stream)
+device_tensor_at(at.base, (1024,), torch.float32, torch.device("cuda", 0)).fill_(1)
+try:
+    driver.finish(stream)
+except DeviceLost as error:
+    assert seen == [error] and driver.lost is error, seen
+    for call in (vm.fence, lambda: vm.populate([0]), lambda: driver.finish(stream)):
+        try:
+            call()
+        except DeviceLost:
+            continue
+        raise SystemExit(f"{call} went well on a GPU that is lost")
+    print("lost", error.reason)
+import os
+os._exit(0)  # what is left cannot be given back
+"""
+
+
+def test_a_kernel_that_touches_what_is_not_there_loses_the_device(real: CudaDriver) -> None:
+    """In another process, which is of no use afterwards."""
+    ended = subprocess.run([sys.executable, "-c", _FAULTING], capture_output=True, text=True)
+    assert ended.stdout.startswith("lost CUDA_ERROR_"), ended.stdout + ended.stderr
+
+
+def test_two_caps_of_one_gpu_are_held_to_their_sum(real: CudaDriver) -> None:
+    held = torch.cuda.memory_reserved(0)
+    one, two = CachingCap(0, held + 256 * MiB), CachingCap(0, 256 * MiB)
+    try:
+        most = torch.empty(384 * MiB, dtype=torch.uint8, device="cuda:0")
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(256 * MiB, dtype=torch.uint8, device="cuda:0")
+        assert one.check()
+        assert two.check()
+        del most
+    finally:
+        one.close()
+        two.close()
+        torch.cuda.empty_cache()
+
+
 def test_a_fence_waits_for_the_lane(vm: CudaVm) -> None:
     lane = torch.cuda.Stream()
     vm.watch(lane.cuda_stream)
