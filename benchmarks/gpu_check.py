@@ -26,6 +26,8 @@ not run:
 - `layouts`: microseconds of a decode step's attention, by layout and block.
 - `layer`: microseconds of each launch of a layer on the fast path, in a CUDA graph, and the bytes
   of weights that it reads in a second.
+- `sampling`: milliseconds to choose a step's tokens at a temperature from 128,256 logits a row, on
+  the device and on the host, and whether they are the same.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ PARTS = (
     Part("sanitizer", 90),
     Part("layouts", 40),
     Part("layer", 20),
+    Part("sampling", 30),
 )
 """In the order of their worth. Their limits are more than all of them may take together: each takes
 far less unless it hangs, which costs those at the end."""

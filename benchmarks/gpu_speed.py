@@ -1,9 +1,10 @@
-"""What `scripts/gpu_check` times of jobs: decode steps, and attention."""
+"""What `scripts/gpu_check` times of jobs: decode steps, attention, and sampling."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -12,11 +13,14 @@ import torch
 from transformers import LlamaConfig
 
 from ballast.core.job import Sampled, SequenceWork
+from ballast.core.request import Sampling
 from ballast.core.settings import GRAPH_BYTES, KvLayout
 from ballast.kernels.device_attention import attention_kernels
 from ballast.kernels.device_batch import DeviceBatch
 from ballast.kernels.device_kv import DeviceKv
 from ballast.kernels.device_plan import Bucket
+from ballast.kernels.device_sampling import DeviceSampler
+from ballast.kernels.sampling import sample
 from ballast.models.graphs import GraphCache
 from benchmarks.gpu_apart import Findings, attempted
 from benchmarks.gpu_device import CONFIGS, PAGE, SPARE, Configs, Gpu, bytes_of, wall_seconds
@@ -181,3 +185,41 @@ def layouts(
         found[key] = told.get("microseconds", told)
         del memory, kv, batch
         gpu.give_back()
+
+
+ASKED = {
+    "temperature": Sampling(temperature=0.8),
+    "top_p": Sampling(temperature=0.8, top_p=0.9),
+    "top_k_and_top_p": Sampling(temperature=0.8, top_k=20, top_p=0.95),
+}
+"""What clients ask for, of `sampling`."""
+
+
+def sampling(
+    gpu: Gpu, found: Findings, rows: int = 32, vocab: int = 128_256, times: int = TIMES
+) -> None:
+    """Seconds to choose the tokens of a step from logits on the device, and on the host once they
+    are moved; rows that were moved all the same, and whether tokens are the same."""
+    torch.manual_seed(0)
+    on_host, positions = torch.randn(rows, vocab) * 3, range(rows)
+    logits, sampler = on_host.to(gpu.device), DeviceSampler(gpu.device)
+    for name, asked in ASKED.items():
+        params = [replace(asked, seed=i) for i in range(rows)]
+        expected, _ = sample(on_host, params, positions)
+        sampler.moved = 0
+        tokens, _ = sampler.sample(logits, params, positions, {})
+        moved = sampler.moved
+
+        def here(params: list[Sampling] = params) -> object:
+            return sampler.sample(logits, params, positions, {})
+
+        def there(params: list[Sampling] = params) -> object:
+            return sample(logits.cpu(), params, positions)
+
+        found[name] = {
+            "seconds": wall_seconds(here, times),
+            "seconds_on_host": wall_seconds(there, 1),
+            "rows": rows,
+            "rows_moved": moved,
+            "passed": tokens == expected,
+        }

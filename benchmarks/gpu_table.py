@@ -28,7 +28,8 @@ def on_what(found: Found) -> str:
 
 def lines(found: Found) -> Iterator[Line]:
     """A line for each figure with a goal and for what explains it; and for what did not run."""
-    for make in (_proofs, _pages, _decodes, _overhead, _activations, _layouts, _layer):
+    figures = (_pages, _decodes, _overhead, _activations, _layouts, _layer, _sampling)
+    for make in (_proofs, *figures):
         yield from make(found)
     for name, told in found.items():
         if not isinstance(told, Mapping):
@@ -162,3 +163,12 @@ def _layer(found: Found) -> Iterator[Line]:
             if "bytes_per_second" in told:
                 figure += f", {told['bytes_per_second'] / 1e9:.0f} GB/s"
             yield Line(what, figure)
+
+
+def _sampling(found: Found) -> Iterator[Line]:
+    for name, told in _part(found, "sampling").items():
+        if isinstance(told, Mapping):
+            figure = f"{1e3 * told['seconds']:.2f} ms; on the host "
+            figure += f"{1e3 * told['seconds_on_host']:.1f} ms; moved {told['rows_moved']}"
+            what = f"sampling of {told['rows']} rows, {name.replace('_', ' ')}"
+            yield Line(what, figure, "the same", told["passed"])

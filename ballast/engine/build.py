@@ -179,9 +179,10 @@ def largest_jobs(specs: Iterable[ModelSpec], settings: DeviceSettings) -> int:
 
 
 def gpu_lane_bytes(lanes: int) -> int:
-    """Of each lane of a GPU, beside what tensors take: scores of attention that no kernel computes
-    and what the allocator rounds up, and workspaces of cuBLAS. A lane's thread may use the stream
-    of any run of neighbouring groups, and its twin where graphs are recorded. Not measured yet."""
+    """Bytes for each lane of a GPU, beside what tensors take: scores of attention that no kernel
+    computes, candidates of sampling, what the allocator rounds up, and workspaces of cuBLAS. A
+    lane's thread may use the stream of any run of neighbouring groups, and its twin where graphs
+    are recorded. Not measured yet."""
     streams = lanes * (lanes + 1) // 2
     return GPU_LANE_BYTES + 2 * (streams - 1) * _WORKSPACE_BYTES
 

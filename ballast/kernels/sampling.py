@@ -134,12 +134,22 @@ def shaped(row: Array, p: Sampling, shape: Shape) -> Array:
 
 
 def _drawn(row: Array, p: Sampling, position: int) -> int:
-    candidates = _candidates(row, p)
+    kept = limited(row, p)
+    values = row[kept] if len(kept) else row
+    if p.top_p < 1.0:
+        chosen = nucleus(values, p)
+        kept, values = kept[chosen] if len(kept) else chosen, values[chosen]
+    return draw(values, kept, p, position)
+
+
+def draw(values: Array, tokens: Array, p: Sampling, position: int) -> int:
+    """Gumbel-max at this temperature over `tokens` (n,) int64, whose logits are `values` (n,)
+    float32; no tokens: over all, values[i] being token i's."""
     seed = p.seed & 0xFFFFFFFFFFFFFFFF
     return int(
         _gumbel_max(
-            row,
-            candidates,
+            np.ascontiguousarray(values),
+            np.ascontiguousarray(tokens),
             np.float64(1.0 / p.temperature),
             np.uint64(seed & 0xFFFFFFFF),
             np.uint64(seed >> 32),
@@ -149,8 +159,8 @@ def _drawn(row: Array, p: Sampling, position: int) -> int:
     )
 
 
-def _candidates(row: Array, p: Sampling) -> Array:
-    """Indices that min-p, top-k and top-p leave, int64; empty stands for all."""
+def limited(row: Array, p: Sampling) -> Array:
+    """Indices of `row` float32 that min-p and top-k leave, ascending int64; empty: all."""
     kept = np.empty(0, np.int64)
     if p.min_p > 0.0:
         least = row.max() + p.temperature * np.log(min(p.min_p, 1.0))
@@ -160,18 +170,27 @@ def _candidates(row: Array, p: Sampling) -> Array:
         least = np.partition(left, -p.top_k)[-p.top_k]
         within = np.flatnonzero(left >= least)
         kept = kept[within] if len(kept) else within
-    if p.top_p >= 1.0:
-        return kept
-    logits = (row[kept] if len(kept) else row).astype(np.float64) / p.temperature
-    weights = np.exp(logits - logits.max())
+    return kept
+
+
+def weights_of(values: Array, p: Sampling) -> Array:
+    """Probabilities of logits at this temperature, as parts of the likeliest's, float64."""
+    logits = values.astype(np.float64) / p.temperature
+    weights: Array = np.exp(logits - logits.max())
+    return weights
+
+
+def nucleus(values: Array, p: Sampling) -> Array:
+    """Indices of `values` float32, what min-p and top-k have left of a row in order of tokens, that
+    top-p leaves, int64; the likeliest first."""
+    weights = weights_of(values, p)
     # Tokens rarer than this have less than 1 - top_p together: they need not be sorted.
     likely = np.flatnonzero(weights >= (1.0 - p.top_p) * weights.sum() / len(weights))
     order = likely[np.argsort(-weights[likely], kind="stable")]
     reached = np.cumsum(weights[order]) >= p.top_p * weights.sum()
     # If rounding keeps the sum from ever reaching it, all that are likely stay.
     last = int(reached.argmax()) if reached.any() else len(order) - 1
-    nucleus = order[: last + 1]
-    return np.ascontiguousarray(kept[nucleus] if len(kept) else nucleus)
+    return order[: last + 1]
 
 
 _MASK = np.uint64(0xFFFFFFFF)
@@ -193,19 +212,19 @@ def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator, unused-ignore]
 def _gumbel_max(
-    row: Any, candidates: Any, inverse: Any, k0: Any, k1: Any, position: Any, choice: Any
+    values: Any, tokens: Any, inverse: Any, k0: Any, k1: Any, position: Any, choice: Any
 ) -> Any:
-    """Argmax of row * inverse + Gumbel noise over `candidates` (empty: over all)."""
-    n = len(candidates)
+    """Token with the largest values[i] * inverse + Gumbel noise; no `tokens`: token i is i."""
+    n = len(tokens)
     best, best_at = -np.inf, np.int64(-1)
-    for i in range(n if n else len(row)):
-        at = candidates[i] if n else np.int64(i)
+    for i in range(len(values)):
+        at = tokens[i] if n else np.int64(i)
         c0, c1, _, _ = philox(np.uint64(at), position, choice, np.uint64(0), k0, k1)
         # 52 bits and a half: strictly between 0 and 1 (the largest rounds to 1 - 2**-53).
         uniform = (
             float(c0 * np.uint64(1 << 20) + (c1 >> np.uint64(12))) + 0.5
         ) / 4503599627370496.0
-        score = float(row[at]) * inverse - np.log(-np.log(uniform))
+        score = float(values[i]) * inverse - np.log(-np.log(uniform))
         if score > best or (score == best and at < best_at) or best_at < 0:
             best, best_at = score, at
     return best_at

@@ -4,8 +4,8 @@ The generic path is that of `models/transformers.py`: the module and the attenti
 same, where its parameters and the job's tensors are differs. `models/device_fused.py` is the other.
 A job is filled into the batch of its bucket, whose addresses stay: over a batch of decodes a CUDA
 graph can be recorded (`models/graphs.py`). Nothing waits for the device before the tokens are
-fetched. Logits stay there as long as nobody asks for more than the likeliest token; what else
-depends on them is computed on the host, by the function that all devices share.
+fetched. Logits stay there where tokens can be chosen there (`kernels/device_sampling.py`); what
+else depends on them is computed on the host, by the function that all devices share.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ballast.kernels.device_batch import Attention, DeviceBatch, Scratch
 from ballast.kernels.device_kv import DeviceKv
 from ballast.kernels.device_lora import Group
 from ballast.kernels.device_plan import Bucket
+from ballast.kernels.device_sampling import DeviceSampler
 from ballast.kv.layout import Layout
 from ballast.memory.cuda_tensor import device_tensor_at
 from ballast.memory.tensor import tensor_at
@@ -86,6 +87,7 @@ class OnDevice(Served):
             layout.layer_stride_bytes // item,
         )
         self._make = make or attention_kernels(device)
+        self._sampler = DeviceSampler(device)
         self._decodes: dict[Bucket, DeviceBatch] = {}
         self._chunks: OrderedDict[Bucket, DeviceBatch] = OrderedDict()
         self._graphs = graphs
@@ -141,27 +143,8 @@ class OnDevice(Served):
         positions: Sequence[int],
         shapes: Mapping[int, sampling.Shape],
     ) -> tuple[list[int], dict[int, sampling.Scores]]:
-        """Only rows of which more is asked than the likeliest token leave the device. (`argmax` is
-        the first of equals, there as here.)"""
-        more = [
-            i
-            for i, p in enumerate(params)
-            if p.temperature > 0.0 or p.logprobs is not None or i in shapes
-        ]
-        if len(more) == len(params):
-            return sampling.sample(logits.cpu(), params, positions, shapes)
-        tokens: list[int] = logits.argmax(-1).tolist()
-        if not more:
-            return tokens, {}
-        chosen, scores = sampling.sample(
-            logits[more].cpu(),
-            [params[i] for i in more],
-            [positions[i] for i in more],
-            {at: shapes[i] for at, i in enumerate(more) if i in shapes},
-        )
-        for i, token in zip(more, chosen, strict=True):
-            tokens[i] = token
-        return tokens, {more[at]: told for at, told in scores.items()}
+        """Only rows leave the device that it cannot decide for sure, as `DeviceSampler` says."""
+        return self._sampler.sample(logits, params, positions, shapes)
 
     def batch(self, work: Sequence[SequenceWork]) -> DeviceBatch:
         """The batch of the job's bucket, filled with it. Raises BrokenPromise as `check` does."""

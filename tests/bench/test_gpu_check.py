@@ -301,6 +301,14 @@ def test_each_launch_of_a_layer_is_timed(found: Findings, monkeypatch: pytest.Mo
     assert gpu.clean()
 
 
+def test_sampling_is_timed_and_compared(found: Findings) -> None:
+    gpu = StandIn()
+    gpu_speed.sampling(cast(Gpu, gpu), found, rows=3, vocab=1000, times=1)
+    assert [found[name]["rows_moved"] for name in gpu_speed.ASKED] == [3, 0, 0]
+    assert [line.met for line in lines({"sampling": dict(found)})] == [True] * 3
+    assert gpu.clean()
+
+
 def test_a_step_is_timed_with_a_graph_and_without() -> None:
     driver, cpu = FakeDriver(n_bytes=64 * MiB), torch.device("cpu")
     cache = GraphCache(64 * MiB, Recorders())
