@@ -15,6 +15,7 @@ from ballast.core.model import ModelSpec, weight_bytes, weight_pages
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import KiB, ceil_div, format_bytes
 from ballast.engine.build import set_aside
+from ballast.engine.never_run import WHERE, never_run
 from ballast.kv.layout import Layout
 from ballast.memory.cuda_devices import reach_of
 from ballast.memory.cuda_driver import CudaDriver
@@ -56,6 +57,10 @@ def fleet(settings: FleetSettings) -> Iterator[Finding]:
             yield from _group([s.name for s in own], settings, device, i, where)
         elif own:
             yield from _device(own, device, i, where)
+        if unproven := never_run(settings, device):
+            cure = "do without, or expect faults"
+            found = f"no GPU has ever run {'; '.join(unproven)}: see {WHERE}"
+            yield judged(f"never run{where}", found, cure, warn=True)
     if settings.others:
         yield lending(settings)
     weights = weight_bytes(specs)

@@ -9,6 +9,7 @@ from typing import Any
 from ballast.bench.finding import Finding, judged
 from ballast.core.errors import DeviceError
 from ballast.core.units import format_bytes
+from ballast.engine.never_run import FEATURES, WHERE
 from ballast.memory.cuda_calls import Driver
 from ballast.memory.cuda_devices import Gpu, find_gpus
 from ballast.memory.cuda_driver import CudaDriver
@@ -18,7 +19,8 @@ _LOADED = Path("/proc/driver/nvidia/version")
 
 
 def gpus(nvml: Any = None, driver: Driver | None = None) -> Iterator[Finding]:
-    """One finding each; none on a machine without. `nvml` takes the place of `pynvml`."""
+    """One finding each, and one for what none has ever run; none on a machine without GPUs. `nvml`
+    takes the place of `pynvml`."""
     driver = driver or _driver()
     try:
         found = find_gpus(driver, nvml)
@@ -31,6 +33,8 @@ def gpus(nvml: Any = None, driver: Driver | None = None) -> Iterator[Finding]:
         if driver is not None and gpu.ordinal is not None:
             told += f", {_reached(driver, gpu.ordinal)}"
         yield judged(f"gpu {i}", told, "name it in CUDA_VISIBLE_DEVICES", warn=_hidden(gpu))
+    if found:
+        yield judged("never run", f"{'; '.join(FEATURES)}: see {WHERE}", "")
 
 
 def _reached(driver: Driver, ordinal: int) -> str:

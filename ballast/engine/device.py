@@ -29,6 +29,8 @@ from ballast.engine.inbox import MonotonicClock, QueueInbox
 from ballast.engine.loop import Loop
 from ballast.engine.machine import CpuMachine, MakeMachine
 from ballast.engine.model import ModelState
+from ballast.engine.never_run import WHERE as NEVER_RUN_WHERE
+from ballast.engine.never_run import never_run
 from ballast.engine.operator import Operator
 from ballast.engine.report import report
 from ballast.engine.runner import Executor, Record
@@ -104,6 +106,9 @@ class LiveDevice:
         closing.callback(self._unload)
         closing.callback(self.vm.close)
         closing.callback(self.machine.link.close)
+        if unproven := never_run(fleet, fleet.device):
+            name, what = fleet.device.name, "; ".join(unproven)
+            log.warning("%s uses what no GPU has ever run: %s (%s)", name, what, NEVER_RUN_WHERE)
         device = _with_parts(self.machine.device)
         self._load()
         self.state = build_state(

@@ -10,6 +10,7 @@ import pytest
 from ballast.bench import doctor_fleet, doctor_gpus
 from ballast.bench.finding import Verdict
 from ballast.core.settings import DeviceSettings, FleetSettings, KvLayout, LinkSettings
+from ballast.engine.never_run import FEATURES
 from ballast.memory.cuda_calls import Attribute
 from tests.memory.fake_cuda import FakeDriver
 from tests.memory.fake_nvml import Board, FakeNvml
@@ -24,7 +25,7 @@ def test_gpus_are_told() -> None:
     ]
     attributes = {Attribute.MULTIPROCESSORS: 132}
     driver = FakeDriver(n_bytes=1 << 30, devices=2, attributes=attributes, bandwidth=25e9)
-    whole, part, hidden = doctor_gpus.gpus(FakeNvml(boards), driver)
+    whole, part, hidden, unproven = doctor_gpus.gpus(FakeNvml(boards), driver)
     assert whole.found == (
         "NVIDIA H100 80GB HBM3, 80GiB, 79GiB free, 132 multiprocessors, "
         "PCIe 5 x16 (at best 63 GB/s one way), 18 NVLinks of version 4, "
@@ -36,6 +37,8 @@ def test_gpus_are_told() -> None:
     assert "16 multiprocessors" in part.found
     assert "not visible" in hidden.found
     assert [f.verdict for f in (whole, part, hidden)] == [Verdict.OK, Verdict.OK, Verdict.WARN]
+    assert (unproven.check, unproven.verdict) == ("never run", Verdict.OK)
+    assert all(feature in unproven.found for feature in FEATURES)
 
 
 def test_which_can_lend_to_which(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,29 @@
+"""What of the GPU part no GPU has ever run: features that have met nothing but stand-ins.
+
+Taken out of here once `scripts/gpu_check` or a test marked `gpu` has shown a feature to work.
+"""
+
+from __future__ import annotations
+
+from ballast.core.settings import DeviceSettings, FleetSettings
+from ballast.policy.presets import resolve
+
+WHERE = "docs/gpu.md, `Never run`"
+GROUPS = "groups of GPUs (`tensor_parallel`)"
+GREEN = "lanes on green contexts (`lanes`)"
+ADAPTERS = "adapters on GPUs (`adapters` of a model)"
+SWAPPING = "KV swapped by layers on GPUs (preset `kvswap`)"
+FEATURES = (GROUPS, GREEN, ADAPTERS, SWAPPING)
+
+
+def never_run(fleet: FleetSettings, device: DeviceSettings) -> tuple[str, ...]:
+    """Those of `FEATURES` that `fleet` turns on for `device`; none for a CPU."""
+    if device.gpu is None:
+        return ()
+    on = {
+        GROUPS: device.tensor_parallel > 1,
+        GREEN: device.lanes > 1,
+        ADAPTERS: any(model.adapters for model in fleet.models),
+        SWAPPING: resolve(fleet.preset, fleet.options).swapping is not None,
+    }
+    return tuple(feature for feature in FEATURES if on[feature])
