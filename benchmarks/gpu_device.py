@@ -123,7 +123,7 @@ class Gpu:
     @contextmanager
     def busy(self, seconds: float) -> Iterator[Callable[[], bool]]:
         """A kernel runs meanwhile, for at least `seconds`, on a stream that waits for no other.
-        Yields what says whether it still does."""
+        Yields a function that returns whether it still runs."""
         cuda: Any = torch.cuda
         stream = cuda.Stream(self.device)
         with cuda.stream(stream):

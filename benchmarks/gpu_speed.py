@@ -181,8 +181,8 @@ def layouts(
                 batch.attend(layer, q, dim**-0.5, batch.out)
 
         key = f"blocks_of_{block}_{layout.value}"
-        told = attempted(lambda step=step: {"microseconds": 1e6 * gpu.seconds(step, 20)})  # type: ignore[misc]
-        found[key] = told.get("microseconds", told)
+        times = attempted(lambda step=step: {"microseconds": 1e6 * gpu.seconds(step, 20)})  # type: ignore[misc]
+        found[key] = times.get("microseconds", times)
         del memory, kv, batch
         gpu.give_back()
 

@@ -166,9 +166,9 @@ def _layer(found: Found) -> Iterator[Line]:
 
 
 def _sampling(found: Found) -> Iterator[Line]:
-    for name, told in _part(found, "sampling").items():
-        if isinstance(told, Mapping):
-            figure = f"{1e3 * told['seconds']:.2f} ms; on the host "
-            figure += f"{1e3 * told['seconds_on_host']:.1f} ms; moved {told['rows_moved']}"
-            what = f"sampling of {told['rows']} rows, {name.replace('_', ' ')}"
-            yield Line(what, figure, "the same", told["passed"])
+    for name, case in _part(found, "sampling").items():
+        if isinstance(case, Mapping):
+            figure = f"{1e3 * case['seconds']:.2f} ms; on the host "
+            figure += f"{1e3 * case['seconds_on_host']:.1f} ms; moved {case['rows_moved']}"
+            what = f"sampling of {case['rows']} rows, {name.replace('_', ' ')}"
+            yield Line(what, figure, "the same", case["passed"])

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _FIND, _SHARE, _RELEASE = b"f", b"s", b"r"
 _SEALS = b"w"
-"""Whether segments may be written once they are filled, a worker asks."""
+"""A worker's question whether segments may be written once they are filled."""
 _KEEP, _TAKE = b"k", b"t"
 _SEALED, _WRITABLE = b"s", b"w"
 _DIGEST = 64
@@ -135,8 +135,8 @@ class SegmentClient:
 
     @property
     def writable(self) -> bool:
-        """Whether segments are to be writable, as all workers of the broker have them; not where
-        nobody is there to ask."""
+        """Whether segments are to be writable, the same for all workers of the broker. False where
+        the broker is gone."""
         answer = b""
         with contextlib.suppress(OSError):
             self._connection.send(_SEALS)

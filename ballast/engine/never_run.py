@@ -1,6 +1,6 @@
 """What of the GPU part no GPU has ever run: features that have met nothing but stand-ins.
 
-Taken out of here once `scripts/gpu_check` or a test marked `gpu` has shown a feature to work.
+A feature leaves this table once `scripts/gpu_check` or a test marked `gpu` has shown it to work.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which attention models on a GPU run: our Triton kernels, or PyTorch's operations without Triton.
 
-One implementation for every model, dtype and block size: `docs/decisions/028` says why the others
-(FlashInfer, PyTorch's `varlen_attn`) went.
+One implementation for every model, dtype and block size. FlashInfer and PyTorch's `varlen_attn`
+were removed: `docs/decisions/028-what-no-gpu-has-run-is-narrow.md`.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ from ballast.kernels import sampling
 Array = np.ndarray[Any, Any]
 
 CANDIDATES = 256
-"""Logits of a row that are moved where top-k, min-p or top-p are asked for."""
+"""Logits of a row that are moved to the host for top-k, min-p or top-p."""
 CHUNK_BYTES = 8 * MiB
-"""Of logits whose candidates are found at once: three times as much is taken meanwhile."""
+"""Logits in bytes whose candidates are found at once; temporaries take three times as much."""
 TOTAL_ERROR = 2.0**-14
 """By which the sum of a row's weights may be wrong, as a part of it. A weight exp(-x) in float32 is
 within 2^-22 (1 + x) of itself, and all weights with x > 30 together are less than 2^-24 of a sum

@@ -15,8 +15,8 @@ a = logit / temperature and g the noise, the bound is
   u < 1/2, e = -log(u) is at least 0.69, and is within 2^-19 of itself. So g is within
   2^-19 + 2^-20 max(1, |g|).
 
-Together they are at most 2^-22 |a| + 3/4 2^-18 (1 + |g|): the rest is there for float64's own
-rounding, and for what nobody thought of.
+Together they are at most 2^-22 |a| + 3/4 2^-18 (1 + |g|). The rest covers float64's own rounding,
+and is a margin of safety.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -14,9 +14,9 @@ LEAST_BINDINGS = (12, 9, 1)
 """The first cuda-bindings that release the GIL around every call: with older ones, a thread that
 waits for the GPU stops all others."""
 STICKY = frozenset({214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911})
-"""Errors (CUresult) after which the process has to be replaced: those of which CUDA says that any
-further work returns the same error, a device-side assertion (710), and uncorrectable errors of
-memory (214) and NVLink (220), after which nothing that was computed can be trusted."""
+"""Errors (CUresult) after which the process has to be replaced: those that by CUDA's documentation
+any further work returns again, a device-side assertion (710), and uncorrectable errors of memory
+(214) and NVLink (220), after which nothing that was computed can be trusted."""
 _OUT_OF_MEMORY = 2
 _INVALID_VALUE = 1
 _NOT_READY = 600
@@ -260,7 +260,8 @@ class CudaDriver:
             # How the bindings say that there is no driver, or that it is too old for a call.
             raise DeviceError(name, str(error)) from error
         except (KeyError, ValueError) as error:
-            # How they say that the driver's error is none that they know, depending on the version.
+            # Raised for an error of the driver that is not in their enumeration: KeyError by
+            # bindings of 12.9, ValueError by later ones.
             code = re.match(r"\d+", str(error))
             if code is None:
                 raise

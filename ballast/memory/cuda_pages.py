@@ -33,7 +33,7 @@ class CudaImport:
 class CudaPages:
     """Which page has memory, by which handle. A driver error leaves everything as it was.
 
-    Where even that fails, the device is lost (`Driver.lose`): nobody knows what is mapped.
+    Where even that fails, the device is lost (`Driver.lose`): what is mapped is not known.
     """
 
     def __init__(self, driver: Driver, device: int, page_bytes: int) -> None:

@@ -77,7 +77,7 @@ class PopulatedReserve:
             try:
                 self._fill()
             except DeviceError as error:
-                # Whoever leases pages finds the same error, and has somebody to answer.
+                # A lease meets the same error, and its caller can answer a request.
                 log.warning("free pages are not populated ahead of need: %s", error)
 
     def _fill(self) -> None:

@@ -83,7 +83,7 @@ class Recorded:
 
 
 class GraphCache:
-    """The graphs of one device, within `cap_bytes`. From any thread but where said."""
+    """The graphs of one device, within `cap_bytes`. From any thread unless stated otherwise."""
 
     def __init__(self, cap_bytes: int, recorder: Callable[[int], Recorder]) -> None:
         """`recorder`: makes the recorder of a stream."""

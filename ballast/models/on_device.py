@@ -143,7 +143,7 @@ class OnDevice(Served):
         positions: Sequence[int],
         shapes: Mapping[int, sampling.Shape],
     ) -> tuple[list[int], dict[int, sampling.Scores]]:
-        """Only rows leave the device that it cannot decide for sure, as `DeviceSampler` says."""
+        """Sample on the device, and on the host only the rows that `DeviceSampler` has to move."""
         return self._sampler.sample(logits, params, positions, shapes)
 
     def batch(self, work: Sequence[SequenceWork]) -> DeviceBatch:

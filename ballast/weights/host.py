@@ -74,14 +74,15 @@ class HostTier:
     @property
     def writable(self) -> bool:
         """Whether segments are sealed against a change of size alone: most GPUs cannot page-lock a
-        file that nobody may write. They are mapped read only all the same. Processes that exchange
-        segments have one answer, as any of them may fill what another page-locks."""
+        file that is sealed against writing. They are mapped read only all the same. Processes that
+        exchange segments have one answer, as any of them may fill what another page-locks."""
         if self._writable is None:
             self._writable = self._exchange is not None and self._exchange.writable
         return self._writable
 
     def make_writable(self, writable: bool) -> None:
-        """What this device needs; counts where no other process has any of its segments."""
+        """Set `writable` to what this device needs; without effect where segments are exchanged
+        with other processes."""
         if self._exchange is None:
             self._writable = writable
 

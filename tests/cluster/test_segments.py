@@ -72,7 +72,7 @@ def test_equal_segments_are_there_once_in_whichever_process() -> None:
 
 @pytest.mark.parametrize("reads_only", [0, 1])
 def test_a_gpu_page_locks_what_a_cpus_worker_has_filled(reads_only: int) -> None:
-    """Whichever comes first, and whether the GPU can page-lock what nobody may write or not."""
+    """Whether the GPU can page-lock memory that is sealed against writing, or not."""
     driver = FakeDriver(attributes={Attribute.PINS_READ_ONLY: reads_only})
     pins = Pins(driver, 0)
 
@@ -95,7 +95,7 @@ def test_a_gpu_page_locks_what_a_cpus_worker_has_filled(reads_only: int) -> None
     assert driver.is_clean()
 
 
-def test_without_gpus_nobody_may_write_what_others_compute_with() -> None:
+def test_without_gpus_segments_are_sealed_against_writing() -> None:
     async def scenario() -> None:
         broker = SegmentBroker()
         with tier(broker) as (one, _):

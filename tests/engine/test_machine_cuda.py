@@ -135,7 +135,7 @@ def test_a_job_that_breaks_off_fails_its_requests_only(
 
 
 @pytest.mark.parametrize("where", ["kernel", "record", "copy_to_device", "map"])
-def test_an_error_that_stays_ends_the_loop_with_nobody_answered(
+def test_an_error_that_stays_ends_the_loop_with_no_request_answered(
     paths: dict[str, Path],  # noqa: F811
     where: str,
 ) -> None:

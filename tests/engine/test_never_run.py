@@ -41,7 +41,7 @@ def test_docs_mark_as_many() -> None:
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_a_device_that_uses_any_says_so_when_it_starts(
+def test_a_device_that_uses_any_logs_it_when_it_starts(
     paths: dict[str, Path],  # noqa: F811
     lanes: int,
     caplog: pytest.LogCaptureFixture,
@@ -51,7 +51,7 @@ def test_a_device_that_uses_any_says_so_when_it_starts(
     driver = FakeDriver(n_bytes=1 << 31)
     with caplog.at_level("WARNING", "ballast"), serving(replace(settings, device=device), driver):
         pass
-    said = [r.getMessage() for r in caplog.records if "no GPU has ever run" in r.getMessage()]
-    assert len(said) == (lanes > 1)
-    assert all(GREEN in line and GROUPS not in line for line in said)
+    logged = [r.getMessage() for r in caplog.records if "no GPU has ever run" in r.getMessage()]
+    assert len(logged) == (lanes > 1)
+    assert all(GREEN in line and GROUPS not in line for line in logged)
     assert driver.is_clean()

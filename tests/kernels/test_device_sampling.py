@@ -1,4 +1,4 @@
-"""Tokens chosen on a device are the host's, whatever is asked for and however close it is."""
+"""Tokens chosen on a device are the host's, for all parameters and however close a row is."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_its_tokens_are_the_hosts(
 
 
 def test_rows_as_models_have_them_stay_where_they_are() -> None:
-    """Of a vocabulary of a model's size, with what clients ask for."""
+    """With a vocabulary of a model's size and the parameters that clients send."""
     torch.manual_seed(0)
     logits = torch.randn(24, 32_000) * 2.5
     logits[:, :40] += 9.0  # what is likely at all

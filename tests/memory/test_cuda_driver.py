@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes.util
 import importlib
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 
 from ballast.core.errors import DeviceError, DeviceLost, OutOfMemory
 from ballast.memory.cuda_calls import Attribute, Driver
-from ballast.memory.cuda_driver import STICKY, CudaDriver
+from ballast.memory.cuda_driver import LEAST_BINDINGS, STICKY, CudaDriver
 
 
 class Answering:
@@ -166,16 +168,20 @@ def test_an_error_that_stays_loses_the_device_once(api: Answering, code: int) ->
     assert driver.lost is not None
     assert seen == [driver.lost]
     driver.when_lost(seen.append)
-    assert seen == [driver.lost] * 2, "whoever comes late is called at once"
+    assert seen == [driver.lost] * 2, "a late listener is called at once"
 
 
 def test_all_errors_that_stay_are_known(api: Answering) -> None:
-    """By what NVIDIA's own documentation of each error says."""
-    said = {int(e): " ".join((e.__doc__ or "").split()) for e in api.real.CUresult}
-    stays = {code for code, text in said.items() if "must be terminated and relaunched" in text}
+    """By NVIDIA's documentation of each error."""
+    documented = {int(e): " ".join((e.__doc__ or "").split()) for e in api.real.CUresult}
+    stays = {
+        code for code, text in documented.items() if "must be terminated and relaunched" in text
+    }
     assert {700, 719} <= stays <= STICKY
-    assert {c for c, text in said.items() if "context cannot be used anymore" in text} <= STICKY
-    assert set(said) >= STICKY
+    assert {
+        c for c, text in documented.items() if "context cannot be used anymore" in text
+    } <= STICKY
+    assert set(documented) >= STICKY
 
 
 @pytest.mark.parametrize("kind", [KeyError, ValueError])
@@ -233,3 +239,9 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(DeviceError, match=r"pip install 'ballast\[cuda\]'"):
         CudaDriver()
+
+
+def test_the_bindings_that_are_asked_for_are_those_that_are_taken() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    least = ".".join(map(str, LEAST_BINDINGS))
+    assert f"cuda-bindings>={least},<14" in project["optional-dependencies"]["cuda"]

@@ -148,7 +148,7 @@ def test_a_model_that_goes_leaves_the_workspaces_of_its_stream(driver: CudaDrive
         lane.cache.record_one()
     lane.cache.forget("gone")
     torch.cuda.empty_cache()
-    # Whatever was given back is somebody else's now, and must stay as it is.
+    # Memory that was given back belongs to other tensors now, which must stay as they are.
     others = [torch.full((MiB // 4,), 7.0, device="cuda:0") for _ in range(256)]
     with lane.cache.on(lane.stream), lane.compute.on(lane.stream):
         found = lane.cache.find("m", BUCKET)
