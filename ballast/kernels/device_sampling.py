@@ -31,7 +31,7 @@ from ballast.kernels import sampling
 
 Array = np.ndarray[Any, Any]
 
-CANDIDATES = 256
+CANDIDATES = 1024
 """Logits of a row that are moved to the host for top-k, min-p or top-p."""
 CHUNK_BYTES = 8 * MiB
 """Logits in bytes whose candidates are found at once; temporaries take three times as much."""
