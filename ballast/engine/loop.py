@@ -72,6 +72,8 @@ class Loop:
         self._memo: object = None
         self._wake_at: float | None = None
         self._jobs = 0
+        self._rounds = 0
+        """Times that forming jobs may still ask the policy in this turn."""
         self._unfilled = 0
         """Leases that the machine had no memory for, of which the story has been told."""
 
@@ -210,27 +212,38 @@ class Loop:
         return done
 
     def _dispatch(self, outputs: list[Output]) -> None:
-        """Start jobs on idle lanes where models have any; ask about new shortages."""
-        for _ in range(ROUNDS):
-            if self.state.stopped is not None or not self._start() or not self._decide(outputs):
-                return
-
-    def _start(self) -> bool:
-        """Form and start jobs; whether a shortage came up that no policy has seen."""
+        """Start jobs on idle lanes where models have any; ask about new shortages first."""
         state = self.state
         state.promises.fill()
-        news = False
-        candidates = candidates_of(state) if state.lanes.ready else []
-        while candidates and state.lanes.ready:
-            chosen = self.preset.order(candidates)
-            m = state.models[chosen]
+        self._rounds = ROUNDS
+        tried: set[str] = set()
+        while state.stopped is None and state.lanes.ready:
+            candidates = [c for c in candidates_of(state) if c.model not in tried]
+            if not candidates:
+                return
+            m = state.models[self.preset.order(candidates)]
+            tried.add(m.spec.name)
+            rounds = self._rounds
+            work = self._form(m, outputs)
+            if self._rounds < rounds:
+                tried.clear()  # what they lacked may be there now
+            if work:
+                self._begin(m, work, len(candidates) - 1)
+
+    def _form(self, m: ModelState, outputs: list[Output]) -> list[SequenceWork]:
+        """The work of `m`'s next job, once the policy has done what it can about new shortages; it
+        is formed anew after each decision, which may have undone some of it."""
+        state = self.state
+        while True:
             known = m.shortages
             work = state.begin_swap(m) or plan(m, state.settings, state.now, state.freed)
-            news = news or any(s not in known for s in m.shortages)
-            candidates = [c for c in candidates if c.model != chosen]
-            if work:
-                self._begin(m, work, len(candidates))
-        return news
+            if self._rounds == 0 or all(s in known for s in m.shortages):
+                return work
+            if not self._decide(outputs):
+                return work
+            self._rounds -= 1
+            if m.spec.name not in (c.model for c in candidates_of(state)):
+                return []
 
     def _begin(self, m: ModelState, work: list[SequenceWork], others: int = 0) -> None:
         """Start `m`'s next job; so many other models may have one as well."""

@@ -146,11 +146,18 @@ def lent_by(decision: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("options", WAYS)
 def test_first_tokens_come_earlier_in_a_burst(options: dict[str, float]) -> None:
-    arrivals = burst(60, 0.0, 60.0, seed=4)
-    before = run("recompute", {"pooled": 1, **options}, arrivals)
-    after = run("mirage", options, arrivals)
-    assert after.worst < before.worst
-    assert len(after.of("Preempt")) < len(before.of("Preempt"))
+    """And where one pool serves all models fewer requests start again; within shares, which grow by
+    what layers give up, as many do."""
+    undone = {"recompute": 0, "mirage": 0}
+    for seed in (4, 5, 6):
+        arrivals = burst(60, 0.0, 60.0, seed=seed)
+        before = run("recompute", {"pooled": 1, **options}, arrivals)
+        after = run("mirage", options, arrivals)
+        assert sum(after.first.values()) < sum(before.first.values())
+        undone["recompute"] += len(before.of("Preempt"))
+        undone["mirage"] += len(after.of("Preempt"))
+    if options.get("pooled", 1):
+        assert undone["mirage"] < undone["recompute"]
 
 
 @pytest.mark.parametrize("options", WAYS)
