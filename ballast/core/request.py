@@ -149,6 +149,8 @@ class Request:
     """Part of a job that has been started and has not ended."""
     cancelled: bool = False
     """Cancel arrived while in flight; takes effect when the job ends."""
+    isolated: bool = False
+    """Its last job failed with others in it: its next one has nobody else."""
     first_token_at: float | None = None
     last_token_at: float | None = None
     shaped: bool = False

@@ -32,6 +32,7 @@ def done(state: DeviceState, event: JobDone) -> list[Output]:
     for work in event.job.work:
         request = state.requests[work.request_id]
         request.computed = work.end
+        request.isolated = False
     outputs: list[Output] = []
     for result in event.results:
         request = state.requests[result.request_id]
@@ -60,18 +61,35 @@ def done(state: DeviceState, event: JobDone) -> list[Output]:
 
 
 def failed(state: DeviceState, event: JobFailed) -> list[Output]:
-    """Its requests fail; what clients are to be told."""
+    """Fail the request of a job that had one; each of several has its next job to itself.
+
+    Returns what clients are to be told. KV that was there before the job is right: a job writes
+    only at the positions of its own work, which are computed anew. So whoever fails alone is at
+    fault, and the others go on, token for token. Each round of jobs of one request brings each of
+    them a step, however often the same company fails.
+    """
     m = _close(state, event.job)
     outputs: list[Output] = []
-    for work in event.job.work:
-        request = state.requests[work.request_id]
-        told = Failed(request.id, "internal_error", event.reason)
-        outputs.append(state.end(request, State.FAILED, told))
+    requests = [state.requests[work.request_id] for work in event.job.work]
     if m.kv.fixed:
-        m.kv.fixed = False
-        m.kv.clear()  # what was cached has not been copied either
-        swapping.forget(m)
+        _kv_is_lost(state, m, requests, event.reason)
+    elif len(requests) > 1:
+        for request in requests:
+            request.isolated = True
+    elif not requests[0].cancelled:
+        outputs.append(state.fail(requests[0], "internal_error", event.reason))
     return outputs + _settle(state, m, event.job)
+
+
+def _kv_is_lost(state: DeviceState, m: ModelState, requests: list[Request], reason: str) -> None:
+    """A job that was to move the model's KV has failed: its requests, which have no part in it,
+    are recomputed, and none of its KV is moved again, so that this happens once."""
+    m.kv.fixed = False
+    for request in requests:
+        state.preempt(m, request)
+    m.kv.clear()  # what was cached has not been copied either
+    swapping.forget(m)
+    m.swap_failed = reason
 
 
 def _token(

@@ -55,6 +55,8 @@ class ModelState:
     """A `Settled` is bound to come."""
     swapper: KvSwapper | None = None
     """None: its KV cannot be swapped."""
+    swap_failed: str | None = None
+    """Why its KV could not be moved when that was tried; it is not tried again."""
     swap_to: Rotation | None = None
     """Layers whose KV shall rotate as soon as no job stands in the way."""
     estimator: CostEstimator | None = None

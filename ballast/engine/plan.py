@@ -1,4 +1,7 @@
-"""Form one model's next job: decodes first, then prefill chunks, then new admissions."""
+"""Form one model's next job: decodes first, then prefill chunks, then new admissions.
+
+A request that was in a failed job with others (`Request.isolated`) has its next job to itself.
+"""
 
 from __future__ import annotations
 
@@ -82,10 +85,17 @@ def plan(m: ModelState, settings: DeviceSettings, now: float, freed: int) -> lis
     p = _Plan(m, settings)
     known, m.shortages = m.shortages, []
     decoding, prefilling = m.phases()
-    for r in decoding + prefilling:
+    running = decoding + prefilling
+    for r in running:
+        if r.isolated:
+            p.add(r)
+            if p.work:
+                return p.work
+    for r in running:
         if p.full:
             break
-        p.add(r)
+        if not r.isolated:
+            p.add(r)
     while m.waiting and not m.held and not p.full and len(m.running) < m.spec.max_running:
         r = m.waiting.first
         if m.blocked == (r.id, freed):
@@ -96,7 +106,12 @@ def plan(m: ModelState, settings: DeviceSettings, now: float, freed: int) -> lis
             m.blocked = (r.id, freed)
             p.lacks(r, short)
             break
-        p.add(r)
+        if not r.isolated:
+            p.add(r)
+        elif not p.work:
+            p.add(r)
+            break
+        # else it has the next job to itself
     return p.work
 
 

@@ -19,6 +19,8 @@ def refusal(m: ModelState, wanted: Rotation) -> str | None:
     n, now = m.spec.n_layers, m.kv.rotation
     if m.swapper is None:
         return "its KV does not lie layer by layer"
+    if m.swap_failed is not None:
+        return f"its KV could not be moved before: {m.swap_failed}"
     if m.swap_to is not None:
         return "its layers are changing already"
     if wanted == now:
