@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ballast.core.errors import DeviceError
 from ballast.core.event import (
     Arrival,
     Cancel,
@@ -18,6 +19,7 @@ from ballast.core.event import (
     Output,
     Settled,
     Stop,
+    ThreadLost,
     Timer,
     TransferDone,
 )
@@ -120,6 +122,11 @@ def _stop(state: DeviceState, event: Stop) -> list[Output]:
     return []
 
 
+def _thread_lost(state: DeviceState, event: ThreadLost) -> list[Output]:
+    """Raises DeviceError: jobs in flight may never end, so that nobody may wait for them."""
+    raise DeviceError("thread", f"{event.name} has ended; start the device anew")
+
+
 _HANDLERS: dict[type, Callable[[DeviceState, Any], list[Output]]] = {
     Arrival: _arrival,
     Cancel: _cancel,
@@ -130,5 +137,6 @@ _HANDLERS: dict[type, Callable[[DeviceState, Any], list[Output]]] = {
     Timer: _timer,
     Drain: _drain,
     Stop: _stop,
+    ThreadLost: _thread_lost,
     **dict.fromkeys((PeerMet, PeerGone, Lent, AskedBack, Returned), _of_peers),
 }

@@ -15,7 +15,7 @@ import torch
 
 from ballast.core.clock import Clock
 from ballast.core.errors import DeviceLost
-from ballast.core.event import Event, JobDone, JobFailed, Result
+from ballast.core.event import Event, JobDone, JobFailed, Result, ThreadLost
 from ballast.core.job import Job, SequenceWork
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,8 @@ Record = Callable[[Iterable[str]], object]
 class LaneRunner(ABC):
     """Runs jobs, each on the thread of its lane; what part of the device it has, says `running`.
 
-    Reports through `post`, from lanes' threads.
+    Reports through `post`, from lanes' threads. A job that raises, whatever it raises, fails alone;
+    a lane whose thread ends for any other reason ends the device's loop (`ThreadLost`).
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class LaneRunner(ABC):
         for lane in range(lanes):
             self._jobs.append(queue.SimpleQueue())
             self._lanes.append(
-                threading.Thread(target=self._work, args=(lane,), name=f"lane{lane}", daemon=True)
+                threading.Thread(target=self._live, args=(lane,), name=f"lane{lane}", daemon=True)
             )
             self._lanes[-1].start()
 
@@ -107,6 +108,14 @@ class LaneRunner(ABC):
     def running(self, job: Job) -> AbstractContextManager[object]:
         """Entered on the job's lane, around its work; when it is left, all of that has ended."""
 
+    def _live(self, lane: int) -> None:
+        lost = ThreadLost(f"lane{lane}")  # made now: there may be no memory later
+        try:
+            self._work(lane)
+        except BaseException:
+            self._post(lost)
+            log.critical("lane %d has ended", lane, exc_info=True)
+
     def _work(self, lane: int) -> None:
         while (job := self._next(lane)) is not None:
             begun = self._begin(job)
@@ -121,7 +130,8 @@ class LaneRunner(ABC):
                 # what broke the device.
                 log.critical("job %d of %s lost the device", job.id, job.model, exc_info=True)
                 return
-            except Exception as error:  # the fleet outlives a job that breaks
+            except BaseException as error:
+                # Also what is no Exception: `sys.exit` in a library, a panic in Rust.
                 log.exception("job %d of %s failed", job.id, job.model)
                 self._post(JobFailed(job, f"{type(error).__name__}: {error}"))
             else:

@@ -22,6 +22,7 @@ _FIELDS = {
     "Leap": ("job", "model", "steps", "ends"),
     "TransferDone": ("transfer_id", "n_bytes", "seconds"),
     "Settled": ("model",),
+    "ThreadLost": ("name",),
     "Operate": ("id", "operation"),
     "PeerMet": ("peer", "epoch", "n_pages"),
     "PeerGone": ("peer", "epoch"),

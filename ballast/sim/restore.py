@@ -227,6 +227,7 @@ _EVENTS: dict[str, type[Event]] = {
         event.Settled,
         event.Drain,
         event.Stop,
+        event.ThreadLost,
         lease.PeerGone,
     )
 }
