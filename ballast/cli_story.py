@@ -21,13 +21,16 @@ def replay(story: StoryPath) -> None:
     """
     from rich.console import Console
 
-    from ballast.bench.retelling import retell
-    from ballast.sim.lives import read_lives
+    from ballast.bench.retelling import beheaded, retell
+    from ballast.sim.lives import read_story
     from ballast.sim.replay import replay as follow
 
     console = Console()
-    same = True
-    for life in read_lives(story):
+    read = read_story(story)
+    same = not read.headless
+    for device, n in read.headless.items():
+        console.print(beheaded(device, n), markup=False, highlight=False, soft_wrap=True)
+    for life in read.lives:
         found = follow(life)
         same = same and found.difference is None and found.stray is None
         console.print(retell(life, found), markup=False, highlight=False, soft_wrap=True)

@@ -27,6 +27,11 @@ def retell(life: Life, found: Replayed) -> str:
     return f"{head}: {did}: the same" + ("" if life.over else "; it breaks off there")
 
 
+def beheaded(device: str, entries: int) -> str:
+    """A line about a life of which only the last entries are there."""
+    return f"{device}: {entries} entries cannot be replayed: the part before them has been deleted"
+
+
 def _shown(life: Life, d: Difference) -> Iterator[str]:
     first = d.index - len(d.before)
     for i, entry in enumerate(d.before, first):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from ballast.core.entries import Sink
 from ballast.core.errors import ConfigError
-from ballast.engine.storyfile import StoryFile
+from ballast.engine.storyfile import MODE, StoryFile, parts
 
 SinkOf = Callable[[str], Sink | None]
 """By device, where its story goes."""
@@ -25,7 +26,9 @@ def fresh(path: Path | None, preset: str, presets: Sequence[str]) -> Path | None
         path = path.with_name(f"{path.stem}-{preset}{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"")
+        for part in parts(path):
+            part.unlink()
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, MODE))
     except OSError as error:
         raise ConfigError("--story", str(path), f"a file to write: {error.strerror}") from None
     return path

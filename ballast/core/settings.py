@@ -13,6 +13,7 @@ from ballast.core.units import KiB, MiB
 
 GPU_PAGE = 2 * MiB
 """What drivers map at once on every GPU so far; the device says if it is not enough."""
+STORY_BYTES, STORY_PARTS = 1024 * MiB, 8
 GRAPH_BYTES = 256 * MiB
 """For CUDA graphs, where nothing else is said. Not measured on a GPU yet."""
 
@@ -237,6 +238,10 @@ class FleetSettings:
     """The fleet file's directory: relative paths of models that are added later start there."""
     story_path: str | None = None
     """Where to write every event and decision as JSON lines; None: a ring in memory only."""
+    story_bytes: int = STORY_BYTES
+    """Size at which a part of the story ends and the next begins; a line is never cut."""
+    story_parts: int = STORY_PARTS
+    """Older parts that are kept, beside the one that is written to."""
     server: ServerSettings = field(default_factory=ServerSettings)
     """Not sent to workers: it holds secrets, and is none of their business."""
 

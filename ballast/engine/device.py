@@ -142,7 +142,7 @@ class LiveDevice:
         closing.callback(self.runner.close)
         self.state.activating = self.runner.activating
         if fleet.story_path:
-            file = StoryFile(fleet.story_path, device.name)
+            file = StoryFile(fleet.story_path, device.name, fleet.story_bytes, fleet.story_parts)
             closing.callback(file.close)
             sink = both(sink, file.write)
         self.story = Story(

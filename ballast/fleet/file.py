@@ -112,6 +112,8 @@ def resolved(
         options=dict(keys.options),
         home=str(home),
         story_path=None if keys.story is None else str(home / keys.story),
+        story_bytes=keys.story_bytes,
+        story_parts=keys.story_parts,
         server=keys.server.settings(),
     )
 

@@ -9,6 +9,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ballast.core.settings import (
     GPU_PAGE,
+    STORY_BYTES,
+    STORY_PARTS,
     AdapterSettings,
     DeviceSettings,
     KeySettings,
@@ -279,6 +281,8 @@ class FleetKeys(Keys):
     options: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
     placement: Literal["weights", "follow"] = "weights"
     story: str | None = None
+    story_bytes: Size = STORY_BYTES
+    story_parts: Count = STORY_PARTS
     defaults: ModelKeys = ModelKeys()
     models: Annotated[list[NamedModelKeys], Field(min_length=1)]
     devices: Annotated[list[DeviceKeys], Field(min_length=1)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import msgspec
 
 from ballast.core.entries import FORMAT, Entry, Snapshot
 from ballast.core.errors import ConfigError
+from ballast.engine.storyfile import first_part_is_gone, parts
 
 _LEASE = ("lease", "epoch", "lender", "borrower", "page_numbers")
 _FIELDS = {
@@ -55,18 +58,38 @@ class Life:
         self.over = "end" in entry
 
 
-def read_lives(path: Path) -> list[Life]:
-    """In the order they began. Of a line that is cut off nothing is used: where its story goes on
-    after it, an entry says that something is missing (`stray`).
+@dataclass(frozen=True, slots=True)
+class StoryRead:
+    """What the file of a story, and the older parts of it that are there, hold."""
 
-    Raises ConfigError, by file and line, where the file is no story that this version knows.
+    lives: list[Life]
+    """In the order they began."""
+    headless: dict[str, int]
+    """By device, entries of a life whose beginning was in a part that has been deleted."""
+
+
+def read_lives(path: Path) -> list[Life]:
+    """The lives of `read_story`. Raises ConfigError also where none has its beginning."""
+    found = read_story(path)
+    if not found.lives:
+        raise ConfigError(str(path), "", "the part with its beginning has been deleted")
+    return found.lives
+
+
+def read_story(path: Path) -> StoryRead:
+    """Read a story's file, after its older parts. Lines are numbered over all of them.
+
+    Of a line that is cut off nothing is used: where its story goes on after it, an entry says that
+    something is missing (`stray`). Raises ConfigError, by file and line, where it is no story that
+    this version knows.
     """
     lives: list[Life] = []
+    headless: dict[str, int] = {}
     present: dict[str, Life] = {}
     cut: set[str] = set()
     """Devices whose last line was cut off."""
-    for number, line in _lines(path):
-        where = f"{path}:{number}"
+    begins_later = first_part_is_gone(path)
+    for number, where, line in _lines(path):
         try:
             entry: Any = msgspec.json.decode(line)
         except msgspec.DecodeError:
@@ -86,6 +109,8 @@ def read_lives(path: Path) -> list[Life]:
             present[device] = life
             lives.append(life)
             cut.discard(device)
+        elif device not in present and begins_later:
+            headless[device] = headless.get(device, 0) + 1
         elif device not in present:
             raise ConfigError(where, device, "a story begins with a snapshot of its device")
         else:
@@ -97,17 +122,26 @@ def read_lives(path: Path) -> list[Life]:
                 life.add(number, {"stray": f"a line before line {number} is cut off"})
             cut.discard(device)
             life.add(number, entry)
-    if not lives:
+    if not lives and not headless:
         raise ConfigError(str(path), "", "it is empty: a story begins with a snapshot")
-    return lives
+    return StoryRead(lives, headless)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def _lines(path: Path) -> Iterator[tuple[int, str, bytes]]:
+    """Each line that is not empty: its number in the whole story, file and number there, text."""
+    before = 0
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, line
+        # The last first: if it becomes a part now, it is among the others as well.
+        with path.open("rb") as last, ExitStack() as older:
+            files = [older.enter_context(part.open("rb")) for part in parts(path)]
+            present = os.fstat(last.fileno())
+            files = [f for f in files if not os.path.samestat(os.fstat(f.fileno()), present)]
+            for file in (*files, last):
+                number = 0
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        yield before + number, f"{file.name}:{number}", line
+                before += number
     except OSError as error:
         raise ConfigError("story", str(path), f"a file to read: {error.strerror}") from None
 

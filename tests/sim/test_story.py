@@ -309,6 +309,48 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     assert f"a line before line {half + 2} is cut off" in done.output
 
 
+def in_parts(path: Path, n: int) -> Path:
+    """The story at `path` as it would be in `n` parts and a file, of about equal size."""
+    lines = path.read_text().splitlines(keepends=True)
+    target = path.with_name("parted")
+    size = len(lines) // (n + 1)
+    for i in range(n):
+        Path(f"{target}.{i + 1}").write_text("".join(lines[i * size : (i + 1) * size]))
+    target.write_text("".join(lines[n * size :]))
+    return target
+
+
+def test_a_story_in_parts_is_one_story(tmp_path: Path) -> None:
+    whole = told(tmp_path / "story", 8, "swap", world)
+    path = in_parts(tmp_path / "story", 11)
+    (life,) = read_lives(path)
+    assert (life.entries, life.lines) == (whole.entries, whole.lines)
+    done = CliRunner().invoke(app, ["story", "replay", str(path)])
+    assert (done.exit_code, "from line 1" in done.output) == (0, True), done.output
+    compared = CliRunner().invoke(app, ["story", "compare", str(path), str(tmp_path / "story")])
+    assert compared.exit_code == 0, compared.output
+
+
+def test_a_life_whose_first_part_was_deleted_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "story"
+    told(path, 8, "swap", world)
+    told(path, 9, "balloon", world)  # the next worker's
+    path = in_parts(path, 11)
+    Path(f"{path}.1").unlink()
+    done = CliRunner().invoke(app, ["story", "replay", str(path)])
+    assert done.exit_code == 1
+    lost, kept = done.output.splitlines()
+    assert "entries cannot be replayed: the part before them has been deleted" in lost
+    assert kept.endswith("the same")
+    (life,) = read_lives(path)
+    assert life.snapshot.preset == "balloon"
+    for i in range(2, 12):
+        Path(f"{path}.{i}").unlink()
+    Path(f"{path}.12").touch()
+    with pytest.raises(ConfigError, match="beginning has been deleted"):
+        read_lives(path)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
