@@ -107,6 +107,6 @@ class FleetBook:
             self._seen[device, m.name] = m.lane_seconds
             work = max(m.lane_seconds - before, 0.0) / seconds
             weights = m.weight_pages * report.page_bytes
-            n_open = m.waiting + m.running
+            n_open = m.waiting + m.running + m.paused
             found.append(Hosting(m.name, work, n_open, m.late, weights, homed))
         return found

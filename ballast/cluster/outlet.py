@@ -1,8 +1,13 @@
-"""What one client is told, and what is kept of each of its requests until it has ended."""
+"""What one client is told, and what is kept of each of its requests until it has ended.
+
+What a client does not read is bounded: an outlet that holds too much has its requests paused, and
+resumed when it has been read.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,17 +15,50 @@ from ballast.core.errors import BrokenPromise
 from ballast.core.event import Embedded, Output, PromptScores, TokenOut
 from ballast.core.request import Submission
 
+MOST_UNREAD, MOST_UNREAD_EACH = 1024, 64
+"""Units (`size`) that an outlet holds before its requests are paused: so many, and for each of them
+so many more. A unit takes some 150 bytes here, and as JSON."""
+TAKEN = 256
+"""Units that are read at a time; the last output may go beyond."""
+
+
+def size(output: Output) -> int:
+    """Units of an output: a token, or a likely alternative to one, has one."""
+    match output:
+        case TokenOut():
+            return 1 + len(output.top)
+        case PromptScores():
+            return len(output.logprobs) + sum(map(len, output.top))
+        case Embedded():
+            return 1 + len(output.values) // 128
+        case _:
+            return 1
+
 
 class Outlet:
-    """The outputs of one client's requests, in order. One reader."""
+    """The outputs of one client's requests, in order. One reader.
+
+    It holds at most `most` units, and what its requests bring before they are paused: the outputs
+    of the steps in flight, and of messages under way.
+    """
 
     def __init__(
-        self, request_ids: Iterable[str], withdraw: Callable[[Sequence[str]], None]
+        self,
+        request_ids: Iterable[str],
+        withdraw: Callable[[Sequence[str]], None],
+        pace: Callable[[Sequence[str], bool], None],
     ) -> None:
+        """`pace(ids, paused)` has requests paused, or resumed."""
         self._withdraw = withdraw
+        self._pace = pace
         self.open = set(request_ids)
         """Requests that have not ended."""
-        self._outputs: list[Output] = []
+        self.most = MOST_UNREAD + MOST_UNREAD_EACH * len(self.open)
+        self.unread = 0
+        """Units that it holds."""
+        self.paused = False
+        """From the moment that it holds more than `most`, until it holds less than a quarter."""
+        self._outputs: deque[Output] = deque()
         self._reader: asyncio.Future[None] | None = None
         """Of whoever waits for one."""
 
@@ -30,11 +68,22 @@ class Outlet:
         return bool(self.open or self._outputs)
 
     async def take(self, patience: float | None = None) -> list[Output]:
-        """The outputs there are; waits for one (for ever, where there is no `more`), but at most
-        `patience` seconds: then there are none."""
+        """The next outputs, `TAKEN` units at most; waits for one (for ever, where there is no
+        `more`), but at most `patience` seconds: then there are none."""
         if not self._outputs:
             await self._one(patience)
-        outputs, self._outputs = self._outputs, []
+        if self.unread <= TAKEN:
+            outputs, self.unread = [*self._outputs], 0
+            self._outputs.clear()
+        else:
+            outputs, left = [], TAKEN
+            while left > 0:
+                outputs.append(self._outputs.popleft())
+                left -= size(outputs[-1])
+            self.unread -= TAKEN - left
+        if self.paused and self.unread < self.most / 4:
+            self.paused = False
+            self._pace([*self.open], False)
         return outputs
 
     async def _one(self, patience: float | None) -> None:
@@ -52,6 +101,10 @@ class Outlet:
     def put(self, output: Output) -> None:
         """By the controller only."""
         self._outputs.append(output)
+        self.unread += size(output)
+        if self.unread > self.most and not self.paused:
+            self.paused = True
+            self._pace([*self.open], True)
         if self._reader is not None:
             _wake(self._reader)
 
@@ -78,6 +131,8 @@ class OpenRequest:
     outlet: Outlet
     sent: bool = False
     """The present worker has it."""
+    paused: bool = False
+    """Its client does not read: no worker gets it, and one that has it sets it aside."""
     fresh: bool = True
     """No worker has had it."""
     accepted: bool = False

@@ -14,7 +14,7 @@ from ballast.cluster.suspicion import Suspicions
 from ballast.core.errors import BrokenPromise
 from ballast.core.event import Cancelled, Failed, Finished, Output, TokenOut
 from ballast.core.model import ModelSpec
-from ballast.transport.messages import Submit, ToWorker, Withdraw
+from ballast.transport.messages import Flow, Submit, ToWorker, Withdraw
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +100,19 @@ class OpenRequests:
             self._send(Withdraw(sent))
         self.dispatch()
 
+    def pace(self, request_ids: Iterable[str], paused: bool) -> None:
+        """Pause requests, or resume them. A suspect is not paused: all others wait for its end."""
+        requests = [self._open[i] for i in request_ids if i in self._open]
+        if paused:
+            requests = [r for r in requests if not self._suspicions.suspect(r.submission.id)]
+        requests = [r for r in requests if r.paused != paused]
+        for request in requests:
+            request.paused = paused
+        sent = tuple(r.submission.id for r in requests if r.sent)
+        if sent and self._send is not None:
+            self._send(Flow(paused=sent) if paused else Flow(resumed=sent))
+        self.dispatch()
+
     def fail_all(self, code: str, reason: str) -> None:
         """End all of them with an error, and tell the device so."""
         ended = list(self._open.values())
@@ -122,6 +135,8 @@ class OpenRequests:
         for request in self._open.values():
             request.sent = False
         self._judge(in_flight)
+        for request in self._open.values():
+            request.paused = request.paused and not self._suspicions.suspect(request.submission.id)
         return in_flight
 
     def pause(self) -> None:
@@ -134,7 +149,7 @@ class OpenRequests:
             return
         if self._alone is not None and self._alone in self._open:
             return
-        waiting = [r for r in self._open.values() if not r.sent]
+        waiting = [r for r in self._open.values() if not r.sent and not r.paused]
         suspects = [r for r in waiting if self._suspicions.suspect(r.submission.id)]
         self._alone = None
         if suspects:  # the likeliest culprit came last

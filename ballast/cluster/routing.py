@@ -25,7 +25,7 @@ class Routing(Devices):
         Raises Unavailable where none is to be expected.
         """
         homes = [self._route(submission) for submission in submissions]
-        outlet = Outlet((s.id for s in submissions), self.withdraw)
+        outlet = Outlet((s.id for s in submissions), self.withdraw, self.pace)
         for device in dict.fromkeys(homes):
             device.requests.take(
                 OpenRequest(s, outlet)
@@ -40,6 +40,13 @@ class Routing(Devices):
             mine = [i for i in request_ids if i in device.requests]
             if mine:
                 device.requests.withdraw(mine)
+
+    def pace(self, request_ids: Sequence[str], paused: bool) -> None:
+        """Pause requests whose client does not read, or resume them."""
+        for device in self.devices.values():
+            mine = [i for i in request_ids if i in device.requests]
+            if mine:
+                device.requests.pace(mine, paused)
 
     def fail_all(self, code: str, reason: str) -> None:
         """End every open request with an error, and tell the devices so."""

@@ -29,7 +29,7 @@ from ballast.core.capability import Reach
 from ballast.core.clock import Clock
 from ballast.core.command import DeviceOrder, Outcome
 from ballast.core.errors import BallastError
-from ballast.core.event import Arrival, Cancel, Drain, Event, Output, Stop
+from ballast.core.event import Arrival, Cancel, Drain, Event, Output, Pause, Resume, Stop
 from ballast.core.lease import Word
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
@@ -40,6 +40,7 @@ from ballast.transport.messages import (
     Done,
     DrainDevice,
     Drained,
+    Flow,
     Gone,
     Heartbeat,
     Hello,
@@ -175,6 +176,11 @@ class Worker:
             case Withdraw():
                 for request_id in message.request_ids:
                     self._post(Cancel(request_id))
+            case Flow():
+                for request_id in message.paused:
+                    self._post(Pause(request_id))
+                for request_id in message.resumed:
+                    self._post(Resume(request_id))
             case DrainDevice():
                 self._post(Drain())
             case StopDevice():

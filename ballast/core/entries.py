@@ -11,7 +11,7 @@ from typing import Any
 
 from ballast.core.actions import OMITTED, Action, Operation
 from ballast.core.cost import StepCosts
-from ballast.core.event import Arrival, Event, JobDone, JobFailed, Operate
+from ballast.core.event import Arrival, Event, GrammarReady, JobDone, JobFailed, Operate
 from ballast.core.lease import AskedBack, Lease, Lent, Returned
 from ballast.core.model import ModelSpec
 from ballast.core.settings import DeviceSettings
@@ -86,6 +86,10 @@ def describe(event: Event) -> Entry:
         if event.stall:
             told["stall"] = event.stall
         return told
+    if isinstance(event, GrammarReady):
+        # Not its reason, which may quote the grammar.
+        told = {"event": kind, "request_id": event.request_id}
+        return told if event.code is None else told | {"code": event.code}
     if isinstance(event, Operate):
         wanted = event.operation
         return {

@@ -25,6 +25,30 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Pause:
+    """The client of a request does not read: nothing more is computed for it until `Resume`."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The client of a paused request reads again."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarReady:
+    """The grammar of a request has been compiled, or cannot be followed, or not now."""
+
+    request_id: str
+    code: str | None = None
+    """As in `Failed`, where it cannot; None: it is ready."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class JobDone:
     """A job ended. `seconds` is its time on the lane."""
 
@@ -96,6 +120,9 @@ class Operate:
 Event = (
     Arrival
     | Cancel
+    | Pause
+    | Resume
+    | GrammarReady
     | JobDone
     | JobFailed
     | TransferDone

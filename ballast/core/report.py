@@ -31,6 +31,8 @@ class ModelReport:
     """Of all finished requests."""
     cached_tokens: int
     output_tokens: int
+    paused: int = 0
+    """Requests whose client does not read, or whose grammar is being compiled."""
     borrowed_pages: int = 0
     """Pages of other devices that back its KV."""
     layers: int = 0

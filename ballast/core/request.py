@@ -87,21 +87,40 @@ class Submission:
     tokens, which the client has already, token for token as it would have."""
 
 
+class WaitsFor(enum.Flag):
+    """What a request needs, beside memory and its turn, before it can go on."""
+
+    NOTHING = 0
+    GRAMMAR = enum.auto()
+    """Its grammar is being compiled."""
+    READER = enum.auto()
+    """Its client does not read what has been generated."""
+
+
 class State(enum.Enum):
     """Where a request is."""
 
     WAITING = "waiting"
-    """Queued, holding no blocks: new, or preempted."""
+    """Queued, holding no blocks: new, preempted, or resumed."""
     RUNNING = "running"
     """Admitted: holds blocks, is in the batch of its model."""
+    PAUSED = "paused"
+    """Neither queued nor in a batch, holding no blocks, until `Request.waits_for` is nothing."""
     FINISHED = "finished"
     CANCELLED = "cancelled"
     FAILED = "failed"
 
 
 _LEGAL = {
-    State.WAITING: {State.RUNNING, State.CANCELLED, State.FAILED},
-    State.RUNNING: {State.WAITING, State.FINISHED, State.CANCELLED, State.FAILED},
+    State.WAITING: {State.RUNNING, State.PAUSED, State.CANCELLED, State.FAILED},
+    State.RUNNING: {
+        State.WAITING,
+        State.PAUSED,
+        State.FINISHED,
+        State.CANCELLED,
+        State.FAILED,
+    },
+    State.PAUSED: {State.WAITING, State.CANCELLED, State.FAILED},
     State.FINISHED: set[State](),
     State.CANCELLED: set[State](),
     State.FAILED: set[State](),
@@ -149,6 +168,8 @@ class Request:
     """Part of a job that has been started and has not ended."""
     cancelled: bool = False
     """Cancel arrived while in flight; takes effect when the job ends."""
+    waits_for: WaitsFor = WaitsFor.NOTHING
+    """Where not nothing, it is paused, or will be when the job in flight ends."""
     isolated: bool = False
     """Its last job failed with others in it: its next one has nobody else."""
     first_token_at: float | None = None

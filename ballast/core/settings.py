@@ -205,6 +205,8 @@ class ServerSettings:
     """Longest request body; a longer one is refused (413)."""
     ping_seconds: float = 5.0
     """A stream that has nothing to say for so long says `: ping`."""
+    send_seconds: float = 60.0
+    """A client that reads nothing of its answer for so long is disconnected."""
     drain_seconds: float = 30.0
     """For open requests, after SIGTERM."""
     silent_seconds: float = 20.0

@@ -258,6 +258,8 @@ class Story:
             value = getattr(s, name)
             if value or (value is not None and name == "prompt_logprobs"):
                 told[name] = value
+        if s.sampling.grammar:
+            told["grammar"] = True
         if s.salt:
             told["salt"] = digest(self._key, s.salt.encode()).hex()
         if s.resumed is not None:

@@ -42,11 +42,13 @@ def refusal(s: Submission, m: ModelState, adapter: int | None, room: int) -> tup
     wrong = _unknown_token(s, m.spec.vocab)
     if wrong is not None:
         return "invalid_request", f"there is no token {wrong}: {s.model!r} has {m.spec.vocab}"
-    if s.resumed is None and len(m.waiting) >= m.spec.max_waiting:
+    queued = len(m.waiting) + len(m.paused)
+    if s.resumed is None and queued >= m.spec.max_waiting:
         return "queue_full", f"{m.spec.max_waiting} requests of {m.spec.name!r} wait already"
     if s.resumed is None and adapter is not None:
         most = m.spec.adapters[adapter].max_waiting
-        if len(m.waiting) >= most and sum(r.adapter == adapter for r in m.waiting) >= most:
+        waiting = (*m.waiting, *m.paused.values()) if queued >= most else ()
+        if queued >= most and sum(r.adapter == adapter for r in waiting) >= most:
             return "queue_full", f"{most} requests of {s.model!r} wait already"
     tokens = len(s.prompt) + max(0, s.max_tokens - 1)
     pages = m.kv.most_pages(ceil_div(tokens, m.spec.block_tokens))

@@ -14,9 +14,12 @@ from ballast.core.event import (
     Event,
     Failed,
     Finished,
+    GrammarReady,
     JobDone,
     JobFailed,
     Output,
+    Pause,
+    Resume,
     Settled,
     Stop,
     ThreadLost,
@@ -24,9 +27,9 @@ from ballast.core.event import (
     TransferDone,
 )
 from ballast.core.lease import AskedBack, Lent, PeerGone, PeerMet, Returned
-from ballast.core.request import Request, State
+from ballast.core.request import Request, State, WaitsFor
 from ballast.core.view import Residency
-from ballast.engine import jobs, turning
+from ballast.engine import jobs, pausing, turning
 from ballast.engine.admission import finish_reason, fitted, refusal
 from ballast.engine.lending import Heard
 from ballast.engine.state import DeviceState
@@ -59,6 +62,9 @@ def _arrival(state: DeviceState, event: Arrival) -> list[Output]:
     request = Request.of(s, state._sequence, m.spec, adapter)
     state.requests[s.id] = request
     m.waiting.add(request)
+    if s.sampling.grammar and state.grammars is not None:
+        pausing.pause(state, request, WaitsFor.GRAMMAR)
+        state.grammars.prepare(request)
     seconds = m.queue_seconds(adapter)
     if seconds is not None and not s.resumed:
         state.patience.begin(request, seconds)
@@ -76,6 +82,30 @@ def _cancel(state: DeviceState, event: Cancel) -> list[Output]:
         request.cancelled = True
         return []
     return [state.end(request, State.CANCELLED, Cancelled(request.id))]
+
+
+def _pause(state: DeviceState, event: Pause) -> list[Output]:
+    request = state.requests.get(event.request_id)
+    if request is not None:
+        pausing.pause(state, request, WaitsFor.READER)
+    return []
+
+
+def _resume(state: DeviceState, event: Resume) -> list[Output]:
+    request = state.requests.get(event.request_id)
+    if request is not None:
+        pausing.resume(state, request, WaitsFor.READER)
+    return []
+
+
+def _grammar_ready(state: DeviceState, event: GrammarReady) -> list[Output]:
+    request = state.requests.get(event.request_id)
+    if request is None or WaitsFor.GRAMMAR not in request.waits_for:
+        return []
+    if event.code is not None:
+        return [state.fail(request, event.code, event.reason)]
+    pausing.resume(state, request, WaitsFor.GRAMMAR)
+    return []
 
 
 def _transfer_done(state: DeviceState, event: TransferDone) -> list[Output]:
@@ -130,6 +160,9 @@ def _thread_lost(state: DeviceState, event: ThreadLost) -> list[Output]:
 _HANDLERS: dict[type, Callable[[DeviceState, Any], list[Output]]] = {
     Arrival: _arrival,
     Cancel: _cancel,
+    Pause: _pause,
+    Resume: _resume,
+    GrammarReady: _grammar_ready,
     JobDone: jobs.done,
     JobFailed: jobs.failed,
     TransferDone: _transfer_done,

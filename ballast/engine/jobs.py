@@ -15,7 +15,7 @@ from ballast.core.event import (
 from ballast.core.job import Job, Sampled
 from ballast.core.request import Request, State
 from ballast.core.view import Residency
-from ballast.engine import swapping, turning
+from ballast.engine import pausing, swapping, turning
 from ballast.engine.admission import finish_reason
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
@@ -138,7 +138,7 @@ def _close(state: DeviceState, job: Job) -> ModelState:
 
 
 def _settle(state: DeviceState, m: ModelState, job: Job) -> list[Output]:
-    """What had to wait for the job: cancellations, preemptions, an eviction."""
+    """What had to wait for the job: cancellations, preemptions, pauses, an eviction."""
     outputs: list[Output] = []
     if m.kv.fixed:
         swapping.end(m)
@@ -152,6 +152,10 @@ def _settle(state: DeviceState, m: ModelState, job: Job) -> list[Output]:
     for request in leaving:
         if request.state is State.RUNNING:
             state.preempt(m, request)
+    for work in job.work:
+        request = state.requests.get(work.request_id)
+        if request is not None:
+            pausing.settle(state, m, request)
     if m.residency is Residency.EVICTING or m.turning is not None:
         turning.make_way(state, m)
     return outputs

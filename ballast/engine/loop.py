@@ -9,6 +9,7 @@ from ballast.core.actions import RECALL_SECONDS, Recall, Refuse
 from ballast.core.clock import Clock
 from ballast.core.event import Event, Operate, Output, Timer
 from ballast.core.job import Job, SequenceWork
+from ballast.core.request import Request, State
 from ballast.core.story import Story
 from ballast.engine.apply import apply
 from ballast.engine.events import handle
@@ -260,11 +261,11 @@ class Loop:
 
     @property
     def _stuck(self) -> bool:
-        """Requests are open, but nothing is in flight and nothing will wake us."""
+        """Whether requests could run, but nothing is in flight and nothing will wake the loop."""
         state = self.state
         if not state.requests or state.in_flight or state.lending.awaiting:
             return False
-        return self._wake_at is None
+        return self._wake_at is None and any(map(_may_run, state.requests.values()))
 
     def _recall(self) -> bool:
         """No policy helped: recall all that is lent to other devices; whether anything was."""
@@ -285,6 +286,11 @@ class Loop:
         request = self.state.requests[chosen]
         self.story.decision(self.state.now, Refuse(request.model, chosen, reason), None)
         outputs.append(self.state.fail(request, "out_of_memory", reason))
+
+
+def _may_run(request: Request) -> bool:
+    """Whether memory and a lane are all that a request lacks."""
+    return request.state is not State.PAUSED
 
 
 def _earliest(*moments: float | None) -> float | None:

@@ -32,6 +32,8 @@ class ModelState:
     residency: Residency = Residency.ABSENT
     waiting: Waiting = field(default_factory=Waiting)
     running: list[Request] = field(default_factory=list)
+    paused: dict[str, Request] = field(default_factory=dict)
+    """By id (`ballast.engine.pausing`)."""
     held: bool = False
     job: Job | None = None
     """In flight."""

@@ -195,10 +195,10 @@ class Operations:
     def _leave(self, m: ModelState, wanted: Leave, outputs: list[Output]) -> bool:
         state = self._state
         if wanted.at_once:
-            for request in [*m.running, *m.waiting]:
+            for request in [*m.running, *m.waiting, *m.paused.values()]:
                 if not request.in_flight:
                     outputs.append(state.fail(request, "unavailable", REMOVED))
-        if m.running or m.waiting or m.job is not None or m.transfer_id is not None:
+        if m.running or m.waiting or m.paused or m.job is not None or m.transfer_id is not None:
             return False
         if m.weights.stirred:
             if m.residency is Residency.RESIDENT:

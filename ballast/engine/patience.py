@@ -48,5 +48,6 @@ class Patience:
         request = self._requests.get(name)
         if request is None or request.order.sequence != sequence:
             return None
-        waits = request.state is State.WAITING and request.admitted_at is None
+        queued = request.state in (State.WAITING, State.PAUSED)
+        waits = queued and request.admitted_at is None
         return request if waits else None

@@ -56,6 +56,7 @@ def _model(m: ModelState, now: float) -> ModelReport:
         cached_pages=m.kv.cached_pages,
         waiting=len(m.waiting),
         running=len(m.running),
+        paused=len(m.paused),
         late=m.late(now),
         lane_seconds=m.lane_seconds,
         activations=m.activations,

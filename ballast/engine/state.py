@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from ballast.core.clock import Clock
 from ballast.core.event import (
@@ -26,6 +27,16 @@ from ballast.memory.pool import Pool
 from ballast.memory.transfer import Link
 from ballast.weights.rotor import MakeRotor
 from ballast.weights.shared import SharedSegment
+
+
+class GrammarStore(Protocol):
+    """Grammars of open requests; `ballast.engine.compiling.Compiling` of a live device."""
+
+    def prepare(self, request: Request) -> None:
+        """Have a request's grammar compiled, without waiting; `GrammarReady` says when it is."""
+
+    def release(self, request: Request) -> None:
+        """Forget what a request that has ended needed, whether or not it was there yet."""
 
 
 class DeviceState:
@@ -61,6 +72,8 @@ class DeviceState:
         """For models that join."""
         self.activating: Callable[[str], object] = lambda model: None
         """Told when weights of a model are on their way."""
+        self.grammars: GrammarStore | None = None
+        """Compiles grammars; None: nobody samples here, so that grammars have no effect."""
         self.clock = clock
         self.now = clock.now()
         """Of the loop's present turn, or its last, as is the next: what a turn does follows from
@@ -134,10 +147,10 @@ class DeviceState:
     def end(self, request: Request, state: State, told: Output) -> Output:
         """The request is over; its memory is free."""
         m = self.models[request.model]
-        (m.running if request.state is State.RUNNING else m.waiting).remove(request)
-        self.release(m, request)
-        self._forget_shortage(m, request)
+        self.withdraw(m, request)
         request.to(state)
+        if request.submission.sampling.grammar and self.grammars is not None:
+            self.grammars.release(request)
         del self.requests[request.id]
         m.last_used = self.now
         self.touch(m)
@@ -147,7 +160,8 @@ class DeviceState:
     def fail_all(self, m: ModelState, code: str, reason: str) -> list[Output]:
         """End every request of a model with an error."""
         return [
-            self.end(r, State.FAILED, Failed(r.id, code, reason)) for r in [*m.running, *m.waiting]
+            self.end(r, State.FAILED, Failed(r.id, code, reason))
+            for r in [*m.running, *m.waiting, *m.paused.values()]
         ]
 
     def fail(self, request: Request, code: str, reason: str) -> Output:
@@ -167,11 +181,21 @@ class DeviceState:
             self.freed += 1
         request.computed = 0
 
+    def withdraw(self, m: ModelState, request: Request, *, surrender: bool = False) -> None:
+        """Take a request out of the queue, the batch or those paused; its blocks are given back, as
+        `release` says."""
+        if request.state is State.PAUSED:
+            del m.paused[request.id]
+        else:
+            (m.running if request.state is State.RUNNING else m.waiting).remove(request)
+        self.release(m, request, surrender=surrender)
+        self._forget_shortage(m, request)
+        if m.blocked is not None and m.blocked[0] == request.id:
+            m.blocked = None  # the shortage that goes with it has just been forgotten
+
     def preempt(self, m: ModelState, request: Request) -> None:
         """Back to the queue without KV; it will be recomputed, token for token."""
-        m.running.remove(request)
-        self.release(m, request, surrender=True)
-        self._forget_shortage(m, request)
+        self.withdraw(m, request, surrender=True)
         request.to(State.WAITING)
         request.preemptions += 1
         m.preemptions += 1

@@ -101,7 +101,7 @@ class StoryFile:
         if there is None or there.st_ino != os.fstat(self._file).st_ino:
             self._begin_anew()
             return False
-        return 0 < there.st_size and there.st_size + n_bytes > most_bytes
+        return there.st_size > 0 and there.st_size + n_bytes > most_bytes
 
     def _rotate(self) -> None:
         before = parts(self._path)

@@ -250,6 +250,7 @@ class ServerKeys(Keys):
     most_connections: Count = ServerSettings().most_connections
     most_body: Size = ServerSettings().most_body_bytes
     ping_seconds: Positive = ServerSettings().ping_seconds
+    send_seconds: Positive = ServerSettings().send_seconds
     drain_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = (
         ServerSettings().drain_seconds
     )
@@ -266,6 +267,7 @@ class ServerKeys(Keys):
             most_connections=self.most_connections,
             most_body_bytes=self.most_body,
             ping_seconds=self.ping_seconds,
+            send_seconds=self.send_seconds,
             drain_seconds=self.drain_seconds,
             silent_seconds=self.silent_seconds,
             stuck_seconds=self.stuck_seconds,

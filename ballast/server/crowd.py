@@ -1,4 +1,4 @@
-"""Bounds on connections: how many there may be, and for how long one may say or take nothing."""
+"""Bounds on connections: how many there may be, and for how long one may send or read nothing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from typing import Any
 
 HEAD_SECONDS = 20.0
 """For the head of a request, from its first byte; of a connection's first one, from the start."""
+SEND_SECONDS = 60.0
+"""In which a client reads at least `LEAST_READ` of what has been written to it, or all of it."""
+LEAST_READ = 16 << 10
+"""Bytes."""
 SPARE = 64
 """Connections beyond the most that there may be, so that clients are refused in words, and probes
 are answered."""
@@ -38,15 +42,27 @@ class Crowd:
         return self.open > self.most
 
 
-def limited(base: Any, crowd: Crowd, head_seconds: float = HEAD_SECONDS) -> type[asyncio.Protocol]:
+def limited(
+    base: Any,
+    crowd: Crowd,
+    head_seconds: float = HEAD_SECONDS,
+    send_seconds: Callable[[], float] = lambda: SEND_SECONDS,
+) -> type[asyncio.Protocol]:
     """uvicorn's protocol `base`, within bounds.
 
     Above the most connections, those that have had their answer are closed. uvicorn's own limit
     would answer probes with 503 as well, and its time-outs spare who has said half a word.
+
+    From the moment that more is written than the transport takes (64 KiB beyond what the kernel
+    holds), the client has `send_seconds` to read the rest, or `LEAST_READ` of it, time and again;
+    otherwise its connection is aborted, and what was computed for it is given up.
     """
 
     class Limited(base):  # type: ignore[misc]
         waiting: asyncio.TimerHandle | None = None
+        reading: asyncio.TimerHandle | None = None
+        unread = 0
+        """Bytes that the transport held when `reading` began."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             crowd.open += 1
@@ -60,6 +76,7 @@ def limited(base: Any, crowd: Crowd, head_seconds: float = HEAD_SECONDS) -> type
         def connection_lost(self, exc: Exception | None) -> None:
             crowd.open -= 1
             self.stop_waiting()
+            self.stop_reading()
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
@@ -81,6 +98,29 @@ def limited(base: Any, crowd: Crowd, head_seconds: float = HEAD_SECONDS) -> type
             if self.waiting is not None:
                 self.waiting.cancel()
                 self.waiting = None
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self.await_reader()
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self.stop_reading()
+
+        def await_reader(self) -> None:
+            self.unread = self.transport.get_write_buffer_size()
+            self.reading = self.loop.call_later(send_seconds(), self.check_reader)
+
+        def check_reader(self) -> None:
+            if self.transport.get_write_buffer_size() > self.unread - LEAST_READ:
+                self.transport.abort()
+            else:
+                self.await_reader()
+
+        def stop_reading(self) -> None:
+            if self.reading is not None:
+                self.reading.cancel()
+                self.reading = None
 
     return Limited
 

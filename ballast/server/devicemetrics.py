@@ -164,6 +164,11 @@ def _models(report: DeviceReport) -> Iterator[Metric]:
     for name, help, field in (
         ("vllm:num_requests_running", "Requests in the batch", "running"),
         ("vllm:num_requests_waiting", "Requests that wait for memory or a place", "waiting"),
+        (
+            "ballast:requests_paused",
+            "Requests whose client does not read, or whose grammar is being compiled",
+            "paused",
+        ),
         ("ballast:cached_pages", "Pages that hold cached prefixes only", "cached_pages"),
         ("ballast:layers", "Decoder layers", "layers"),
         (

@@ -159,7 +159,7 @@ async def _answer(
                 service.clock,
                 [log_request] if tracer is None else [log_request, tracer],
             ),
-            http=limited(protocol(), crowd),
+            http=limited(protocol(), crowd, send_seconds=lambda: service.settings.send_seconds),
             log_config=None,
             log_level="warning",
             access_log=False,

@@ -12,9 +12,12 @@ from ballast.core.event import (
     Cancel,
     Drain,
     Event,
+    GrammarReady,
     JobDone,
     JobFailed,
     Operate,
+    Pause,
+    Resume,
     Settled,
     Stop,
     Timer,
@@ -29,6 +32,7 @@ RANK: dict[type[Event], int] = {
         (JobDone, JobFailed, TransferDone, Settled, Operate, Cancel, Arrival, Timer, Drain, Stop)
     )
 }
+RANK |= dict.fromkeys((Pause, Resume, GrammarReady), RANK[Arrival])
 RANK |= dict.fromkeys((PeerMet, PeerGone, Lent, AskedBack, Returned), RANK[Operate])
 """At equal times, what ended comes before what begins; other devices' words stay in order."""
 

@@ -19,7 +19,7 @@ from ballast.engine.storyfile import first_part_is_gone, parts
 _LEASE = ("lease", "epoch", "lender", "borrower", "page_numbers")
 _FIELDS = {
     "Arrival": ("n", "request", "model", "arrival", "prompt_tokens", "max_tokens"),
-    "Cancel": ("request_id",),
+    **dict.fromkeys(("Cancel", "Pause", "Resume", "GrammarReady"), ("request_id",)),
     "JobDone": ("job", "model", "seconds", "prefill_tokens"),
     "JobFailed": ("job", "model", "reason"),
     "Leap": ("job", "model", "steps", "ends"),

@@ -14,7 +14,7 @@ from ballast.core.event import Embedded, Event, Failed, JobDone, PromptScores, R
 from ballast.core.job import Job, Sampled
 from ballast.core.lease import Lease, PeerMet, Word
 from ballast.core.model import ModelSpec
-from ballast.core.request import Submission
+from ballast.core.request import Request, Sampling, Submission
 from ballast.core.rotation import Rotation
 from ballast.engine.build import build_newcomer
 from ballast.engine.loop import Loop
@@ -63,6 +63,16 @@ class Rotor:
         self.held = ()
 
 
+class Grammars:
+    """Of a replay: they are ready when the story says."""
+
+    def prepare(self, request: Request) -> None:
+        """The story tells when."""
+
+    def release(self, request: Request) -> None:
+        """There is none."""
+
+
 class Events:
     """Made from a life's entries, in order, for a device that has come as far as they have."""
 
@@ -74,6 +84,7 @@ class Events:
         self._lent_again: dict[int, tuple[int, ...]] = {}
         """Those that the replay has lent instead."""
         loop.state.lending.say = self._hear
+        loop.state.grammars = Grammars()
         self._ready = loop.operations.ready
         self._standins = StandIns(life.entries)
         self._numbers: dict[str, int] = {}
@@ -153,6 +164,8 @@ class Events:
             prompt=tokens[:prompt],
             max_tokens=told["max_tokens"],
             open_ended=told.get("open_ended", False),
+            # Which one it is decides nothing here.
+            sampling=Sampling(grammar="one") if told.get("grammar") else Sampling(),
             arrival=told["arrival"],
             priority=told.get("priority", 0),
             stop_token_ids=tokens[-1:] if how.get("finished") == "stop" else (),
@@ -223,6 +236,9 @@ _EVENTS: dict[str, type[Event]] = {
     kind.__name__: kind
     for kind in (
         event.Cancel,
+        event.Pause,
+        event.Resume,
+        event.GrammarReady,
         event.TransferDone,
         event.Settled,
         event.Drain,

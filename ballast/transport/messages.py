@@ -73,6 +73,13 @@ class Withdraw(_Message, frozen=True):
     request_ids: tuple[str, ...]
 
 
+class Flow(_Message, frozen=True):
+    """Flow control: requests whose clients do not read any more, and those whose clients do."""
+
+    paused: tuple[str, ...] = ()
+    resumed: tuple[str, ...] = ()
+
+
 class DrainDevice(_Message, frozen=True):
     """Finish what was accepted, take nothing new, then exit."""
 
@@ -149,7 +156,16 @@ _OF_LEASES: dict[str, type[Lent | AskedBack | Returned]] = {
 
 
 ToWorker = (
-    Configure | Submit | Withdraw | DrainDevice | StopDevice | Command | Meet | Gone | OfLease
+    Configure
+    | Submit
+    | Withdraw
+    | Flow
+    | DrainDevice
+    | StopDevice
+    | Command
+    | Meet
+    | Gone
+    | OfLease
 )
 
 

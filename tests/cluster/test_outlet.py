@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
-from ballast.cluster.outlet import OpenRequest, Outlet
+from ballast.cluster.outlet import (
+    MOST_UNREAD,
+    MOST_UNREAD_EACH,
+    TAKEN,
+    OpenRequest,
+    Outlet,
+    size,
+)
 from ballast.core.errors import BrokenPromise
 from ballast.core.event import Embedded, Finished, Output, PromptScores, TokenOut
 from ballast.core.request import Submission
@@ -15,7 +23,7 @@ from ballast.core.request import Submission
 @pytest.fixture
 def request_() -> OpenRequest:
     submission = Submission(id="r", model="m", prompt=(1, 2, 3, 4, 5, 6), max_tokens=4)
-    return OpenRequest(submission, Outlet(["r"], lambda ids: None))
+    return OpenRequest(submission, Outlet(["r"], lambda ids: None, lambda ids, paused: None))
 
 
 def scores(start: int, *logprobs: float) -> PromptScores:
@@ -55,7 +63,7 @@ def test_scores_and_embeddings_are_told_once(request_: OpenRequest) -> None:
 
 def test_a_reader_waits_for_news_but_not_for_ever() -> None:
     async def main() -> list[list[Output]]:
-        outlet = Outlet(["r"], lambda ids: None)
+        outlet = Outlet(["r"], lambda ids: None, lambda ids, paused: None)
         nothing = await outlet.take(0.0)
         waiting = asyncio.ensure_future(outlet.take(60.0))
         await asyncio.sleep(0)
@@ -71,7 +79,7 @@ def test_a_reader_waits_for_news_but_not_for_ever() -> None:
 
 def test_news_outlast_a_reader_that_left() -> None:
     async def main() -> list[Output]:
-        outlet = Outlet(["r"], lambda ids: None)
+        outlet = Outlet(["r"], lambda ids: None, lambda ids, paused: None)
         waiting = asyncio.ensure_future(outlet.take())
         await asyncio.sleep(0)
         outlet.put(TokenOut("r", 1, 0))
@@ -80,3 +88,64 @@ def test_news_outlast_a_reader_that_left() -> None:
         return await outlet.take()
 
     assert asyncio.run(main()) == [TokenOut("r", 1, 0)]
+
+
+class Paced:
+    """An outlet of `n` requests, and how it has them paced."""
+
+    def __init__(self, n: int = 1) -> None:
+        self.calls: list[tuple[set[str], bool]] = []
+        ids = [f"r{i}" for i in range(n)]
+        self.outlet = Outlet(ids, lambda ids: None, self.pace)
+
+    def pace(self, ids: Sequence[str], paused: bool) -> None:
+        self.calls.append((set(ids), paused))
+
+    def fill(self, units: int, top: int = 0) -> list[Output]:
+        """So many units of tokens with `top` alternatives each."""
+        alternatives = tuple((k, -1.0) for k in range(top))
+        told: list[Output] = [
+            TokenOut("r0", 5, i, -1.0, alternatives) for i in range(units // (1 + top))
+        ]
+        for output in told:
+            self.outlet.put(output)
+        return told
+
+    def read(self) -> list[Output]:
+        """What a reader gets without waiting."""
+
+        async def read() -> list[Output]:
+            return await self.outlet.take(0.0)
+
+        return asyncio.run(read())
+
+
+@pytest.mark.parametrize(("n", "top"), [(1, 0), (1, 20), (16, 0), (128, 5)])
+def test_what_nobody_reads_is_bounded_and_read_in_parts(n: int, top: int) -> None:
+    paced = Paced(n)
+    outlet = paced.outlet
+    assert outlet.most == MOST_UNREAD + n * MOST_UNREAD_EACH
+    told = paced.fill(outlet.most, top)
+    assert paced.calls == []
+    told += paced.fill(3 * (1 + top), top)  # what was under way
+    everyone = {f"r{i}" for i in range(n)}
+    assert paced.calls == [(everyone, True)]
+    found: list[Output] = []
+    while outlet.unread >= outlet.most / 4:
+        part = paced.read()
+        assert sum(map(size, part)) <= TAKEN + top
+        found += part
+        assert len(paced.calls) == 1 + (outlet.unread < outlet.most / 4)
+    assert paced.calls[1:] == [(everyone, False)]
+    while len(found) < len(told):
+        found += paced.read()
+    assert found == told
+    assert (outlet.unread, outlet.paused) == (0, False)
+
+
+def test_units_are_those_of_all_that_clients_are_told() -> None:
+    assert size(TokenOut("r", 1, 0)) == 1
+    assert size(TokenOut("r", 1, 0, -1.0, ((1, -1.0), (2, -2.0)))) == 3
+    assert size(PromptScores("r", 1, (-1.0, -2.0), (((1, -1.0),), ()))) == 3
+    assert size(Embedded("r", bytes(4 * 4096))) == 129
+    assert size(Finished("r", "stop", 6, 0, 0, 0)) == 1

@@ -15,12 +15,14 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from ballast.bench.inprocess import Answer, InProcess
 from ballast.core.actions import Preempt
-from ballast.core.event import Failed, Output, PromptScores, TokenOut
-from ballast.core.request import Sampling, Submission
+from ballast.core.event import Failed, Output, Pause, PromptScores, Resume, TokenOut
+from ballast.core.request import Sampling, State, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB
 from ballast.engine.apply import apply
 from ballast.fleet.tokenizer import train_tokenizer
+from ballast.sim.lives import read_lives
+from ballast.sim.replay import replay
 from tests.engine.checkpoints import make_llama
 
 VOCAB = 300
@@ -123,6 +125,49 @@ def test_tokens_are_the_same_after_preemptions_and_after_a_crash(
         assert [*had, *rest.tokens] == whole.tokens
         assert rest.finished.output_tokens == 40
         assert rest.finished.prompt_tokens == 37
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_paused_request_goes_on_with_the_tokens_it_would_have_had(
+    path: Path, cached: bool, tmp_path: Path
+) -> None:
+    """Its client reads again whenever another request, which runs meanwhile, has a token more."""
+    settings = replace(fleet(path), story_path=str(tmp_path / "story"))
+    settings = replace(settings, device=replace(settings.device, prefix_cache=cached))
+    asking = asked("paused", n=60, prompt=75, temperature=0.9, seed=7, **PENALISED)
+    asking = replace(asking, prompt_logprobs=0)
+    with InProcess(settings) as server:
+        whole = answer(server, replace(asking, id="whole"))
+        state = server.device.state
+        pauses = 0
+
+        def disturb(now: float, output: Output) -> None:
+            nonlocal pauses
+            request = state.requests.get("paused")
+            if request is None:
+                return
+            if output.request_id == "paused":
+                if "beside it" in state.requests:
+                    server.device.post(Pause("paused"))
+            elif request.state is State.PAUSED or not isinstance(output, TokenOut):
+                pauses += request.state is State.PAUSED
+                assert request.blocks == []
+                server.device.post(Resume("paused"))
+
+        server.listen = disturb
+        beside = asked("beside it", n=200)
+        again = server.generate([asking, beside])["paused"]
+        server.drain()
+        for m in state.models.values():
+            m.kv.validate([])
+        state.pool.validate()
+    assert pauses > 10
+    assert again.tokens == whole.tokens
+    assert scored(again, 75) == pytest.approx(scored(whole, 75), abs=1e-4)
+    assert again.finished.preemptions == 0
+    (life,) = read_lives(tmp_path / "story")
+    found = replay(life)
+    assert (found.difference, found.stray) == (None, None)
 
 
 def test_the_index_of_a_resumed_output_goes_on(server: InProcess) -> None:

@@ -8,15 +8,16 @@ import resource
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import uvicorn
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ballast.server.connection import protocol
-from ballast.server.crowd import SPARE, Crowd, limited
+from ballast.server.crowd import LEAST_READ, SPARE, Crowd, limited
 from ballast.server.serve import HttpServer
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -31,6 +32,9 @@ class Client:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
+
+    def stop_reading(self) -> None:
+        self._writer.transport.pause_reading()  # type: ignore[attr-defined]
 
     async def ask(self) -> bytes:
         self.say(REQUEST)
@@ -57,12 +61,16 @@ Connect = Callable[[], Awaitable[Client]]
 
 @asynccontextmanager
 async def serving(
-    crowd: Crowd, head_seconds: float = 60.0, base: type[asyncio.Protocol] | None = None
+    crowd: Crowd,
+    head_seconds: float = 60.0,
+    base: type[asyncio.Protocol] | None = None,
+    app: ASGIApp = hello,
+    send_seconds: float = 60.0,
 ) -> AsyncIterator[Connect]:
     """An HTTP server that says hello: how to connect to it."""
     config = uvicorn.Config(
-        hello,
-        http=limited(base or protocol(), crowd, head_seconds),
+        app,
+        http=limited(base or protocol(), crowd, head_seconds, lambda: send_seconds),
         log_config=None,
         lifespan="off",
         ws="none",
@@ -136,3 +144,83 @@ def test_no_more_connections_than_files() -> None:
     assert Crowd(lambda: 10).most == 10
     assert Crowd(lambda: 1 << 40).most < hard
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+
+
+class Written:
+    """uvicorn's side of a connection, with a transport that holds so many bytes, and a loop whose
+    time passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.held, self.aborted = 0, False
+        self.transport = self.loop = self
+        self.due: list[tuple[float, Callable[[], None]]] = []
+
+    def get_write_buffer_size(self) -> int:
+        return self.held
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def call_later(self, seconds: float, call: Callable[[], None]) -> Written:
+        self.due.append((seconds, call))
+        return self
+
+    def cancel(self) -> None:
+        self.due.clear()
+
+    def pass_time(self) -> None:
+        [(seconds, call)] = self.due
+        assert seconds == 7.0
+        self.due.clear()
+        call()
+
+    def pause_writing(self) -> None:
+        """uvicorn's own."""
+
+    def resume_writing(self) -> None:
+        """uvicorn's own."""
+
+
+@pytest.mark.parametrize(
+    ("held", "aborted"),
+    [
+        ([100_000], True),
+        ([100_000 - LEAST_READ + 1], True),
+        ([100_000 - LEAST_READ, 100_000 - LEAST_READ], True),
+        ([100_000 - LEAST_READ, 100_000 - 2 * LEAST_READ, 100_000 - 3 * LEAST_READ], False),
+    ],
+)
+def test_who_reads_next_to_nothing_is_disconnected(held: list[int], aborted: bool) -> None:
+    made: Any = limited(Written, Crowd(lambda: 1), send_seconds=lambda: 7.0)()
+    made.held = 100_000
+    made.pause_writing()
+    for n in held:
+        assert not made.aborted
+        made.held = n
+        made.pass_time()
+    assert made.aborted == aborted
+    made.resume_writing()
+    assert made.due == []
+
+
+@pytest.mark.parametrize("base", [H11Protocol, protocol()])
+def test_an_answer_that_nobody_reads_ends_its_connection(base: type[asyncio.Protocol]) -> None:
+    async def scenario() -> None:
+        crowd, gone = Crowd(lambda: 10), asyncio.Event()
+
+        async def endless(scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            while not gone.is_set():  # uvicorn lets those that write to nobody go on
+                body = {"type": "http.response.body", "body": bytes(1 << 18), "more_body": True}
+                await send(body)
+                if crowd.open == 0:
+                    gone.set()
+
+        async with serving(crowd, base=base, app=endless, send_seconds=0.2) as connect:
+            client = await connect()
+            client.stop_reading()
+            client.say(REQUEST)
+            await asyncio.wait_for(gone.wait(), 30)
+        assert crowd.open == 0
+
+    asyncio.run(scenario())

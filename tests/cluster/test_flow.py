@@ -1,0 +1,184 @@
+"""Flow control between server and worker: whatever readers, workers and crashes do, a request is
+paused on both sides or on neither, what is not read is bounded, and nothing is lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ballast.cluster.outlet import OpenRequest, Outlet, size
+from ballast.cluster.requests import OpenRequests
+from ballast.cluster.suspicion import Suspicions
+from ballast.core.event import Failed, Finished, Output, TokenOut
+from ballast.core.request import Submission
+from ballast.transport.messages import Flow, Submit, ToWorker, Withdraw
+
+picks = st.integers(0, 1000)
+TOP = tuple((k, -1.0) for k in range(20))
+LENGTH = 150
+"""Tokens of each output: three times what an outlet holds, with their alternatives."""
+
+
+@dataclass
+class Worker:
+    """Does what messages say, at once."""
+
+    open: dict[str, int] = field(default_factory=dict)
+    """By id, the tokens so far."""
+    paused: set[str] = field(default_factory=set)
+
+    def handle(self, message: ToWorker) -> None:
+        match message:
+            case Submit():
+                for s in message.submissions:
+                    assert s.id not in self.open, "it has it already"
+                    self.open[s.id] = len(s.resumed or ())
+            case Withdraw():
+                for id in message.request_ids:
+                    del self.open[id]
+                    self.paused.discard(id)
+            case Flow():
+                assert self.paused.isdisjoint(message.paused)
+                assert self.paused.issuperset(message.resumed)
+                self.paused = (self.paused | {*message.paused}) - {*message.resumed}
+            case _:
+                raise AssertionError(message)
+
+
+class FlowControl(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.suspicions = Suspicions()
+        self.requests = OpenRequests(self.suspicions, lambda model: None)
+        self.worker: Worker | None = None
+        self.outlets: dict[str, Outlet] = {}
+        """By id, of those whose clients have not left."""
+        self.read: dict[str, list[Output]] = {}
+        self.n = 0
+
+    # -- what happens -----------------------------------------------------------------------------
+
+    @rule(n=st.integers(1, 3))
+    def submit(self, n: int) -> None:
+        ids = [f"r{self.n + i}" for i in range(n)]
+        self.n += n
+        outlet = Outlet(ids, self.requests.withdraw, self.requests.pace)
+        for id in ids:
+            self.outlets[id], self.read[id] = outlet, []
+        submissions = [Submission(id=id, model="m", prompt=(1,), max_tokens=LENGTH) for id in ids]
+        self.requests.take([OpenRequest(s, outlet) for s in submissions])
+
+    @precondition(lambda self: self.worker is None)
+    @rule()
+    def start(self) -> None:
+        self.worker = Worker()
+        self.requests.serve(self.worker.handle)
+
+    @precondition(lambda self: self.worker is not None and self.running)
+    @rule(pick=picks, steps=st.integers(1, 120))
+    def generate(self, pick: int, steps: int) -> None:
+        self.advance(self.running[pick % len(self.running)], steps)
+
+    def advance(self, id: str, steps: int) -> None:
+        """As a worker does that learns of a pause before its next step."""
+        assert self.worker is not None
+        for _ in range(steps):
+            if id not in self.running:
+                return
+            at = self.worker.open[id]
+            self.worker.open[id] += 1
+            outputs: list[Output] = [TokenOut(id, at % 97, at, -1.0, TOP)]
+            if at + 1 == LENGTH:
+                outputs.append(Finished(id, "length", 1, LENGTH, 0, 0))
+                del self.worker.open[id]
+            for output in outputs:
+                self.requests.deliver(output)
+            self.requests.dispatch()
+
+    @precondition(lambda self: self.outlets)
+    @rule(pick=picks, times=st.integers(1, 6))
+    def take(self, pick: int, times: int) -> None:
+        id = [*self.outlets][pick % len(self.outlets)]
+        for _ in range(times):
+            self.drain(self.outlets[id])
+
+    @precondition(lambda self: self.outlets)
+    @rule(pick=picks)
+    def leave(self, pick: int) -> None:
+        gone = self.outlets[[*self.outlets][pick % len(self.outlets)]]
+        self.outlets = {id: outlet for id, outlet in self.outlets.items() if outlet is not gone}
+        gone.close()
+
+    @precondition(lambda self: self.worker is not None)
+    @rule(pick=picks, known=st.booleans())
+    def die(self, pick: int, known: bool) -> None:
+        """The worker, with one request in flight, if any runs and that is known."""
+        flying = [self.running[pick % len(self.running)]] if known and self.running else []
+        self.worker = None
+        self.requests.mourn(flying)
+
+    # -- what must hold ---------------------------------------------------------------------------
+
+    @invariant()
+    def both_sides_agree(self) -> None:
+        present = self.requests._open
+        if self.worker is not None:
+            assert {*self.worker.open} == {id for id, r in present.items() if r.sent}
+            assert self.worker.paused == {id for id, r in present.items() if r.sent and r.paused}
+        for id, request in present.items():
+            suspect = self.suspicions.suspect(id)
+            assert request.paused == (request.outlet.paused and not suspect)
+
+    @invariant()
+    def what_nobody_reads_is_bounded(self) -> None:
+        for id, outlet in self.outlets.items():
+            if not any(self.suspicions.suspect(i) for i, o in self.outlets.items() if o is outlet):
+                steps = len([o for o in self.outlets.values() if o is outlet])
+                assert outlet.unread <= outlet.most + steps * (2 + len(TOP)), id
+
+    def teardown(self) -> None:
+        if self.worker is None:
+            self.start()
+        assert self.worker is not None
+        while self.worker.open or any(o.unread for o in self.outlets.values()):
+            for outlet in [*self.outlets.values()]:
+                self.drain(outlet)
+            for id in self.running:
+                self.advance(id, LENGTH)
+        assert len(self.requests) == 0
+        for id in self.outlets:
+            *tokens, end = self.read[id]
+            if isinstance(end, Failed):
+                assert end.code == "poison"
+                continue
+            assert isinstance(end, Finished)
+            assert [t.index for t in tokens if isinstance(t, TokenOut)] == [*range(LENGTH)]
+
+    # -- by what means ----------------------------------------------------------------------------
+
+    @property
+    def running(self) -> list[str]:
+        """Requests that the worker computes."""
+        assert self.worker is not None
+        return [id for id in self.worker.open if id not in self.worker.paused]
+
+    def drain(self, outlet: Outlet) -> None:
+        """Take once what is there."""
+        if outlet.unread:
+            reading = outlet.take()
+            try:
+                reading.send(None)
+            except StopIteration as done:
+                for output in done.value:
+                    assert size(output) > 0
+                    self.read[output.request_id].append(output)
+            else:
+                raise AssertionError("it waits, though something is there")
+
+
+TestFlowControl = FlowControl.TestCase
+TestFlowControl.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -1,0 +1,255 @@
+"""Paused requests: whatever comes when, each is in one place, and goes on as it would have."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ballast.core.event import (
+    Cancel,
+    Event,
+    Failed,
+    Finished,
+    GrammarReady,
+    Output,
+    Pause,
+    PromptScores,
+    Resume,
+)
+from ballast.core.link import LinkRates
+from ballast.core.request import Request, Sampling, State, Submission, WaitsFor
+from ballast.engine.storyfile import StoryFile
+from ballast.policy.presets import resolve
+from ballast.sim.device import Profile, SimDevice
+from ballast.sim.lives import read_lives
+from ballast.sim.replay import replay
+from tests.sim.test_simulate import COSTS, KEEP_PLACES, Heard, fleet, spec, watch
+
+PRESETS = ("balloon", "swap", "static", "mirage", "recompute")
+picks = st.integers(0, 1000)
+
+
+class Store:
+    """A `GrammarStore` that compiles when a test says so."""
+
+    def __init__(self) -> None:
+        self.held: set[str] = set()
+
+    def prepare(self, request: Request) -> None:
+        assert request.id not in self.held
+        self.held.add(request.id)
+
+    def release(self, request: Request) -> None:
+        self.held.remove(request.id)
+
+
+class Pausing(RuleBasedStateMachine):
+    """A device in virtual time, against the few rules that `ballast.engine.pausing` promises."""
+
+    @initialize(
+        preset=st.sampled_from(PRESETS),
+        pages=st.sampled_from([60, 90, 400]),
+        cached=st.booleans(),
+        lanes=st.sampled_from([1, 2]),
+    )
+    def begin(self, preset: str, pages: int, cached: bool, lanes: int) -> None:
+        specs = [spec("a", max_running=4), spec("b", max_running=3)]
+        self.keeps_places = preset in KEEP_PLACES
+        self.store = Store()
+        self.heard = Heard()
+        self.n = 0
+        self.sleeping: dict[str, int] = {}
+        """Paused requests that nobody has resumed since, and how many tokens they had."""
+        self.told = Path(tempfile.mkdtemp()) / "story"
+        self.file = StoryFile(self.told, "cpu:0")
+        lanes = 1 if preset in ("swap", "mirage") else lanes
+        made = fleet(preset, specs, pages, prefix_cache=cached, lanes=lanes)
+        self.device = SimDevice(
+            made.device,
+            specs,
+            resolve(preset, {}),
+            Profile(costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=0.0),
+            self.hear,
+            self.file.write,
+        )
+        self.state = self.device.state
+        self.state.grammars = self.store
+
+    # -- what happens -----------------------------------------------------------------------------
+
+    @rule(
+        model=st.sampled_from(["a", "b"]),
+        prompt=st.integers(1, 120),
+        tokens=st.integers(1, 40),
+        grammar=st.booleans(),
+        scored=st.booleans(),
+    )
+    def arrive(self, model: str, prompt: int, tokens: int, grammar: bool, scored: bool) -> None:
+        self.n += 1
+        submission = Submission(
+            id=f"r{self.n}",
+            model=model,
+            prompt=tuple((3 * i) % 511 + 1 for i in range(prompt)),
+            max_tokens=tokens,
+            sampling=Sampling(grammar="g" if grammar else ""),
+            arrival=self.device.clock.now(),
+            ignore_eos=True,
+            prompt_logprobs=0 if scored else None,
+        )
+        self.device.submit(submission)
+        self.go_on(1e-9)
+
+    @precondition(lambda self: self.state.requests)
+    @rule(pick=picks)
+    def pause(self, pick: int) -> None:
+        self.happens(Pause(self.picked(pick).id))
+
+    @precondition(lambda self: self.state.requests)
+    @rule(pick=picks)
+    def resume(self, pick: int) -> None:
+        self.wake(self.picked(pick), Resume)
+
+    @precondition(lambda self: self.store.held)
+    @rule(pick=picks, fails=st.integers(0, 5))
+    def compiled(self, pick: int, fails: int) -> None:
+        held = sorted(self.store.held)
+        request = self.state.requests[held[pick % len(held)]]
+        if fails == 0 and WaitsFor.GRAMMAR in request.waits_for:
+            self.sleeping.pop(request.id, None)
+            self.happens(GrammarReady(request.id, "invalid_request", "nonsense"))
+        else:
+            self.wake(request, GrammarReady)
+
+    @precondition(lambda self: self.state.requests)
+    @rule(pick=picks)
+    def cancel(self, pick: int) -> None:
+        request = self.picked(pick)
+        self.sleeping.pop(request.id, None)
+        self.happens(Cancel(request.id))
+
+    @rule(seconds=st.sampled_from([0.001, 0.01, 0.1, 1.0]))
+    def go_on(self, seconds: float) -> None:
+        self.device.advance(self.device.clock.now() + seconds)
+
+    # -- what must hold ---------------------------------------------------------------------------
+
+    @invariant()
+    def each_request_is_in_one_place(self) -> None:
+        if not hasattr(self, "device"):
+            return
+        watch(0.0, self.state)
+        found: list[str] = []
+        for m in self.state.models.values():
+            for state, there in (
+                (State.RUNNING, m.running),
+                (State.WAITING, list(m.waiting)),
+                (State.PAUSED, list(m.paused.values())),
+            ):
+                assert all(r.state is state for r in there)
+                found += [r.id for r in there]
+            assert sorted(m.running, key=lambda r: r.order) == m.running
+        assert sorted(found) == sorted(self.state.requests)
+        with_grammar = {r.id for r in self.state.requests.values() if r.submission.sampling.grammar}
+        assert self.store.held == with_grammar
+
+    @invariant()
+    def who_waits_for_anything_is_paused_or_about_to_be(self) -> None:
+        if not hasattr(self, "device"):
+            return
+        for r in self.state.requests.values():
+            if r.state is State.PAUSED:
+                assert r.waits_for
+                assert (r.blocks, r.computed, r.in_flight) == ([], 0, False)
+                assert self.sleeping.setdefault(r.id, len(r.tokens)) == len(r.tokens)
+            else:
+                assert r.in_flight or not r.waits_for
+                assert r.id not in self.sleeping, "nobody has resumed it"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "device"):
+            return
+        expected = dict(self.state.requests)
+        for request in expected.values():
+            self.wake(request, Resume)
+            if WaitsFor.GRAMMAR in request.waits_for:
+                self.wake(request, GrammarReady)
+        self.device.finish(self.device.clock.now())
+        watch(0.0, self.state)
+        assert not self.store.held
+        assert not any(m.paused for m in self.state.models.values())
+        for id, request in expected.items():
+            if request.cancelled:
+                continue
+            end = self.heard.ended[id]
+            if self.keeps_places and isinstance(end, Failed):
+                assert end.code == "insufficient_memory"
+                assert "has no place" in end.reason
+                continue
+            assert isinstance(end, Finished), end
+            assert end.output_tokens == request.submission.max_tokens
+            assert request.output == self.undisturbed(request)
+        self.file.close()
+        (life,) = read_lives(self.told)
+        found = replay(life)
+        assert (found.difference, found.stray) == (None, None)
+        assert life.over
+
+    def undisturbed(self, request: Request) -> list[int]:
+        """The output of a request, which depends on it and on positions alone."""
+        token = self.device._runner.token
+        m, end = self.state.models[request.model], len(request.tokens)
+        return [token(m.spec, request.id, at) for at in range(request.prompt_tokens, end)]
+
+    # -- by what means ----------------------------------------------------------------------------
+
+    def hear(self, now: float, output: Output) -> None:
+        if not isinstance(output, PromptScores):
+            self.heard(now, output)
+
+    def picked(self, pick: int) -> Request:
+        requests = [*self.state.requests.values()]
+        return requests[pick % len(requests)]
+
+    def wake(self, request: Request, event: type[Resume] | type[GrammarReady]) -> None:
+        """Takes place before anything else does."""
+        gone = WaitsFor.READER if event is Resume else WaitsFor.GRAMMAR
+        if not request.waits_for & ~gone:
+            self.sleeping.pop(request.id, None)
+        self.happens(event(request.id))
+
+    def happens(self, event: Event) -> None:
+        self.device._heap.schedule(self.device.clock.now(), event)
+        self.go_on(1e-9)
+
+
+TestPausing = Pausing.TestCase
+TestPausing.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_a_request_that_fails_while_it_waits_for_its_grammar_says_why() -> None:
+    machine = Pausing()
+    machine.begin("balloon", 400, True, 1)
+    machine.arrive("a", 5, 5, True, False)
+    machine.go_on(1.0)
+    assert machine.state.requests["r1"].state is State.PAUSED
+    machine.happens(GrammarReady("r1", "queue_full", "64 grammars of this key wait already"))
+    end = machine.heard.ended["r1"]
+    assert end == Failed("r1", "queue_full", "64 grammars of this key wait already")
+    machine.teardown()
+
+
+def test_paused_requests_alone_wake_nobody_and_do_not_fail() -> None:
+    """A loop that has nothing but paused requests is not stuck: it waits for their readers."""
+    machine = Pausing()
+    machine.begin("balloon", 60, True, 1)
+    machine.arrive("a", 100, 40, False, False)
+    machine.go_on(0.1)
+    machine.happens(Pause("r1"))
+    machine.go_on(1.0)
+    assert machine.state.requests["r1"].state is State.PAUSED
+    assert machine.device._due is None, "neither an event nor the loop is due"
+    machine.teardown()
