@@ -135,8 +135,8 @@ class OpenRequests:
         for request in self._open.values():
             request.sent = False
         self._judge(in_flight)
-        for request in self._open.values():
-            request.paused = request.paused and not self._suspicions.suspect(request.submission.id)
+        for id, request in self._open.items():  # who is a suspect may have changed
+            request.paused = request.outlet.paused and not self._suspicions.suspect(id)
         return in_flight
 
     def pause(self) -> None:
