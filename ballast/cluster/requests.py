@@ -157,7 +157,7 @@ class OpenRequests:
             self._alone = waiting[0].submission.id
             log.warning("%s runs alone: it was in flight at two crashes", self._alone)
         if waiting:
-            self._send(Submit(tuple(r.to_send() for r in waiting)))
+            self._send(Submit.of(r.to_send() for r in waiting))
 
     def deliver(self, output: Output) -> None:
         """Tell the client what the worker said."""

@@ -171,7 +171,7 @@ class Worker:
                 )
                 self._thread.start()
             case Submit():
-                for submission in message.submissions:
+                for submission in message.unwrap():
                     self._post(Arrival(submission))
             case Withdraw():
                 for request_id in message.request_ids:

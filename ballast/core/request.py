@@ -77,6 +77,8 @@ class Submission:
     ignore_eos: bool = False
     salt: str = ""
     """Isolates prefix caches between tenants."""
+    tenant: str = ""
+    """The API key that it came with, by name: what is scarce is divided between tenants."""
     prompt_logprobs: int | None = None
     """Also tell the prompt's tokens' log-probabilities (`PromptScores`), with so many of the
     likeliest at each position; None: no."""

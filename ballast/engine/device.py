@@ -25,6 +25,7 @@ from ballast.core.report import DeviceReport
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.story import Story
 from ballast.engine.build import Hosted, build_state
+from ballast.engine.compiling import Compiling
 from ballast.engine.inbox import MonotonicClock, QueueInbox
 from ballast.engine.loop import Loop
 from ballast.engine.machine import CpuMachine, MakeMachine
@@ -128,6 +129,9 @@ class LiveDevice:
         closing.callback(self._reserve.close)
         self.workspaces = [Workspace(device.budget_bytes) for _ in range(device.lanes)]
         """Of the fast path. Memory comes where a job first writes, which the arena stands for."""
+        self._compiling = Compiling(self.post, self.beside_jobs, lambda n: self.cap.exempt(n))
+        closing.callback(self._compiling.close)
+        self.state.grammars = self._compiling
         self.executors = {
             name: self.executors_of(host, self.state.models[name])
             for name, host in self.hosts.items()
@@ -271,10 +275,10 @@ class LiveDevice:
         segments = [m.weights.segment_address(i) for i in range(len(host.spec.segment_bytes))]
         made = self.machine.executors(host, segments, m.kv, self.workspaces)
         for executor in made:
-            executor.grammars = made[0].grammars
+            executor.grammars = made[0].grammars  # requests may run on any lane
             if isinstance(m.weights.rotor, LinkRotor | EventRotor):
                 executor.barriers = m.weights.rotor
-        made[0].grammars.aside = self.aside
+        self._compiling.serve(host.spec.name, made[0].grammars)
         swapper = m.swapper
         if isinstance(swapper, LinkSwapper | EventSwapper):
             return tuple(Swapped(executor, swapper) for executor in made)
@@ -287,16 +291,18 @@ class LiveDevice:
         self.machine.allow(n_bytes)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What a job allocates meanwhile and keeps is no activation."""
-        if len(self.workspaces) == 1:
-            with self.cap.aside():
-                yield
-            return
+    def beside_jobs(self) -> Iterator[None]:
+        """What is allocated meanwhile by any thread, and kept, is no activation."""
+        self.cap.pause()
         try:
             yield
         finally:
-            self.renew()  # others may be allocating: it cannot be told apart now
+            self.renew()
+
+    def forget_model(self, name: str) -> None:
+        """A model has been removed, or has not joined."""
+        self.executors.pop(name, None)
+        self._compiling.forget(name)
 
     def _forget(self) -> None:
         for workspace in self.workspaces:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 from ballast.core.capability import Reach
@@ -39,7 +38,7 @@ class Cap(Keeper, Protocol):
     @property
     def n_bytes(self) -> int: ...
 
-    def aside(self) -> AbstractContextManager[None]: ...
+    def exempt(self, n_bytes: int) -> None: ...
 
     def pause(self) -> None: ...
 

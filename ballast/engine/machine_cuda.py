@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ballast.core.clock import Clock
@@ -249,9 +248,8 @@ class DeviceCap:
             return self._allocator.resize(n_bytes + self._more)
         return self._allocator.check()
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        yield
+    def exempt(self, n_bytes: int) -> None:
+        """What is allocated beside jobs is in the host's memory."""
 
     def pause(self) -> None:
         """What is loaded beside jobs is in the host's memory."""

@@ -80,12 +80,12 @@ class Operator:
     def _work(self, order: Add | Remove, done: Callable[[Outcome], None]) -> None:
         device = self._device
         failed: dict[str, str] = {}
-        device.cap.pause()
         try:
-            if isinstance(order, Add):
-                failed = dict(self._add(order.settings).failed)
-            else:
-                self._remove(order)
+            with device.beside_jobs():
+                if isinstance(order, Add):
+                    failed = dict(self._add(order.settings).failed)
+                else:
+                    self._remove(order)
             outcome = Outcome(specs=device.specs, failed=failed)
         except (Refused, DeviceError) as error:
             outcome = Outcome("unavailable" if self._closed else "refused", str(error))
@@ -94,7 +94,6 @@ class Operator:
         except Exception as error:
             log.exception("%s failed", type(order).__name__)
             outcome = Outcome("broken", f"{type(error).__name__}: {error}")
-        device.renew()
         done(outcome)
 
     def _add(self, settings: ModelSettings) -> HostModel:
@@ -129,7 +128,7 @@ class Operator:
 
     def _discard(self, m: ModelState) -> None:
         """It has not joined."""
-        self._device.executors.pop(m.spec.name, None)
+        self._device.forget_model(m.spec.name)
         self._device.loop.operations.ready.pop(m.spec.name, None)
         m.kv.close()
         m.weights.close()
@@ -144,7 +143,7 @@ class Operator:
             refusal = asked.result()
         if refusal is not None:
             raise Refused(refusal)
-        device.executors.pop(name)
+        device.forget_model(name)
         host = device.hosts[name]
         device.hosts = {n: h for n, h in device.hosts.items() if n != name}
         device.machine.unload(host)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise, DeviceError
@@ -104,22 +103,19 @@ class AllocatorCap:
         self.n_bytes = n_bytes
         self.trims = 0
         self._base = anonymous_bytes()
+        self._exempt = 0
         self._paused = False
         self._renewal: tuple[int, Callable[[], None]] | None = None
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What is allocated meanwhile and kept is no activation: it does not count."""
-        before = anonymous_bytes()
-        try:
-            yield
-        finally:
-            self._base += anonymous_bytes() - before
+    def exempt(self, n_bytes: int) -> None:
+        """From now on, so many bytes are no activations, beside the base: others than jobs have
+        allocated them. Replaces the last such number. Callable from any thread."""
+        self._exempt = n_bytes
 
     @property
     def used(self) -> int:
-        """Bytes above the base; negative where the process has shrunk."""
-        return anonymous_bytes() - self._base
+        """Bytes above the base and those exempt; negative where the process has shrunk."""
+        return anonymous_bytes() - self._base - self._exempt
 
     @property
     def renewing(self) -> bool:
@@ -136,7 +132,7 @@ class AllocatorCap:
             self._renewal, self._paused = None, False
             forget()
             syscalls.malloc_trim()
-            self._base = anonymous_bytes()
+            self._base = anonymous_bytes() - self._exempt
         if self._paused or self.used <= self.n_bytes:
             return True
         syscalls.malloc_trim()

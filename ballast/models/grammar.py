@@ -1,107 +1,57 @@
-"""Grammars: which tokens an output may go on with, by llguidance, from the tokens it has so far."""
+"""Grammars: which tokens an output may go on with, by llguidance, from the tokens it has so far.
+
+A grammar is compiled once for a tokenizer (`compile_grammar`, which may take a second and is no
+work for a lane); each request has a matcher of its own, a cheap copy (`Grammars`).
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ballast.core.errors import InvalidRequest
+from ballast.core.errors import BrokenPromise, InvalidRequest
 
 log = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
 
+MOST_LEXER_STATES = 65_536
+"""Of one grammar, all of its outputs together; some 0.5 KiB each."""
+FIXED_BYTES, BYTES_PER_CHARACTER = 64 << 10, 96
+"""What a compiled grammar takes: measured 30 to 90 bytes a character of schemas and lists of
+choices, with what the first mask adds over a vocabulary of 128,000."""
+_TOKENIZER_FILES = (
+    "added_tokens.json",
+    "config.json",  # names the tokenizer's class where nothing else does
+    "merges.txt",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
 
-@dataclass(slots=True)
-class _Progress:
-    """A matcher, and the output that it has seen."""
 
-    grammar: str
-    matcher: Any
-    seen: list[int]
+class GrammarTokenizer:
+    """A checkpoint's tokenizer as llguidance wants it. Equal `key`s stand for equal tokenizers."""
 
+    def __init__(self, directory: Path, vocab: int, eos: Sequence[int]) -> None:
+        """`vocab`: width of the logits. Nothing is loaded yet."""
+        self._directory, self._vocab, self._eos = directory, vocab, list(eos)
+        self.key = _digest(directory, vocab, self._eos)
 
-class Grammars:
-    """The matchers of one model's requests; one thread at a time.
-
-    What they answer is a function of (grammar, output) alone: a matcher is only kept to save the
-    work of going through the output again, and made anew where it is gone or does not fit.
-    """
-
-    def __init__(self, directory: Path, vocab: int, eos: Sequence[int], keep: int) -> None:
-        """`directory`: has the model's tokenizer, which is loaded when first needed. `vocab`: width
-        of the logits. `keep`: most matchers kept."""
-        self.aside: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Entered while the tokenizer is loaded: what that allocates is no activation."""
-        self._directory = directory
-        self._vocab = vocab
-        self._eos = list(eos)
-        self._keep = keep
-        self._tokenizer: Any = None
-        self._open: OrderedDict[str, _Progress] = OrderedDict()
-
-    def allowed(self, request_id: str, grammar: str, output: Sequence[int]) -> Array:
-        """(vocab,) bool: what may follow `output`. At least one token: a complete one may end.
-
-        Raises InvalidRequest for a grammar that cannot be followed, and where the model has no
-        tokenizer that llguidance can use.
-        """
-        at = self._at(request_id, grammar, list(output))
-        bits = np.frombuffer(at.matcher.compute_bitmask(), np.uint8)
-        mask = np.unpackbits(bits, count=self._vocab, bitorder="little").view(np.bool_)
-        self._check(request_id, at)
-        if not mask.any():
-            raise InvalidRequest("the grammar allows no token here")
-        return mask
-
-    def ends(self, request_id: str, token: int) -> bool:
-        """Whether the output is complete with `token`, one of those that were just allowed."""
-        at = self._open[request_id]
-        at.matcher.consume_token(token)
-        at.seen.append(token)
-        if not at.matcher.is_stopped():
-            return False
-        del self._open[request_id]
-        return True
-
-    def _at(self, request_id: str, grammar: str, output: list[int]) -> _Progress:
-        at = self._open.get(request_id)
-        if at is None or at.grammar != grammar or at.seen != output[: len(at.seen)]:
-            from llguidance import LLMatcher
-
-            if self._tokenizer is None:
-                with self.aside():
-                    self._tokenizer = self._load()
-            at = self._open[request_id] = _Progress(
-                grammar, LLMatcher(self._tokenizer, grammar), []
-            )
-            self._check(request_id, at)
-        rest = output[len(at.seen) :]
-        if rest:
-            at.matcher.consume_tokens(rest)
-            at.seen += rest
-            self._check(request_id, at)
-        self._open.move_to_end(request_id)
-        while len(self._open) > self._keep:
-            self._open.popitem(last=False)
-        return at
-
-    def _check(self, request_id: str, at: _Progress) -> None:
-        if at.matcher.is_error():
-            del self._open[request_id]
-            reason = at.matcher.get_error().partition("\n")[0]
-            raise InvalidRequest(f"the grammar cannot be followed: {reason}")
-
-    def _load(self) -> Any:
-        """The model's tokenizer as llguidance wants it: a second, and a kilobyte a token."""
+    def load(self) -> Any:
+        """An `LLTokenizer`: seconds, and 0.6 KiB a token. Raises InvalidRequest where the model has
+        no tokenizer that llguidance can use."""
         begun = time.perf_counter()
         try:
             from llguidance.hf import from_tokenizer
@@ -116,3 +66,131 @@ class Grammars:
         seconds = time.perf_counter() - begun
         log.info("grammars for %s: made ready in %.2f s", self._directory, seconds)
         return made
+
+
+class CompiledGrammar:
+    """A grammar compiled for a tokenizer. Matchers share what they learn of its lexer."""
+
+    def __init__(self, prototype: Any) -> None:
+        self._prototype = prototype
+        self.broken = False
+        """A matcher of it has failed; others may, as they share its lexer. It is not used again."""
+
+    def matcher(self) -> Any:
+        """An `LLMatcher` of a new output, in microseconds."""
+        return self._prototype.deep_copy()
+
+
+def compile_grammar(tokenizer: Any, text: str) -> CompiledGrammar:
+    """Compile `text`, as llguidance writes grammars, and its first mask; other threads go on.
+
+    What it does is bounded by llguidance's limits, in time as well as memory. Raises InvalidRequest
+    for a grammar that cannot be followed.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(max_lexer_states=MOST_LEXER_STATES)
+    prototype = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+    if not prototype.is_error():
+        prototype.compute_bitmask()  # a tenth of a second of some, which copies need not take
+    _check(prototype)
+    return CompiledGrammar(prototype)
+
+
+def estimated_bytes(text: str) -> int:
+    """About what a grammar takes once it is compiled."""
+    return FIXED_BYTES + BYTES_PER_CHARACTER * len(text)
+
+
+class Matcher:
+    """What one output follows, and how far it has come."""
+
+    def __init__(self, compiled: CompiledGrammar, vocab: int) -> None:
+        self._compiled, self._vocab = compiled, vocab
+        self._matcher = compiled.matcher()
+        self._seen: list[int] = []
+
+    def follows(self, output: Sequence[int]) -> bool:
+        """Whether it is of an output that begins like this one, and may be used."""
+        seen = self._seen
+        return not self._matcher.is_error() and seen == list(output[: len(seen)])
+
+    def allowed(self, output: Sequence[int]) -> Array:
+        """(vocab,) bool: what may follow `output`, which it `follows`; at least one token: a
+        complete one may end. Raises InvalidRequest where that cannot be told."""
+        rest = list(output[len(self._seen) :])
+        if rest:
+            self._matcher.consume_tokens(rest)
+            self._seen += rest
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        mask = np.unpackbits(bits, count=self._vocab, bitorder="little").view(np.bool_)
+        try:
+            _check(self._matcher)
+        except InvalidRequest:
+            self._compiled.broken = True
+            raise
+        if not mask.any():
+            raise InvalidRequest("the grammar allows no token here")
+        return mask
+
+    def ends(self, token: int) -> bool:
+        """Whether the output is complete with `token`, one of those that were just allowed."""
+        self._matcher.consume_token(token)
+        self._seen.append(token)
+        return bool(self._matcher.is_stopped())
+
+
+class Grammars:
+    """The matchers of one model's open requests.
+
+    What they answer is a function of (grammar, output) alone: a matcher is only kept to save the
+    work of going through the output again, and made anew where it does not fit. `hold` and
+    `release` are callable from any thread; the rest is for the lane that runs the model.
+    """
+
+    def __init__(self, directory: Path, vocab: int, eos: Sequence[int]) -> None:
+        """As `GrammarTokenizer`."""
+        self.tokenizer = GrammarTokenizer(directory, vocab, eos)
+        self._vocab = vocab
+        self._held: dict[str, CompiledGrammar] = {}
+        """By request, from before it is admitted until it has ended."""
+        self._matchers: dict[str, Matcher] = {}
+        """By request; of some of those that are held."""
+
+    def hold(self, request_id: str, compiled: CompiledGrammar) -> None:
+        """A request may be run from now on: this is its grammar."""
+        self._held[request_id] = compiled
+
+    def release(self, request_id: str) -> None:
+        """A request has ended. It is in no job."""
+        self._held.pop(request_id, None)
+        self._matchers.pop(request_id, None)
+
+    def matcher(self, request_id: str, output: Sequence[int]) -> Matcher:
+        """The matcher of a request with this output. Raises BrokenPromise where it has no grammar:
+        nobody waits on a lane for one to be compiled."""
+        matcher = self._matchers.get(request_id)
+        if matcher is None or not matcher.follows(output):
+            if request_id not in self._held:
+                raise BrokenPromise(f"{request_id}: its grammar has not been compiled")
+            matcher = Matcher(self._held[request_id], self._vocab)
+            self._matchers[request_id] = matcher
+        return matcher
+
+
+def _check(matcher: Any) -> None:
+    if matcher.is_error():
+        reason = matcher.get_error().partition("\n")[0]
+        raise InvalidRequest(f"the grammar cannot be followed: {reason}")
+
+
+def _digest(directory: Path, vocab: int, eos: Sequence[int]) -> str:
+    found = hashlib.sha256(json.dumps([vocab, *eos]).encode())
+    for name in _TOKENIZER_FILES:
+        path = directory / name
+        if path.is_file():
+            found.update(json.dumps([name, path.stat().st_size]).encode())
+            with path.open("rb") as file:
+                while part := file.read(1 << 20):
+                    found.update(part)
+    return found.hexdigest()

@@ -18,7 +18,7 @@ from ballast.kernels import sampling
 from ballast.kernels.paged_attention import KvArray, PagedBatch
 from ballast.kv.layout import Layout
 from ballast.models.barriers import Barriers
-from ballast.models.grammar import Grammars
+from ballast.models.grammar import Grammars, Matcher
 from ballast.weights.host import HostModel
 from ballast.weights.packing import DTYPES
 
@@ -38,9 +38,7 @@ class Served(ABC):
         self.spec = spec = host.spec
         self.barriers: Barriers | None = None
         """Where layers come and go."""
-        self.grammars = Grammars(
-            host.directory, spec.vocab, spec.eos_token_ids, keep=spec.max_running
-        )
+        self.grammars = Grammars(host.directory, spec.vocab, spec.eos_token_ids)
         self.dtype = dtype = DTYPES[spec.dtype]
         if layout.stride_bytes % dtype.itemsize:
             raise BrokenPromise(f"{spec.name}: blocks are {layout.stride_bytes} bytes apart")
@@ -88,14 +86,14 @@ class Served(ABC):
             logits = logits[[e for w, e in zip(work, ends, strict=True) if w.sample is not None]]
         if not sampled:
             return results
-        shapes, failed = self._shapes(sampled)
+        shapes, matchers, failed = self._shapes(sampled)
         params = [w.sample for w in sampled if w.sample is not None]
         tokens, scores = self.choose(logits, params, [w.end for w in sampled], shapes)
         for i, w in enumerate(sampled):
             if i in failed:
                 results.append(failed[i])
                 continue
-            ends = i in shapes and self._ends(w.request_id, tokens[i], shapes[i])
+            ends = i in matchers and matchers[i].ends(tokens[i])
             logprob, top = scores.get(i, UNSCORED)
             results.append(Sampled(w.request_id, tokens[i], logprob, top, ends))
         return results
@@ -122,14 +120,13 @@ class Served(ABC):
         unit = torch.nn.functional.normalize(self.hidden(work).float(), dim=-1).numpy()
         return [Embedded(w.request_id, unit[i].astype("<f4").tobytes()) for i, w in enumerate(work)]
 
-    def _ends(self, request_id: str, token: int, shape: sampling.Shape) -> bool:
-        return shape.allowed is not None and self.grammars.ends(request_id, token)
-
     def _shapes(
         self, sampled: Sequence[SequenceWork]
-    ) -> tuple[dict[int, sampling.Shape], dict[int, Failed]]:
-        """What shapes the logits of those that ask for it; those whose grammar is at fault."""
+    ) -> tuple[dict[int, sampling.Shape], dict[int, Matcher], dict[int, Failed]]:
+        """By index in `sampled`: what shapes the logits of those that ask for it, matchers of those
+        that follow a grammar, and failures of those whose grammar is at fault."""
         shapes: dict[int, sampling.Shape] = {}
+        matchers: dict[int, Matcher] = {}
         failed: dict[int, Failed] = {}
         for i, w in enumerate(sampled):
             if w.history is None or w.sample is None:
@@ -137,13 +134,14 @@ class Served(ABC):
             allowed = None
             if w.sample.grammar:
                 output = w.history[w.prompt_tokens :]
+                matchers[i] = self.grammars.matcher(w.request_id, output)
                 try:
-                    allowed = self.grammars.allowed(w.request_id, w.sample.grammar, output)
+                    allowed = matchers[i].allowed(output)
                 except InvalidRequest as error:
                     failed[i] = Failed(w.request_id, error.code, str(error))
                     continue
             shapes[i] = sampling.Shape(w.history, w.prompt_tokens, allowed)
-        return shapes, failed
+        return shapes, matchers, failed
 
     def rows(self, work: Sequence[SequenceWork]) -> Rows:
         """The rows of a job. Raises BrokenPromise where a sequence is longer than the model's."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ballast.core.errors import InvalidRequest
+from ballast.server import visit
 from ballast.server.grammar import of_response_format, of_structured_outputs
 from ballast.server.openai import ChatRequest, GenerateRequest
 from ballast.server.tokenizer import Tokenizer
 from ballast.server.tools import ToolDialect, ToolParser, Tools
+from ballast.server.turns import Turns
 
-_CHECKING = ThreadPoolExecutor(1, "grammars")
-"""One thread: what waits for the check of a grammar must not keep other work from the rest."""
+MOST_CHECKS_EACH, MOST_CHECKS = 64, 512
+"""Grammars that wait to be checked, of one API key and in all; a check takes some
+`grammarcheck.CPU_SECONDS` at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,13 @@ class Calling:
         return self.dialect.parser(self.tools)
 
 
-async def calling_of(request: GenerateRequest, tokenizer: Tokenizer) -> Calling:
-    """Raises InvalidRequest."""
+def checks() -> Turns:
+    """In which grammars are checked. What waits for that must not keep other work from its turn."""
+    return Turns("grammars to be checked", MOST_CHECKS_EACH, MOST_CHECKS)
+
+
+async def calling_of(request: GenerateRequest, tokenizer: Tokenizer, checking: Turns) -> Calling:
+    """Raises InvalidRequest, and Fault where too many grammars wait to be checked."""
     tools = None
     if isinstance(request, ChatRequest):
         tools = Tools.of(request.tools, request.tool_choice, request.parallel_tool_calls)
@@ -57,5 +63,5 @@ async def calling_of(request: GenerateRequest, tokenizer: Tokenizer) -> Calling:
     free = request.response_format is None and request.structured_outputs is None
     if free and (tools is None or not tools.forced):
         return Calling(tools, dialect)
-    grammar = await asyncio.get_running_loop().run_in_executor(_CHECKING, compiled)
+    grammar = await checking.run(visit.current().caller.name, compiled)
     return Calling(tools, dialect, grammar)

@@ -159,4 +159,5 @@ def _any_of(value: object, param: str) -> str:
         or sum(map(len, value)) > MOST_TEXT
     ):
         raise InvalidRequest(f"a list of 1 to {MOST_CHOICES} texts", param)
-    return "start: " + " | ".join(json.dumps(v) for v in value)
+    # One terminal: as rules, more than 2,000 are too many for a parser's row.
+    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(v) for v in value)

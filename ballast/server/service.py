@@ -15,7 +15,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import ServerSettings
 from ballast.server import visit
-from ballast.server.calling import calling_of
+from ballast.server.calling import calling_of, checks
 from ballast.server.choice import Choice
 from ballast.server.conversation import Conversation
 from ballast.server.devicemetrics import DeviceCollector
@@ -66,6 +66,7 @@ class Service:
         self.started = int(wall.now())
         self._tokenizers = dict(tokenizers)
         self.clock = clock
+        self._checking = checks()
         self._warned: set[str] = set()
 
     def configure(self, settings: ServerSettings) -> None:
@@ -126,20 +127,21 @@ class Service:
         self._check_queue(spec)
         tokenizer = self.tokenizer(spec.name)
         stops = stops_of(request, spec, tokenizer)
-        calling = await calling_of(request, tokenizer)
+        calling = await calling_of(request, tokenizer, self._checking)
         sampling = replace(sampling_of(request, spec, stops), grammar=calling.grammar)
         prompts = await self._prompts(request, spec)
         echo = isinstance(request, CompletionRequest) and bool(request.echo)
         submissions: list[Submission] = []
         choices: dict[str, Choice] = {}
         for p, (text, prompt) in enumerate(prompts):
+            shared = tuple(prompt)  # one object, which crosses to the worker once
             most = most_tokens(request, spec, len(prompt))
             for c in range(request.choices):
                 index = p * request.choices + c
                 submission = Submission(
                     id=f"{request_id}-{index}",
                     model=spec.name,
-                    prompt=tuple(prompt),
+                    prompt=shared,
                     max_tokens=most,
                     open_ended=request.most_tokens is None,
                     sampling=replace(sampling, choice=c),
@@ -202,8 +204,9 @@ class Service:
         name = submissions[0].model
         queue = self.model(name).base or name
         self.quotas.prompt(caller.key, prompt_tokens(submissions))
-        if caller.salt:
-            submissions = [replace(s, salt=caller.salt) for s in submissions]
+        if caller.key is not None:
+            key = caller.key.name
+            submissions = [replace(s, salt=caller.salt, tenant=key) for s in submissions]
         made.meter = Meter(
             self.controller.submit(submissions),
             submissions,

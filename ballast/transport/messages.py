@@ -8,6 +8,7 @@ dataclasses carry no tag that would tell them apart.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -62,9 +63,54 @@ class Configure(_Message, frozen=True):
 
 
 class Submit(_Message, frozen=True):
-    """Requests, in order of arrival."""
+    """Requests, in order of arrival. A prompt, or a grammar, that several of them have crosses
+    once, and is one object in the worker."""
 
-    submissions: tuple[Submission, ...]
+    requests: tuple[Submission, ...]
+    """Without their prompts and grammars."""
+    prompt_of: tuple[int, ...]
+    """By request, the index of its prompt in `prompts`."""
+    grammar_of: tuple[int, ...]
+    """By request, that of its grammar in `grammars`; -1: it has none."""
+    prompts: tuple[tuple[int, ...], ...]
+    grammars: tuple[str, ...]
+
+    @classmethod
+    def of(cls, submissions: Iterable[Submission]) -> Submit:
+        """Prompts that are one object are one here: comparing long ones would take longer."""
+        requests: list[Submission] = []
+        prompts: dict[int, tuple[int, tuple[int, ...]]] = {}
+        grammars: dict[str, int] = {}
+        prompt_of: list[int] = []
+        grammar_of: list[int] = []
+        for s in submissions:
+            prompt_of.append(prompts.setdefault(id(s.prompt), (len(prompts), s.prompt))[0])
+            sampling = s.sampling
+            grammar = sampling.grammar
+            grammar_of.append(grammars.setdefault(grammar, len(grammars)) if grammar else -1)
+            if grammar:
+                sampling = replace(sampling, grammar="")
+            requests.append(replace(s, prompt=(), sampling=sampling))
+        return cls(
+            tuple(requests),
+            tuple(prompt_of),
+            tuple(grammar_of),
+            tuple(prompt for _, prompt in prompts.values()),
+            tuple(grammars),
+        )
+
+    def unwrap(self) -> list[Submission]:
+        """Raises MalformedMessage where an index is of nothing."""
+        found: list[Submission] = []
+        try:
+            for s, p, g in zip(self.requests, self.prompt_of, self.grammar_of, strict=True):
+                sampling = s.sampling
+                if g >= 0:
+                    sampling = replace(sampling, grammar=self.grammars[g])
+                found.append(replace(s, prompt=self.prompts[p], sampling=sampling))
+        except (IndexError, ValueError) as error:
+            raise MalformedMessage(f"malformed message: {error}") from error
+        return found
 
 
 class Withdraw(_Message, frozen=True):

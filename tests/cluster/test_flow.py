@@ -34,7 +34,7 @@ class Worker:
     def handle(self, message: ToWorker) -> None:
         match message:
             case Submit():
-                for s in message.submissions:
+                for s in message.unwrap():
                     assert s.id not in self.open, "it has it already"
                     self.open[s.id] = len(s.resumed or ())
             case Withdraw():

@@ -7,7 +7,7 @@ import sys
 
 from ballast.core.actions import Short
 from ballast.core.units import KiB
-from ballast.memory.arena import Arena
+from ballast.memory.arena import AllocatorCap, Arena
 from ballast.memory.pool import Pool
 from ballast.memory.vm import Latch, Vm
 from ballast.memory.vm_memfd import MemfdVm
@@ -88,3 +88,15 @@ assert cap.check()
 """
     done = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_others_than_jobs_hold_is_exempt() -> None:
+    cap = AllocatorCap(0)
+    before, most = cap.used, 1 << 40
+    cap.exempt(most)
+    assert cap.used < before - most // 2
+    cap.renew(5, lambda: None)
+    assert cap.check()
+    assert abs(cap.used) < most // 2, "the base has what is exempt left out"
+    cap.exempt(0)
+    assert cap.used > most // 2, "what was exempt has become the jobs'"

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
 from ballast.core.errors import InvalidRequest
@@ -135,6 +135,14 @@ def test_marker_tokens(tokenizer: Any) -> None:
     dialect = ToolDialect.of("", "mistral-args", ids.get)
     assert dialect is not None
     assert set(dialect.marker_tokens) == {"[TOOL_CALLS]", "[ARGS]"}
+
+
+def test_more_choices_than_a_parsers_row_has_room_for_can_be_followed() -> None:
+    made = of_structured_outputs({"choice": [f"choice {i}" for i in range(2500)]})
+    matcher = LLMatcher(LLTokenizer("byte"), made, log_level=0)
+    assert matcher.consume_tokens(list(b"choice 2499")), matcher.get_error()
+    assert matcher.is_accepting()
+    assert matcher.is_stopped()
 
 
 def test_free_choice_has_no_grammar() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -108,7 +110,7 @@ OUTPUTS = [
     "message",
     [
         Configure(FLEET, 10),
-        Submit((SUBMISSION,)),
+        Submit.of((SUBMISSION,)),
         Withdraw(("r-0", "r-1")),
         Flow(paused=("r-0",)),
         Flow(resumed=("r-0", "r-1")),
@@ -120,6 +122,35 @@ OUTPUTS = [
 )
 def test_messages_to_the_worker_arrive_as_sent(message: ToWorker) -> None:
     assert decode_to_worker(encode(message)) == message
+
+
+def test_what_choices_share_crosses_once() -> None:
+    prompt, grammar = tuple(range(5000)), "start: " + "x" * 5000
+    one = replace(SUBMISSION, prompt=prompt, sampling=Sampling(grammar=grammar, seed=3))
+    other = replace(SUBMISSION, id="other", prompt=tuple(range(7)), sampling=Sampling())
+    choices = [
+        replace(one, id=f"c{i}", sampling=replace(one.sampling, choice=i)) for i in range(128)
+    ]
+    sent = encode(Submit.of([*choices, other]))
+    assert len(sent) < len(encode(Submit.of([one, other]))) + 128 * 500
+    told = decode_to_worker(sent)
+    assert isinstance(told, Submit)
+    found = told.unwrap()
+    assert found == [*choices, other]
+    assert len({id(s.prompt) for s in found}) == len({id(s.sampling.grammar) for s in found}) == 2
+
+
+def test_requests_without_what_they_name_are_refused() -> None:
+    sent = Submit.of([SUBMISSION])
+    for wrong in (
+        msgspec.structs.replace(sent, prompt_of=(1,)),
+        msgspec.structs.replace(sent, grammar_of=(5,)),
+        msgspec.structs.replace(sent, prompt_of=()),
+    ):
+        told = decode_to_worker(encode(wrong))
+        assert isinstance(told, Submit)
+        with pytest.raises(MalformedMessage):
+            told.unwrap()
 
 
 @pytest.mark.parametrize(
