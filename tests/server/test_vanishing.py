@@ -47,20 +47,27 @@ def working(running: ServerProcess) -> int:
     return sum(report["running"] + report["waiting"] for report in reports(running))
 
 
-def test_a_reader_that_stops_holds_nobody_up_and_misses_nothing(real: ServerProcess) -> None:
+def paused(running: ServerProcess) -> int:
+    return sum(report["paused"] for report in reports(running))
+
+
+def test_a_reader_that_stops_is_paused_holds_nobody_up_and_misses_nothing(
+    real: ServerProcess,
+) -> None:
     worker = real.worker_pid
     asked = {"n": CHOICES, "seed": 5, "logprobs": 20}
     with closing(dial(real)) as slow:
         slow.sendall(request(stream=True, **asked))
         received = slow.recv(1024)
         assert received.startswith(b"HTTP/1.1 200")
-        # Megabytes are to come. Nobody reads them; the device does not wait for that.
+        # Megabytes are to come. Nobody reads them: the server holds no more than its bound.
+        until(lambda: paused(real) > 0 and working(real) == 0)
         undisturbed = real.http.post(
             "/v1/completions",
             content=request(**asked).split(b"\r\n\r\n")[1],
             headers={"content-type": "application/json"},
         ).json()
-        until(lambda: working(real) == 0)
+        assert paused(real) > 0
         parts = [received]
         while part := slow.recv(1 << 16):
             parts.append(part)
@@ -74,6 +81,7 @@ def test_a_reader_that_stops_holds_nobody_up_and_misses_nothing(real: ServerProc
             said[choice["index"]] += choice["text"]
     assert list(said.values()) == [choice["text"] for choice in undisturbed["choices"]]
     check_unharmed(real, worker)
+    until(lambda: paused(real) == 0)
 
 
 @pytest.mark.parametrize("how", ["ends", "resets"])
