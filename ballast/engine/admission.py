@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ballast.core.request import Submission
+from ballast.core.request import Request, Submission
 from ballast.core.units import ceil_div
 from ballast.core.view import Residency
 from ballast.engine.model import ModelState
@@ -42,14 +42,16 @@ def refusal(s: Submission, m: ModelState, adapter: int | None, room: int) -> tup
     wrong = _unknown_token(s, m.spec.vocab)
     if wrong is not None:
         return "invalid_request", f"there is no token {wrong}: {s.model!r} has {m.spec.vocab}"
-    queued = len(m.waiting) + len(m.paused)
-    if s.resumed is None and queued >= m.spec.max_waiting:
-        return "queue_full", f"{m.spec.max_waiting} requests of {m.spec.name!r} wait already"
-    if s.resumed is None and adapter is not None:
-        most = m.spec.adapters[adapter].max_waiting
-        waiting = (*m.waiting, *m.paused.values()) if queued >= most else ()
-        if queued >= most and sum(r.adapter == adapter for r in waiting) >= most:
-            return "queue_full", f"{most} requests of {s.model!r} wait already"
+    if s.resumed is None:
+        paused = _paused_in_queue(m)
+        queued = len(m.waiting) + len(paused)
+        if queued >= m.spec.max_waiting:
+            return "queue_full", f"{m.spec.max_waiting} requests of {m.spec.name!r} wait already"
+        if adapter is not None:
+            most = m.spec.adapters[adapter].max_waiting
+            there = (*m.waiting, *paused) if queued >= most else ()
+            if queued >= most and sum(r.adapter == adapter for r in there) >= most:
+                return "queue_full", f"{most} requests of {s.model!r} wait already"
     tokens = len(s.prompt) + max(0, s.max_tokens - 1)
     pages = m.kv.most_pages(ceil_div(tokens, m.spec.block_tokens))
     if pages > room:
@@ -65,6 +67,12 @@ def finish_reason(m: ModelState, s: Submission, last: int, generated: int) -> st
     if last in s.stop_token_ids or (not s.ignore_eos and last in m.spec.eos_token_ids):
         return "stop"
     return "length" if generated >= s.max_tokens else None
+
+
+def _paused_in_queue(m: ModelState) -> list[Request]:
+    """Paused requests that take a place in the queue: those that have not been admitted yet. A
+    client that does not read its answer takes none."""
+    return [r for r in m.paused.values() if r.admitted_at is None]
 
 
 def _unknown_token(s: Submission, vocab: int) -> int | None:

@@ -56,8 +56,8 @@ class Pausing(RuleBasedStateMachine):
         cached=st.booleans(),
         lanes=st.sampled_from([1, 2]),
     )
-    def begin(self, preset: str, pages: int, cached: bool, lanes: int) -> None:
-        specs = [spec("a", max_running=4), spec("b", max_running=3)]
+    def begin(self, preset: str, pages: int, cached: bool, lanes: int, **changes: int) -> None:
+        specs = [spec("a", max_running=4, **changes), spec("b", max_running=3)]
         self.keeps_places = preset in KEEP_PLACES
         self.store = Store()
         self.heard = Heard()
@@ -252,4 +252,22 @@ def test_paused_requests_alone_wake_nobody_and_do_not_fail() -> None:
     machine.go_on(1.0)
     assert machine.state.requests["r1"].state is State.PAUSED
     assert machine.device._due is None, "neither an event nor the loop is due"
+    machine.teardown()
+
+
+def test_who_is_paused_before_it_is_admitted_counts_as_waiting_and_later_not() -> None:
+    machine = Pausing()
+    machine.begin("balloon", 400, True, 1, max_waiting=1)
+    machine.arrive("a", 100, 40, True, False)
+    machine.arrive("a", 100, 40, True, False)
+    refused = machine.heard.ended["r2"]
+    assert isinstance(refused, Failed)
+    assert refused.code == "queue_full"
+    machine.wake(machine.state.requests["r1"], GrammarReady)
+    machine.go_on(0.05)
+    machine.happens(Pause("r1"))
+    machine.go_on(0.05)
+    assert machine.state.requests["r1"].state is State.PAUSED
+    machine.arrive("a", 100, 40, False, False)
+    assert "r3" in machine.state.requests
     machine.teardown()
