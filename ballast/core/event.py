@@ -103,13 +103,6 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class ThreadLost:
-    """A thread without which the device cannot go on has ended: so does its loop, at once."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
 class Operate:
     """The operator wants something done; how it ends is told under the same id."""
 
@@ -130,7 +123,6 @@ Event = (
     | Timer
     | Drain
     | Stop
-    | ThreadLost
     | Operate
     | PeerMet
     | PeerGone

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ballast.core.errors import InvalidRequest
-from ballast.core.event import Event, GrammarReady, ThreadLost
+from ballast.core.errors import DeviceError, InvalidRequest
+from ballast.core.event import Event, GrammarReady
 from ballast.core.request import Request
 from ballast.engine.grammarbook import Entry, GrammarBook
 from ballast.models.grammar import CompiledGrammar, Grammars, GrammarTokenizer, compile_grammar
@@ -27,13 +27,16 @@ class Compiling:
     def __init__(
         self,
         post: Callable[[Event], None],
+        lost: Callable[[DeviceError], object],
         beside: Callable[[], AbstractContextManager[object]],
         exempt: Callable[[int], None],
         compile: Callable[[Any, str], CompiledGrammar] = compile_grammar,
     ) -> None:
-        """`post` takes events. `beside()` is entered while a tokenizer is loaded beside jobs;
-        `exempt(n_bytes)` is called with what compiled grammars take."""
-        self._post, self._beside, self._exempt, self._compile = post, beside, exempt, compile
+        """`post` takes events; `lost` is called if the thread ends though it should not. `beside()`
+        is entered while a tokenizer is loaded beside jobs; `exempt(n_bytes)` is called with what
+        compiled grammars take."""
+        self._post, self._lost = post, lost
+        self._beside, self._exempt, self._compile = beside, exempt, compile
         self._models: Mapping[str, Grammars] = {}
         """By model; replaced, never changed."""
         self._tokenizers: dict[str, Any] = {}
@@ -85,12 +88,12 @@ class Compiling:
     # -- the thread -------------------------------------------------------------------------------
 
     def _live(self) -> None:
-        lost = ThreadLost("grammars")
+        lost = DeviceError("grammars", "the thread that compiles them has ended")
         try:
             while (entry := self._next()) is not None:
                 self._make(entry)
         except BaseException:
-            self._post(lost)
+            self._lost(lost)
             log.critical("the thread that compiles grammars has ended", exc_info=True)
 
     def _next(self) -> tuple[Entry, GrammarTokenizer] | None:

@@ -129,7 +129,9 @@ class LiveDevice:
         closing.callback(self._reserve.close)
         self.workspaces = [Workspace(device.budget_bytes) for _ in range(device.lanes)]
         """Of the fast path. Memory comes where a job first writes, which the arena stands for."""
-        self._compiling = Compiling(self.post, self.beside_jobs, lambda n: self.cap.exempt(n))
+        self._compiling = Compiling(
+            self.post, self.inbox.break_off, self.beside_jobs, lambda n: self.cap.exempt(n)
+        )
         closing.callback(self._compiling.close)
         self.state.grammars = self._compiling
         self.executors = {
@@ -144,6 +146,7 @@ class LiveDevice:
             self.executors, self.post, self.clock, device, self.cap, record
         )
         closing.callback(self.runner.close)
+        self.runner.when_lost(self.inbox.break_off)
         self.state.activating = self.runner.activating
         if fleet.story_path:
             file = StoryFile(fleet.story_path, device.name, fleet.story_bytes, fleet.story_parts)

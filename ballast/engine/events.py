@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ballast.core.errors import DeviceError
 from ballast.core.event import (
     Arrival,
     Cancel,
@@ -22,7 +21,6 @@ from ballast.core.event import (
     Resume,
     Settled,
     Stop,
-    ThreadLost,
     Timer,
     TransferDone,
 )
@@ -152,11 +150,6 @@ def _stop(state: DeviceState, event: Stop) -> list[Output]:
     return []
 
 
-def _thread_lost(state: DeviceState, event: ThreadLost) -> list[Output]:
-    """Raises DeviceError: jobs in flight may never end, so that nobody may wait for them."""
-    raise DeviceError("thread", f"{event.name} has ended; start the device anew")
-
-
 _HANDLERS: dict[type, Callable[[DeviceState, Any], list[Output]]] = {
     Arrival: _arrival,
     Cancel: _cancel,
@@ -170,6 +163,5 @@ _HANDLERS: dict[type, Callable[[DeviceState, Any], list[Output]]] = {
     Timer: _timer,
     Drain: _drain,
     Stop: _stop,
-    ThreadLost: _thread_lost,
     **dict.fromkeys((PeerMet, PeerGone, Lent, AskedBack, Returned), _of_peers),
 }

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 
 from ballast.core.clock import Clock
-from ballast.core.errors import DeviceLost
-from ballast.core.event import Event, JobDone, JobFailed, Result, ThreadLost
+from ballast.core.errors import DeviceError, DeviceLost
+from ballast.core.event import Event, JobDone, JobFailed, Result
 from ballast.core.job import Job, SequenceWork
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class LaneRunner(ABC):
     """Runs jobs, each on the thread of its lane; what part of the device it has, says `running`.
 
     Reports through `post`, from lanes' threads. A job that raises, whatever it raises, fails alone;
-    a lane whose thread ends for any other reason ends the device's loop (`ThreadLost`).
+    a lane's thread that ends for any other reason is told of by `when_lost`.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class LaneRunner(ABC):
         self._clock = clock
         self._keeper = keeper
         self._record = record
+        self._lost: Callable[[DeviceError], object] = _ignore
         self._change = threading.Condition()
         """Held while it changes which jobs run, and while `keeper` and `record` are called."""
         self._running: dict[int, tuple[Job, float]] = {}
@@ -93,6 +94,11 @@ class LaneRunner(ABC):
         """When the oldest of the jobs that run began, on the clock; None while all are idle."""
         return min((since for _, since in self._running.values()), default=None)
 
+    def when_lost(self, call: Callable[[DeviceError], object]) -> None:
+        """Have `call` called by a lane's thread that ends though it should not: its job, and those
+        to come, would never end."""
+        self._lost = call
+
     def start(self, job: Job) -> None:
         """Begin `job` after those started before on its lane."""
         self._jobs[job.lane].put(job)
@@ -109,12 +115,12 @@ class LaneRunner(ABC):
         """Entered on the job's lane, around its work; when it is left, all of that has ended."""
 
     def _live(self, lane: int) -> None:
-        lost = ThreadLost(f"lane{lane}")  # made now: there may be no memory later
+        lost = DeviceError(f"lane{lane}", "its thread has ended")  # there may be no memory later
         try:
             self._work(lane)
         except BaseException:
-            self._post(lost)
-            log.critical("lane %d has ended", lane, exc_info=True)
+            self._lost(lost)
+            log.critical("the thread of lane %d has ended", lane, exc_info=True)
 
     def _work(self, lane: int) -> None:
         while (job := self._next(lane)) is not None:
@@ -181,6 +187,10 @@ class LaneRunner(ABC):
         if self._record is not None:
             jobs = (job for job, _ in self._running.values())
             self._record(w.request_id for job in jobs for w in job.work)
+
+
+def _ignore(error: DeviceError) -> None:
+    """The log has it."""
 
 
 class CpuRunner(LaneRunner):

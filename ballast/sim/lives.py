@@ -25,7 +25,6 @@ _FIELDS = {
     "Leap": ("job", "model", "steps", "ends"),
     "TransferDone": ("transfer_id", "n_bytes", "seconds"),
     "Settled": ("model",),
-    "ThreadLost": ("name",),
     "Operate": ("id", "operation"),
     "PeerMet": ("peer", "epoch", "n_pages"),
     "PeerGone": ("peer", "epoch"),

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
 
 from ballast.core.clock import VirtualClock
 from ballast.core.entries import Entry
-from ballast.core.errors import BrokenPromise, DeviceError
+from ballast.core.errors import BrokenPromise
 from ballast.core.event import Event
 from ballast.core.link import Direction
 from ballast.core.story import Story
@@ -182,12 +181,7 @@ class _Replay:
                 self._events += 1
                 if entry["event"] != "Timer":  # the loop finds out for itself
                     self._script.next.append(self._made.of(entry))
-        if any(entry.get("event") == "ThreadLost" for entry in self._of(turn)):
-            with suppress(DeviceError):  # which ends the loop, as it did
-                self._loop.turn()
-            self._loop.story.turned()
-        else:
-            self._loop.turn()
+        self._loop.turn()
         return self._compare(turn)
 
     def _leap(self, told: Entry, turn: range) -> Difference | None:

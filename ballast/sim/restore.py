@@ -243,7 +243,6 @@ _EVENTS: dict[str, type[Event]] = {
         event.Settled,
         event.Drain,
         event.Stop,
-        event.ThreadLost,
         lease.PeerGone,
     )
 }

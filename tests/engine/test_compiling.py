@@ -17,7 +17,7 @@ from llguidance import LLMatcher
 from ballast.bench.inprocess import InProcess
 from ballast.core.command import Add, Remove
 from ballast.core.errors import InvalidRequest
-from ballast.core.event import Cancelled, Event, Failed, GrammarReady, ThreadLost
+from ballast.core.event import Cancelled, Event, Failed, GrammarReady
 from ballast.core.request import Request, Sampling, Submission
 from ballast.core.settings import ModelSettings
 from ballast.engine.compiling import Compiling
@@ -138,8 +138,11 @@ class Beside:
 
     def __init__(self, gate: Any) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.lost: queue.SimpleQueue[Exception] = queue.SimpleQueue()
         self.exempt: list[int] = []
-        self.compiling = Compiling(self.events.put, self.beside, self.exempt.append, gate)
+        self.compiling = Compiling(
+            self.events.put, self.lost.put, self.beside, self.exempt.append, gate
+        )
         self.grammars = Grammars(Path("/nonexistent"), 10, ())
         self.grammars.tokenizer.load = lambda: "tokenizer"  # type: ignore[method-assign]
         self.compiling.serve("m", self.grammars)
@@ -262,7 +265,7 @@ def test_a_compiler_that_is_lost_ends_the_loop() -> None:
     it.compiling._exempt = fail
     it.prepare("r", "r")
     assert it.next() == GrammarReady("r")
-    assert it.next() == ThreadLost("grammars")
+    assert "has ended" in str(it.lost.get(timeout=DEADLINE))
     it.close()
 
 

@@ -13,7 +13,7 @@ import pytest
 from ballast.bench.inprocess import InProcess
 from ballast.core.clock import VirtualClock
 from ballast.core.errors import DeviceError
-from ballast.core.event import Event, JobDone, JobFailed, Result, ThreadLost
+from ballast.core.event import Event, JobDone, JobFailed, Result
 from ballast.core.job import Job, SequenceWork
 from ballast.engine.runner import CpuRunner
 from ballast.sim.lives import read_lives
@@ -75,10 +75,12 @@ def test_a_lane_that_is_lost_says_so(error: BaseException) -> None:
         if not list(ids):  # after the job
             raise error
 
+    lost: queue.SimpleQueue[DeviceError] = queue.SimpleQueue()
     runner = CpuRunner({"m": [Model()]}, events.put, VirtualClock(), 1, record=record)
+    runner.when_lost(lost.put)
     runner.start(job(1, "good"))
     assert isinstance(events.get(timeout=DEADLINE), JobDone)
-    assert events.get(timeout=DEADLINE) == ThreadLost("lane0")
+    assert str(lost.get(timeout=DEADLINE)) == "lane0: its thread has ended"
     runner.close()
 
 
@@ -97,11 +99,10 @@ def test_a_lost_lane_ends_the_loop_and_its_story_replays(
             sys.exit(3)
 
     server.device.runner._record = record
-    with pytest.raises(DeviceError, match="lane0 has ended"), server:
+    with pytest.raises(DeviceError, match="lane0: its thread has ended"), server:
         server.generate(asked(2))
     (life,) = read_lives(tmp_path / "story")
     assert not life.over
-    assert life.entries[-1]["event"] == "ThreadLost"
     found = replay(life)
     assert (found.difference, found.stray) == (None, None)
     assert found.jobs >= 5
