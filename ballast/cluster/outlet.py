@@ -1,4 +1,4 @@
-"""What one client is told, and what is kept of each of its requests until it has ended.
+"""The outputs of one client's requests, and the book of each request until it has ended.
 
 What a client does not read is bounded: an outlet that holds too much has its requests paused, and
 resumed when it has been read.
@@ -18,7 +18,7 @@ from ballast.core.request import Submission
 MOST_UNREAD, MOST_UNREAD_EACH = 1024, 64
 """Units (`size`) that an outlet holds before its requests are paused: so many, and for each of them
 so many more. A unit takes some 150 bytes here, and as JSON."""
-TAKEN = 256
+UNITS_PER_TAKE = 256
 """Units that are read at a time; the last output may go beyond."""
 
 
@@ -68,19 +68,19 @@ class Outlet:
         return bool(self.open or self._outputs)
 
     async def take(self, patience: float | None = None) -> list[Output]:
-        """The next outputs, `TAKEN` units at most; waits for one (for ever, where there is no
-        `more`), but at most `patience` seconds: then there are none."""
+        """Return the next outputs, of `UNITS_PER_TAKE` units at most. Waits for one (for ever,
+        where there is no `more`), but at most `patience` seconds: then there are none."""
         if not self._outputs:
             await self._one(patience)
-        if self.unread <= TAKEN:
+        if self.unread <= UNITS_PER_TAKE:
             outputs, self.unread = [*self._outputs], 0
             self._outputs.clear()
         else:
-            outputs, left = [], TAKEN
+            outputs, left = [], UNITS_PER_TAKE
             while left > 0:
                 outputs.append(self._outputs.popleft())
                 left -= size(outputs[-1])
-            self.unread -= TAKEN - left
+            self.unread -= UNITS_PER_TAKE - left
         if self.paused and self.unread < self.most / 4:
             self.paused = False
             self._pace([*self.open], False)

@@ -88,8 +88,8 @@ def describe(event: Event) -> Entry:
         return told
     if isinstance(event, GrammarReady):
         # Not its reason, which may quote the grammar.
-        told = {"event": kind, "request_id": event.request_id}
-        return told if event.code is None else told | {"code": event.code}
+        entry = {"event": kind, "request_id": event.request_id}
+        return entry if event.code is None else entry | {"code": event.code}
     if isinstance(event, Operate):
         wanted = event.operation
         return {

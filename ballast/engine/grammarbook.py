@@ -71,7 +71,7 @@ class GrammarBook:
         return sum(estimated_bytes(e.text) for e in self._known.values() if not e.waits)
 
     def need(self, request_id: str, text: str, tenant: str, grammars: Grammars) -> Entry | str:
-        """Note that a request needs a grammar; a text says why that cannot be: too many wait."""
+        """Note that a request needs a grammar. Returns why it is refused where too many wait."""
         key = grammars.tokenizer.key, text
         entry = self._known.get(key)
         if entry is not None and entry.compiled is not None and entry.compiled.broken:

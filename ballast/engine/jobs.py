@@ -63,8 +63,8 @@ def done(state: DeviceState, event: JobDone) -> list[Output]:
 def failed(state: DeviceState, event: JobFailed) -> list[Output]:
     """Fail the request of a job that had one; each of several has its next job to itself.
 
-    Returns what clients are to be told. KV that was there before the job is right: a job writes
-    only at the positions of its own work, which are computed anew. So whoever fails alone is at
+    Returns the outputs for clients. KV that was there before the job is right: a job writes only
+    at the positions of its own work, which are computed anew. So a request that fails alone is at
     fault, and the others go on, token for token. Each round of jobs of one request brings each of
     them a step, however often the same company fails.
     """

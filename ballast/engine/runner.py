@@ -56,7 +56,7 @@ class LaneRunner(ABC):
     """Runs jobs, each on the thread of its lane; what part of the device it has, says `running`.
 
     Reports through `post`, from lanes' threads. A job that raises, whatever it raises, fails alone;
-    a lane's thread that ends for any other reason is told of by `when_lost`.
+    `when_lost` is for a lane's thread that ends for any other reason.
     """
 
     def __init__(

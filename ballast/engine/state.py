@@ -33,7 +33,7 @@ class GrammarStore(Protocol):
     """Grammars of open requests; `ballast.engine.compiling.Compiling` of a live device."""
 
     def prepare(self, request: Request) -> None:
-        """Have a request's grammar compiled, without waiting; `GrammarReady` says when it is."""
+        """Begin to compile a request's grammar; the event `GrammarReady` ends its wait."""
 
     def release(self, request: Request) -> None:
         """Forget what a request that has ended needed, whether or not it was there yet."""
@@ -182,8 +182,8 @@ class DeviceState:
         request.computed = 0
 
     def withdraw(self, m: ModelState, request: Request, *, surrender: bool = False) -> None:
-        """Take a request out of the queue, the batch or those paused; its blocks are given back, as
-        `release` says."""
+        """Take a request out of the queue, the batch or those paused; its blocks are given back as
+        by `release`."""
         if request.state is State.PAUSED:
             del m.paused[request.id]
         else:

@@ -117,7 +117,7 @@ class Matcher:
 
     def allowed(self, output: Sequence[int]) -> Array:
         """(vocab,) bool: what may follow `output`, which it `follows`; at least one token: a
-        complete one may end. Raises InvalidRequest where that cannot be told."""
+        complete one may end. Raises InvalidRequest where the matcher fails."""
         rest = list(output[len(self._seen) :])
         if rest:
             self._matcher.consume_tokens(rest)

@@ -64,10 +64,10 @@ class Rotor:
 
 
 class Grammars:
-    """Of a replay: they are ready when the story says."""
+    """Implements `GrammarStore` for a replay: the story has the events `GrammarReady`."""
 
     def prepare(self, request: Request) -> None:
-        """The story tells when."""
+        """The event is in the story."""
 
     def release(self, request: Request) -> None:
         """There is none."""

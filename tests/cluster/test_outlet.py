@@ -10,7 +10,7 @@ import pytest
 from ballast.cluster.outlet import (
     MOST_UNREAD,
     MOST_UNREAD_EACH,
-    TAKEN,
+    UNITS_PER_TAKE,
     OpenRequest,
     Outlet,
     size,
@@ -104,12 +104,12 @@ class Paced:
     def fill(self, units: int, top: int = 0) -> list[Output]:
         """So many units of tokens with `top` alternatives each."""
         alternatives = tuple((k, -1.0) for k in range(top))
-        told: list[Output] = [
+        put: list[Output] = [
             TokenOut("r0", 5, i, -1.0, alternatives) for i in range(units // (1 + top))
         ]
-        for output in told:
+        for output in put:
             self.outlet.put(output)
-        return told
+        return put
 
     def read(self) -> list[Output]:
         """What a reader gets without waiting."""
@@ -125,21 +125,21 @@ def test_what_nobody_reads_is_bounded_and_read_in_parts(n: int, top: int) -> Non
     paced = Paced(n)
     outlet = paced.outlet
     assert outlet.most == MOST_UNREAD + n * MOST_UNREAD_EACH
-    told = paced.fill(outlet.most, top)
+    put = paced.fill(outlet.most, top)
     assert paced.calls == []
-    told += paced.fill(3 * (1 + top), top)  # what was under way
+    put += paced.fill(3 * (1 + top), top)  # what was under way
     everyone = {f"r{i}" for i in range(n)}
     assert paced.calls == [(everyone, True)]
     found: list[Output] = []
     while outlet.unread >= outlet.most / 4:
         part = paced.read()
-        assert sum(map(size, part)) <= TAKEN + top
+        assert sum(map(size, part)) <= UNITS_PER_TAKE + top
         found += part
         assert len(paced.calls) == 1 + (outlet.unread < outlet.most / 4)
     assert paced.calls[1:] == [(everyone, False)]
-    while len(found) < len(told):
+    while len(found) < len(put):
         found += paced.read()
-    assert found == told
+    assert found == put
     assert (outlet.unread, outlet.paused) == (0, False)
 
 

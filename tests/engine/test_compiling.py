@@ -29,12 +29,12 @@ from tests.engine.test_requests import GRAMMAR, asked, fleet, path  # noqa: F401
 from tests.policy import worlds
 
 DEADLINE = 60.0
-"""Seconds after which a wait is taken to have failed; no test waits so long to pass."""
+"""Seconds after which a wait counts as failed; no test waits so long to pass."""
 SPEC = worlds.spec("m")
 
 
 class Gate:
-    """Compiles as it is told to, and notes what."""
+    """A compiler that waits until a test lets it go on, and counts what it is asked for."""
 
     def __init__(self, server: InProcess | None = None) -> None:
         self.asked: Counter[str] = Counter()
@@ -251,8 +251,8 @@ def test_too_many_that_wait_are_refused_by_key() -> None:
     it.prepare("y", "y", "y")
     it.compiling.release(requests[64])
     go_on.set()
-    told = [it.next() for _ in range(3)]
-    assert GrammarReady("y") in told, "the other key does not wait for all of the first"
+    first = [it.next() for _ in range(3)]
+    assert GrammarReady("y") in first, "the other key does not wait for all of the first"
     it.close()
 
 

@@ -122,7 +122,7 @@ def test_failures_under_pressure_change_no_token_and_replay(
 ) -> None:
     rng = random.Random(7)
     requests = asked(5, temperature)
-    # Whoever shares a prefix shares blocks with those that fail beside it.
+    # A request that shares a prefix shares blocks with those that fail beside it.
     requests += [replace(r, id=f"{r.id}-twin", max_tokens=30) for r in requests[9:]]
     expected = undisturbed(fleet(paths), requests)
     settings = replace(fleet(paths, need(paths)), story_path=str(tmp_path / "story"))

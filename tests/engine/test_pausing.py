@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ballast.core.entries import Entry
 from ballast.core.event import (
     Cancel,
     Event,
@@ -34,7 +35,7 @@ picks = st.integers(0, 1000)
 
 
 class Store:
-    """A `GrammarStore` that compiles when a test says so."""
+    """A `GrammarStore` whose grammars are ready when a test posts that."""
 
     def __init__(self) -> None:
         self.held: set[str] = set()
@@ -64,8 +65,7 @@ class Pausing(RuleBasedStateMachine):
         self.n = 0
         self.sleeping: dict[str, int] = {}
         """Paused requests that nobody has resumed since, and how many tokens they had."""
-        self.told = Path(tempfile.mkdtemp()) / "story"
-        self.file = StoryFile(self.told, "cpu:0")
+        self.entries: list[Entry] = []
         lanes = 1 if preset in ("swap", "mirage") else lanes
         made = fleet(preset, specs, pages, prefix_cache=cached, lanes=lanes)
         self.device = SimDevice(
@@ -73,8 +73,8 @@ class Pausing(RuleBasedStateMachine):
             specs,
             resolve(preset, {}),
             Profile(costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=0.0),
-            self.hear,
-            self.file.write,
+            self.listen,
+            self.entries.extend,
         )
         self.state = self.device.state
         self.state.grammars = self.store
@@ -192,8 +192,11 @@ class Pausing(RuleBasedStateMachine):
             assert isinstance(end, Finished), end
             assert end.output_tokens == request.submission.max_tokens
             assert request.output == self.undisturbed(request)
-        self.file.close()
-        (life,) = read_lives(self.told)
+        with tempfile.TemporaryDirectory() as directory:
+            file = StoryFile(f"{directory}/story", "cpu:0")
+            file.write(self.entries)
+            file.close()
+            (life,) = read_lives(Path(directory) / "story")
         found = replay(life)
         assert (found.difference, found.stray) == (None, None)
         assert life.over
@@ -206,7 +209,7 @@ class Pausing(RuleBasedStateMachine):
 
     # -- by what means ----------------------------------------------------------------------------
 
-    def hear(self, now: float, output: Output) -> None:
+    def listen(self, now: float, output: Output) -> None:
         if not isinstance(output, PromptScores):
             self.heard(now, output)
 

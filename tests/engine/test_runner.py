@@ -21,7 +21,7 @@ from ballast.sim.replay import replay
 from tests.engine.test_live import asked, fleet, paths  # noqa: F401
 
 DEADLINE = 60.0
-"""Seconds after which a wait is taken to have failed; no test waits so long to pass."""
+"""Seconds after which a wait counts as failed; no test waits so long to pass."""
 
 
 class Panic(BaseException):

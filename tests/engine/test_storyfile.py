@@ -136,7 +136,7 @@ def test_a_file_that_was_moved_away_is_begun_anew(tmp_path: Path) -> None:
     path = tmp_path / "story"
     file = StoryFile(path, "d", most_bytes=1000, parts=5)
     file.write([{"at": 1}])
-    path.rename(tmp_path / "taken by another rotation")
+    path.rename(tmp_path / "elsewhere")
     file.write([{"at": 2}])
     file.close()
     assert [line["at"] for line in lines(path)] == [2]
@@ -145,14 +145,14 @@ def test_a_file_that_was_moved_away_is_begun_anew(tmp_path: Path) -> None:
 def test_several_devices_rotate_one_file_and_lose_nothing(tmp_path: Path) -> None:
     path, n = tmp_path / "story", 300
 
-    def tell(device: str) -> None:
+    def write(device: str) -> None:
         file = StoryFile(path, device, most_bytes=700, parts=1000)
         for i in range(n):
             file.write([{"at": i}])
         file.close()
 
     devices = [f"d{i}" for i in range(4)]
-    threads = [threading.Thread(target=tell, args=(device,)) for device in devices]
+    threads = [threading.Thread(target=write, args=(device,)) for device in devices]
     for thread in threads:
         thread.start()
     for thread in threads:

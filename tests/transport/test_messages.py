@@ -133,9 +133,9 @@ def test_what_choices_share_crosses_once() -> None:
     ]
     sent = encode(Submit.of([*choices, other]))
     assert len(sent) < len(encode(Submit.of([one, other]))) + 128 * 500
-    told = decode_to_worker(sent)
-    assert isinstance(told, Submit)
-    found = told.unwrap()
+    received = decode_to_worker(sent)
+    assert isinstance(received, Submit)
+    found = received.unwrap()
     assert found == [*choices, other]
     assert len({id(s.prompt) for s in found}) == len({id(s.sampling.grammar) for s in found}) == 2
 
@@ -147,10 +147,10 @@ def test_requests_without_what_they_name_are_refused() -> None:
         msgspec.structs.replace(sent, grammar_of=(5,)),
         msgspec.structs.replace(sent, prompt_of=()),
     ):
-        told = decode_to_worker(encode(wrong))
-        assert isinstance(told, Submit)
+        received = decode_to_worker(encode(wrong))
+        assert isinstance(received, Submit)
         with pytest.raises(MalformedMessage):
-            told.unwrap()
+            received.unwrap()
 
 
 @pytest.mark.parametrize(
