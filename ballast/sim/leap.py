@@ -90,11 +90,13 @@ def _turns(loop: Loop) -> deque[_Batch] | None:
         turns.append(_Batch(m, state.pool))
     # Whoever has all of the prompt from the cache is still to be told when it was admitted.
     told = all(r.first_token_at is not None for batch in turns for r in batch.requests)
+    # What waits for the end of a job waits for the end of this one.
+    stay = not any(r.cancelled or r.waits_for for batch in turns for r in batch.requests)
     later = all(r.decoding for batch in list(turns)[1:] for r in batch.requests)
     now = len(job.work) == len(turns[0].requests)
     most = min(state.settings.step_tokens, state.settings.step_logits)
     fit = all(len(batch.requests) + bool(batch.m.shortages) <= most for batch in turns)
-    return turns if told and later and now and fit else None
+    return turns if told and stay and later and now and fit else None
 
 
 def _only_decodes(m: ModelState, state: DeviceState) -> bool:

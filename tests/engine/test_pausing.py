@@ -274,3 +274,17 @@ def test_who_is_paused_before_it_is_admitted_counts_as_waiting_and_later_not() -
     machine.arrive("a", 100, 40, False, False)
     assert "r3" in machine.state.requests
     machine.teardown()
+
+
+def test_leaps_do_not_pass_over_what_waits_for_the_end_of_a_job() -> None:
+    machine = Pausing()
+    machine.begin("static", 60, False, 1)
+    machine.arrive("a", 1, 400, False, False)
+    machine.arrive("a", 1, 400, False, False)
+    machine.go_on(0.1)
+    machine.cancel(0)
+    machine.pause(0 if [*machine.state.requests] == ["r2"] else 1)
+    machine.go_on(0.02)  # some jobs
+    assert [*machine.state.requests] == ["r2"]
+    assert machine.state.requests["r2"].state is State.PAUSED
+    machine.teardown()
