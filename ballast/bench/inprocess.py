@@ -96,12 +96,12 @@ class InProcess:
         """Seconds on the device's clock."""
         return self.device.clock.now()
 
-    def submit(self, submission: Submission) -> None:
-        """Hand a request in; its answer grows in `answers`."""
+    def submit(self, *submissions: Submission) -> None:
+        """Hand requests in, several of them at once; each one's answer grows in `answers`."""
         with self._ended:
-            self.answers[submission.id] = Answer()
-            self._open += 1
-        self.device.post(Arrival(submission))
+            self.answers |= {s.id: Answer() for s in submissions}
+            self._open += len(submissions)
+        self.device.inbox.post(*(Arrival(s) for s in submissions))
 
     def cancel(self, request_id: str) -> None:
         """The client has gone."""
@@ -116,9 +116,8 @@ class InProcess:
         return bool(done)
 
     def generate(self, submissions: Sequence[Submission]) -> dict[str, Answer]:
-        """All of them at once; returns when all have ended."""
-        for submission in submissions:
-            self.submit(submission)
+        """All of them at once, to the same turn of the loop; returns when all have ended."""
+        self.submit(*submissions)
         self.wait()
         return {s.id: self.answers[s.id] for s in submissions}
 

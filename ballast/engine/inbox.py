@@ -25,30 +25,32 @@ class QueueInbox:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        """None: look at `_broken`."""
+        self._queue: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
         self._broken: BaseException | None = None
 
-    def post(self, event: Event) -> None:
-        """From any thread; never blocks."""
-        if isinstance(event, Arrival):
-            event = Arrival(replace(event.submission, arrival=self._clock.now()))
-        self._queue.put(event)
+    def post(self, *events: Event) -> None:
+        """From any thread; never blocks. Several are taken in the same turn of the loop."""
+        self._queue.put([self._stamped(event) for event in events])
 
     def break_off(self, error: BaseException) -> None:
         """Have `take` raise `error` from now on, whatever else was posted. From any thread."""
         self._broken = error
-        self._queue.put(None)
+        self._queue.put([])
 
     def take(self, until: float | None) -> list[Event]:
         """All events that are there; waits for the first, at most until `until`."""
         timeout = None if until is None else max(0.0, until - self._clock.now())
-        posted: list[Event | None] = []
+        events: list[Event] = []
         try:
-            posted.append(self._queue.get(timeout=timeout))
+            events += self._queue.get(timeout=timeout)
             while True:
-                posted.append(self._queue.get_nowait())
+                events += self._queue.get_nowait()
         except queue.Empty:
             if self._broken is not None:
                 raise self._broken from None
-        return [event for event in posted if event is not None]
+        return events
+
+    def _stamped(self, event: Event) -> Event:
+        if isinstance(event, Arrival):
+            return Arrival(replace(event.submission, arrival=self._clock.now()))
+        return event
