@@ -26,7 +26,14 @@ from ballast.memory.vm import Vm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.models.device_parallel import ParallelDeviceModel
 from ballast.models.gloo import GlooExchange
-from ballast.models.parallel import Exchange, Followers, ParallelModel, check_parallel
+from ballast.models.parallel import (
+    Exchange,
+    Followers,
+    NoExchange,
+    ParallelModel,
+    check_parallel,
+)
+from ballast.models.profile_run import measured
 from ballast.models.shared import SharedExchange
 from ballast.weights.checkpoint import load_host_model
 from ballast.weights.host import HostModel, HostTier
@@ -144,6 +151,19 @@ def member_of(
     return GpuMember(device, shard, pace, clock, post)
 
 
+def _without_others(
+    host: HostModel,
+    segments: Sequence[int],
+    kv_base: int,
+    layout: Layout,
+    workspace: Workspace,
+    device: DeviceSettings,
+) -> ParallelModel:
+    """The first rank's part of a model, alone, for a profile run."""
+    most = (device.step_tokens, device.step_logits)
+    return ParallelModel(host, segments, kv_base, layout, workspace, *most, exchange=NoExchange())
+
+
 class CpuMember(OnCpu):
     """Implements `Member`: cores and memory of this host."""
 
@@ -172,7 +192,10 @@ class CpuMember(OnCpu):
 
     def load(self, settings: ModelSettings, tier: HostTier, threads: int) -> HostModel:
         check_parallel(settings, self._shard.ranks)
-        return load_host_model(settings, tier, threads, self._shard)
+        host = load_host_model(settings, tier, threads, self._shard)
+        if self._shard.rank:
+            return host  # the first rank, which has the logits besides, needs most
+        return measured(host, _without_others, self._device)
 
     def model(
         self,

@@ -8,10 +8,11 @@ mix prefill chunks and decodes.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
 from ballast.core.job import Job, Load, chunk_pairs
-from ballast.core.model import ModelSpec
+from ballast.core.model import JobMemory, ModelSpec
 from ballast.core.units import MiB, ceil_div
 
 TILE = 64
@@ -120,11 +121,46 @@ def copy_seconds(n_bytes: int, bytes_per_second: float) -> float:
     return n_bytes / bytes_per_second
 
 
-def activation_bytes(spec: ModelSpec, step_tokens: int, step_logits: int) -> int:
-    """Upper bound of what a job of `step_tokens` tokens and `step_logits` samples allocates.
+def lane_bytes(specs: Iterable[ModelSpec], step_tokens: int, step_logits: int) -> int:
+    """Bytes of activations to set aside for a lane that runs jobs of these models in turns.
 
-    The phases of a decoder run as separate operations: what lives through all of a job, and the
-    most that any one phase holds beside it. Verified against the measured peak of largest jobs.
+    What one model's jobs keep stays while another's job runs, so the largest of each is added up.
+    """
+    needs = [job_memory(spec, step_tokens, step_logits) for spec in specs]
+    kept = max((need.kept for need in needs), default=0)
+    return kept + max((need.freed for need in needs), default=0)
+
+
+def activation_bytes(spec: ModelSpec, step_tokens: int, step_logits: int) -> int:
+    """Bytes of activations to set aside for a lane that runs jobs of this model alone."""
+    return job_memory(spec, step_tokens, step_logits).n_bytes
+
+
+def job_memory(spec: ModelSpec, step_tokens: int, step_logits: int) -> JobMemory:
+    """What jobs of up to `step_tokens` tokens and `step_logits` samples allocate.
+
+    As measured, if that was done for jobs of that size; else an estimate from above.
+    """
+    measured = spec.job_memory
+    if measured is not None and (
+        step_tokens <= measured.step_tokens and step_logits <= measured.step_logits
+    ):
+        return measured
+    return JobMemory(
+        step_tokens=step_tokens,
+        step_logits=step_logits,
+        kept=0,
+        freed=_estimated_bytes(spec, step_tokens, step_logits),
+    )
+
+
+def _estimated_bytes(spec: ModelSpec, step_tokens: int, step_logits: int) -> int:
+    """Upper bound of what a largest job allocates, on whichever path and CPU it runs.
+
+    Stands in where no job can be run: for models that are planned or simulated, on GPUs, and in
+    groups of ranks. The phases of a decoder run as separate operations: what lives through all of
+    a job, and the most that any one phase holds beside it. It is generous where a CPU multiplies
+    bfloat16 natively, and where a family's activation is one operation: several times the peak.
     """
     t, e, f = step_tokens, spec.dtype_bytes, 4
     hidden, q, k = (

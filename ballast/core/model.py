@@ -26,6 +26,25 @@ class AdapterSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobMemory:
+    """Memory that jobs of a model need beside weights and KV cache: a bound, measured at load.
+
+    It holds for jobs of up to `step_tokens` tokens and `step_logits` sampled positions.
+    """
+
+    step_tokens: int
+    step_logits: int
+    kept: int
+    """Bytes that stay with a lane between jobs: a workspace that models use in turns."""
+    freed: int
+    """Bytes at the peak of a job that are free again when it ends."""
+
+    @property
+    def n_bytes(self) -> int:
+        return self.kept + self.freed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """Sizes and service levels of one model as served (after dtype conversion)."""
 
@@ -67,6 +86,8 @@ class ModelSpec:
     """How many experts a token goes through in a layer; 0: there are none."""
     expert_intermediate: int = 0
     adapters: tuple[AdapterSpec, ...] = ()
+    job_memory: JobMemory | None = None
+    """None: not measured; `ballast.core.cost.job_memory` estimates it."""
     base: str | None = None
     """Of an adapter in the eyes of a client (`served`): the model it stands on."""
 

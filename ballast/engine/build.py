@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ballast.core.clock import Clock
-from ballast.core.cost import UNMEASURED, StepCosts, activation_bytes
+from ballast.core.cost import UNMEASURED, StepCosts, lane_bytes
 from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
 from ballast.core.settings import DeviceSettings, KvLayout
@@ -169,10 +169,10 @@ def build_newcomer(
 
 
 def largest_jobs(specs: Iterable[ModelSpec], settings: DeviceSettings) -> int:
-    """Bytes of activations that jobs of the models may take: on each lane the largest of any."""
-    largest = max(
-        (activation_bytes(s, settings.step_tokens, settings.step_logits) for s in specs), default=0
-    )
+    """Bytes of activations that jobs of the models may take, on all lanes together."""
+    if settings.gpu is not None:  # what jobs need was measured on a CPU, if at all
+        specs = [replace(s, job_memory=None) for s in specs]
+    largest = lane_bytes(specs, settings.step_tokens, settings.step_logits)
     if settings.gpu is not None:
         largest += gpu_lane_bytes(settings.lanes)
     return settings.lanes * largest

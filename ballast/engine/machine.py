@@ -23,9 +23,9 @@ from ballast.memory.cuda_calls import WhenLost
 from ballast.memory.transfer import HostLink, Link
 from ballast.memory.vm import Vm
 from ballast.memory.vm_memfd import MemfdVm
-from ballast.models.fused import FusedModel
+from ballast.models.on_cpu import on_cpu
+from ballast.models.profile_run import measured
 from ballast.models.served import Served
-from ballast.models.transformers import ServedModel
 from ballast.weights.checkpoint import THREADS, load_host_model
 from ballast.weights.host import HostModel, HostTier
 from ballast.weights.link_rotor import LinkRotor
@@ -67,7 +67,8 @@ class Machine(Protocol):
         """Of a GPU."""
 
     def load(self, settings: ModelSettings, tier: HostTier, threads: int = THREADS) -> HostModel:
-        """A model in the host tier; raises as `load_host_model`."""
+        """A model in the host tier, its jobs measured where that is possible; raises as
+        `load_host_model`."""
 
     def unload(self, host: HostModel) -> None:
         """Give it back. No copy from it may be on its way."""
@@ -160,7 +161,7 @@ class CpuMachine(OnCpu):
         self.link = HostLink(clock, post, fleet.link.pace)
 
     def load(self, settings: ModelSettings, tier: HostTier, threads: int = THREADS) -> HostModel:
-        return load_host_model(settings, tier, threads)
+        return measured(load_host_model(settings, tier, threads), on_cpu, self.device)
 
     def executors(
         self,
@@ -169,11 +170,10 @@ class CpuMachine(OnCpu):
         kv: KvCache,
         workspaces: Sequence[Workspace],
     ) -> tuple[Served, ...]:
-        where = (segments, kv.base, kv.layout)
-        if not host.fused:
-            return (ServedModel(host, *where),) * len(workspaces)
-        rows, sampled = self.device.step_tokens, self.device.step_logits
-        return tuple(FusedModel(host, *where, w, rows, sampled) for w in workspaces)
+        # The fast path alone computes in its lane's workspace.
+        several = workspaces if host.fused else workspaces[:1]
+        made = [on_cpu(host, segments, kv.base, kv.layout, w, self.device) for w in several]
+        return tuple(made) if host.fused else tuple(made * len(workspaces))
 
     def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
         def make(spec: ModelSpec, copies: Sequence[Copy]) -> LinkRotor:

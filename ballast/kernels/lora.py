@@ -106,7 +106,7 @@ class AdapterRows:
         self._fields[code.POSITIONS] = self.positions
         self._fields[code.X_ROWS] = self._x_rows.ctypes.data
         self._fields[code.Y_ROWS] = self._y_rows.ctypes.data
-        self._scratch, self._scratch_at = np.empty(0, np.float32), 0
+        self._scratch, self._scratch_at = torch.empty(0, dtype=torch.float32), 0
 
     @property
     def positions(self) -> int:
@@ -129,8 +129,9 @@ class AdapterRows:
     def scratch(self, n: int) -> int:
         """Address of n float32, until the next call."""
         if len(self._scratch) < n:
-            self._scratch = np.empty(n, np.float32)
-            self._scratch_at = self._scratch.ctypes.data
+            # PyTorch's, so that a profile run counts it (`ballast.models.profile_run`).
+            self._scratch = torch.empty(n, dtype=torch.float32)
+            self._scratch_at = self._scratch.data_ptr()
         return self._scratch_at
 
 

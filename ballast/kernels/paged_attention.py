@@ -109,10 +109,11 @@ class PagedBatch:
         self._workers = min(items, n_threads)
         n_bytes = code.scratch_bytes(rows, item_heads, kv.head_dim)
         slot_floats = code.slot_floats(rows, kv.kv_heads, kv.head_dim)
-        self._scratch = np.empty(
-            code.ALIGNMENT + n_threads * n_bytes + 4 * n_slots * slot_floats, np.uint8
+        # PyTorch's, so that a profile run counts it (`ballast.models.profile_run`).
+        self._scratch = torch.empty(
+            code.ALIGNMENT + n_threads * n_bytes + 4 * n_slots * slot_floats, dtype=torch.uint8
         )
-        scratch = -(-self._scratch.ctypes.data // code.ALIGNMENT) * code.ALIGNMENT
+        scratch = -(-self._scratch.data_ptr() // code.ALIGNMENT) * code.ALIGNMENT
         self._pending = np.zeros(len(self._attend_tiles) * parts, np.int64)
         self._attend[code.MAX_ROWS] = rows
         self._attend[code.ITEM_HEADS] = item_heads

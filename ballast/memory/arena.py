@@ -102,6 +102,7 @@ class AllocatorCap:
     def __init__(self, n_bytes: int) -> None:
         self.n_bytes = n_bytes
         self.trims = 0
+        syscalls.malloc_trim()  # else what loading has freed would count as in use
         self._base = anonymous_bytes()
         self._exempt = 0
         self._paused = False

@@ -30,10 +30,12 @@ def placed(
 ) -> nn.Module:
     """The module of `host`, segment i at `addresses[i]`, that attends as `models.attention` does.
 
-    On the CPU, or on `device`. Raises UnsupportedModel where it keeps state that cannot be set up
-    without its weights.
+    It has as many layers as `host`, which may be fewer than the configuration's. On the CPU, or on
+    `device`. Raises UnsupportedModel where it keeps state that cannot be set up without its
+    weights.
     """
     module = build(host.config)
+    _cut(module, layers_of(module, host))
     module.set_attn_implementation(attention.NAME)  # type: ignore[operator]
     _place(module, host.segments, addresses, view)
     _set_up_buffers(module, host.config.model_type, device or torch.device("cpu"))
@@ -42,12 +44,22 @@ def placed(
 
 def layers_of(module: nn.Module, host: HostModel) -> list[nn.Module]:
     """The module that runs each layer: all that the layer's segment holds is within it."""
-    found = []
-    for segment in host.segments[1 : 1 + host.spec.n_layers]:
-        paths = [name.split(".") for packed in segment.tensors for name in packed.names]
-        together = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
-        found.append(module.get_submodule(".".join(parts[0] for parts in together)))
-    return found
+    layers = host.segments[1 : 1 + host.spec.n_layers]
+    return [module.get_submodule(layer_path(segment)) for segment in layers]
+
+
+def layer_path(segment: Segment) -> str:
+    """Path of the module that all of a layer's tensors are within."""
+    paths = [name.split(".") for packed in segment.tensors for name in packed.names]
+    together = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    return ".".join(parts[0] for parts in together)
+
+
+def _cut(module: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Drop the layers that come after these, the first ones."""
+    for part in module.modules():
+        if isinstance(part, nn.ModuleList) and [*part][: len(layers)] == [*layers]:
+            del part[len(layers) :]
 
 
 def _place(

@@ -54,6 +54,21 @@ class Exchange(Protocol):
         """No rank meets any more, and nobody reads what was gathered."""
 
 
+class NoExchange:
+    """Implements `Exchange` for a first rank without others: their parts are zeros."""
+
+    def all_gather(self, part: Tensor, parts: Tensor) -> Tensor:
+        parts.zero_()
+        parts[0] = part
+        return parts
+
+    def gather(self, part: Tensor, parts: Tensor) -> Tensor:
+        return self.all_gather(part, parts)
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+
 class Followers(Protocol):
     """The other ranks, as the first one knows them."""
 

@@ -13,7 +13,9 @@ from rich.console import Console
 from ballast.bench import doctor_fleet, doctor_machine, doctor_memory
 from ballast.bench.doctor import examine, table
 from ballast.bench.finding import Finding, Verdict
-from ballast.core.units import GiB, KiB, MiB
+from ballast.bench.inprocess import InProcess
+from ballast.core.units import GiB, KiB, MiB, ceil_div, format_bytes
+from ballast.engine.build import largest_jobs
 from ballast.engine.inbox import MonotonicClock
 from ballast.fleet.file import load_fleet
 from ballast.fleet.make import MadeFleet, make_fleet
@@ -72,6 +74,15 @@ def test_a_fleet_that_fits(made: MadeFleet) -> None:
     assert found["atlas-chat"].verdict is Verdict.OK
     assert "tokens if alone" in found["wren-mini"].found
     assert found["budget"].verdict is Verdict.OK
+
+
+def test_activations_are_what_a_server_sets_aside(made: MadeFleet) -> None:
+    fleet = load_fleet(made.file, presets=("balloon",), environ={})
+    found = by_check(list(doctor_fleet.fleet(fleet)))["budget"].found
+    with InProcess(fleet) as server:
+        aside = largest_jobs(server.device.specs.values(), server.device.state.settings)
+        assert server.device.state.arena.pages == ceil_div(aside, fleet.device.page_bytes)
+    assert f"{format_bytes(aside)} for activations" in found
 
 
 def test_each_device_is_judged_by_its_own_models(made: MadeFleet) -> None:

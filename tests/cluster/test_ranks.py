@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,16 +10,19 @@ import pytest
 
 from ballast.bench.inprocess import Answer, InProcess
 from ballast.cluster.machines import machine_of
+from ballast.cluster.member import CpuMember, of_rank
 from ballast.core.errors import ConfigError, DeviceError
 from ballast.core.event import Finished
+from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
-from ballast.core.settings import FleetSettings
+from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import ceil_div
 from ballast.engine.build import largest_jobs
 from ballast.engine.inbox import MonotonicClock
 from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
-from ballast.weights.checkpoint import read_spec
+from ballast.weights.host import HostTier
+from ballast.weights.sharding import Shard
 from tests.engine.checkpoints import make_base_and_tuned, make_llama
 from tests.sim.test_live_story import PAGE, asked, fleet, follow
 
@@ -31,11 +35,28 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"base": base, "tuned": tuned, "other": make_llama(root / "other", 2)}
 
 
+def specs_of_ranks(
+    models: Sequence[ModelSettings], device: DeviceSettings
+) -> tuple[list[ModelSpec], int]:
+    """What the first rank of a device has of each model, and pages for activations of their jobs,
+    as measured on this machine."""
+    own = of_rank(device)
+    member = CpuMember(own, Shard(0, device.tensor_parallel), None, MonotonicClock(), print)
+    specs = []
+    for m in models:
+        host = member.load(m, HostTier(), 1)
+        specs.append(host.spec)
+        member.unload(host)
+    member.link.close()
+    member.vm.close()
+    assert all(spec.job_memory is not None for spec in specs)
+    return specs, ceil_div(largest_jobs(specs, own), device.page_bytes)
+
+
 def over_ranks(settings: FleetSettings, pages: int) -> FleetSettings:
     """`pages` beside the arena, on two ranks."""
     device = replace(settings.device, tensor_parallel=2, threads=2)
-    dividing = [m for m in settings.models if m.name != "odd"]
-    pages += ceil_div(largest_jobs([read_spec(m, ranks=2) for m in dividing], device), PAGE)
+    pages += specs_of_ranks([m for m in settings.models if m.name != "odd"], device)[1]
     return replace(settings, device=replace(device, budget_bytes=2 * pages * PAGE))
 
 

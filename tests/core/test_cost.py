@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballast.core.cost import TILE, StepCosts
+from ballast.core.cost import TILE, StepCosts, activation_bytes, lane_bytes
 from ballast.core.job import Load, chunk_pairs
+from ballast.core.model import JobMemory, ModelSpec
+from ballast.core.settings import DeviceSettings
+from ballast.engine.build import largest_jobs
 
 GPU = StepCosts(
     base=12e-3,
@@ -81,3 +86,50 @@ def test_more_work_beside_a_decode_never_takes_less(n: Load, more: Load) -> None
 @given(loads(), st.floats(0.1, 10))
 def test_scaled_costs_scale_every_job(n: Load, factor: float) -> None:
     assert GPU.scaled(factor).of(n) == pytest.approx(factor * GPU.of(n))
+
+
+def spec(name: str, memory: JobMemory | None) -> ModelSpec:
+    return ModelSpec(
+        name=name,
+        n_layers=2,
+        n_heads=4,
+        kv_heads=2,
+        head_dim=16,
+        hidden=64,
+        intermediate=128,
+        vocab=256,
+        dtype="float32",
+        max_model_len=256,
+        block_tokens=16,
+        segment_bytes=(1,),
+        fingerprint="0",
+        job_memory=memory,
+    )
+
+
+def measured(kept: int, freed: int, tokens: int = 32, logits: int = 8) -> JobMemory:
+    return JobMemory(step_tokens=tokens, step_logits=logits, kept=kept, freed=freed)
+
+
+def test_what_stays_with_a_lane_is_there_beside_another_models_job() -> None:
+    specs = [spec("fused", measured(100, 10)), spec("generic", measured(0, 70))]
+    assert [activation_bytes(s, 32, 8) for s in specs] == [110, 70]
+    assert lane_bytes(specs, 32, 8) == 170
+    assert lane_bytes([], 32, 8) == 0
+
+
+@pytest.mark.parametrize(("tokens", "logits"), [(33, 8), (32, 9)])
+def test_of_larger_jobs_than_were_measured_there_is_an_estimate(tokens: int, logits: int) -> None:
+    known, unknown = spec("a", measured(1, 2)), spec("b", None)
+    assert activation_bytes(known, 16, 8) == 3
+    estimate = activation_bytes(unknown, tokens, logits)
+    assert activation_bytes(known, tokens, logits) == estimate > 1000
+    assert lane_bytes([known, unknown], 32, 8) == 1 + activation_bytes(unknown, 32, 8)
+
+
+def test_of_a_gpu_nothing_is_measured() -> None:
+    device = DeviceSettings(budget_bytes=0, step_tokens=32, step_logits=8)
+    on_gpu = replace(device, name="cuda:0")
+    known, unknown = spec("a", measured(1, 2)), spec("b", None)
+    assert largest_jobs([known], replace(device, lanes=3)) == 9
+    assert largest_jobs([known], on_gpu) == largest_jobs([unknown], on_gpu)

@@ -106,3 +106,13 @@ def on_gpu(fleet: FleetSettings, lanes: int = 1, graphs: int = 0) -> FleetSettin
     """`graphs`: bytes for them."""
     device = replace(fleet.device, name="cuda:0", threads=None, lanes=lanes, graphs=graphs)
     return replace(fleet, device=device)
+
+
+def beside(fleet: FleetSettings, pages: int) -> FleetSettings:
+    """`fleet`, of a GPU, with so many pages beside those for activations and graphs."""
+    device = fleet.device
+    roomy = replace(device, name="cuda:0", budget_bytes=1 << 30)
+    asked = replace(fleet, device=roomy, story_path=None)
+    with serving(asked, FakeDriver(n_bytes=2 << 30)) as server:
+        pages += server.device.state.set_aside
+    return replace(fleet, device=replace(device, budget_bytes=pages * device.page_bytes))

@@ -15,12 +15,11 @@ from ballast.core.event import Arrival, Failed
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import AdapterSettings, DeviceSettings, FleetSettings, ModelSettings, Slo
 from ballast.core.units import KiB, MiB
-from ballast.engine.build import GPU_LANE_BYTES
 from ballast.engine.device import LiveDevice
 from ballast.engine.events import handle
 from benchmarks.adapters import RandomAdapter, merged, random_adapter
 from tests.engine.checkpoints import VOCAB, make_llama
-from tests.engine.gpus import on_gpu, serving
+from tests.engine.gpus import beside, on_gpu, serving
 from tests.memory.fake_cuda import FakeDriver
 
 SLO = Slo(ttft=0.2, tpot=0.1)
@@ -58,14 +57,21 @@ class World:
         settings = DeviceSettings(step_tokens=32, step_logits=8, **sizes)
         return FleetSettings(models=models, device=settings)
 
+    def pages(self) -> int:
+        """For the larger model and the KV of two long requests: too few for both models, and for
+        the KV of all that is asked of one, however fast requests and copies are."""
+        with InProcess(self.fleet()) as server:
+            state = server.device.state
+            weights = [m.weights.pages for m in state.models.values()]
+            kv = max(m.kv.most_pages(-(-180 // m.spec.block_tokens)) for m in state.models.values())
+        assert 2 * kv < min(weights)
+        return max(weights) + 2 * kv
+
     def tight(self) -> FleetSettings:
-        """Room for the larger model and the KV of four long requests."""
+        """With these pages beside the arena."""
         settings = self.fleet()
         with InProcess(settings) as server:
-            state = server.device.state
-            weights = max(m.weights.pages for m in state.models.values())
-            kv = max(m.kv.most_pages(-(-180 // m.spec.block_tokens)) for m in state.models.values())
-            pages = state.arena.pages + weights + 4 * kv
+            pages = server.device.state.arena.pages + self.pages()
         device = replace(settings.device, budget_bytes=pages * settings.device.page_bytes)
         return replace(settings, device=device)
 
@@ -139,9 +145,7 @@ def test_on_a_gpu_tokens_are_those_of_a_cpu(world: World) -> None:
     requests = [asked(name, i, 40) for i in range(2, 5) for name in NAMES]
     with InProcess(world.fleet()) as server:
         alone = server.generate(requests)
-    tight = world.tight()
-    budget = tight.device.budget_bytes + GPU_LANE_BYTES
-    tight = on_gpu(replace(tight, device=replace(tight.device, budget_bytes=budget)))
+    tight = beside(on_gpu(world.fleet()), world.pages())
     driver = FakeDriver(n_bytes=1 << 30)
     with serving(tight, driver) as server:
         assert not server.device.failed

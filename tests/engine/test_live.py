@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ballast.bench.inprocess import InProcess
+from ballast.bench.inprocess import Answer, InProcess
 from ballast.core.event import Cancelled, Failed, Output, TokenOut
+from ballast.core.report import DeviceReport
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, KvLayout, ModelSettings, Slo
 from ballast.core.units import KiB, MiB
@@ -64,56 +65,90 @@ def asked(n: int, temperature: float = 0.0, models: tuple[str, ...] = NAMES) -> 
 
 
 def need(paths: dict[str, Path]) -> int:
-    """Pages for the two largest models and the KV of four long requests."""
+    """Pages for the two largest models and KV of some long requests: too few for three models, so
+    that one has to be evicted, however fast requests and copies are."""
     with InProcess(fleet(paths)) as server:
         models = server.device.state.models.values()
         weights = sorted(m.weights.pages for m in models)
         kv = max(m.kv.most_pages(-(-140 // m.spec.block_tokens)) for m in models)
-    return sum(weights[-2:]) + 4 * kv
+    return sum(weights[-2:]) + min(4 * kv, weights[0] - 1)
+
+
+def for_one(paths: dict[str, Path], layout: KvLayout = KvLayout.BLOCK_MAJOR) -> FleetSettings:
+    """Model c alone, with pages for the longest request that is asked of it. Requests of several
+    are admitted with their prompts and outgrow that before the first ends: some are preempted."""
+    settings = fleet({"c": paths["c"]})
+    settings = replace(settings, device=replace(settings.device, kv_layout=layout))
+    with InProcess(settings) as server:
+        (m,) = server.device.state.models.values()
+        pages = m.weights.pages + m.kv.most_pages(-(-140 // m.spec.block_tokens))
+        pages += server.device.state.arena.pages
+    device = replace(settings.device, budget_bytes=pages * settings.device.page_bytes)
+    return replace(settings, device=device)
+
+
+def served(
+    settings: FleetSettings, requests: list[Submission]
+) -> tuple[dict[str, Answer], DeviceReport]:
+    """What comes of the requests, and of the device."""
+    with InProcess(settings) as server:
+        server.generate(requests)
+        report = server.device.snapshot()
+        server.drain()
+        for m in server.device.state.models.values():
+            m.kv.validate([])
+            m.weights.validate()
+        server.device.state.pool.validate()
+    return server.answers, report
+
+
+def check(path: Path, requests: list[Submission], answers: dict[str, Answer]) -> None:
+    """Greedy tokens and their log-probabilities are those of `transformers`."""
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    for r in requests:
+        answer = answers[r.id]
+        assert answer.finished.output_tokens == 40
+        ids = torch.tensor([[*r.prompt, *answer.tokens]])
+        with torch.inference_mode():
+            logits = reference(ids).logits[0, len(r.prompt) - 1 : -1]
+        top = logits.topk(2, dim=-1)
+        for i, token in enumerate(answer.tokens):
+            tie = float(top.values[i, 0] - top.values[i, 1]) < 1e-4
+            assert token == int(top.indices[i, 0]) or tie
+            ours = answer.logprobs[i]
+            assert ours is not None
+            assert abs(ours - float(logits[i].log_softmax(-1)[token])) < 1e-4
+    # A test on output that repeats one token would prove nothing.
+    assert len(set(answers[requests[-1].id].tokens)) > 8
 
 
 @pytest.mark.parametrize("layout", KvLayout)
 @pytest.mark.parametrize("preset", ["swap", "balloon"])
-def test_eviction_and_preemption_change_no_token(
-    paths: dict[str, Path], preset: str, layout: KvLayout
-) -> None:
+def test_eviction_changes_no_token(paths: dict[str, Path], preset: str, layout: KvLayout) -> None:
     requests = asked(5)
     settings = fleet(paths, need(paths), preset)
     settings = replace(settings, device=replace(settings.device, kv_layout=layout))
-    with InProcess(settings) as server:
-        answers = server.generate(requests)
-        report = server.device.snapshot()
+    answers, report = served(settings, requests)
     assert sum(m.evictions for m in report.models) > 0
-    if preset == "balloon":
-        assert sum(m.preemptions for m in report.models) > 0
     for name, path in paths.items():
-        reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        for r in (r for r in requests if r.model == name):
-            answer = answers[r.id]
-            assert answer.finished.output_tokens == 40
-            ids = torch.tensor([[*r.prompt, *answer.tokens]])
-            with torch.inference_mode():
-                logits = reference(ids).logits[0, len(r.prompt) - 1 : -1]
-            top = logits.topk(2, dim=-1)
-            for i, token in enumerate(answer.tokens):
-                tie = float(top.values[i, 0] - top.values[i, 1]) < 1e-4
-                assert token == int(top.indices[i, 0]) or tie
-                ours = answer.logprobs[i]
-                assert ours is not None
-                assert abs(ours - float(logits[i].log_softmax(-1)[token])) < 1e-4
-        # A test on output that repeats one token would prove nothing.
-        assert len(set(answers[f"{name}4"].tokens)) > 8
+        check(path, [r for r in requests if r.model == name], answers)
+
+
+@pytest.mark.parametrize("layout", KvLayout)
+def test_preemption_changes_no_token(paths: dict[str, Path], layout: KvLayout) -> None:
+    requests = asked(5, models=("c",))
+    answers, report = served(for_one(paths, layout), requests)
+    assert report.models[0].preemptions > 0
+    check(paths["c"], requests, answers)
 
 
 def test_sampling_goes_on_after_a_preemption_with_the_tokens_it_would_have_had(
     paths: dict[str, Path],
 ) -> None:
-    requests = asked(5, temperature=0.9)
-    with InProcess(fleet(paths, need(paths))) as server:
-        disturbed = server.generate(requests)
-        preemptions = sum(m.preemptions for m in server.device.snapshot().models)
-    assert preemptions > 0
-    with InProcess(fleet(paths)) as server:
+    requests = asked(5, temperature=0.9, models=("c",))
+    disturbed, report = served(for_one(paths), requests)
+    assert report.models[0].preemptions > 0
+    with InProcess(fleet({"c": paths["c"]})) as server:
         for r in requests:
             alone = server.generate([r])[r.id]
             assert alone.tokens == disturbed[r.id].tokens

@@ -13,12 +13,12 @@ from ballast.core.errors import ConfigError, DeviceError, DeviceLost
 from ballast.core.event import Failed, Finished
 from ballast.core.settings import FleetSettings, KvLayout, ModelSettings
 from ballast.core.units import KiB, MiB
-from ballast.engine.build import GPU_LANE_BYTES, gpu_lane_bytes
+from ballast.engine.build import GPU_LANE_BYTES
 from ballast.memory.cuda_calls import Attribute
 from ballast.models.device_fused import DeviceFusedModel
 from ballast.models.on_device import DeviceModel
 from tests.engine.checkpoints import make_llama
-from tests.engine.gpus import OnHost, on_gpu, serving
+from tests.engine.gpus import OnHost, beside, on_gpu, serving
 from tests.engine.test_live import asked, fleet, need, paths  # noqa: F401
 from tests.memory.fake_cuda import FakeDriver
 
@@ -30,16 +30,14 @@ def driver() -> Iterator[FakeDriver]:
     assert made.is_clean(), "something is left of the device"
 
 
-def tight(paths: dict[str, Path], lanes: int = 1, preset: str = "balloon") -> FleetSettings:  # noqa: F811
-    """Two of three models and four long requests fit."""
-    on_cpu = fleet(paths, need(paths), preset)
-    device = on_cpu.device
-    with InProcess(fleet(paths)) as server:
-        arena = server.device.state.arena.pages * device.page_bytes
-    more = lanes * gpu_lane_bytes(lanes) + (lanes - 1) * arena + 4 * device.page_bytes
-    return on_gpu(
-        replace(on_cpu, device=replace(device, budget_bytes=device.budget_bytes + more)), lanes
-    )
+def tight(
+    paths: dict[str, Path],  # noqa: F811
+    lanes: int = 1,
+    preset: str = "balloon",
+    more: int = 0,
+) -> FleetSettings:
+    """Two of three models fit, and some long requests, and so many `more` pages."""
+    return beside(on_gpu(fleet(paths, preset=preset), lanes), need(paths) + more)
 
 
 @pytest.mark.parametrize(

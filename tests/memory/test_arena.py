@@ -64,7 +64,7 @@ import torch
 confine_allocator()
 torch.empty(1 << 20).fill_(1)
 MiB = 1 << 20
-cap = AllocatorCap(24 * MiB)
+cap, strict = AllocatorCap(24 * MiB), AllocatorCap(4 * MiB)
 def rounds(n):
     touched, kept = 0, []
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -80,7 +80,6 @@ random.seed(0)
 rounds(50)
 assert (share := rounds(200)) < 0.2, share
 assert cap.used > 10 * MiB, cap.used
-strict = AllocatorCap(-8 * MiB)
 assert not strict.used <= strict.n_bytes
 assert strict.check(), strict.used
 assert (strict.trims, cap.trims) == (1, 0)
@@ -100,3 +99,19 @@ def test_what_others_than_jobs_hold_is_exempt() -> None:
     assert abs(cap.used) < most // 2, "the base has what is exempt left out"
     cap.exempt(0)
     assert cap.used > most // 2, "what was exempt has become the jobs'"
+
+
+def test_what_loading_has_freed_is_not_in_use_when_a_cap_is_made() -> None:
+    code = """
+from ballast.memory.arena import AllocatorCap, confine_allocator
+import torch
+confine_allocator()
+MiB = 1 << 20
+loaded = torch.empty(30 * MiB, dtype=torch.uint8).fill_(1)
+del loaded
+cap = AllocatorCap(0)
+job = torch.empty(20 * MiB, dtype=torch.uint8).fill_(1)
+assert cap.used > 15 * MiB, cap.used
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

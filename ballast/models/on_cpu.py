@@ -1,0 +1,32 @@
+"""What runs a model on the CPU of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ballast.core.settings import DeviceSettings
+from ballast.kernels.workspace import Workspace
+from ballast.kv.layout import Layout
+from ballast.models.fused import FusedModel
+from ballast.models.served import Served
+from ballast.models.transformers import ServedModel
+from ballast.weights.host import HostModel
+
+
+def on_cpu(
+    host: HostModel,
+    segment_addresses: Sequence[int],
+    kv_base: int,
+    layout: Layout,
+    workspace: Workspace,
+    device: DeviceSettings,
+) -> Served:
+    """The fast path where `host` is laid out for it, else `transformers`' own module.
+
+    `segment_addresses[i]`: where segment i is while the model is resident; `kv_base`: where block 0
+    is. `workspace`: the lane's, which only the fast path uses.
+    """
+    where = (host, segment_addresses, kv_base, layout)
+    if host.fused:
+        return FusedModel(*where, workspace, device.step_tokens, device.step_logits)
+    return ServedModel(*where)

@@ -1,0 +1,215 @@
+"""The profile run: the memory that a model's jobs need, measured when the model is loaded.
+
+What a job allocates beside weights and KV cache depends on the model's architecture, on the library
+that multiplies its matrices, and on the instructions that this library finds on the CPU: bfloat16
+products go through float32 copies on one machine and through none on the next. So jobs of all
+sizes are run once, on the weights in the host tier, and PyTorch's allocations are counted. The
+peak follows from the sizes, the library and the number of threads alone: the same machine
+measures the same each time.
+
+Layers of one kind allocate alike, so one of each kind is run, not all. All tokens are the same, so
+that all rows take the same experts: no expert ever has more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ballast.core.errors import BallastError, UnsupportedModel
+from ballast.core.job import SequenceWork
+from ballast.core.model import JobMemory, ModelSpec
+from ballast.core.request import Sampling
+from ballast.core.settings import DeviceSettings
+from ballast.core.units import KiB, ceil_div
+from ballast.kernels.workspace import Workspace
+from ballast.kv.layout import Layout
+from ballast.models.fused import workspace_bytes
+from ballast.models.module import layer_path
+from ballast.models.served import Served
+from ballast.weights.host import HostModel
+from ballast.weights.segment import Segment
+
+Make = Callable[[HostModel, Sequence[int], int, Layout, Workspace, DeviceSettings], Served]
+"""Makes what runs a model, as `ballast.models.on_cpu.on_cpu` does."""
+
+_PAGE_BYTES = 64 * KiB
+_TOKEN = 1
+_SAMPLING = Sampling(logprobs=0)
+"""Of all that a request may ask for, log-probabilities take most memory of PyTorch's."""
+_DRAWN = 72
+"""Bytes of NumPy's, for each token of the vocabulary, while one row is shaped and sampled: with
+min-p, top-k and top-p of equal logits."""
+
+
+def measured(host: HostModel, make: Make, device: DeviceSettings) -> HostModel:
+    """`host`, with the memory that its jobs on `device` need in its spec.
+
+    Takes `host` over: it is closed where this fails. Jobs may run in other threads meanwhile: the
+    counts are of the calling one. Raises UnsupportedModel where a job fails.
+    """
+    try:
+        with _intraop_threads(device.threads):
+            peak = _peak(host, make, device)
+    except BaseException:
+        host.close()
+        raise
+    host.spec = replace(host.spec, job_memory=bound(host, peak, device))
+    return host
+
+
+def _peak(host: HostModel, make: Make, device: DeviceSettings) -> int:
+    """Most bytes allocated at a time by jobs of any size."""
+    workspace = Workspace(workspace_bytes(host.spec, device.step_tokens, device.step_logits))
+    try:
+        model = _shallow(host)
+        layout = Layout.of(model.spec, _PAGE_BYTES)
+        kv = Workspace(layout.slab_bytes)
+        executor = make(model, model.addresses, kv.address, layout, workspace, device)
+        jobs = _jobs(host.spec, device.step_tokens, device.step_logits)
+        peak = max(allocated(partial(executor.run, work)) for work in jobs)
+        kv.forget()
+        return peak
+    except BallastError:
+        raise
+    except Exception as error:  # whatever a family's module does, other models are served
+        why = f"{type(error).__name__}: {error}"
+        raise UnsupportedModel(f"{host.spec.name}: a job of it fails: {why}") from error
+    finally:
+        workspace.forget()
+
+
+def bound(host: HostModel, peak: int, device: DeviceSettings) -> JobMemory:
+    """What to set aside where PyTorch has allocated `peak` bytes at most at a time.
+
+    The C library's heap has holes between its blocks: over jobs of mixed sizes it took 1.3 to 2.6
+    times what was allocated at the peak. `AllocatorCap` gives back what goes beyond this bound.
+    """
+    vocab = host.spec.vocab
+    logits = 0 if host.fused else 4 * device.step_logits * vocab
+    kept = workspace_bytes(host.spec, device.step_tokens, device.step_logits) if host.fused else 0
+    return JobMemory(
+        step_tokens=device.step_tokens,
+        step_logits=device.step_logits,
+        kept=kept,
+        freed=ceil_div(7 * max(peak, logits + _DRAWN * vocab), 4) + 256 * KiB,
+    )
+
+
+def allocated(run: Callable[[], object]) -> int:
+    """Most bytes that PyTorch's CPU allocator had given out at a time to this thread during `run`.
+
+    What libraries ask of it for themselves is included.
+    """
+    autograd: Any = torch.autograd
+    # Not `torch.profiler`: that one is the process's, writes to its log, and imports a compiler.
+    # The records of this one are the calling thread's.
+    config = autograd.ProfilerConfig(
+        autograd.ProfilerState.CPU,
+        False,  # shapes
+        True,  # memory
+        False,  # stacks
+        False,  # operations
+        False,  # modules
+        torch._C._profiler._ExperimentalConfig(),
+    )
+    autograd._enable_profiler_legacy(config)
+    try:
+        run()
+    finally:
+        threads = autograd._disable_profiler_legacy()
+    total = 0
+    for events in threads:
+        now = peak = 0
+        for event in events:
+            if event.kind() == "memory_alloc":
+                now += event.cpu_memory_usage()
+                peak = max(peak, now)
+        total += peak
+    return total
+
+
+@contextmanager
+def _intraop_threads(n: int | None) -> Iterator[None]:
+    """PyTorch has `n` threads for an operation of the calling thread; None: as many as it had."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if n is None else n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _jobs(spec: ModelSpec, step_tokens: int, step_logits: int) -> Iterator[list[SequenceWork]]:
+    """Jobs of `step_tokens` tokens, of half of them, and so on: a library may take other ways, that
+    need more memory, for fewer rows. The last is one token, which sees the longest context."""
+    n = step_tokens
+    while n:
+        yield _job(spec, n, min(n, step_logits))
+        if spec.adapters:
+            adapted = _job(spec, n, min(n, step_logits))
+            yield [replace(w, adapter=i % len(spec.adapters)) for i, w in enumerate(adapted)]
+        n //= 2
+
+
+def _job(spec: ModelSpec, n: int, sampled: int) -> list[SequenceWork]:
+    """Prefill chunks beside decodes: `n` tokens, of which `sampled` are sampled.
+
+    All of KV is in one block, as what is computed does not matter.
+    """
+    counts = [1] * (sampled - 1)
+    left = n - len(counts)
+    while left:
+        counts.append(min(left, spec.max_model_len))
+        left -= counts[-1]
+    work = []
+    for i, count in enumerate(counts):
+        start = spec.max_model_len - 1 if n == 1 else 0
+        blocks = [0] * ceil_div(start + count, spec.block_tokens)
+        sampling = _SAMPLING if i >= len(counts) - sampled else None
+        work.append(SequenceWork(f"profile{i}", [_TOKEN] * count, start, blocks, sampling))
+    return work
+
+
+def _shallow(host: HostModel) -> HostModel:
+    """The same model with its first layers, as many as hold one of each kind after the first layer:
+    that one's input is the embeddings, which the later ones need memory beside.
+
+    Shares the memory of `host`, and is not closed. With all layers where these are not numbered.
+    """
+    depth = host.spec.n_layers
+    layers = host.segments[1 : 1 + depth]
+    paths = [layer_path(s) for s in layers]
+    numbered = all(p.endswith(f".{i}") for i, p in enumerate(paths))
+    if not (host.fused or numbered):
+        return host
+    kinds = [_kind(s, p) for s, p in zip(layers, paths, strict=True)]
+    later = kinds[1:]
+    n = max(1 + (1 + later.index(kind) if kind in later else 0) for kind in kinds)
+    dropped = tuple(f"{path}." for path in paths[n:] if path)
+    adapters = tuple(
+        replace(a, deltas=tuple(d for d in a.deltas if not d.module.startswith(dropped)))
+        for a in host.adapters
+    )
+    shallow = replace(
+        host,
+        spec=replace(host.spec, n_layers=n),
+        segments=host.segments[: 1 + n] + host.segments[1 + depth :],
+        windows=host.windows[:n],
+        adapters=adapters,
+    )
+    shallow.addresses = host.addresses[: 1 + n] + host.addresses[1 + depth :]
+    return shallow
+
+
+def _kind(layer: Segment, path: str) -> object:
+    """Equal for layers that hold tensors of the same names, shapes and layouts."""
+    return tuple(
+        (tuple(name.removeprefix(path) for name in t.names), t.shape, t.layout)
+        for t in layer.tensors
+    )
