@@ -66,13 +66,19 @@ def test_requests_go_on_in_the_next_worker_and_are_not_lost_to_two_kills() -> No
 
 
 @pytest.mark.parametrize(
-    ("seed", "number", "why"),
-    [(PAUSE, signal.SIGSTOP, "said nothing for 1 s"), (STUCK, 0, "a job took more than 100 s")],
+    ("seed", "number", "silent", "why"),
+    [
+        (PAUSE, signal.SIGSTOP, 2.0, "said nothing for 2 s"),
+        (STUCK, 0, 60.0, "a job took more than 100 s"),
+    ],
 )
-def test_a_worker_that_hangs_is_killed(seed: int, number: int, why: str) -> None:
+def test_a_worker_that_hangs_is_killed(seed: int, number: int, silent: float, why: str) -> None:
     async def scenario() -> None:
-        watched = ServerSettings(silent_seconds=1.0, stuck_seconds=100.0)
+        watched = ServerSettings(silent_seconds=silent, stuck_seconds=100.0)
         async with running(replace(FLEET, server=watched)) as (controller, first):
+            # The next one may have to wait for the processor.
+            patient = replace(watched, silent_seconds=60.0)
+            device(controller).fleet = replace(FLEET, server=patient)
             outlet = controller.submit([submission("1", seed, 6)])
             found = await outlet.take()
             if seed == PAUSE:

@@ -127,7 +127,7 @@ def test_both_may_die_at_once() -> None:
         first = world.die("a")
         await asyncio.sleep(0)
         second = world.die("b")
-        await asyncio.wait_for(asyncio.gather(first, second), 10)
+        await asyncio.wait_for(asyncio.gather(first, second), 240)
         assert not world.acquaintances.acquainted("a", "b")
 
     asyncio.run(scenario())

@@ -32,7 +32,7 @@ from tests.memory.fake_cuda import FakeDriver
 WORKER = (sys.executable, str(Path(gpu_worker.__file__)))
 LENDER, BORROWER = "cuda:0", "cuda:1"
 PAGE = 64 * KiB
-DEADLINE = 120.0
+DEADLINE = 240.0
 
 
 def fleet_of(path: Path) -> FleetSettings:

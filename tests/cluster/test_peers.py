@@ -21,7 +21,7 @@ from ballast.transport.messages import Gone, Meet
 from tests.memory.fake_cuda import FakeDriver
 
 PAGE = 64 * KiB
-DEADLINE = 60.0
+DEADLINE = 240.0
 N_PAGES = 80
 LEASE = Lease(7, 1, "a", "b", tuple(range(70, 2, -1)))
 

@@ -32,7 +32,7 @@ FLEET = FleetSettings(
     ),
     device=DeviceSettings(budget_bytes=2**20),
 )
-DEADLINE = 60.0
+DEADLINE = 240.0
 
 
 def submission(request_id: str, seed: int = 0, max_tokens: int = 4) -> Submission:

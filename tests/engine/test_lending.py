@@ -16,7 +16,7 @@ import pytest
 from ballast.bench.inprocess import InProcess
 from ballast.core.actions import Lend, Recall
 from ballast.core.command import DeviceOrder, Outcome
-from ballast.core.event import Event, Output, TokenOut
+from ballast.core.event import Event
 from ballast.core.lease import Condemned, HasMet, LetGo, PeerGone, Returned, Word
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
@@ -25,8 +25,9 @@ from ballast.memory.lend import OWNER
 from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
 from tests.engine.checkpoints import VOCAB, make_llama
+from tests.engine.holding import held
 
-DEADLINE = 60.0
+DEADLINE = 240.0
 PAGE = 64 * KiB
 LENDER, BORROWER = "cpu:0", "cpu:1"
 
@@ -144,16 +145,6 @@ class Pair:
     def borrower(self) -> InProcess:
         return self.servers[self.names[1]]
 
-    def at_token(self, index: int, of: str) -> threading.Event:
-        reached = threading.Event()
-
-        def listen(now: float, output: Output) -> None:
-            if isinstance(output, TokenOut) and (output.request_id, output.index) == (of, index):
-                reached.set()
-
-        self.borrower.listen = listen
-        return reached
-
     def validate(self, lent: int) -> None:
         """Both are quiet: ledgers, ranges and operating system agree, on both sides."""
         for server in self.servers.values():
@@ -208,13 +199,11 @@ def test_tokens_are_the_same_on_borrowed_pages(
         assert made.order(Lend(BORROWER, 60))().code is None
         settle(made)
         made.validate(60)
-        reached = made.at_token(100, "r7")
-        for request in asked(10):
-            made.borrower.submit(request)
-        assert reached.wait(DEADLINE)
-        kv = made.borrower.device.state.models["base"].kv
-        assert kv.borrowed_pages > 0
-        outcome = made.order(Recall(BORROWER, 40, 60.0))
+        with held(made.borrower, 100, "r7") as until_held:
+            made.borrower.submit(*asked(10))
+            until_held()
+            assert made.borrower.device.state.models["base"].kv.borrowed_pages > 0
+            outcome = made.order(Recall(BORROWER, 40, 60.0))
         assert outcome().code is None
         made.borrower.wait()
         settle(made)
@@ -246,11 +235,10 @@ def test_a_dead_lenders_memory_is_let_go_of(
     with pair(fleet, tmp_path) as made:
         assert made.order(Lend(BORROWER, 60))().code is None
         settle(made)
-        reached = made.at_token(50, "r7")
-        for request in asked(10):
-            made.borrower.submit(request)
-        assert reached.wait(DEADLINE)
-        made.borrower.device.post(PeerGone(LENDER, 1))
+        with held(made.borrower, 50, "r7") as until_held:
+            made.borrower.submit(*asked(10))
+            until_held()
+            made.borrower.device.post(PeerGone(LENDER, 1))
         made.wait_for(lambda: made.said(LetGo) == 1)
         made.servers[LENDER].device.post(PeerGone(BORROWER, 1))
         made.borrower.wait()

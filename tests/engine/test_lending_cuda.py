@@ -10,11 +10,10 @@ from ballast.core.actions import Lend, Recall
 from ballast.core.event import Event
 from ballast.core.lease import Lent, LetGo, PeerGone
 from ballast.core.settings import FleetSettings
-from ballast.engine.build import GPU_LANE_BYTES
 from ballast.memory.vm_cuda import CudaVm
-from tests.engine.gpus import serving
+from tests.engine.gpus import beside, serving
+from tests.engine.holding import held
 from tests.engine.test_lending import (  # noqa: F401
-    DEADLINE,
     Pair,
     asked,
     expected,
@@ -40,9 +39,12 @@ class Gpus(Pair):
         super().__init__(fleet, story)
 
     def _serve(self, fleet: FleetSettings) -> InProcess:  # noqa: F811
-        budget = fleet.device.budget_bytes + GPU_LANE_BYTES
-        device = replace(fleet.device, threads=None, graphs=0, budget_bytes=budget)
-        return serving(replace(fleet, device=device), self.drivers[device.name])
+        on_cpu = replace(fleet.device, name="cpu:0")
+        with InProcess(replace(fleet, device=on_cpu, story_path=None)) as server:
+            state = server.device.state
+            pages = state.pool.total - state.set_aside
+        device = replace(fleet.device, threads=None, graphs=0)
+        return serving(beside(replace(fleet, device=device), pages), self.drivers[device.name])
 
     def _pass_on(self, other: str, word: Event) -> None:
         if not isinstance(word, Lent):
@@ -73,12 +75,12 @@ def test_tokens_are_the_same_on_borrowed_pages_and_when_the_lender_dies(
         assert made.order(Lend(BORROWER, 60))().code is None
         settle(made)
         made.validate(60)
-        reached = made.at_token(50, "r7")
-        for request in asked(10):
-            made.borrower.submit(request)
-        assert reached.wait(DEADLINE)
-        assert made.borrower.device.state.models["base"].kv.borrowed_pages > 0
-        assert made.order(Recall(BORROWER, 40, 60.0))().code is None
+        with held(made.borrower, 50, "r7") as until_held:
+            made.borrower.submit(*asked(10))
+            until_held()
+            assert made.borrower.device.state.models["base"].kv.borrowed_pages > 0
+            outcome = made.order(Recall(BORROWER, 40, 60.0))
+        assert outcome().code is None
         # They are the lender's again while requests go on: its driver would see it otherwise.
         assert made.order(Lend(BORROWER, 50))().code is None
         settle(made)

@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 
 from ballast.bench.inprocess import InProcess
-from ballast.core.actions import Activate, Change, Evict
+from ballast.core.actions import Activate, Change, Evict, Leave
 from ballast.core.command import Add, Order, Outcome, Remove
-from ballast.core.event import Failed, Output, TokenOut
+from ballast.core.event import Failed
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings, Slo
 from ballast.core.units import KiB, MiB
 from ballast.core.view import Residency
 from ballast.engine.operate import REMOVED
 from tests.engine.checkpoints import VOCAB, make_base_and_tuned, make_llama
+from tests.engine.holding import held, until
 
-DEADLINE = 60.0
+DEADLINE = 240.0
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,11 @@ def asked(model: str, tokens: int = 30, id: str | None = None) -> Submission:
 
 def ordered(server: InProcess, order: Order) -> Outcome:
     """Order and wait for the end."""
+    return ordering(server, order)()
+
+
+def ordering(server: InProcess, order: Order) -> Callable[[], Outcome]:
+    """Order; what is returned waits for the end."""
     ended = threading.Event()
     outcomes: list[Outcome] = []
 
@@ -66,9 +72,12 @@ def ordered(server: InProcess, order: Order) -> Outcome:
         outcomes.append(outcome)
         ended.set()
 
+    def outcome() -> Outcome:
+        assert ended.wait(DEADLINE)
+        (told,) = outcomes
+        return told
+
     server.device.command(order, done)
-    assert ended.wait(DEADLINE)
-    (outcome,) = outcomes
     return outcome
 
 
@@ -85,19 +94,6 @@ def validate(server: InProcess) -> None:
         assert m.kv.range.os_backed() == state.pool.owned(m.kv.owner)
         mapped = state.pool.owned(m.weights.owner) + state.pool.held(m.weights.owner)
         assert m.weights.range.os_backed() == mapped
-
-
-def at_token(server: InProcess, index: int, request_id: str) -> threading.Event:
-    """Set when that token of a request has been told."""
-    reached = threading.Event()
-
-    def listen(now: float, output: Output) -> None:
-        mine = output.request_id == request_id
-        if isinstance(output, TokenOut) and mine and output.index >= index:
-            reached.set()
-
-    server.listen = listen
-    return reached
 
 
 @pytest.fixture(scope="module")
@@ -147,15 +143,14 @@ def test_an_added_model_shares_what_a_resident_one_has(
 ) -> None:
     """What was the first one's own becomes both's, in the middle of its answer."""
     with InProcess(fleet(paths, "base")) as server:
-        reached = at_token(server, 5, "base")
-        server.submit(asked("base", 200))
-        assert reached.wait(DEADLINE)
-        host_bytes = server.device.tier.n_bytes
-        assert ordered(server, Add(settings(paths, "tuned"))).code is None
-        state = server.device.state
-        shared = [s is not None for s in (x.shared for x in state.models["base"].weights.segments)]
-        assert shared == [True, False, False, True]
-        server.listen = None
+        with held(server, 5, "base") as until_held:
+            server.submit(asked("base", 200))
+            until_held()
+            host_bytes = server.device.tier.n_bytes
+            assert ordered(server, Add(settings(paths, "tuned"))).code is None
+            state = server.device.state
+            shared = [x.shared is not None for x in state.models["base"].weights.segments]
+            assert shared == [True, False, False, True]
         server.generate([asked("tuned", 20)])
         server.wait()
         sizes = state.models["tuned"].spec.segment_bytes
@@ -220,10 +215,13 @@ def test_what_cannot_be_added_says_why(paths: dict[str, Path], tmp_path: Path) -
 
 def test_removal_ends_what_is_open_after_its_patience(paths: dict[str, Path]) -> None:
     with InProcess(fleet(paths, "base", "other")) as server:
-        reached = at_token(server, 1, "base")
-        server.submit(asked("base", 230))
-        assert reached.wait(DEADLINE)
-        assert ordered(server, Remove("base", 0.0)).code is None
+        pending = server.device.loop.operations.pending
+        with held(server, 1, "base") as until_held:
+            server.submit(asked("base", 230))
+            until_held()
+            outcome = ordering(server, Remove("base", 0.0))
+            until(lambda: any(isinstance(o, Leave) and o.at_once for o in [*pending.values()]))
+        assert outcome().code is None
         server.wait()
         end = server.answers["base"].end
         assert end == Failed("base", "unavailable", REMOVED)
@@ -235,10 +233,11 @@ def test_eviction_by_the_operator_changes_no_token(
     paths: dict[str, Path], alone: Callable[[str], list[int]]
 ) -> None:
     with InProcess(fleet(paths, "base")) as server:
-        reached = at_token(server, 5, "base")
-        server.submit(asked("base", 200))
-        assert reached.wait(DEADLINE)
-        assert ordered(server, Evict("base", why="a test")).code is None
+        with held(server, 5, "base") as until_held:
+            server.submit(asked("base", 200))
+            until_held()
+            outcome = ordering(server, Evict("base", why="a test"))
+        assert outcome().code is None
         server.wait()
         assert server.answers["base"].tokens == alone("base")
         assert server.device.snapshot().models[0].preemptions == 1

@@ -21,14 +21,18 @@ from openai import AsyncOpenAI, OpenAI
 from ballast.bench.serving import child_called, children_of
 from ballast.cluster.worker import SERVING
 
-DEADLINE = 90.0
+DEADLINE = 240.0
 """Seconds after which a test gives up, on the slowest machine that may run it."""
+
+
+HELD_WORKER = "held_worker.py"
 
 
 class ServerProcess:
     """A running server, its output, and clients for it."""
 
     def __init__(self, fleet_file: Path, *options: str) -> None:
+        self._held = held_file(fleet_file)
         self._process = subprocess.Popen(
             (sys.executable, __file__, str(fleet_file), *options),
             stdout=subprocess.PIPE,
@@ -86,6 +90,15 @@ class ServerProcess:
     def kill_worker(self) -> None:
         os.kill(self.worker_pid, signal.SIGKILL)
 
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Meanwhile no request of a real model gets further than `held_worker.FAR`."""
+        self._held.touch()
+        try:
+            yield
+        finally:
+            self._held.unlink()
+
     def wait(self) -> int:
         """The exit code."""
         code = self._process.wait(DEADLINE)
@@ -105,6 +118,11 @@ class ServerProcess:
     @property
     def output(self) -> str:
         return "".join(self.lines)
+
+
+def held_file(fleet_file: Path) -> Path:
+    """While it is there, workers of real models hold their jobs."""
+    return fleet_file.with_suffix(".held")
 
 
 @contextmanager
@@ -128,7 +146,6 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
 
-    from ballast.cluster.local import COMMAND
     from ballast.core.settings import FleetSettings
     from ballast.fleet.source import Source
     from ballast.policy.presets import PRESETS
@@ -142,11 +159,13 @@ def main() -> int:
             settings = replace(settings, ping_seconds=arguments.ping)
         return replace(fleet, server=settings)
 
-    fake = Path(__file__).parent.parent / "cluster" / "fake_device.py"
+    here = Path(__file__).parent
+    worker = here.parent / "cluster" / "fake_device.py" if arguments.echo else here / HELD_WORKER
+    os.environ["BALLAST_TEST_HELD"] = str(held_file(arguments.fleet))
     return serve(
         Source(arguments.fleet, presets=PRESETS, changes=arguments.changes, adjust=adjust),
         port=0,
-        worker_command=(sys.executable, str(fake)) if arguments.echo else COMMAND,
+        worker_command=(sys.executable, str(worker)),
     )
 
 

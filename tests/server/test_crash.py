@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -41,18 +43,33 @@ class Stream:
                 self.begun.set()
 
 
+async def told_amid(
+    running: ServerProcess,
+    streams: Sequence[Stream],
+    amid: Callable[[], None] | None = None,
+    then: Callable[[], None] = lambda: None,
+) -> list[list[str]]:
+    """The tokens of all streams. `amid` is done once one of them has begun and before any ends;
+    others may wait for memory. `then` is done when they may go on."""
+    async with running.async_client() as client, asyncio.TaskGroup() as group:
+        with contextlib.nullcontext() if amid is None else running.holding():
+            for stream in streams:
+                group.create_task(stream.run(client))
+            if amid is not None:
+                begun = [asyncio.create_task(stream.begun.wait()) for stream in streams]
+                await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
+                for task in begun:
+                    task.cancel()
+                assert all(len(stream.tokens) < TOKENS for stream in streams)
+                await asyncio.to_thread(amid)
+        await asyncio.to_thread(then)
+    return [stream.tokens for stream in streams]
+
+
 def test_no_token_changes_when_the_worker_is_killed(real: ServerProcess) -> None:
     async def all_of(kill: bool) -> list[list[str]]:
         streams = [Stream(model, *kind) for model in MODELS for kind in KINDS]
-        async with real.async_client() as client, asyncio.TaskGroup() as group:
-            for stream in streams:
-                group.create_task(stream.run(client))
-            if kill:
-                for stream in streams:
-                    await stream.begun.wait()
-                assert all(len(stream.tokens) < TOKENS for stream in streams)
-                real.kill_worker()
-        return [stream.tokens for stream in streams]
+        return await told_amid(real, streams, real.kill_worker if kill else None)
 
     undisturbed = asyncio.run(all_of(kill=False))
     worker = real.worker_pid

@@ -101,7 +101,7 @@ def test_a_head_that_does_not_end_ends_its_connection(
 ) -> None:
     async def scenario() -> None:
         crowd = Crowd(lambda: 10)
-        async with serving(crowd, head_seconds=0.2, base=base) as connect:
+        async with serving(crowd, head_seconds=1.0, base=base) as connect:
             client = await connect()
             if said.startswith(REQUEST):
                 assert await client.ask()

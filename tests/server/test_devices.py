@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.server.process import ServerProcess, server
-from tests.server.test_crash import KINDS, MODELS, TOKENS, Stream
+from tests.server.test_crash import KINDS, MODELS, Stream, told_amid
 from tests.server.test_lifetime import until
 
 ADMIN = {"Authorization": "Bearer sk-admin"}
@@ -35,15 +35,7 @@ def two(fleet_file: Path) -> Iterator[ServerProcess]:
 
 async def tokens_of(running: ServerProcess, kill: bool) -> list[list[str]]:
     streams = [Stream(model, *kind) for model in MODELS for kind in (*KINDS, *KINDS)]
-    async with running.async_client() as client, asyncio.TaskGroup() as group:
-        for stream in streams:
-            group.create_task(stream.run(client))
-        if kill:
-            for stream in streams:
-                await stream.begun.wait()
-            assert all(len(stream.tokens) < TOKENS for stream in streams)
-            running.kill_worker()
-    return [stream.tokens for stream in streams]
+    return await told_amid(running, streams, running.kill_worker if kill else None)
 
 
 def test_the_tokens_are_those_of_one_device_also_when_a_worker_is_killed(

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,12 @@ import yaml
 from ballast.cluster.placing import need_of
 from ballast.core.units import KiB, MiB, ceil_div
 from ballast.fleet.file import load_fleet
+from ballast.models.on_cpu import on_cpu
+from ballast.models.profile_run import measured
 from ballast.policy.presets import PRESETS
 from ballast.weights.checkpoint import load_host_model
 from tests.server.process import ServerProcess, server
-from tests.server.test_crash import TOKENS, Stream
+from tests.server.test_crash import TOKENS, Stream, told_amid
 from tests.server.test_devices import ADMIN
 from tests.server.test_lifetime import until
 
@@ -31,7 +33,7 @@ def tight(fleet_file: Path) -> int:
     """Bytes for the second device's model and three of its requests."""
     fleet = load_fleet(fleet_file, presets=PRESETS, environ={})
     (settings,) = (m for m in fleet.models if m.name == MODEL)
-    host = load_host_model(settings)
+    host = measured(load_host_model(settings), on_cpu, fleet.device)
     need = need_of(host.spec, [fleet.device], {})
     kv = 3 * (TOKENS + 20) * host.spec.kv_bytes_per_token
     most = fleet.device.step_tokens * host.spec.kv_bytes_per_token
@@ -56,6 +58,7 @@ def two(fleet_file: Path) -> Iterator[ServerProcess]:
     with server(file) as running:
         until(lambda: order(running, "lend", memory="1MiB")[0] == 200)
         assert order(running, "recall") == (200, "recalled")
+        until(lambda: lent(running) == (0, 0))
         yield running
 
 
@@ -99,17 +102,22 @@ def pid_of(running: ServerProcess, device: str) -> int:
     return only
 
 
-async def tokens_of(running: ServerProcess, amid: Any = None) -> list[list[str]]:
-    """`amid` is called once all have begun."""
+async def tokens_of(
+    running: ServerProcess,
+    amid: Callable[[], None] | None = None,
+    then: Callable[[], None] = lambda: None,
+) -> list[list[str]]:
+    """`amid` is called while KV lies on borrowed pages, `then` when requests may go on."""
+
+    def lying() -> None:
+        assert amid is not None
+        until(lambda: used(running) > 0)
+        amid()
+
     streams = [Stream(MODEL, seed, 0.7) for seed in range(24)]
-    async with running.async_client() as client, asyncio.TaskGroup() as group:
-        for stream in streams:
-            group.create_task(stream.run(client))
-        if amid is not None:
-            await streams[0].begun.wait()
-            await asyncio.to_thread(amid)
-    assert all(len(stream.tokens) == TOKENS for stream in streams)
-    return [stream.tokens for stream in streams]
+    tokens = await told_amid(running, streams, None if amid is None else lying, then)
+    assert all(len(told) == TOKENS for told in tokens)
+    return tokens
 
 
 @pytest.fixture(scope="module")
@@ -120,15 +128,14 @@ def expected(two: ServerProcess) -> list[list[str]]:
 def test_kv_lies_on_borrowed_pages_and_moves_home_when_asked(
     two: ServerProcess, expected: list[list[str]]
 ) -> None:
-    assert order(two, "lend", memory="2MiB") == (200, "lent")
-    until(lambda: lent(two) == (2, 2))
+    assert order(two, "lend", memory="1MiB") == (200, "lent")
+    until(lambda: lent(two) == (1, 1))
 
-    def amid() -> None:
-        until(lambda: used(two) > 0)
-        assert order(two, "recall", memory="1536KiB") == (200, "recalled")
-        until(lambda: lent(two) == (0.5, 0.5))
+    def recall() -> None:
+        assert order(two, "recall", memory="768KiB") == (200, "recalled")
+        until(lambda: lent(two) == (0.25, 0.25))
 
-    assert asyncio.run(tokens_of(two, amid)) == expected
+    assert asyncio.run(tokens_of(two, lambda: None, recall)) == expected
     metrics = two.http.get("/metrics", headers=ADMIN).text
     assert f'ballast:device_lent_bytes{{borrower="{BORROWER}",device="{LENDER}"}}' in metrics
     assert order(two, "recall") == (200, "recalled")
@@ -144,12 +151,13 @@ def test_a_borrower_that_does_not_answer_is_killed_and_its_requests_go_on(
     assert order(two, "lend", memory="1MiB") == (200, "lent")
     free = devices(two)[LENDER]["total"]
 
-    def amid() -> None:
-        until(lambda: used(two) > 0)
+    def stop() -> None:
         os.kill(pid_of(two, BORROWER), signal.SIGSTOP)
+
+    def recall() -> None:
         assert order(two, "recall", seconds=0.5) == (200, "recalled")
 
-    assert asyncio.run(tokens_of(two, amid)) == expected
+    assert asyncio.run(tokens_of(two, stop, recall)) == expected
     told = devices(two)
     assert (told[BORROWER]["restarts"], told[LENDER]["restarts"]) == (1, 0)
     until(lambda: lent(two) == (0, 0))
@@ -158,6 +166,7 @@ def test_a_borrower_that_does_not_answer_is_killed_and_its_requests_go_on(
     until(lambda: order(two, "lend", memory="1MiB") == (200, "lent"))  # they know each other anew
     until(lambda: lent(two) == (1, 1))
     assert order(two, "recall") == (200, "recalled")
+    until(lambda: lent(two) == (0, 0))
 
 
 def test_a_lender_that_dies_is_replaced_once_its_memory_is_let_go_of(
@@ -166,12 +175,13 @@ def test_a_lender_that_dies_is_replaced_once_its_memory_is_let_go_of(
     assert order(two, "lend", memory="1MiB") == (200, "lent")
     restarts = devices(two)[LENDER]["restarts"]
 
-    def amid() -> None:
-        until(lambda: used(two) > 0)
+    def kill() -> None:
         os.kill(pid_of(two, LENDER), signal.SIGKILL)
+
+    def replaced() -> None:
         until(lambda: devices(two)[LENDER]["restarts"] == restarts + 1)
 
-    assert asyncio.run(tokens_of(two, amid)) == expected
+    assert asyncio.run(tokens_of(two, kill, replaced)) == expected
     until(lambda: lent(two) == (0, 0))
     until(lambda: order(two, "lend", memory="1MiB") == (200, "lent"))
     assert order(two, "recall") == (200, "recalled")

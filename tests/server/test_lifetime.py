@@ -161,7 +161,7 @@ def test_nothing_outlives_a_server_that_is_killed(echo_file: Path) -> None:
 
 
 def test_draining_refuses_what_is_new_and_is_bounded(echo_file: Path) -> None:
-    with server(echo_file, "--echo", "--drain", "3") as draining:
+    with server(echo_file, "--echo", "--drain", "8") as draining:
         held = Background(draining, stream=True)
         until(lambda: bool(held.lines))
         draining.signal()

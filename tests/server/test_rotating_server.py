@@ -15,7 +15,7 @@ from ballast.core.units import KiB
 from ballast.fleet.file import load_fleet
 from ballast.policy.presets import PRESETS
 from tests.server.process import ServerProcess, server
-from tests.server.test_crash import TOKENS, Stream
+from tests.server.test_crash import TOKENS, Stream, told_amid
 from tests.server.test_lifetime import until
 from tests.server.test_top import top
 
@@ -54,14 +54,7 @@ def turned(running: ServerProcess) -> bool:
 
 async def tokens_of(running: ServerProcess, kill: bool) -> list[list[str]]:
     streams = [Stream(BUSY, seed, float(seed % 2)) for seed in range(8)]
-    async with running.async_client() as client, asyncio.TaskGroup() as group:
-        for stream in streams:
-            group.create_task(stream.run(client))
-        if kill:
-            await streams[0].begun.wait()
-            assert any(len(stream.tokens) < TOKENS for stream in streams)
-            running.kill_worker()
-    return [stream.tokens for stream in streams]
+    return await told_amid(running, streams, running.kill_worker if kill else None)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,45 @@
+"""A worker of real models that holds its jobs while a file is there, once one of their requests has
+come far: what a test does in the midst of an answer happens there, however fast the machine is.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ballast.cluster.worker import live_device, main
+from ballast.core.event import Result
+from ballast.core.job import SequenceWork
+
+FILE = "BALLAST_TEST_HELD"
+"""Variable of the environment: the file's path."""
+FAR = 40
+"""Position from which on a request is held."""
+
+Run = Callable[[Sequence[SequenceWork]], list[Result]]
+
+
+def held(run: Run, file: Path) -> Run:
+    def wait_and_run(work: Sequence[SequenceWork]) -> list[Result]:
+        while file.exists() and any(w.end > FAR for w in work):
+            time.sleep(0.002)
+        return run(work)
+
+    return wait_and_run
+
+
+def held_device(*given: Any) -> Any:
+    """As `live_device`."""
+    device = live_device(*given)
+    file = Path(os.environ[FILE])
+    for executors in device.executors.values():  # type: ignore[attr-defined]
+        for executor in {id(e): e for e in executors}.values():
+            executor.run = held(executor.run, file)
+    return device
+
+
+if __name__ == "__main__":
+    main(make_device=held_device)
