@@ -1,13 +1,21 @@
 """Processes that tests start run the checkout that the tests are from, whichever is installed; and
-no example of a property fails for the time that it took on a busy machine."""
+no example of a property fails for the time that it took on a busy machine.
+
+`BALLAST_TEST_SPEED=20` runs the tests as on a machine twenty times as fast: the clock of devices in
+the tests' own process goes as much slower. `scripts/test_everywhere` uses it.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from ballast.core.event import Event
+from ballast.engine.inbox import MonotonicClock, QueueInbox
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
@@ -15,6 +23,30 @@ settings.load_profile("untimed")
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
+
+_NEVER = 1e9
+"""Seconds; beyond ten times as many a wait cannot last."""
+SPEED = float(os.environ.get("BALLAST_TEST_SPEED", "1"))
+
+
+def _seem_faster(times: float) -> None:
+    """Have clocks of devices go slower by this factor, and what waits by them wait longer."""
+    take = QueueInbox.take
+
+    def now(clock: MonotonicClock) -> float:
+        return (time.perf_counter() - clock._origin) / times
+
+    def take_later(inbox: QueueInbox, until: float | None) -> list[Event]:
+        if until is not None:
+            until = min(_NEVER, until + (until - inbox._clock.now()) * (times - 1.0))
+        return take(inbox, until)
+
+    MonotonicClock.now = now  # type: ignore[method-assign]
+    QueueInbox.take = take_later  # type: ignore[method-assign]
+
+
+if SPEED != 1.0:
+    _seem_faster(SPEED)
 
 LONGEST = "server", "cluster", "bench"
 """Folders whose files take longest."""
