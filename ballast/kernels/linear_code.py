@@ -303,6 +303,14 @@ def _exp(x):
 
 
 @njit(error_model="numpy")
+def _gated(gate, up):
+    """silu(gate) * up"""
+    e = _exp(-abs(gate))
+    numerator = gate if gate >= _ZERO else gate * e
+    return numerator / (_ONE + e) * up
+
+
+@njit(error_model="numpy")
 def _chunks(rows, k):
     """Into how many parts the rows are cut."""
     most = min(_CHUNK, max(ROWS_MAX, _CHUNK_FLOATS // k))
@@ -347,10 +355,7 @@ def _finish(table, panel, first, rows, sums):
         at = r * PANEL
         if mode == GATED:
             for j in range(_HALF):
-                gate, up = sums[at + j], sums[at + _HALF + j]
-                e = _exp(-abs(gate))
-                numerator = gate if gate >= _ZERO else gate * e
-                sums[at + j] = numerator / (_ONE + e) * up
+                sums[at + j] = _gated(sums[at + j], sums[at + _HALF + j])
         if mode == ADD and table[SCALE] != 0:
             scale = float32_at(table[SCALE])[first + r]
             for j in range(PANEL):
@@ -412,12 +417,27 @@ def _linear_bfloat16(table):
     _linear(table, uint16_at(table[WEIGHTS]), 2)
 
 
-_PLAIN = {"float32": _linear_float32, "bfloat16": _linear_bfloat16}
+def _gate(table):
+    """What mode GATED does, of gates and ups that were stored: rows of N outputs from X, where K
+    gates, then their K ups, and so on, lie side by side."""
+    x, out = float32_at(table[X]), float32_at(table[OUT])
+    n, k = table[N], table[K]
+    row = fetch_add(table, NEXT, 1)
+    while row < table[ROWS]:
+        at, to = row * table[X_STRIDE], row * table[OUT_STRIDE]
+        for first in range(0, n, k):
+            for j in range(first, min(first + k, n)):
+                out[to + j] = _gated(x[at + first + j], x[at + first + k + j])
+        row = fetch_add(table, NEXT, 1)
+
+
+_PLAIN = {"float32": _linear_float32, "bfloat16": _linear_bfloat16, "gate": _gate}
 _compiled: dict[str, Any] = {}
 
 
 def address_of(name: str) -> int:
-    """Address of the kernel for a dtype, from Numba's cache if there. Call it from one thread."""
+    """Address of the kernel for a dtype or of `gate`, from Numba's cache if it is there. Call it
+    from one thread."""
     if name not in _compiled:
         _compiled[name] = cfunc(_SIGNATURE, cache=True, error_model="numpy")(_PLAIN[name])
     return int(_compiled[name].address)

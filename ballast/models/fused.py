@@ -28,7 +28,7 @@ from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.memory.tensor import array_at, tensor_at
 from ballast.models.fused_adapters import AdaptedRows, FusedAdapters
-from ballast.models.library import Library, gate
+from ballast.models.library import Library
 from ballast.models.served import Rows, Served
 from ballast.weights.architecture import build
 from ballast.weights.host import HostModel
@@ -225,7 +225,7 @@ class FusedModel(Served):
                 self._landed(n)
                 self._before["gate_up"][i].run(threads)
                 multiply("gate_up", i, normed, gate_up)
-                gate(gate_up, gated, interleaved=self._interleaved)
+                linear.gate(gate_up, gated, interleaved=self._interleaved)
                 multiply("down", i, gated, landing)
                 self._landed(n)
         self._before["head"][0].run(threads)

@@ -71,19 +71,6 @@ class Library:
         return onednn.view(address, n, k, self._dtype, descriptor), bias
 
 
-def gate(gate_up: Tensor, out: Tensor, *, interleaved: bool) -> None:
-    """silu(gate) * up into `out` (rows, n), of `gate_up` (rows, >= 2 n).
-
-    Gates stand before ups; or `interleaved`, half a panel of each in turns.
-    """
-    n = out.shape[1]
-    half = PANEL // 2 if interleaved else n
-    blocks = gate_up if interleaved else gate_up[:, : 2 * n]
-    parts = blocks.view(len(blocks), -1, 2, half)
-    product = torch.nn.functional.silu(parts[:, :, 0]).mul_(parts[:, :, 1])
-    out.copy_(product.flatten(1)[:, :n])
-
-
 def _stored_shape(tensor: PackedTensor) -> tuple[int, int]:
     """(n, k), with the rows that fill up the last panel of gate and up."""
     n, k = tensor.shape

@@ -12,6 +12,7 @@ from ballast.core.errors import BrokenPromise
 from ballast.kernels.linear import (
     ADD,
     GATED,
+    gate,
     gated,
     linear,
     pack,
@@ -20,6 +21,7 @@ from ballast.kernels.linear import (
     rows,
     unpack,
 )
+from ballast.kernels.linear_code import PANEL
 
 DTYPES = (torch.float32, torch.bfloat16)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
@@ -103,6 +105,24 @@ def test_gated(dtype: torch.dtype, half: int, biased: bool) -> None:
     expected = torch.nn.functional.silu(g) * u
     size = expected.abs().amax(1, keepdim=True)
     close(found / size, expected / size)
+
+
+@each_dtype
+@pytest.mark.parametrize("half", [32, 37, 96])
+def test_what_was_stored_is_gated_to_the_same_bits(dtype: torch.dtype, half: int) -> None:
+    k, m = 75, 11
+    packed = pack(gated(matrix(half, k, dtype) * 10, matrix(half, k, dtype)))
+    x = torch.randn(m, k)
+    x[0] *= 30
+    at_once = linear(x, packed, 2 * half, k, mode=GATED)
+    stored = linear(x, packed, PANEL * len(packed), k)
+    out = torch.full((m, half + 3), 7.0)
+    gate(stored, out[:, :half], interleaved=True)
+    assert torch.equal(out[:, :half], at_once)
+    assert (out[:, half:] == 7.0).all()
+    apart = stored.view(m, -1, 2, PANEL // 2).transpose(1, 2).reshape(m, 2, -1)[:, :, :half]
+    gate(apart.flatten(1).contiguous(), out[:, :half], interleaved=False)
+    assert torch.equal(out[:, :half], at_once)
 
 
 @each_dtype

@@ -154,8 +154,10 @@ def test_prompts_are_scored_and_embedded(
         assert torch.allclose(found, reference.hidden_states[-1][0, -1], atol=1e-3)
 
 
-def test_rows_of_the_base_are_untouched_to_the_bit(served: Served) -> None:
-    texts = prompts(4)
+@pytest.mark.parametrize("most", [5, 100])
+def test_rows_of_the_base_are_untouched_to_the_bit(served: Served, most: int) -> None:
+    """Of jobs of few rows, which our own kernels run on any CPU, and of many."""
+    texts = [t[:most] for t in prompts(4)]
     alone = served.logits(*(work(i, t, None) for i, t in enumerate(texts)))
     beside = served.logits(*(work(i, t, [None, 0, None, 2][i]) for i, t in enumerate(texts)))
     assert torch.equal(alone[[0, 2]], beside[[0, 2]])
