@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ballast.bench import doctor_memory
 from ballast.bench.finding import Finding, Verdict, judged
+from ballast.bench.loading import load_as_served
 from ballast.cluster.member import of_rank
 from ballast.cluster.placing import homes_of
 from ballast.core.capability import Reach
@@ -19,24 +20,18 @@ from ballast.engine.never_run import WHERE, never_run
 from ballast.kv.layout import Layout
 from ballast.memory.cuda_devices import reach_of
 from ballast.memory.cuda_driver import CudaDriver
-from ballast.models.on_cpu import on_cpu
 from ballast.models.parallel import check_parallel
-from ballast.models.profile_run import measured
 from ballast.policy.presets import resolve
-from ballast.weights.checkpoint import load_host_model, read_spec
+from ballast.weights.checkpoint import read_spec
 
 
 def fleet(settings: FleetSettings) -> Iterator[Finding]:
     """One finding per model, then those of the whole. Holds one model's weights at a time."""
-    devices = [device for device, _ in settings.devices.values()]
-    profiled = _most([d for d in devices if d.gpu is None])
     specs: list[ModelSpec] = []
     faults: list[Finding] = []
     for model in settings.models:
         try:
-            host = load_host_model(model)
-            if profiled is not None:
-                host = measured(host, on_cpu, profiled)
+            host = load_as_served(model, settings)
         except BallastError as error:
             cure = "mend or replace the checkpoint, or take the model out of the file"
             faults.append(Finding(model.name, Verdict.FAIL, str(error), cure))
@@ -55,6 +50,7 @@ def fleet(settings: FleetSettings) -> Iterator[Finding]:
         cure = "raise `devices[i].budget`, or take the model out of the file"
         yield Finding("devices", Verdict.FAIL, str(error), cure)
         return
+    devices = [device for device, _ in settings.devices.values()]
     for i, device in enumerate(devices):
         own = [spec for spec in specs if device.name in homes[spec.name]]
         where = f" on {device.name}" if settings.others else ""
@@ -72,17 +68,6 @@ def fleet(settings: FleetSettings) -> Iterator[Finding]:
     budget = sum(device.budget_bytes for device in devices)
     named = "the budgets" if settings.others else "the budget"
     yield doctor_memory.room(budget + weights, f"{named} and all weights on the host")
-
-
-def _most(devices: Sequence[DeviceSettings]) -> DeviceSettings | None:
-    """One whose largest job is as large as that of any; None if there are none."""
-    if not devices:
-        return None
-    return replace(
-        devices[0],
-        step_tokens=max(d.step_tokens for d in devices),
-        step_logits=max(d.step_logits for d in devices),
-    )
 
 
 def _group(

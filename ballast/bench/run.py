@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ballast.bench.choose import options_of, slos_of
 from ballast.bench.http import HttpTarget
+from ballast.bench.loading import load_as_served
 from ballast.bench.record import prompts_of, vocabularies_of
 from ballast.bench.replay import Replayed, replay
 from ballast.bench.report import Report
@@ -21,15 +22,15 @@ from ballast.core.settings import FleetSettings
 from ballast.engine.inbox import MonotonicClock
 from ballast.sim.calibrate import calibrate
 from ballast.sim.profile import DeviceProfile
-from ballast.weights.checkpoint import load_host_model
 from ballast.workload.workload import Workload
 
 
 def specs_of(fleet: FleetSettings) -> list[ModelSpec]:
-    """Sizes of the fleet's models, in its order; each checkpoint is loaded and let go."""
+    """Sizes of the fleet's models as they are served on this machine, in its order; each checkpoint
+    is loaded, its jobs are measured, and it is let go."""
     specs = []
     for settings in fleet.models:
-        host = load_host_model(settings)
+        host = load_as_served(settings, fleet)
         specs.append(host.spec)
         host.close()
     return specs

@@ -14,6 +14,7 @@ from ballast.bench import doctor_fleet, doctor_machine, doctor_memory
 from ballast.bench.doctor import examine, table
 from ballast.bench.finding import Finding, Verdict
 from ballast.bench.inprocess import InProcess
+from ballast.bench.run import specs_of
 from ballast.core.units import GiB, KiB, MiB, ceil_div, format_bytes
 from ballast.engine.build import largest_jobs
 from ballast.engine.inbox import MonotonicClock
@@ -77,11 +78,13 @@ def test_a_fleet_that_fits(made: MadeFleet) -> None:
 
 
 def test_activations_are_what_a_server_sets_aside(made: MadeFleet) -> None:
+    """And what a run in virtual time has, beside one that is live."""
     fleet = load_fleet(made.file, presets=("balloon",), environ={})
     found = by_check(list(doctor_fleet.fleet(fleet)))["budget"].found
     with InProcess(fleet) as server:
         aside = largest_jobs(server.device.specs.values(), server.device.state.settings)
         assert server.device.state.arena.pages == ceil_div(aside, fleet.device.page_bytes)
+        assert specs_of(fleet) == [*server.device.specs.values()]
     assert f"{format_bytes(aside)} for activations" in found
 
 

@@ -1,0 +1,33 @@
+"""Models in the host tier, as the devices of a fleet on this machine would have them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
+from ballast.models.on_cpu import on_cpu
+from ballast.models.profile_run import measured
+from ballast.weights.checkpoint import load_host_model
+from ballast.weights.host import HostModel
+
+
+def load_as_served(model: ModelSettings, fleet: FleetSettings) -> HostModel:
+    """The checkpoint; its jobs are measured where the fleet has a CPU of one rank.
+
+    Raises as `load_host_model` and `measured`.
+    """
+    host = load_host_model(model)
+    device = _most([device for device, _ in fleet.devices.values()])
+    return host if device is None else measured(host, on_cpu, device)
+
+
+def _most(devices: list[DeviceSettings]) -> DeviceSettings | None:
+    """A CPU whose largest job is as large as that of any; None if there is no CPU."""
+    cpus = [d for d in devices if d.gpu is None and d.tensor_parallel == 1]
+    if not cpus:
+        return None
+    return replace(
+        cpus[0],
+        step_tokens=max(d.step_tokens for d in cpus),
+        step_logits=max(d.step_logits for d in cpus),
+    )
