@@ -68,6 +68,7 @@ class ModelView:
     limit: int | None
     """Bound on kv_pages, if any."""
     held: bool
+    """Waiting requests are not admitted."""
     busy: bool
     """A job of this model is in flight."""
     waiting: tuple[RequestView, ...]
@@ -109,6 +110,8 @@ class ModelView:
     first_cached_pages: int = 0
     """Of `cached_pages`, those that hold the cached prefix of its first waiting request, which
     lacks pages: dropping them makes it lack as many more."""
+    paused: bool = False
+    """No job of the model starts; running requests keep their KV."""
 
     @property
     def name(self) -> str:

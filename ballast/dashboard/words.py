@@ -114,6 +114,8 @@ def _decided(decision: Mapping[str, Any]) -> Decided:
     verb = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", str(decision.get("action", "?"))).lower()
     if decision.get("held") is False:
         verb = "release"
+    elif decision.get("paused"):
+        verb = "pause"
     details = []
     if why := decision.get("why"):
         details.append(str(why))

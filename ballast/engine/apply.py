@@ -115,7 +115,7 @@ def _limit(state: DeviceState, a: Limit) -> Refusal:
 
 def _hold(state: DeviceState, a: Hold) -> Refusal:
     m = state.models[a.model]
-    m.held = a.held
+    m.held, m.paused = a.held, a.paused
     state.touch(m)
     return None
 

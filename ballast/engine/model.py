@@ -35,6 +35,8 @@ class ModelState:
     paused: dict[str, Request] = field(default_factory=dict)
     """By id (`ballast.engine.pausing`)."""
     held: bool = False
+    paused: bool = False
+    """Held, and its running requests stand still."""
     job: Job | None = None
     """In flight."""
     transfer_id: int | None = None

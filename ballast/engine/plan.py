@@ -80,8 +80,10 @@ def plan(m: ModelState, settings: DeviceSettings, now: float, freed: int) -> lis
 
     Waiting requests are admitted first come first served, and only if their whole prompt (after a
     preemption: and the output so far) finds pages: one that could not end its prefill would only
-    be preempted again.
+    be preempted again. A paused model has no work, and its known shortages stay.
     """
+    if m.paused:
+        return []
     p = _Plan(m, settings)
     known, m.shortages = m.shortages, []
     decoding, prefilling = m.phases()

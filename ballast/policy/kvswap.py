@@ -24,8 +24,8 @@ from ballast.policy.offers import (
     own_younger_requests,
     younger_requests,
 )
-from ballast.policy.recompute import PATIENCE, Standing, pooled, stand
-from ballast.policy.static import cover_within, shares
+from ballast.policy.recompute import PATIENCE, Standing, hold, pooled, served, stand, turns_of
+from ballast.policy.static import cover_within, placed, shares
 
 LEAST_KEPT = 4
 """Of so many layers at least one keeps its pages."""
@@ -48,27 +48,28 @@ class KvSwap:
 
     Layers are added as long as a decode step hides what they bring over the link, but for `slack`
     of its time (`cap` 0: as long as there are any), each time enough for `ahead` times the KV there
-    is. When it is over they have pages of their own again, if `spare` of the device's pages stay
-    free. `dirty`: of a layer only what a step has written is stored; else all that it has loaded.
-    `mixed`: bytes per second that the link has each way while it carries both ways, as part of
-    those it has to the device alone.
+    is. When it is over they have pages of their own again, if `reserve` of the KV pages that
+    weights leave stay free. `dirty`: of a layer only what a step has written is stored; else all
+    that it has loaded. `mixed`: bytes per second that the link has each way while it carries both
+    ways, as part of those it has to the device alone.
     """
 
     temporal: float = 0
     quantum: float = 1.0
-    pooled: float = 0
+    preemptive: float = 0
+    pooled: float = 1
     dirty: float = 0
     cap: float = 1
     slack: float = 0.02
     ahead: float = 0.1
-    spare: float = 0.1
+    reserve: float = 0.1
     mixed: float = 0.43
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         before = memo if isinstance(memo, Standing) else None
-        standing, actions, wake = stand(
-            view, before, pooled if self.pooled else shares, self.quantum if self.temporal else None
-        )
+        turns = turns_of(self.temporal, self.quantum, self.preemptive)
+        standing, actions = stand(view, before, pooled if self.pooled else shares, turns)
+        whole, view = view, served(view, standing, turns)
         turning = {m.name for m in view.models if m.kv_turning}
         found, overdue_at = kv_claims(view, waiting=True, patience=PATIENCE)
         claims = [c for c in found if c.model not in turning]
@@ -83,18 +84,19 @@ class KvSwap:
                 own_prefix,
             ]
             covered = cover(view, claims, sources)
-            actions += covered.actions
-            promises = covered.promises
-            wake = earliest(wake, overdue_at)
+            freeing, promises = covered.actions, covered.promises
         else:
             # Within a share whoever waits keeps nothing from those that run.
             running = [c for c in claims if c.may_preempt]
             waiting = [c for c in claims if not c.may_preempt]
-            undone = cover_within(view, running, [self.offers, own_younger_requests])
-            actions += undone or cover_within(view, waiting, [self.offers])
+            freeing = cover_within(view, running, [self.offers, own_younger_requests])
+            freeing = freeing or cover_within(view, waiting, [self.offers])
+        ended = hold(whole, standing, turns, promises, freed=bool(freeing or turning))
+        actions += [*ended.holds, *freeing]
         if not view.shortages:
             actions += self._reversions(view)
-        return Decision(tuple(actions), standing, wake, promises)
+        wake = earliest(overdue_at if self.pooled else None, ended.up_at)
+        return Decision(tuple(actions), ended.standing, wake, ended.promises)
 
     def offers(self, view: DeviceView, claim: Claim) -> Iterator[Offer]:
         """Pages that KV would free if more of its layers rotated: the claim's own model's first."""
@@ -158,7 +160,9 @@ class KvSwap:
     def _reversions(self, view: DeviceView) -> list[Action]:
         """Layers that may have their pages again, at least half of those that rotate."""
         actions: list[Action] = []
-        free = view.free - view.promised - round(self.spare * view.total)
+        if all(m.kv_rotation in (None, WHOLE) for m in view.models):
+            return actions
+        free = view.free - view.promised - round(self.reserve * placed(view)[1])
         for m in view.models:
             now = m.kv_rotation
             if now is None or now == WHOLE or m.kv_turning:
@@ -170,7 +174,7 @@ class KvSwap:
             layer = ceil_div(m.kv_layer_pages * used, m.kv_pages) if used else 0
             room = free + m.cached_pages
             if m.limit is not None:
-                room = min(room, m.limit - used - round(self.spare * m.limit))
+                room = min(room, m.limit - used - round(self.reserve * m.limit))
             lent = now.lent - max(0, room) // layer if layer else 0
             if lent <= 0:
                 rotation = WHOLE

@@ -21,13 +21,9 @@ from ballast.policy.offers import (
     own_younger_requests,
     younger_requests,
 )
-from ballast.policy.recompute import PATIENCE, Standing, stand
+from ballast.policy.recompute import PATIENCE, Standing, hold, served, stand, turns_of
 from ballast.policy.reversion import off_peak, to_active
 from ballast.policy.static import placed, recalls, shares, within
-
-AHEAD = 8
-"""Requests of a queue for which layers are taken at once, not one after another: while layers
-change hands, their model does not run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,42 +46,44 @@ class Mirage:
     inactive models (the least important first, then those used last), from layers of active ones,
     each up to what its passes hide; only then are requests preempted. When a model becomes active
     its layers come back, as far as they exceed what an active one may lend. When nothing has been
-    short for `patience` seconds, layers come back as far as `reserve` of the KV pages stay free.
+    short for `cooldown` seconds, layers come back as far as `reserve` of the KV pages stay free.
 
     `pooled`: KV of all models comes from one pool; else each has a share, which grows by what is
     lent for it. `beta`: slots of every rotation; 0: as many as stall least. `cap` 0: passes may
     wait for layers. `lru`: those used longest ago lend first. `portion`: at most so many of a
     model's layers are lent. `reversion` 0: only models that become active get layers back.
+    `lookahead`: requests of a queue, its first one included, for which layers are taken at once and
+    not one after another, as a model stands still while its layers change hands (`pooled` only).
     """
 
     temporal: float = 0
     quantum: float = 1.0
+    preemptive: float = 0
     pooled: float = 1
     lru: float = 0
     beta: float = 0
     cap: float = 1
     portion: float = 1.0
     reversion: float = 1
-    patience: float = 1.0
+    cooldown: float = 1.0
+    lookahead: float = 8
     reserve: float = 0.1
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         before = memo if isinstance(memo, Memory) else Memory()
-        standing, actions, wake = stand(
-            view,
-            before.standing,
-            self._with_layers if self.pooled else shares,
-            self.quantum if self.temporal else None,
-        )
+        turns = turns_of(self.temporal, self.quantum, self.preemptive)
+        divide = self._with_layers if self.pooled else shares
+        standing, actions = stand(view, before.standing, divide, turns)
+        whole, view = view, served(view, standing, turns)
         active = self._active(view, standing)
         layers = self._layers(view, standing, active)
         claims, short_at = kv_claims(view, waiting=True, patience=PATIENCE)
         promises: tuple[Promise, ...] = ()
         if self.pooled:
-            absent, overdue_at = activation_claims(view, PATIENCE)
-            wake = earliest(wake, overdue_at, short_at)
+            absent, wake = activation_claims(view, PATIENCE)
+            wake = earliest(wake, short_at)
             if claims and layers.any_left(view):
-                claims += queue_claims(view, AHEAD)
+                claims += queue_claims(view, int(self.lookahead))
             sources = [
                 cached_prefixes,
                 loose_blocks,
@@ -97,8 +95,11 @@ class Mirage:
             ground, done, promises = covered.ground, covered.actions, covered.promises
             after = _with(view, done)
         else:
+            wake = None
             after, done = self._cover_within(view, claims, layers, standing.division.pages)
             ground = Ground(_having(after, surplus(after, standing.division.pages)))
+        ended = hold(whole, standing, turns, promises, freed=bool(done))
+        standing, wake = ended.standing, earliest(wake, ended.up_at)
         returning = before.returning | (active - before.active)
         cached = [cached_prefixes] if self.pooled else []
         sources = [*cached, layers.of_inactive]
@@ -107,7 +108,7 @@ class Mirage:
         since = view.now if before.calm_since is None else before.calm_since
         calm = None if claims else since
         if self.reversion and calm is not None and any(m.rotation.lent for m in view.models):
-            due = calm + self.patience
+            due = calm + self.cooldown
             if view.now < due:
                 wake = earliest(wake, due)
             elif not back:
@@ -116,8 +117,8 @@ class Mirage:
         settled = (
             layers.settled(view, a) if isinstance(a, Remap) else a for a in last_remaps(done)
         )
-        chosen = (*actions, *(a for a in settled if a is not None))
-        return Decision(chosen, memory, wake, promises)
+        changes = (a for a in settled if a is not None)
+        return Decision((*actions, *ended.holds, *changes), memory, wake, ended.promises)
 
     def _active(self, view: DeviceView, standing: Standing) -> frozenset[str]:
         """Models with requests; where there are turns, of these the one whose turn it is."""
@@ -138,7 +139,7 @@ class Mirage:
             self.portion,
             bool(self.lru),
             bool(self.pooled),
-            self.patience,
+            self.cooldown,
         )
 
     def _with_layers(self, view: DeviceView) -> dict[str, int]:

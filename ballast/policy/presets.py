@@ -54,6 +54,20 @@ _KINDS = {
 PRESETS = tuple(_KINDS)
 
 
+def option_names(name: str) -> tuple[str, ...]:
+    """Options of the preset `name`.
+
+    An option means the same, and has the same default, in every preset that has it.
+    """
+    return tuple(f.name for f in dataclasses.fields(_KINDS[name].device))  # type: ignore[arg-type]
+
+
+def shared_options(name: str, options: Mapping[str, float]) -> dict[str, float]:
+    """Those of `options` that the preset `name` has: what makes it comparable with theirs."""
+    known = option_names(name)
+    return {key: value for key, value in options.items() if key in known}
+
+
 def resolve(name: str, options: Mapping[str, float] | None = None) -> Preset:
     """The preset `name`, tuned by `options` (fields of its device policy).
 
@@ -64,7 +78,7 @@ def resolve(name: str, options: Mapping[str, float] | None = None) -> Preset:
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ConfigError("preset", name, f"use one of {', '.join(PRESETS)}{hint}")
     kind = _KINDS[name]
-    known = [f.name for f in dataclasses.fields(kind.device)]  # type: ignore[arg-type]
+    known = option_names(name)
     for key, value in (options or {}).items():
         if key not in known:
             allowed = ", ".join(known) or "none"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ballast.core.actions import Action, Decision
+from ballast.core.actions import Action, Decision, Promise
 from ballast.core.view import DeviceView
 from ballast.policy.claims import activation_claims, earliest, kv_claims
 from ballast.policy.cover import cover
@@ -18,7 +18,7 @@ from ballast.policy.offers import (
     younger_requests,
 )
 from ballast.policy.static import Division, cover_within, keep_places, placed, shares
-from ballast.policy.turns import Turn, round_robin
+from ballast.policy.turns import RoundRobin, Turn
 
 PATIENCE = 0.5
 """Part of its TTFT service level that a request waits for room, before younger requests make way
@@ -37,48 +37,90 @@ class Standing:
 class Recompute:
     """Every model keeps its place; where KV is short, the youngest running request starts again.
 
-    `temporal`: one model at a time is served, in turns of `quantum` seconds plus what is running
-    then; else all are, job by job. `pooled`: the KV of all models comes from one pool; else each
-    has its share of it, as with `static`.
+    `temporal`: one model at a time is served, in turns of `quantum` seconds, `preemptive` or until
+    what runs then has finished; else all are, job by job. `pooled`: the KV of all models comes from
+    one pool; else each has its share of it, as with `static`.
     """
 
     temporal: float = 0
     quantum: float = 1.0
-    pooled: float = 0
+    preemptive: float = 0
+    pooled: float = 1
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         before = memo if isinstance(memo, Standing) else None
-        standing, actions, wake = stand(
-            view, before, pooled if self.pooled else shares, self.quantum if self.temporal else None
-        )
-        if not self.pooled:
+        turns = turns_of(self.temporal, self.quantum, self.preemptive)
+        standing, actions = stand(view, before, pooled if self.pooled else shares, turns)
+        whole, view = view, served(view, standing, turns)
+        wake, promises = None, tuple[Promise, ...]()
+        if self.pooled:
+            absent, absent_at = activation_claims(view, PATIENCE)
+            short, short_at = kv_claims(view, waiting=True, patience=PATIENCE)
+            sources = [cached_prefixes, loose_blocks, lent_pages, younger_requests, own_prefix]
+            covered = cover(view, [*absent, *short], sources)
+            freeing, promises = covered.actions, covered.promises
+            wake = earliest(absent_at, short_at)
+        else:
             claims, _ = kv_claims(view, waiting=False)
-            actions += cover_within(view, claims, [own_younger_requests])
-            return Decision(tuple(actions), standing, wake)
-        absent, absent_at = activation_claims(view, PATIENCE)
-        short, short_at = kv_claims(view, waiting=True, patience=PATIENCE)
-        sources = [cached_prefixes, loose_blocks, lent_pages, younger_requests, own_prefix]
-        covered = cover(view, [*absent, *short], sources)
-        wake = earliest(wake, absent_at, short_at)
-        return Decision((*actions, *covered.actions), standing, wake, covered.promises)
+            freeing = cover_within(view, claims, [own_younger_requests])
+        ended = hold(whole, standing, turns, promises, freed=bool(freeing))
+        wake = earliest(wake, ended.up_at)
+        return Decision((*actions, *ended.holds, *freeing), ended.standing, wake, ended.promises)
+
+
+def turns_of(temporal: float, quantum: float, preemptive: float) -> RoundRobin | None:
+    """The turns that a preset's options ask for, if any."""
+    return RoundRobin(quantum, bool(preemptive)) if temporal else None
 
 
 def stand(
     view: DeviceView,
     before: Standing | None,
     divide: Callable[[DeviceView], dict[str, int]],
-    quantum: float | None,
-) -> tuple[Standing, list[Action], float | None]:
-    """Places and turns from now on, what they ask for, and when a turn's time is over.
-
-    `quantum` None: there are no turns.
-    """
+    turns: RoundRobin | None,
+) -> tuple[Standing, list[Action]]:
+    """Places and the turn from now on, and what the places ask for."""
     division, actions = keep_places(view, before.division if before else None, divide)
-    turn, wake = before.turn if before else None, None
-    if quantum is not None:
-        turn, holds, wake = round_robin(view, turn, quantum)
-        actions += holds
-    return Standing(division, turn), actions, wake
+    turn = before.turn if before else None
+    return Standing(division, turns.current(view, turn) if turns else turn), actions
+
+
+def served(view: DeviceView, standing: Standing, turns: RoundRobin | None) -> DeviceView:
+    """The view once it is known whose turn it is: as it will be when the others are held."""
+    return turns.served(view, standing.turn) if turns else view
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """How a decision ends: whose turn it is from now on, and what that asks for."""
+
+    standing: Standing
+    holds: list[Action]
+    promises: tuple[Promise, ...]
+    up_at: float | None
+    """When the turn's time is up."""
+
+
+def hold(
+    view: DeviceView,
+    standing: Standing,
+    turns: RoundRobin | None,
+    promises: tuple[Promise, ...],
+    *,
+    freed: bool,
+) -> Held:
+    """End a decision that has `freed` pages or not: a turn in which nothing can run passes on, and
+    what was promised to its requests is free for the next.
+
+    `view` is the device's own, not what is `served`.
+    """
+    if turns is None:
+        return Held(standing, [], promises, None)
+    turn = standing.turn if freed else turns.yielded(view, standing.turn)
+    if turn is not standing.turn:
+        promises = ()
+    holds, up_at = turns.holds(view, turn), turns.up_at(view, turn)
+    return Held(replace(standing, turn=turn), holds, promises, up_at)
 
 
 def pooled(view: DeviceView) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 
 from ballast.core.actions import Action, Activate, Decision, Evict, Hold
 from ballast.core.view import DeviceView, ModelView, Residency
@@ -16,8 +17,8 @@ from ballast.policy.turns import Phase, Turn, phase
 class WholeModels:
     """The model with the oldest request comes next.
 
-    The one that runs keeps the device while it has requests; once others have waited and it has
-    run for `quantum` seconds, it admits no more, ends what it runs, and goes.
+    The one that runs keeps the device while it has requests; once others have waited and its
+    weights have been there for `quantum` seconds, it admits no more, ends what it runs, and goes.
     """
 
     quantum: float = 1.0
@@ -36,6 +37,9 @@ class WholeModels:
         if current.residency in (Residency.ABSENT, Residency.FAILED):
             following = heir or (current if current.waiting else None)
             return self._start(view, following, []) if following else Decision()
+        resident = current.residency is Residency.RESIDENT
+        if resident and turn.since == inf:
+            turn = replace(turn, since=view.now)
         claims, _ = shortage_claims(view, patience=float("inf"))
         actions += cover(view, claims, [cached_prefixes, lent_pages, own_younger_requests]).actions
         if heir is None:
@@ -43,7 +47,6 @@ class WholeModels:
                 actions.append(Hold(current.name, False, why="nobody else waits"))
             return Decision(tuple(actions), turn)
         over_at = turn.since + self.quantum
-        resident = current.residency is Residency.RESIDENT
         at = phase(turn, current, view.now, self.quantum)
         if at is Phase.OVER and resident:
             actions.append(Hold(current.name, False))
@@ -54,11 +57,11 @@ class WholeModels:
                 start = self._start(view, heir, actions)
                 return replace(start, actions=(*start.actions, evict))
             return self._start(view, heir, [*actions, evict])
-        if at is Phase.RUNS_OUT and not current.held and resident:
+        if at is Phase.DRAINS and not current.held and resident:
             actions.append(Hold(current.name, True, why=f"its turn is over, {heir.name} waits"))
-        return Decision(tuple(actions), turn, None if view.now >= over_at else over_at)
+        return Decision(tuple(actions), turn, over_at if view.now < over_at < inf else None)
 
     @staticmethod
     def _start(view: DeviceView, heir: ModelView, actions: list[Action]) -> Decision:
         actions = [*actions, Activate(heir.name, why="its turn")]
-        return Decision(tuple(actions), Turn(heir.name, view.now))
+        return Decision(tuple(actions), Turn(heir.name, since=inf))

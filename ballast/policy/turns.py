@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ballast.core.actions import Hold
+from ballast.core.actions import Action, Hold
 from ballast.core.view import DeviceView, ModelView, Residency
 
 
@@ -15,6 +15,7 @@ class Turn:
 
     model: str
     since: float
+    """Infinite while its weights are on their way."""
     past: tuple[str, ...] = ()
     """Models that had turns before, the latest last."""
 
@@ -25,58 +26,146 @@ class Turn:
 
 
 class Phase(enum.Enum):
-    """Of a turn for whose end others wait."""
+    """State of a turn for whose end others wait."""
 
     LASTS = enum.auto()
-    RUNS_OUT = enum.auto()
-    """It admits no more, and ends what it runs."""
+    DRAINS = enum.auto()
+    """It admits no more requests, and finishes those that run."""
     OVER = enum.auto()
 
 
-def phase(turn: Turn, current: ModelView, now: float, quantum: float) -> Phase:
-    """Where the turn of `current` is, `quantum` being the seconds that it may admit requests."""
-    over = now >= turn.since + quantum
-    if current.idle or (over and not current.running):
+def phase(
+    turn: Turn, current: ModelView, now: float, quantum: float, preemptive: bool = False
+) -> Phase:
+    """State of `current`'s turn, `quantum` being the seconds in which it may admit requests."""
+    up = now >= turn.since + quantum
+    if current.idle or (up and (preemptive or not current.running)):
         return Phase.OVER
-    return Phase.RUNS_OUT if over else Phase.LASTS
+    return Phase.DRAINS if up else Phase.LASTS
 
 
-def round_robin(
-    view: DeviceView, turn: Turn | None, quantum: float
-) -> tuple[Turn | None, list[Hold], float | None]:
-    """The turn from now on, what holds the others back, and when the turn's time is over.
+@dataclass(frozen=True, slots=True)
+class RoundRobin:
+    """Turns of `quantum` seconds, in the fleet's order, of resident models that have requests.
 
-    Resident models with waiting requests come one after another, in the fleet's order.
+    A turn whose time is up drains: it ends when its running requests have finished. If it is
+    `preemptive` it ends at once: they pause, keep their KV, and go on in the model's next turn. A
+    preemptive turn also ends early, when the model can form no job for want of pages and another
+    model can (`yielded`).
+
+    A decision asks for `current`, then frees pages for what is `served`, and last of all sets the
+    `holds`.
     """
-    models = {m.name: m for m in view.models}
-    current = models.get(turn.model) if turn is not None else None
-    heir = _following(view, turn)
-    runs_out, wake = False, None
-    if heir is not None:
-        at = Phase.OVER
-        if turn is not None and current is not None and current.residency is Residency.RESIDENT:
-            at = phase(turn, current, view.now, quantum)
-        if at is Phase.OVER:
-            turn = turn.then(heir, view.now) if turn is not None else Turn(heir, view.now)
-        elif at is Phase.LASTS and turn is not None:
-            wake = turn.since + quantum
-        runs_out = at is Phase.RUNS_OUT
-    holds = []
-    for m in view.models:
-        its_turn = turn is not None and m.name == turn.model
-        held = runs_out or not its_turn
-        if held != m.held:
-            why = "its turn is over" if its_turn and held else "its turn"
-            holds.append(Hold(m.name, held, why if its_turn else "another model's turn"))
-    return turn, holds, wake
+
+    quantum: float
+    preemptive: bool = False
+
+    def current(self, view: DeviceView, turn: Turn | None) -> Turn | None:
+        """The turn from now on."""
+        heir = self._following(view, turn)
+        if heir is None or self._phase(view, turn) is not Phase.OVER:
+            return turn
+        return Turn(heir, view.now) if turn is None else turn.then(heir, view.now)
+
+    def served(self, view: DeviceView, turn: Turn | None) -> DeviceView:
+        """The view once the `holds` are set; paused models lack nothing in it: their requests
+        claim no pages."""
+        wanted = self._wanted(view, turn)
+        models = tuple(
+            m
+            if (m.held, m.paused) == wanted[m.name]
+            else replace(m, held=wanted[m.name][0], paused=wanted[m.name][1])
+            for m in view.models
+        )
+        lack = tuple(s for s in view.shortages if not wanted[s.model][1])
+        return replace(view, models=models, shortages=lack)
+
+    def yielded(self, view: DeviceView, turn: Turn | None) -> Turn | None:
+        """The turn from now on where a decision frees no pages.
+
+        That of the next model that can run, if the present one cannot and no pages are on their
+        way to it.
+        """
+        if not self.preemptive or turn is None or view.coming > view.free - view.promised:
+            return turn
+        current = _resident(view, turn.model)
+        if current is None or not starved(view, current):
+            return turn
+        heir = self._following(view, turn, able=True)
+        return turn if heir is None else turn.then(heir, view.now)
+
+    def holds(self, view: DeviceView, turn: Turn | None) -> list[Action]:
+        """Hold every model whose turn it is not, or drains."""
+        wanted = self._wanted(view, turn)
+        actions: list[Action] = []
+        for m in view.models:
+            held, paused = wanted[m.name]
+            if (held, paused) != (m.held, m.paused):
+                its_turn = turn is not None and m.name == turn.model
+                why = "its turn is over" if its_turn and held else "its turn"
+                why = why if its_turn else "another model's turn"
+                actions.append(Hold(m.name, held, why, paused))
+        return actions
+
+    def up_at(self, view: DeviceView, turn: Turn | None) -> float | None:
+        """When the turn's time is up; None where nobody waits for that, or where all wait for
+        pages that no turn will bring (the loop sees then that it is stuck)."""
+        if turn is None or self._phase(view, turn) is not Phase.LASTS or _helpless(view):
+            return None
+        return None if self._following(view, turn) is None else turn.since + self.quantum
+
+    def _wanted(self, view: DeviceView, turn: Turn | None) -> dict[str, tuple[bool, bool]]:
+        """Whether each model is to be held, and paused."""
+        drains = self._phase(view, turn) is Phase.DRAINS and self._following(view, turn) is not None
+        rest = True, self.preemptive
+        wanted = dict.fromkeys((m.name for m in view.models), rest)
+        if turn is not None and turn.model in wanted:
+            wanted[turn.model] = drains, False
+        return wanted
+
+    def _phase(self, view: DeviceView, turn: Turn | None) -> Phase:
+        current = None if turn is None else _resident(view, turn.model)
+        if turn is None or current is None:
+            return Phase.OVER
+        return phase(turn, current, view.now, self.quantum, self.preemptive)
+
+    def _following(self, view: DeviceView, turn: Turn | None, able: bool = False) -> str | None:
+        """The model whose turn is next, None if no other one has work; `able`: of those that
+        lack no pages."""
+        names = [m.name for m in view.models]
+        last = turn.model if turn is not None else None
+        first = names.index(last) + 1 if last in names else 0
+        for m in view.models[first:] + view.models[:first]:
+            works = bool(m.waiting) or (self.preemptive and bool(m.running))
+            if not works or m.residency is not Residency.RESIDENT or m.name == last:
+                continue
+            if not (able and starved(view, m)):
+                return m.name
+        return None
 
 
-def _following(view: DeviceView, turn: Turn | None) -> str | None:
-    """Who comes after the turn, if anybody else waits."""
-    names = [m.name for m in view.models]
-    last = turn.model if turn is not None else None
-    first = names.index(last) + 1 if last in names else 0
-    for m in view.models[first:] + view.models[:first]:
-        if m.waiting and m.residency is Residency.RESIDENT and m.name != last:
-            return m.name
-    return None
+def starved(view: DeviceView, m: ModelView) -> bool:
+    """Whether a model has requests, and each that could run next lacks more pages than are free."""
+    if m.busy or m.idle:
+        return False
+    free = max(0, view.free - view.promised) + view.borrowed + m.cached_pages
+    room = free if m.limit is None else min(free, m.limit - m.kv_pages + m.cached_pages)
+    lack = {s.request_id for s in view.shortages if s.model == m.name and s.pages > room}
+    first = m.waiting[: int(len(m.running) < m.spec.max_running)]
+    return all(r.id in lack for r in (*m.running, *first))
+
+
+def _helpless(view: DeviceView) -> bool:
+    """Whether nothing runs, and every model that could lacks more pages than all caches hold."""
+    if any(m.busy or m.running for m in view.models):
+        return False
+    room = view.coming + view.borrowed + sum(pages for _, pages in view.lent)
+    room += sum(m.cached_pages for m in view.models)
+    lack = {s.request_id for s in view.shortages if s.pages > room}
+    here = [m for m in view.models if m.waiting and m.residency is Residency.RESIDENT]
+    return all(m.waiting[0].id in lack for m in here)
+
+
+def _resident(view: DeviceView, name: str) -> ModelView | None:
+    found = next((m for m in view.models if m.name == name), None)
+    return found if found is not None and found.residency is Residency.RESIDENT else None

@@ -19,8 +19,10 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {n: make_llama(root / n, i, num_hidden_layers=6) for i, n in enumerate(NAMES)}
 
 
-@pytest.mark.parametrize("temporal", [0, 1])
-def test_layers_are_lent_and_no_token_changes(paths: dict[str, Path], temporal: int) -> None:
+@pytest.mark.parametrize("turns", [{}, {"temporal": 1}, {"temporal": 1, "preemptive": 1}])
+def test_layers_are_lent_and_no_token_changes(
+    paths: dict[str, Path], turns: dict[str, float]
+) -> None:
     requests = asked(4)
     with InProcess(fleet(paths)) as server:
         alone = server.generate(requests)
@@ -29,7 +31,7 @@ def test_layers_are_lent_and_no_token_changes(paths: dict[str, Path], temporal: 
         longest = max(m.kv.most_pages(-(-140 // m.spec.block_tokens)) for m in models)
     tight = fleet(paths, weights + longest, "mirage")
     # No cap: how much is lent does not depend on how fast this machine is.
-    options = {"temporal": temporal, "quantum": 0.05, "cap": 0, "patience": 0.05}
+    options = {**turns, "quantum": 0.05, "cap": 0, "cooldown": 0.05}
     with InProcess(replace(tight, options=options)) as server:
         answers = server.generate(requests)
         state = server.device.state

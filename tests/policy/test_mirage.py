@@ -179,7 +179,7 @@ def calm(*models: ModelView, free: int, since: float | None = 5.0, **more: objec
 
 
 def test_layers_come_back_when_nothing_was_short_for_a_while() -> None:
-    policy = Mirage(patience=1.0, reserve=0.1)
+    policy = Mirage(cooldown=1.0, reserve=0.1)
     models = layered(busy(kv=2), lent=2), model("b"), layered(model("c"), lent=2)
     view = device(*models, free=40, now=10.0)
     first = policy(view, memory())
@@ -195,7 +195,7 @@ def test_layers_come_back_when_nothing_was_short_for_a_while() -> None:
 
 
 def test_a_shortage_begins_the_wait_anew() -> None:
-    policy = Mirage(patience=1.0)
+    policy = Mirage(cooldown=1.0)
     short = policy(short_of(2, *three(a=1), now=10.0), memory(calm_since=9.5))
     after = policy(device(*three(a=1), free=60, now=10.6), short.memo)
     assert after.actions == ()
@@ -204,7 +204,7 @@ def test_a_shortage_begins_the_wait_anew() -> None:
 
 def test_a_reserve_stays_free_and_active_models_come_first() -> None:
     """Weights take 30 of 96 pages: a reserve of a tenth is 7."""
-    policy = Mirage(patience=1.0, reserve=0.1)
+    policy = Mirage(cooldown=1.0, reserve=0.1)
     for free, expected in ((8, {}), (9, {"a": 1}), (11, {"a": 0}), (13, {"a": 0, "c": 1})):
         view = device(*three(a=2, c=2), free=free)
         assert lent(policy(view, memory(calm_since=1.0)).actions) == expected
@@ -246,7 +246,7 @@ def test_who_becomes_active_is_brought_back_to_its_cap_by_those_who_are_not() ->
 
 
 def test_a_share_grows_by_what_is_lent_for_it_and_shrinks_when_that_goes_back() -> None:
-    policy = Mirage(pooled=0, patience=1.0)
+    policy = Mirage(pooled=0, cooldown=1.0)
     a, b, c = three()
     a = replace(a, limit=20, kv_pages=20)
     b, c = (replace(m, limit=20) for m in (b, c))

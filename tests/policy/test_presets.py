@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from ballast.core.actions import Activate, DropCache, Evict, Hold, Limit, Preempt, Refuse
 from ballast.core.errors import ConfigError
 from ballast.core.view import Residency, SharedView, Shortage
 from ballast.policy.balloon import Balloon
-from ballast.policy.presets import PRESETS, resolve
+from ballast.policy.presets import PRESETS, option_names, resolve, shared_options
 from ballast.policy.static import Division, FixedShares, shares
 from ballast.policy.swap import Turn, WholeModels
 from tests.policy.worlds import device, model, request
@@ -308,7 +310,19 @@ def test_swap_starts_with_the_oldest_request() -> None:
     b = model("b", ABSENT, waiting=(request(1, arrival=1),))
     decision = WholeModels()(device(a, b, free=90), None)
     assert decision.actions == (Activate("b", why="its turn"),)
-    assert decision.memo == Turn("b", 10.0)
+    assert decision.memo == Turn("b", inf)
+
+
+def test_swap_counts_a_turn_from_when_its_weights_are_there() -> None:
+    """A copy that takes longer than the quantum does not use the turn up."""
+    a, b = model("a", waiting=(request(1),)), model("b", ABSENT, waiting=(request(2),))
+    policy = WholeModels(quantum=1.0)
+    began = policy(device(a, b, free=0, now=10.0), Turn("a", inf))
+    assert began.memo == Turn("a", 10.0)
+    assert (began.actions, began.wake_at) == ((), 11.0)
+    coming = model("a", Residency.ACTIVATING, waiting=(request(1),))
+    waits = policy(device(coming, b, free=0, now=10.0), Turn("a", inf))
+    assert (waits.actions, waits.memo, waits.wake_at) == ((), Turn("a", inf), None)
 
 
 def test_swap_forgets_the_turn_of_a_model_that_was_removed() -> None:
@@ -369,6 +383,24 @@ def test_unknown_presets_and_options_say_what_is_allowed() -> None:
         resolve("baloon")
     with pytest.raises(ConfigError, match="patience"):
         resolve("balloon", {"patient": 1})
+
+
+def test_an_option_has_one_default_in_all_presets() -> None:
+    """What presets are compared with unless a setting says otherwise is alike."""
+    defaults: dict[str, set[float]] = {}
+    for preset in PRESETS:
+        policy = resolve(preset).device
+        for option in option_names(preset):
+            defaults.setdefault(option, set()).add(getattr(policy, option))
+    assert {name: of for name, of in defaults.items() if len(of) > 1} == {}
+    assert {"pooled", "temporal", "quantum", "preemptive"} <= set(option_names("recompute"))
+
+
+def test_options_are_shared_with_the_presets_that_have_them() -> None:
+    terms = {"pooled": 0.0, "quantum": 2.0, "lru": 1.0}
+    assert shared_options("recompute", terms) == {"pooled": 0.0, "quantum": 2.0}
+    assert shared_options("swap", terms) == {"quantum": 2.0}
+    assert shared_options("static", terms) == {}
 
 
 def test_actions_carry_reasons() -> None:

@@ -34,7 +34,7 @@ def rotating(fleet_file: Path) -> Iterator[ServerProcess]:
     budget = pages * settings.device.page_bytes // KiB
     fleet = yaml.safe_load(fleet_file.read_text())
     fleet["preset"] = "mirage"
-    fleet["options"] = {"cap": 0, "patience": 3600}
+    fleet["options"] = {"cap": 0, "cooldown": 3600}
     fleet["devices"] = [device | {"budget": f"{budget}KiB"} for device in fleet["devices"]]
     file = fleet_file.with_name("rotating.yaml")
     file.write_text(yaml.safe_dump(fleet))

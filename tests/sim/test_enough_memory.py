@@ -84,7 +84,16 @@ TURNS = {"temporal": 1, "quantum": 0.1}
 
 
 @pytest.mark.parametrize("preset", ["recompute", "mirage"])
-@pytest.mark.parametrize("options", [{"pooled": 0}, {"pooled": 1}, {"pooled": 1, **TURNS}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pooled": 0},
+        {"pooled": 1},
+        {"pooled": 1, **TURNS},
+        {"pooled": 0, **TURNS, "preemptive": 1},
+        {"pooled": 1, **TURNS, "preemptive": 1},
+    ],
+)
 @pytest.mark.parametrize(("first", "lanes"), SEEDS[:1] + SEEDS[-1:])
 def test_accepted_requests_are_answered_by_models_that_keep_their_places(
     preset: str, options: Mapping[str, float], first: int, lanes: int

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ballast.core.actions import SwapKv
 from ballast.core.errors import ConfigError
 from ballast.core.event import Finished
 from ballast.core.link import LinkRates
@@ -17,6 +18,7 @@ from ballast.engine.storyfile import StoryFile
 from ballast.kv.blocks import KvCache
 from ballast.memory.pool import Pool
 from ballast.memory.vm_null import NullVm
+from ballast.policy.kvswap import KvSwap
 from ballast.sim.device import Profile
 from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
@@ -118,3 +120,16 @@ def test_several_lanes_are_not_simulated() -> None:
     several = fleet("kvswap", [SPEC], 200, lanes=2, threads=2)
     with pytest.raises(ConfigError, match="one lane"):
         simulate(several, [SPEC], [], profile, Heard())
+
+
+def test_kv_comes_home_while_a_part_of_what_kv_has_stays_free() -> None:
+    """Weights take nine tenths of this device: a reserve counted in its pages could not be met."""
+    rotating = Rotation((2, 5), 1)
+    m = worlds.model("a", pages=900, kv=70)
+    m = replace(m, spec=SPEC, kv_rotation=rotating, kv_layer_pages=10)
+    view = worlds.device(m, free=26, total=1000)
+    (change,) = KvSwap(reserve=0.1)(view, KvSwap()(view, None).memo).actions
+    assert isinstance(change, SwapKv)
+    assert change.rotation == WHOLE
+    tight = worlds.device(m, free=15, total=1000)
+    assert KvSwap(reserve=0.1)(tight, KvSwap()(tight, None).memo).actions == ()

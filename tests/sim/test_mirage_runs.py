@@ -166,19 +166,27 @@ def test_layers_come_back_when_the_peak_is_over(options: dict[str, float]) -> No
     arrivals = burst(60, 0.0, 60.0, seed=5) + late
     lent = run("mirage", {**options, "reversion": 0}, arrivals)
     assert any(m.rotation.lent for m in lent.state.models.values())
-    back = run("mirage", {**options, "patience": 0.5}, arrivals)
+    back = run("mirage", {**options, "cooldown": 0.5}, arrivals)
     assert all(m.rotation == WHOLE for m in back.state.models.values())
     assert all(m.kv.pages == m.kv.cached_pages for m in back.state.models.values())
 
 
 @pytest.mark.parametrize("options", WAYS)
 def test_layers_do_not_come_and_go(options: dict[str, float]) -> None:
-    """For ten seconds just too much arrives: layers come back at most once in `patience`."""
-    arrivals = burst(300, 0.0, 30.0, seed=7)
-    patience = 1.0
-    ran = run("mirage", {**options, "patience": patience}, arrivals)
-    back = sorted({d["at"] for d in ran.of("Remap") if d["why"] == "the peak is over"})
-    assert len(ran.of("Remap")) > 0
-    short = sorted(d["at"] for d in ran.of("Remap") if "needs pages" in str(d["why"]))
-    for at in back:
-        assert not any(at - patience < s < at for s in short)
+    """Requests come in clumps, after pauses shorter and longer than the cooldown: layers come back,
+    and none that was lent within it. Without a cooldown the same requests drive them to and fro."""
+    clumps = (burst(24, at, 1e4, seed) for seed, at in enumerate((0.0, 1.7, 6.7, 8.4)))
+    arrivals = [request for clump in clumps for request in clump]
+    cooldown = 1.0
+
+    def returns(seconds: float) -> list[bool]:
+        """For each return of layers, whether some were lent in the `cooldown` before it."""
+        remaps = run("mirage", {**options, "cooldown": seconds}, arrivals).of("Remap")
+        back = sorted({d["at"] for d in remaps if d["why"] == "the peak is over"})
+        lent = [d["at"] for d in remaps if "needs pages" in str(d["why"])]
+        return [any(at - cooldown < moment < at for moment in lent) for at in back]
+
+    calm, hasty = returns(cooldown), returns(0.0)
+    assert calm
+    assert not any(calm)
+    assert sum(hasty) > len(calm)
