@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ballast.core.errors import ConfigError
 from ballast.core.settings import FleetSettings, Slo
+from ballast.policy.presets import shared_options
 from ballast.workload.bursty import BurstyGroups, bursty_groups
 from ballast.workload.generators import independent
 from ballast.workload.lengths import LogNormal
@@ -29,8 +30,8 @@ def slos_of(fleet: FleetSettings) -> dict[str, Slo]:
 
 
 def options_of(fleet: FleetSettings, preset: str) -> dict[str, float]:
-    """Options belong to the preset they were written for."""
-    return fleet.options if preset == fleet.preset else {}
+    """The fleet's options, for its own preset; those of them that it has, for another one."""
+    return fleet.options if preset == fleet.preset else shared_options(preset, fleet.options)
 
 
 def workload_of(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ballast.bench.choose import GENERATORS, workload_of
+from ballast.bench.choose import GENERATORS, options_of, workload_of
 from ballast.core.errors import ConfigError
+from ballast.core.settings import DeviceSettings, FleetSettings
 
 NAMES = ("a", "b", "c", "d", "e", "f", "g", "h")
 
@@ -25,3 +26,14 @@ def test_generators_keep_to_rate_length_and_seed(name: str, rate: float) -> None
 def test_a_name_that_is_neither_says_what_is_allowed() -> None:
     with pytest.raises(ConfigError, match="bursty, poisson, gamma"):
         workload_of("burst", NAMES)
+
+
+def test_presets_are_compared_with_the_fleets_options_wherever_they_have_them() -> None:
+    options = {"temporal": 1.0, "quantum": 0.5, "pooled": 0.0, "lru": 1.0}
+    fleet = FleetSettings(
+        models=(), device=DeviceSettings(budget_bytes=1), preset="mirage", options=options
+    )
+    assert options_of(fleet, "mirage") == options
+    assert options_of(fleet, "kvswap") == {"temporal": 1.0, "quantum": 0.5, "pooled": 0.0}
+    assert options_of(fleet, "swap") == {"quantum": 0.5}
+    assert options_of(fleet, "static") == {}
