@@ -205,16 +205,16 @@ def _layered_mover(
     kv: KvCache, swapper: KvSwapper | None, copy: CopyNow
 ) -> Callable[[int, int], None]:
     """The same, layer by layer, each where it is between jobs."""
-    to_host = 0 if swapper is None else swapper.host
+    to_host = None if swapper is None else swapper.host
 
     def move(source: int, target: int) -> None:
         rotating = set(kv.rotation.layers)
         for layer in range(kv.spec.n_layers):
             at = layer * kv.layout.layer_stride_bytes
             to, from_ = kv.block_address(target) + at, kv.block_address(source) + at
-            if layer in rotating:
-                copy_now(to + to_host, from_ + to_host, kv.layout.layer_bytes)
-            else:
+            if layer not in rotating:
                 copy(to, from_, kv.layout.layer_bytes)
+            elif to_host is not None:
+                copy_now(to + to_host, from_ + to_host, kv.layout.layer_bytes)
 
     return move

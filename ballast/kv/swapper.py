@@ -16,9 +16,10 @@ class KvSwapper(Protocol):
     Between jobs the host has all KV of layers that rotate.
     """
 
-    host: int
-    """What is at an address of the cache, in a layer that rotates, is at so much more between jobs.
-    """
+    @property
+    def host(self) -> int | None:
+        """Offset from a device KV address to its host copy; None: no memory is behind either
+        (virtual time)."""
 
     def carry(self, layers: Sequence[int], slabs: Sequence[int], direction: Direction) -> None:
         """The next job, which computes nothing, copies all that lies there in these layers."""

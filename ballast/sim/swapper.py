@@ -20,7 +20,7 @@ from ballast.kv.swapper import KvSwapper
 class SimSwapper:
     """Implements `KvSwapper`. `dirty`: of a layer only what a job has written is stored."""
 
-    host = 0
+    host: int | None = None
 
     def __init__(self, kv: KvCache, rates: LinkRates, dirty: bool) -> None:
         assert isinstance(kv.layout, LayeredLayout)
@@ -83,7 +83,7 @@ class SimSwappers:
 class _Nothing:
     """Implements `KvSwapper` where the story says how long jobs take."""
 
-    host = 0
+    host: int | None = None
 
     def carry(self, layers: Sequence[int], slabs: Sequence[int], direction: Direction) -> None:
         """There are no bytes."""

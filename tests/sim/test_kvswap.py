@@ -19,7 +19,8 @@ from ballast.kv.blocks import KvCache
 from ballast.memory.pool import Pool
 from ballast.memory.vm_null import NullVm
 from ballast.policy.kvswap import KvSwap
-from ballast.sim.device import Profile
+from ballast.policy.presets import resolve
+from ballast.sim.device import Profile, SimDevice
 from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
 from ballast.sim.simulate import Simulated, simulate
@@ -133,3 +134,32 @@ def test_kv_comes_home_while_a_part_of_what_kv_has_stays_free() -> None:
     assert change.rotation == WHOLE
     tight = worlds.device(m, free=15, total=1000)
     assert KvSwap(reserve=0.1)(tight, KvSwap()(tight, None).memo).actions == ()
+
+
+def test_blocks_are_moved_together_without_memory_behind_them() -> None:
+    """In virtual time a move copies nothing: addresses here and on the host are numbers."""
+    settings = replace(fleet("kvswap", [SPEC], 110), options={"pooled": 1})
+    profile = Profile(costs={"a": COSTS}, link=FAST, overhead=1e-4)
+    device = SimDevice(
+        settings.of_one_device("this test"),
+        [SPEC],
+        resolve("kvswap"),
+        profile,
+        lambda now, output: None,
+    )
+    m = device.state.models["a"]
+    device.submit(ARRIVALS[0])
+    device.finish(0.0)
+    m.kv.clear()
+    assert m.kv.turn(Rotation((0, 1, 2), 1))
+    tables = [list[int]() for _ in range(6)]
+    for table in tables:
+        assert m.kv.grow(table, 3 * SPEC.block_tokens) is None
+    for table in tables[::2]:
+        m.kv.free(table)
+    kept = tables[1::2]
+    assert m.kv.compact(kept, 1000) > 0
+    m.kv.validate(kept)
+    for table in kept:
+        m.kv.free(table)
+    device.state.pool.validate()
