@@ -75,6 +75,23 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
+MET, MISSED, NOT_STATED = "met", "missed", "not stated"
+
+
+def verdict(
+    value: float | None, *, at_most: float | None = None, at_least: float | None = None
+) -> str:
+    """Whether a figure meets its goal: by the goal alone, however noisy the figure is.
+
+    What was not measured, or compared with nothing, is not stated.
+    """
+    if value is None:
+        return NOT_STATED
+    low = at_least is None or value >= at_least
+    high = at_most is None or value <= at_most
+    return MET if low and high else MISSED
+
+
 def result_table(name: str, result: Mapping[str, Any]) -> Table:
     """One row per leaf, under its dotted key."""
     table = Table("key", "value", title=name)

@@ -26,7 +26,8 @@ from rich.table import Table
 from ballast.bench.report import Report
 from ballast.bench.search import RateSearch, bisect_max_rate
 from ballast.core.settings import Slo
-from benchmarks.common import finish, options
+from benchmarks.common import MET, NOT_STATED, finish, options, verdict
+from benchmarks.contenders import defaults
 from benchmarks.setting import (
     LINK_RATIO,
     ROOMY,
@@ -44,7 +45,8 @@ SWEEP = (0.25, 0.5, 1.0, 2.0, 4.0)
 LOW_LOAD = 0.35
 GOALS = {"static": 2.0, "swap": 3.0}
 """How many times as much `balloon` is to serve."""
-PRESETS = (*GOALS, "balloon")
+COMPARED = defaults(*GOALS, "balloon")
+PRESETS = tuple(COMPARED.rows)
 TARGET = 0.99
 FLOOR = 0.35
 """The lowest rate that a live search begins at: at lower ones a run takes many minutes."""
@@ -110,6 +112,15 @@ def ratio(a: float, b: float) -> float | None:
     return a / b if b else None
 
 
+def shown(balloon: float, other: float, bounds: Mapping[str, float | None], preset: str) -> str:
+    """Whether `balloon` serves so many times as much as a preset; not stated where the search for
+    that one's rate went no lower than a bound which is too high to show it."""
+    goal, bound = GOALS[preset], bounds[f"balloon_over_{preset}_at_least"]
+    if other:
+        return verdict(balloon / other, at_least=goal)
+    return MET if bound is not None and bound >= goal else NOT_STATED
+
+
 def extra(parser: argparse.ArgumentParser) -> None:
     trace_option(parser)
     parser.add_argument("--seconds", type=float, help="of the trace; default 80, quick 20")
@@ -170,6 +181,11 @@ def main() -> None:
         for preset, search in live.items()
         if preset in GOALS
     }
+    goals = {
+        f"balloon_over_{preset}_goal": shown(rates["balloon"], rates[preset], bounds, preset)
+        for preset in GOALS
+        if live
+    }
     result: dict[str, Any] = {
         "workload": setting.workload.describe(),
         "live": bool(live),
@@ -177,6 +193,7 @@ def main() -> None:
         "balloon_over_static": ratio(rates["balloon"], rates["static"]),
         "balloon_over_swap": ratio(rates["balloon"], rates["swap"]),
         **bounds,
+        **goals,
         "ceiling_with_memory_for_everything": ceiling.rate,
         "budget_bytes": budget,
         "weight_bytes": setting.weight_bytes,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
+from pathlib import Path
 
 from ballast.sim.profile import device_profile
 from ballast.workload.workload import Workload
-from benchmarks.mirage_run import run
+from benchmarks.contenders import SHARINGS
+from benchmarks.mirage_run import Enough, run
 from benchmarks.mirage_setting import (
     ALONE,
     ALPACA,
@@ -20,55 +20,42 @@ from benchmarks.mirage_setting import (
     MEMORY,
     SHAREGPT,
     SHORT,
+    STEP_TOKENS,
     Device,
     Lengths,
     Setting,
+    arrivals_in,
     link_of,
 )
 
-STATED = 1.0, 10.0
-"""Requests per second of OPT-13b alone that the text names."""
-Variant = tuple[str, dict[str, float]]
-VARIANTS: dict[str, Variant] = {
-    "recompute": ("recompute", {}),
-    "ample": ("recompute", {}),
-    "kvswap": ("kvswap", {}),
-    "kvswap_dirty": ("kvswap", {"dirty": 1}),
-    "mirage": ("mirage", {}),
-    "pooled": ("recompute", {"pooled": 1}),
-    "unpooled": ("mirage", {"pooled": 0}),
-    "lru": ("mirage", {"pooled": 0, "lru": 1}),
-    "beta1": ("mirage", {"beta": 1}),
-    "beta2": ("mirage", {"beta": 2}),
-    "uncapped": ("mirage", {"cap": 0}),
-    "kept": ("mirage", {"reversion": 0}),
-    "kept_uncapped": ("mirage", {"reversion": 0, "cap": 0}),
-}
 AMPLE = 2
-"""Times the memory that variant `ample` has: it is never short."""
-"""What is run: a preset and its options. KV of all models in one pool is part of `mirage`;
-`unpooled` is `mirage` without it, `pooled` it without layers that are lent."""
-BASE = "recompute", "ample", "kvswap", "mirage"
-METRICS = "throughput", "p99_ttft", "p99_tbt"
+"""Times the memory with which nothing is ever short."""
+WINDOWS = {"Alpaca": (180.0, 400.0)}
+WINDOW = 200.0, 100.0
+"""Start and length in seconds of the part of the trace that gives the arrivals, by what is asked;
+short requests take more of them to fill the same memory."""
+QUICK_WINDOW = 180.0, 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Cases whose ratios the text averages."""
+    """Cases that one sentence of the paper speaks of."""
 
     settings: Mapping[str, Setting]
-    variants: tuple[str, ...] = BASE
     temporal: bool = False
-    rates: tuple[float, ...] = ()
-    """Requests per second; none: multiples of where recomputation is short."""
-    as_in: str = ""
-    """It is run at the rates of this group."""
+    knee_of: str = ""
+    """It is run at multiples of this group's knees, if not of its own."""
     then: float = 0.0
-    """After the first half of the arrivals the rate is this part of it, and only what clients
-    hear after that counts."""
+    """After the first half of the arrivals the rate is this part of it, and only what clients get
+    after that counts."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether models share memory for KV, so that it matters how."""
+        return any(len(s.fractions) > 1 and not s.apart for s in self.settings.values())
 
 
-def both(fractions: Mapping[str, float], apart: bool = False) -> dict[str, Setting]:
+def both(fractions: Mapping[str, float], *, apart: bool = False) -> dict[str, Setting]:
     return {
         "Alpaca": Setting.of(fractions, ALPACA, apart),
         "ShareGPT": Setting.of(fractions, SHAREGPT, apart),
@@ -85,22 +72,25 @@ def mixed(*lengths: Lengths) -> Setting:
     return replace(Setting.of(C2, SHAREGPT), lengths=dict(zip(C2, lengths, strict=True)))
 
 
-MANY = (*BASE, "pooled", "unpooled")
+def with_whole_links(settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    return {name: replace(setting, whole_link=True) for name, setting in settings.items()}
+
+
 GROUPS: dict[str, Group] = {
-    "temporal_c1": Group(both(C1), (*MANY, "lru"), temporal=True),
-    "temporal_c2": Group(both(C2), MANY, temporal=True),
+    "temporal_c1": Group(both(C1), temporal=True),
+    "temporal_c2": Group(both(C2), temporal=True),
     "rates_c2": Group(
         {"3:1": weighted(large=3, small=1), "1:3": weighted(large=1, small=3)}, temporal=True
     ),
     "inputs_c2": Group({"L+S": mixed(LONG, SHORT), "S+L": mixed(SHORT, LONG)}, temporal=True),
-    "mps_c1": Group(both(C1), MANY),
+    "mps_c1": Group(both(C1)),
     "mig_c1": Group(both(C1, apart=True)),
-    "alone": Group(both(ALONE), (*BASE, "kvswap_dirty", "beta1", "beta2")),
-    "alone_stated": Group({"Alpaca": Setting.of(ALONE, ALPACA)}, rates=STATED),
-    "alone_wide": Group({"Alpaca": replace(Setting.of(ALONE, ALPACA), sequences=1024)}),
-    "reversion": Group(both(ALONE), ("mirage", "kept", "kept_uncapped"), as_in="alone", then=0.2),
-    "cap": Group(both(ALONE), ("mirage", "uncapped"), as_in="alone"),
+    "alone": Group(both(ALONE)),
+    "mig_c1_link": Group(with_whole_links(both(C1, apart=True)), knee_of="mig_c1"),
+    "reversion": Group(both(ALONE), knee_of="alone", then=0.1),
 }
+CURVES = "temporal_c1", "temporal_c2", "rates_c2", "inputs_c2", "mps_c1", "mig_c1", "alone"
+"""Groups that are run over rates; the others belong to sweeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,34 +99,64 @@ class Case:
 
     group: str
     setting: str
+    multiple: float
+    """Of the knee's rate."""
     rate: float
-    seed: int
-    variant: str
+    """Requests per second, all models together."""
+    row: str
+    """In its comparison."""
+    sharing: str = "pool"
+    seed: int = 0
+    memory: int = 1
+    """Times the device's own."""
+    quantum: float = 1.0
+    preemptive: bool = False
+    step_tokens: int = STEP_TOKENS
     kind: str = "GH200-96G"
     link: float | None = None
     """Its nominal bytes per second, in place of the device's own."""
+    quick: bool = False
 
 
-Runs = Mapping[Case, Mapping[str, float]]
+Result = Mapping[str, float]
+Runs = Mapping[Case, Result]
 
 
-def measure(case: Case, arrivals: Workload) -> dict[str, float]:
-    """What a run comes to; in a process of its own, maybe."""
+@functools.cache
+def arrivals_of(traces: Path, setting: str, quick: bool) -> Workload:
+    """When requests come."""
+    return arrivals_in(traces, *(QUICK_WINDOW if quick else WINDOWS.get(setting, WINDOW)))
+
+
+def measure(case: Case, traces: Path, enough: float = float("inf")) -> Result | None:
+    """What a run comes to; None: it preempted `enough` requests, and was stopped."""
     group = GROUPS[case.group]
-    setting = group.settings[case.setting]
-    workload = setting.requests(arrivals, case.rate, case.seed)
+    setting = replace(group.settings[case.setting], step_tokens=case.step_tokens)
+    workload = setting.requests(arrivals_of(traces, case.setting, case.quick), case.rate, case.seed)
     since = 0.0
     if group.then:
         since = workload.seconds / 2
         workload = slowed(workload, since, group.then)
-    preset, chosen = VARIANTS[case.variant]
-    chosen = {**chosen, "temporal": float(group.temporal)}
-    memory = MEMORY[case.kind] * (AMPLE if case.variant == "ample" else 1)
-    device = Device(device_profile(case.kind), memory)
+    comparison = SHARINGS[case.sharing].on(
+        temporal=group.temporal, quantum=case.quantum, preemptive=case.preemptive
+    )
+    options, preset = comparison.options(case.row), comparison.rows[case.row].preset
+    device = Device(device_profile(case.kind), case.memory * MEMORY[case.kind])
     if case.link is not None:
         device = replace(device, link=link_of(case.link))
-    told = run(setting, workload, preset, chosen, device)
-    return told.summary(since)
+    try:
+        return run(setting, workload, preset, options, device, enough).summary(since)
+    except Enough:
+        return None
+
+
+def canonical(case: Case) -> Case:
+    """The run that has a case's result: fields that make no difference to it are the defaults."""
+    if case.row == "recompute":
+        case = replace(case, link=None)
+    if not GROUPS[case.group].temporal:
+        case = replace(case, quantum=1.0, preemptive=False)
+    return case
 
 
 def slowed(workload: Workload, since: float, factor: float) -> Workload:
@@ -148,40 +168,13 @@ def slowed(workload: Workload, since: float, factor: float) -> Workload:
     return Workload.of(workload.name, moved, workload.source)
 
 
-def ratios(runs: Runs, of: str, over: str, metric: str) -> list[float]:
-    """Case by case, one variant's metric over another's."""
-    others = {c: r[metric] for c, r in runs.items() if c.variant == over}
-    return [
-        r[metric] / others[replace(c, variant=over)]
-        for c, r in runs.items()
-        if c.variant == of and others[replace(c, variant=over)] > 0
-    ]
-
-
-def in_group(runs: Runs, group: str) -> Runs:
-    return {case: told for case, told in runs.items() if case.group == group}
-
-
-def summaries(runs: Runs) -> dict[str, Any]:
-    """By group: mean ratios, and every run."""
-    told: dict[str, Any] = {}
-    for group in dict.fromkeys(case.group for case in runs):
-        own = in_group(runs, group)
-        there = {case.variant for case in own}
-        told[group] = {
-            f"{metric}_over_{base}": float(np.mean(ratios(own, "mirage", base, metric)))
-            for base in ("recompute", "kvswap")
-            if base in there
-            for metric in METRICS
-        }
-        told[group]["cases"] = [
-            {
-                "lengths": c.setting,
-                "rate": c.rate,
-                "seed": c.seed,
-                "variant": c.variant,
-                **r,
-            }
-            for c, r in own.items()
-        ]
-    return told
+def ratios(runs: Runs, of: Iterable[Case], metric: str, **over: object) -> dict[Case, float]:
+    """A metric of cases over that of the same case with fields changed to `over`, where both ran
+    and neither is zero. `runs` is by `canonical` cases."""
+    found: dict[Case, float] = {}
+    for case in of:
+        own = runs.get(canonical(case))
+        base = runs.get(canonical(replace(case, **over)))  # type: ignore[arg-type]
+        if own and base and own[metric] > 0 and base[metric] > 0:
+            found[case] = own[metric] / base[metric]
+    return found

@@ -6,8 +6,8 @@ decode step, of OPT-13b on GH200 and on an H100 with PCIe 5, as the paper would 
 quarter of GH200's to four times it. Presets run in turns, in one process; ratios are round by round
 (medians, quartiles). `spatial`: jobs of both models in turn; `temporal`: models have turns.
 
-- `pooled`: `recompute` with one pool of KV for both models, which `mirage` has, too: what it gains
-  beyond that comes from layers. `shares`: `mirage` with the fixed shares that `recompute` has.
+- Presets that are compared have equal options (`contenders`): KV of both models in one pool, or in
+  `shares`. `pool` is `recompute` with the one over `recompute` with the other.
 - `overlap`: 1 - time that jobs waited for layers / time of copying them; of `mirage` at GH200's.
 - `lru`, `beta1`, `uncapped`, `kept` are `mirage` with a part of it off, over `mirage`.
 - `beside_copies`, `copying`: a copy takes a core here. One thread computes, so that it has the
@@ -23,7 +23,7 @@ import argparse
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from rich.table import Table
 
 from ballast.core.errors import ConfigError
 from benchmarks.common import Samples, finish, interleave, options
+from benchmarks.contenders import SHARINGS, Comparison
 from benchmarks.mirage_live_run import Seen, Served
 from benchmarks.mirage_live_setting import LINKS, Setting, bursts, prepare, ratio_of
 
@@ -45,36 +46,48 @@ LOAD = 1.25
 
 @dataclass(frozen=True)
 class Variant:
-    """A preset on a link."""
+    """A row of a comparison, on a link."""
 
-    preset: str
-    options: Mapping[str, float] = field(default_factory=dict)
+    row: str
+    sharing: str = "pool"
     link: str = "GH200"
     slower: float = 1.0
     """So many times the ratio."""
 
+    @property
+    def comparison(self) -> Comparison:
+        return SHARINGS[self.sharing]
 
+
+PRESETS = "recompute", "mirage", "kvswap", "kvswap_dirty"
 MAIN = {
-    "recompute": Variant("recompute"),
-    "mirage": Variant("mirage"),
-    "kvswap": Variant("kvswap"),
-    "pooled": Variant("recompute", {"pooled": 1}),
+    **{row: Variant(row) for row in PRESETS},
+    **{f"{row}, shares": Variant(row, "shares") for row in PRESETS},
     "PCIe 5": Variant("mirage", link="PCIe 5"),
 }
-ABLATIONS = {
-    "shares": Variant("mirage", {"pooled": 0}),
-    "beta1": Variant("mirage", {"beta": 1}),
-    "uncapped": Variant("mirage", {"cap": 0}),
-    "kept": Variant("mirage", {"reversion": 0}),
+MANNERS: dict[str, dict[str, Variant]] = {
+    "spatial": {**MAIN, **{row: Variant(row) for row in ("beta1", "uncapped", "kept")}},
+    "temporal": {**MAIN, "lru": Variant("lru")},
 }
-SHARINGS: dict[str, dict[str, Variant]] = {
-    "spatial": {**MAIN, **ABLATIONS},
-    "temporal": {**MAIN, "lru": Variant("mirage", {"lru": 1})},
-}
+"""How models share the device, and what is run then."""
 SWEEP = {
     "recompute": Variant("recompute"),
     **{f"x{slower:g}": Variant("mirage", slower=slower) for slower in (0.25, 0.5, 1, 2, 4)},
 }
+
+
+def base_of(name: str, variants: Mapping[str, Variant]) -> str | None:
+    """The variant that one is compared with: an ablation's own, else `recompute` on its terms."""
+    variant = variants[name]
+    row = variant.comparison.rows[variant.row].ablates or "recompute"
+    if row == variant.row:
+        return POOL_OVER if variant.sharing == "pool" and POOL_OVER in variants else None
+    wanted = Variant(row, variant.sharing)
+    return next((other for other, v in variants.items() if v == wanted), None)
+
+
+POOL_OVER = "recompute, shares"
+"""What `recompute` with one pool is compared with: the same without."""
 
 
 @dataclass(frozen=True)
@@ -97,45 +110,43 @@ def run(
     setting: Setting, variants: Mapping[str, Variant], temporal: bool, rounds: int, seconds: float
 ) -> dict[str, list[Seen]]:
     """What each variant's clients saw, by round; without those that a device refuses."""
-    told: dict[str, list[Seen]] = {}
+    rounds_of: dict[str, list[Seen]] = {}
     with ExitStack() as open_devices:
 
         def serve(name: str, served: Served) -> float:
             """The same requests for all variants of a round."""
-            seed = len(told[name])
+            seed = len(rounds_of[name])
             seen = served.run(bursts(LOAD * setting.rate, seconds, seed))
-            told[name].append(seen)
+            rounds_of[name].append(seen)
             return seen.clients.summary()["throughput"]
 
         ready = {}
         for name, variant in variants.items():
-            chosen = {**variant.options, "temporal": float(temporal)}
+            comparison = variant.comparison.on(temporal=float(temporal))
+            preset, chosen = comparison.rows[variant.row].preset, comparison.options(variant.row)
             ratio = variant.slower * ratio_of(LINKS[variant.link])
             try:
-                served = Served(setting.under(variant.preset, chosen, ratio))
+                served = Served(setting.under(preset, chosen, ratio))
             except ConfigError as refused:
-                if variant.preset not in NOT_EVERYWHERE:
+                if preset not in NOT_EVERYWHERE:
                     raise
                 Console().print(f"{name}: not there. {refused}")
                 continue
             open_devices.callback(served.close)
-            told[name] = []
+            rounds_of[name] = []
             ready[name] = partial(serve, name, served)
         interleave(ready, rounds)
-    return told
+    return rounds_of
 
 
-def over(told: Mapping[str, Sequence[Seen]], base: str) -> dict[str, dict[str, Samples]]:
-    """Each variant's metrics over those of `base`, round by round."""
-    values = {name: [s.clients.summary() for s in seen] for name, seen in told.items()}
-    samples = {
-        name: {metric: Samples(tuple(s[metric] for s in of)) for metric in METRICS}
-        for name, of in values.items()
-    }
+def over(of: Sequence[Seen], base: Sequence[Seen]) -> dict[str, Samples]:
+    """Metrics of one variant over those of another, round by round."""
+    values, others = ([s.clients.summary() for s in seen] for seen in (of, base))
     return {
-        name: {metric: samples[name][metric].over(samples[base][metric]) for metric in METRICS}
-        for name in samples
-        if name != base
+        metric: Samples(tuple(s[metric] for s in values)).over(
+            Samples(tuple(s[metric] for s in others))
+        )
+        for metric in METRICS
     }
 
 
@@ -146,47 +157,57 @@ def overlap(seen: Sequence[Seen]) -> float | None:
     return 1.0 - sum(x.stall_seconds for x in loads) / copying if copying else None
 
 
-def summary(told: Mapping[str, Sequence[Seen]]) -> dict[str, Any]:
-    """Of one sharing: every run, and the ratios."""
-    result: dict[str, Any] = {
-        "runs": {name: [s.summary() for s in seen] for name, seen in told.items()},
-        "overlap": {name: overlap(seen) for name, seen in told.items()},
+def summary(
+    variants: Mapping[str, Variant], rounds_of: Mapping[str, Sequence[Seen]]
+) -> dict[str, Any]:
+    """Every run, and each variant's ratios to what it is compared with."""
+    there = {name: variant for name, variant in variants.items() if name in rounds_of}
+    bases = {name: base_of(name, there) for name in there}
+    return {
+        "runs": {name: [s.summary() for s in seen] for name, seen in rounds_of.items()},
+        "overlap": {name: overlap(seen) for name, seen in rounds_of.items()},
+        "compared_with": bases,
+        "over": {
+            name: {m: s.to_json() for m, s in over(rounds_of[name], rounds_of[base]).items()}
+            for name, base in bases.items()
+            if base is not None
+        },
     }
-    for base in ("recompute", "mirage"):
-        if base in told:
-            result[f"over_{base}"] = {
-                name: {metric: s.to_json() for metric, s in ratios.items()}
-                for name, ratios in over(told, base).items()
-            }
-    return result
 
 
-def headlines(sharings: Mapping[str, Mapping[str, Sequence[Seen]]]) -> dict[str, float | None]:
-    """The claims' keys: medians over the rounds of both sharings; None where there is no such
-    preset."""
+def headlines(manners: Mapping[str, Mapping[str, Sequence[Seen]]]) -> dict[str, float | None]:
+    """The claims' keys, with one pool: medians over the rounds of both manners; None where there is
+    no such preset."""
     keys: dict[str, float | None] = {}
-    for base in ("recompute", "kvswap"):
-        there = [over(told, base)["mirage"] for told in sharings.values() if base in told]
+    for base in ("recompute", "kvswap", "kvswap_dirty"):
+        there = [over(of["mirage"], of[base]) for of in manners.values() if base in of]
         for metric in METRICS[:3]:
             values = tuple(v for ratios in there for v in ratios[metric].values)
             keys[f"{metric}_over_{base}"] = Samples(values).median if values else None
-    keys["overlap"] = overlap([s for told in sharings.values() for s in told["mirage"]])
+    keys["overlap"] = overlap([s for of in manners.values() for s in of["mirage"]])
     return keys
 
 
-def add_rows(table: Table, sharing: str, told: Mapping[str, Sequence[Seen]]) -> None:
-    """A row for each variant: its ratios to `recompute`, and what it did for them."""
+def add_rows(
+    table: Table,
+    manner: str,
+    variants: Mapping[str, Variant],
+    rounds_of: Mapping[str, Sequence[Seen]],
+) -> None:
+    """A row for each variant: its ratios to what it is compared with, and what it did for them."""
     table.add_section()
-    table.add_row(f"[bold]{sharing}")
-    ratios = over(told, "recompute")
-    for name, seen in told.items():
-        of = ratios.get(name)
+    table.add_row(f"[bold]{manner}")
+    there = {name: variant for name, variant in variants.items() if name in rounds_of}
+    for name, seen in rounds_of.items():
+        base = base_of(name, there)
+        of = over(seen, rounds_of[base]) if base is not None else None
         cells = [_ratio(of[metric]) if of else "1" for metric in METRICS[:3]]
         preempted = sum(s.clients.preemptions for s in seen)
         lent = sum(s.lent for s in seen) / len(seen)
         hidden = overlap(seen)
         table.add_row(
             name,
+            base or "",
             *cells,
             str(preempted),
             f"{lent:.1f}",
@@ -208,33 +229,35 @@ def main(argv: Sequence[str] | None = None) -> None:
     rounds = args.rounds or length.rounds
     table = Table(
         "variant",
+        "over",
         "throughput",
         "P99 TTFT",
         "P99 TBT",
         "preempted",
         "lent",
         "overlap",
-        title="over recompute: median (quartiles)",
+        title="median (quartiles) of ratios",
     )
-    sharings: dict[str, dict[str, list[Seen]]] = {}
+    manners: dict[str, dict[str, list[Seen]]] = {}
+    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         setting = prepare(Path(scratch))
         Console().print(", ".join(f"{key} {value:.4g}" for key, value in setting.to_json().items()))
-        for sharing, all_variants in SHARINGS.items():
+        for manner, all_variants in MANNERS.items():
             chosen = {
                 name: variant
                 for name, variant in all_variants.items()
                 if length.variants is None or name in length.variants
             }
-            told = run(setting, chosen, sharing == "temporal", rounds, length.seconds)
-            sharings[sharing] = told
-            add_rows(table, sharing, told)
-        result: dict[str, Any] = {**headlines(sharings), "setting": setting.to_json()}
-        result |= {sharing: summary(told) for sharing, told in sharings.items()}
+            temporal = manner == "temporal"
+            manners[manner] = run(setting, chosen, temporal, rounds, length.seconds)
+            add_rows(table, manner, chosen, manners[manner])
+            result[manner] = summary(chosen, manners[manner])
+        result = {**headlines(manners), "setting": setting.to_json(), **result}
         if length.sweep:
-            told = run(setting, SWEEP, False, 1, length.seconds)
-            add_rows(table, "link", told)
-            result["link"] = summary(told)
+            swept = run(setting, SWEEP, False, 1, length.seconds)
+            add_rows(table, "link", SWEEP, swept)
+            result["link"] = summary(SWEEP, swept)
     finish(args, "mirage_live", result, table)
 
 

@@ -107,7 +107,7 @@ def measured(
     answered = list(zip(due, answers, strict=True))
     return Measured(
         arrived=tuple(at for at, _ in answered),
-        told=tuple(np.array(a.times) for _, a in answered),
+        times=tuple(np.array(a.times) for _, a in answered),
         requests=len(answers),
         preemptions=preemptions,
         loads=loads,

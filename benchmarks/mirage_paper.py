@@ -10,154 +10,120 @@ class Claim:
     """One number."""
 
     section: str
-    says: str
+    text: str
     """Shortened."""
     group: str
-    """Of `mirage_sim`, whose ratios it is compared with."""
+    """The group of `mirage_cases` that it is compared with."""
     metric: str
-    """A key of `mirage_setting.Measured.summary`."""
+    """A key of `mirage_run.Measured.summary`."""
     of: str
     over: str
-    """The metric of variant `of` over that of `over`."""
+    """The metric of row `of` over that of `over`."""
     stated: float
     setting: str | None = None
-    """Of the group's, where the text speaks of one."""
-    best: bool = False
-    """It says "up to": of all cases the one where the ratio is farthest from 1 this way."""
+    """One of the group's, where the text speaks of one; None: their mean."""
+    sharing: str = "pool"
 
 
-def _changes(
-    section: str, group: str, says: str, throughput: float, tbt: float, ttft: float
+METRICS = "throughput", "p99_ttft", "p99_tbt"
+
+
+def _against_vllm(
+    section: str, text: str, group: str, throughput: float, tbt: float, ttft: float
 ) -> tuple[Claim, ...]:
-    """Against recomputation, in per cent, on average."""
+    """Changes in per cent that the text gives as averages over what it compares."""
+    stated = dict(zip(METRICS, (throughput, ttft, tbt), strict=True))
     return tuple(
-        Claim(section, f"{says}: {what} {change:+g} %", group, key, "mirage", "recompute", ratio)
-        for what, key, change in (
-            ("throughput", "throughput", throughput),
-            ("P99 TBT", "p99_tbt", tbt),
-            ("P99 TTFT", "p99_ttft", ttft),
-        )
-        for ratio in (1 + change / 100,)
+        Claim(section, text, group, metric, "mirage", "recompute", 1 + change / 100)
+        for metric, change in stated.items()
     )
 
 
 CLAIMS = (
-    *_changes("7.2", "temporal_c1", "C1, temporal", 39.9, -54.4, -96.7),
-    *_changes("7.2", "temporal_c2", "C2, temporal", 45.3, -44.8, -74.8),
-    *_changes("7.2, Fig. 9", "rates_c2", "C2, varied rates", 86.7, -82.5, -99.3),
-    *_changes("7.2, Fig. 10", "inputs_c2", "C2, long and short inputs", 65.6, -57.1, -98.1),
+    *_against_vllm("7.2, Fig. 8", "C1, in turns", "temporal_c1", 39.9, -54.4, -96.7),
+    *_against_vllm("7.2, Fig. 8", "C2, in turns", "temporal_c2", 45.3, -44.8, -74.8),
+    *_against_vllm("7.2, Fig. 9", "C2, rates 3:1 and 1:3", "rates_c2", 86.7, -82.5, -99.3),
+    *_against_vllm("7.2, Fig. 10", "C2, long and short inputs", "inputs_c2", 65.6, -57.1, -98.1),
+    *_against_vllm("7.3, Fig. 12", "C1, side by side", "mps_c1", 6.6, -65.5, -20.7),
+    *_against_vllm("7.3, Fig. 13", "C1, sliced", "mig_c1", 7.9, -57.4, -34.8),
     Claim(
         "7.2, Fig. 11",
-        "C1: MRU, against LRU, up to -22.0 % tail latency (TBT)",
+        "C1: MRU in place of LRU, tail TBT, up to",
         "temporal_c1",
         "p99_tbt",
-        "unpooled",
+        "mirage",
         "lru",
         0.78,
-        best=True,
+        sharing="shares",
     ),
     Claim(
         "7.2, Fig. 11",
-        "C1: MRU, against LRU, up to -22.0 % tail latency (TTFT)",
+        "C1: MRU in place of LRU, tail TTFT, up to",
         "temporal_c1",
         "p99_ttft",
-        "unpooled",
+        "mirage",
         "lru",
         0.78,
-        best=True,
+        sharing="shares",
     ),
-    *_changes("7.3, Fig. 12", "mps_c1", "C1, spatial, non-strict", 6.6, -65.5, -20.7),
-    *_changes("7.3, Fig. 13", "mig_c1", "C1, spatial, strict", 7.9, -57.4, -34.8),
-    Claim(
-        "7.4",
-        "OPT-13b, Alpaca, against Pie: throughput +47.1 %",
-        "alone",
-        "throughput",
-        "mirage",
-        "kvswap",
-        1.471,
-        setting="Alpaca",
+    *(
+        Claim(
+            "7.4, Fig. 14", f"OPT-13b, {text}", "alone", metric, "mirage", "kvswap", ratio, "Alpaca"
+        )
+        for text, metric, ratio in (
+            ("throughput over Pie's", "throughput", 1.471),
+            ("P99 TTFT", "p99_ttft", 0.064),
+            ("P99 TBT (alike)", "p99_tbt", 1.0),
+        )
     ),
     Claim(
-        "7.4",
-        "OPT-13b, Alpaca, against Pie: TTFT -93.6 %",
-        "alone",
-        "p99_ttft",
-        "mirage",
-        "kvswap",
-        0.064,
-        setting="Alpaca",
-    ),
-    Claim(
-        "7.4",
-        "OPT-13b, Alpaca: matches Pie in tail TBT",
-        "alone",
-        "p99_tbt",
-        "mirage",
-        "kvswap",
-        1.0,
-        setting="Alpaca",
-    ),
-    Claim(
-        "7.5",
-        "m = alpha + 1 always, against m = alpha + 2 always: up to -12.7 % throughput",
+        "7.5, Fig. 15",
+        'one slot always in place of two: throughput ("can result in")',
         "alone",
         "throughput",
         "beta1",
         "beta2",
         0.873,
-        setting="Alpaca",
-        best=True,
+        "Alpaca",
     ),
     Claim(
-        "7.5",
-        "m = alpha + 1 always, against choosing m: up to -12.7 % throughput",
-        "alone",
-        "throughput",
-        "beta1",
-        "mirage",
-        0.873,
-        setting="Alpaca",
-        best=True,
-    ),
-    Claim(
-        "7.6.1",
-        "reversion, off peak (a fifth of the peak's rate): P50 TBT -49 %",
+        "7.6.1, Fig. 16",
+        "reversion, at 1 request/s after a peak of 10: P50 TBT",
         "reversion",
         "p50_tbt",
         "mirage",
         "kept",
         0.51,
-        setting="Alpaca",
+        "Alpaca",
     ),
     Claim(
-        "7.6.1",
-        "the same, against neither reversion nor cap",
+        "7.6.1, Fig. 16",
+        "the same, over neither reversion nor cap",
         "reversion",
         "p50_tbt",
         "mirage",
         "kept_uncapped",
         0.51,
-        setting="Alpaca",
+        "Alpaca",
     ),
     Claim(
-        "7.6.2",
-        "capped against aggressive at 10 requests/s: P99 -58 %",
-        "cap",
+        "7.6.2, Fig. 17",
+        "capped over aggressive, at 10 requests/s: P99 TBT",
+        "alone",
         "p99_tbt",
         "mirage",
         "uncapped",
         0.42,
-        setting="Alpaca",
+        "Alpaca",
     ),
     Claim(
-        "7.6.2",
-        "capped against aggressive at 10 requests/s: P50 -44 %",
-        "cap",
+        "7.6.2, Fig. 17",
+        "the same, P50 TBT",
+        "alone",
         "p50_tbt",
         "mirage",
         "uncapped",
         0.56,
-        setting="Alpaca",
+        "Alpaca",
     ),
 )

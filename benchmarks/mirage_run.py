@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from ballast.core.event import Finished, Output, TokenOut
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.core.units import ceil_div
+from ballast.engine.state import DeviceState
 from ballast.sim.device import Profile
 from ballast.sim.simulate import simulate
 from ballast.weights.rotor import Loads
@@ -24,67 +25,127 @@ BEFORE = 10.0
 """Seconds before the first arrival, in which weights come over a link however slow."""
 
 
+class Enough(Exception):
+    """A run was stopped: it has preempted as many requests as were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remapped:
+    """Layers that were lent, and layers whose KV was swapped, all models of a device together."""
+
+    weights: float = 0.0
+    """Layers lent, times seconds."""
+    kv: float = 0.0
+    """Layers whose KV gave its pages up, times seconds."""
+    most: int = 0
+    """Most layers lent at a time."""
+    changes: int = 0
+    """Changes of the number of layers lent."""
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """What clients saw of one run, or of several side by side."""
 
     arrived: tuple[float, ...]
-    """By answered request."""
-    told: tuple[NDArray[np.float64], ...]
-    """When each of its tokens was told."""
+    """When each answered request arrived, in seconds."""
+    times: tuple[NDArray[np.float64], ...]
+    """When the client got each of its tokens."""
     requests: int
     preemptions: int
     loads: Loads
-    """Of layers that rotate, all models together."""
+    """Loads of layers that rotate, all models together."""
+    remapped: Remapped = Remapped()
 
     @classmethod
     def beside(cls, runs: Iterable[Measured]) -> Measured:
-        """Of devices side by side."""
+        """Runs of devices side by side as one."""
         each = list(runs)
         return cls(
             arrived=tuple(at for m in each for at in m.arrived),
-            told=tuple(at for m in each for at in m.told),
+            times=tuple(at for m in each for at in m.times),
             requests=sum(m.requests for m in each),
             preemptions=sum(m.preemptions for m in each),
             loads=_sum(m.loads for m in each),
+            remapped=Remapped(
+                sum(m.remapped.weights for m in each),
+                sum(m.remapped.kv for m in each),
+                sum(m.remapped.most for m in each),
+                sum(m.remapped.changes for m in each),
+            ),
         )
 
     def summary(self, since: float = 0.0) -> dict[str, float]:
-        """Seconds, tokens per second, bytes per second; latencies are those heard after `since`.
+        """Seconds, tokens per second, bytes per second; latencies count from `since` on.
 
         `tbt`: gaps between any two tokens of a request; `tpot`: a request's mean gap; `throughput`:
-        output tokens until the last answer; `frame_throughput`: until the last arrival; `copying`,
-        `stalled`: parts of the time in which layers were copied, and jobs waited for them.
+        output tokens until the last answer; `frame_throughput`: while requests come, until the last
+        arrival; `drain`: from that to the last answer. `copying`, `stalled`: parts of the time in
+        which layers were copied, and jobs waited for them; `lent_layers`, `swapped_layers`: on
+        average over the time.
         """
         first, last = min(self.arrived), max(self.arrived)
-        every = np.concatenate(self.told)
-        seconds = float(every.max()) - first
+        every = np.concatenate(self.times)
+        end = float(every.max())
+        seconds = end - first
         late = [
             (arrived, at[at >= since])
-            for arrived, at in zip(self.arrived, self.told, strict=True)
+            for arrived, at in zip(self.arrived, self.times, strict=True)
             if at[0] >= since
         ]
-        tbt = np.concatenate([np.diff(at[at >= since]) for at in self.told])
+        tbt = np.concatenate([np.diff(at[at >= since]) for at in self.times])
         tpot = [(at[-1] - at[0]) / (len(at) - 1) for _, at in late if len(at) > 1]
-        told = {"ttft": [at[0] - arrived for arrived, at in late], "tbt": tbt, "tpot": tpot}
+        latencies = {"ttft": [at[0] - arrived for arrived, at in late], "tbt": tbt, "tpot": tpot}
         percentiles = {
-            f"p{p}_{what}": float(np.percentile(np.array(values), p))
-            for what, values in told.items()
+            f"p{p}_{metric}": float(np.percentile(np.array(values), p))
+            for metric, values in latencies.items()
             for p in (50, 99)
         }
         return {
             "throughput": len(every) / seconds,
             "frame_throughput": int((every <= last).sum()) / (last - first),
+            "drain": end - last,
             **percentiles,
             "mean_tbt": float(tbt.mean()),
             "seconds": seconds,
             "requests": self.requests,
-            "answered": len(self.told),
+            "answered": len(self.times),
             "preemptions": self.preemptions,
             "loaded_bytes_per_second": self.loads.n_bytes / seconds,
             "copying": self.loads.copy_seconds / seconds,
             "stalled": self.loads.stall_seconds / seconds,
+            "lent_layers": self.remapped.weights / seconds,
+            "most_lent": self.remapped.most,
+            "remaps": self.remapped.changes,
+            "swapped_layers": self.remapped.kv / seconds,
         }
+
+
+@dataclass
+class Watch:
+    """Follows a device's state: layers lent over time, and preemptions up to a limit."""
+
+    enough: float
+    """Preemptions at which the run is stopped, by raising `Enough`."""
+    remapped: Remapped = field(default_factory=Remapped)
+    _at: float = 0.0
+    _lent: int = 0
+    _swapped: int = 0
+
+    def __call__(self, now: float, state: DeviceState) -> None:
+        seconds, before = now - self._at, self.remapped
+        models = state.models.values()
+        lent = sum(m.rotation.lent for m in models)
+        self.remapped = Remapped(
+            before.weights + self._lent * seconds,
+            before.kv + self._swapped * seconds,
+            max(before.most, lent),
+            before.changes + (lent != self._lent),
+        )
+        self._at, self._lent = now, lent
+        self._swapped = sum(m.kv.rotation.lent for m in models if m.swapper is not None)
+        if sum(m.preemptions for m in models) >= self.enough:
+            raise Enough
 
 
 def run(
@@ -93,18 +154,20 @@ def run(
     preset: str,
     options: Mapping[str, float],
     device: Device,
+    enough: float = float("inf"),
 ) -> Measured:
-    """Serve `workload` in virtual time."""
-    asked = [submission_for(r, (0,) * r.prompt_tokens) for r in workload.requests]
+    """Serve `workload` in virtual time. Raises `Enough` at so many preemptions on one device."""
+    arrivals = [submission_for(r, (0,) * r.prompt_tokens) for r in workload.requests]
     if not setting.apart:
-        return _run(setting, asked, preset, options, device)
+        return _run(setting, arrivals, preset, options, device, enough)
     return Measured.beside(
         _run(
             replace(setting, fractions={name: 1.0}),
-            [r for r in asked if r.model == name],
+            [r for r in arrivals if r.model == name],
             preset,
             options,
-            device.sliced(part),
+            device.sliced(part, whole_link=setting.whole_link),
+            enough,
         )
         for name, part in setting.fractions.items()
     )
@@ -116,9 +179,10 @@ def _run(
     preset: str,
     options: Mapping[str, float],
     device: Device,
+    enough: float,
 ) -> Measured:
     lanes, most = setting.lanes, setting.sequences
-    settings = replace(SERVED, lanes=lanes, step_logits=most)
+    settings = replace(SERVED, lanes=lanes, step_logits=most, step_tokens=setting.step_tokens)
     specs = specs_of(setting.fractions, device.memory, most)
     activations = lanes * max(
         activation_bytes(s, settings.step_tokens, settings.step_logits) for s in specs
@@ -139,23 +203,25 @@ def _run(
     )
     arrived = {s.id: s.arrival for s in arrivals}
     later = [replace(s, arrival=BEFORE + s.arrival) for s in arrivals]
-    told: dict[str, list[float]] = {s.id: [] for s in arrivals}
+    times: dict[str, list[float]] = {s.id: [] for s in arrivals}
     finished: dict[str, Finished] = {}
 
-    def said(now: float, output: Output) -> None:
+    def receive(now: float, output: Output) -> None:
         match output:
             case TokenOut(request_id=id):
-                told[id].append(now - BEFORE)
+                times[id].append(now - BEFORE)
             case Finished(request_id=id):
                 finished[id] = output
 
-    ended = simulate(fleet, specs, later, profile, said)
+    watch = Watch(enough)
+    ended = simulate(fleet, specs, later, profile, receive, observe=watch)
     return Measured(
         arrived=tuple(arrived[id] for id in finished),
-        told=tuple(np.array(told[id]) for id in finished),
+        times=tuple(np.array(times[id]) for id in finished),
         requests=len(arrivals),
         preemptions=sum(f.preemptions for f in finished.values()),
         loads=_sum(m.weights.rotor.loads for m in ended.state.models.values() if m.weights.rotor),
+        remapped=watch.remapped,
     )
 
 

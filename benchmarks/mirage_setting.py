@@ -31,13 +31,19 @@ from ballast.workload.workload import Workload
 ARRIVALS = "azure2023_code_until1845.csv.gz"
 MEMORY = {"GH200-96G": 96 << 30, "H100-80G": 80 << 30}
 """Bytes of a device. Of 96e9, 65 % would leave OPT-30b KV for less than its own context."""
+STEP_TOKENS = 2048
+"""Most tokens of a step. vLLM 0.7.3 takes the larger of 2,048 and a model's context where prompts
+are not cut into chunks, which is 4,096 for Llama-2-13b and 8,192 for Llama-3-8b."""
 SERVED = DeviceSettings(
     budget_bytes=0,
     page_bytes=2 * MiB,
-    step_tokens=2048,
+    step_tokens=STEP_TOKENS,
     prefix_cache=False,
 )
-"""As vLLM 0.7.3 serves: 2,048 tokens a step, no prefix cache."""
+"""As vLLM 0.7.3 serves, without a prefix cache."""
+CONTEXT = 2048
+"""Tokens of prompt and answer that each model can hold: OPT's. Llama-2-13b can 4,096 and Llama-3-8b
+8,192; no request here is longer than 2,024."""
 
 Lengths = tuple[LengthSampler, LengthSampler]
 """Of prompts, of answers."""
@@ -64,15 +70,20 @@ class Device:
     link: LinkRates | None = None
     """In place of the profile's."""
 
-    def sliced(self, part: float) -> Device:
-        """An instance of it alone: so much of its memory, compute, bandwidth and link."""
+    def sliced(self, part: float, *, whole_link: bool = False) -> Device:
+        """An instance of it alone: so much of its memory, compute, bandwidth and link.
+
+        `whole_link`: each has the link to itself, as where the others leave it idle. Hardware
+        divides no link; instances share it as they come.
+        """
         hardware, link = self.profile.hardware, self.rates
+        of_link = 1.0 if whole_link else part
         assert hardware is not None
         less = {"memory_bandwidth", "flops"}
         own = hardware.model_copy(update={k: part * getattr(hardware, k) for k in less})
         rates = LinkRates(
-            *(part * r for r in (link.to_device, link.to_host)),
-            *(part * r for r in (link.to_device_mixed, link.to_host_mixed)),
+            *(of_link * r for r in (link.to_device, link.to_host)),
+            *(of_link * r for r in (link.to_device_mixed, link.to_host_mixed)),
         )
         profile = self.profile.model_copy(update={"hardware": own})
         return Device(profile, int(part * self.memory), rates)
@@ -107,6 +118,9 @@ class Setting:
     """Of requests, each model's part, in any unit."""
     apart: bool = False
     """Every model has its own slice of the device (MIG); else they share it."""
+    whole_link: bool = False
+    """A slice has all of the link, not its part."""
+    step_tokens: int = STEP_TOKENS
     lanes: int = 1
     sequences: int = 256
     """Most that a model runs together; 256 in vLLM 0.7.3."""
@@ -146,7 +160,7 @@ def specs_of(fractions: Fractions, memory: int, sequences: int = 256) -> list[Mo
     """Models whose shares of the KV's memory are what their weights leave of their fractions."""
     specs = []
     for name, part in fractions.items():
-        spec = facts(name).spec(max_model_len=2048, max_running=sequences)
+        spec = facts(name).spec(max_model_len=CONTEXT, max_running=sequences)
         share = part * memory - spec.weight_pages(SERVED.page_bytes) * SERVED.page_bytes
         specs.append(replace(spec, share=share))
     return specs

@@ -60,9 +60,9 @@ class Setting:
         return sum(tokens * s.kv_bytes_per_token for s in self.specs)
 
     def under(self, preset: str, budget: int, link: float | None = None) -> FleetSettings:
-        """The fleet with `budget` bytes of device memory."""
+        """The fleet with `budget` bytes of device memory, and the preset's options by default."""
         device = replace(self.roomy.device, budget_bytes=budget // PAGE * PAGE)
-        chosen = replace(self.roomy, preset=preset, device=device)
+        chosen = replace(self.roomy, preset=preset, device=device, options={})
         if link is not None:
             chosen = replace(chosen, link=LinkSettings(bytes_per_second=link))
         return chosen

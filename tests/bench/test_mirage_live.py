@@ -14,9 +14,20 @@ from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.policy.presets import PRESETS, resolve
 from ballast.sim.catalogue import facts
 from ballast.weights.rotor import Loads
-from benchmarks.mirage_live import SHARINGS, SWEEP, headlines, over, overlap
+from benchmarks.doc_tables import DOCS, renewed
+from benchmarks.mirage_live import (
+    MANNERS,
+    SWEEP,
+    Variant,
+    base_of,
+    headlines,
+    over,
+    overlap,
+    summary,
+)
 from benchmarks.mirage_live_run import Seen, measured
 from benchmarks.mirage_live_setting import LINKS, NAMES, Setting, bursts, filling, ratio_of
+from benchmarks.mirage_tables import live
 
 SPEC = facts("OPT-13b").spec(max_model_len=2048)
 SETTING = Setting(
@@ -77,11 +88,12 @@ def test_as_many_sequences_as_fill_the_kv() -> None:
 
 
 def test_every_variant_is_a_preset_with_its_options() -> None:
-    found = [v for variants in (*SHARINGS.values(), SWEEP) for v in variants.values()]
-    there = [v for v in found if v.preset in PRESETS]
-    assert {v.preset for v in there} >= {"recompute", "mirage"}
-    for variant in there:
-        resolve(variant.preset, {**variant.options, "temporal": 1.0})
+    found = [v for variants in (*MANNERS.values(), SWEEP) for v in variants.values()]
+    for variant in found:
+        comparison = variant.comparison.on(temporal=1.0)
+        preset = comparison.rows[variant.row].preset
+        assert preset in PRESETS
+        assert resolve(preset, comparison.options(variant.row)).options["temporal"] == 1.0
 
 
 def answer(times: Sequence[float], *, failed: bool = False) -> Answer:
@@ -100,11 +112,11 @@ def test_latencies_count_from_when_requests_were_due() -> None:
     assert (seen.requests, seen.preemptions) == (2, 3)
     with pytest.raises(RuntimeError, match="1 of 3 requests were not served"):
         measured([1.0, 3.0, 2.0], [*answers, answer([4.0], failed=True)], 3, Loads())
-    told = seen.summary()
-    assert told["answered"] == 2
-    assert told["p50_ttft"] == 0.5
-    assert told["p50_tbt"] == pytest.approx((0.25 + 1.0) / 2)
-    assert told["throughput"] == pytest.approx(4 / 2.5)
+    found = seen.summary()
+    assert found["answered"] == 2
+    assert found["p50_ttft"] == 0.5
+    assert found["p50_tbt"] == pytest.approx((0.25 + 1.0) / 2)
+    assert found["throughput"] == pytest.approx(4 / 2.5)
 
 
 def run(seconds: float, copying: float = 0.0, stalled: float = 0.0) -> Seen:
@@ -115,17 +127,54 @@ def run(seconds: float, copying: float = 0.0, stalled: float = 0.0) -> Seen:
 
 
 def test_ratios_are_of_the_same_round() -> None:
-    told = {"recompute": [run(1.0), run(2.0)], "mirage": [run(0.5), run(0.25)]}
-    ratios = over(told, "recompute")
-    assert list(ratios) == ["mirage"]
-    assert ratios["mirage"]["p99_ttft"].values == (0.5, 0.125)
-    assert ratios["mirage"]["throughput"].values == (2.0, 8.0)
+    found = over([run(0.5), run(0.25)], [run(1.0), run(2.0)])
+    assert found["p99_ttft"].values == (0.5, 0.125)
+    assert found["throughput"].values == (2.0, 8.0)
+
+
+def test_each_variant_is_compared_on_its_own_terms() -> None:
+    variants = {
+        "recompute": Variant("recompute"),
+        "mirage": Variant("mirage"),
+        "uncapped": Variant("uncapped"),
+        "recompute, shares": Variant("recompute", "shares"),
+        "mirage, shares": Variant("mirage", "shares"),
+    }
+    seconds = {"recompute": 1.0, "mirage": 0.5, "uncapped": 1.0, "recompute, shares": 4.0}
+    rounds = {name: [run(seconds.get(name, 1.0))] for name in variants}
+    told = summary(variants, rounds)
+    assert told["compared_with"] == {
+        "recompute": "recompute, shares",
+        "mirage": "recompute",
+        "uncapped": "mirage",
+        "recompute, shares": None,
+        "mirage, shares": "recompute, shares",
+    }
+    medians = {name: of["p99_ttft"]["median"] for name, of in told["over"].items()}
+    assert medians == {"recompute": 0.25, "mirage": 0.5, "uncapped": 2.0, "mirage, shares": 0.25}
+    # A variant that a device refused leaves nothing to compare with.
+    assert base_of("mirage", {"mirage": Variant("mirage")}) is None
 
 
 def test_what_is_not_there_is_null_and_nothing_copied_hides_nothing() -> None:
-    told = {"recompute": [run(1.0)], "mirage": [run(0.5, copying=4.0, stalled=1.0)]}
-    keys = headlines({"spatial": told, "temporal": {**told, "mirage": [run(0.5)]}})
+    seen = {"recompute": [run(1.0)], "mirage": [run(0.5, copying=4.0, stalled=1.0)]}
+    keys = headlines({"spatial": seen, "temporal": {**seen, "mirage": [run(0.5)]}})
     assert keys["throughput_over_kvswap"] is None
+    assert keys["throughput_over_kvswap_dirty"] is None
     assert keys["p99_tbt_over_recompute"] == 0.5
     assert keys["overlap"] == 0.75
     assert overlap([run(1.0)]) is None
+    with_swapping = headlines({"spatial": {**seen, "kvswap_dirty": [run(2.0)]}})
+    assert with_swapping["p99_ttft_over_kvswap_dirty"] == 0.25
+
+
+def test_the_live_table_has_its_place_in_the_page() -> None:
+    seen = {"recompute": [run(1.0)], "mirage": [run(0.5, copying=4.0, stalled=1.0)]}
+    told = summary({name: Variant(name) for name in seen}, seen)
+    made = live({"spatial": told, "temporal": told})
+    assert (
+        "| side by side: `mirage` | `recompute` | 2.00 | 0.50 | 0.50 | 0 | 0.0 | 0.75 |"
+        in (made["mirage_live"])
+    )
+    page = (DOCS / "mirage.md").read_text(encoding="utf-8")
+    assert made["mirage_live"] in renewed(page, made)

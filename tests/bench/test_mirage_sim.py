@@ -1,8 +1,10 @@
-"""The paper's setting is what it says, and the ratios compare like with like."""
+"""The paper's setting is what it says; ratios compare like with like, and cases weigh alike."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,11 +20,29 @@ from ballast.workload.lengths import (
     LengthSampler,
 )
 from ballast.workload.workload import Workload, WorkloadRequest
-from benchmarks.mirage_cases import GROUPS, METRICS, VARIANTS, Case, ratios, slowed
+from benchmarks.contenders import SHARINGS
+from benchmarks.doc_tables import DOCS, marked, renewed
+from benchmarks.mirage_cases import AMPLE, CURVES, GROUPS, Case, canonical, ratios, slowed
+from benchmarks.mirage_curves import (
+    COMPARED,
+    FULL_MULTIPLES,
+    METRICS,
+    MULTIPLES,
+    anywhere,
+    at_knees,
+    averaged,
+    curve_cases,
+    curves,
+    grid,
+    knee,
+    knees_wanted,
+)
 from benchmarks.mirage_paper import CLAIMS
-from benchmarks.mirage_run import Measured, run
+from benchmarks.mirage_run import Enough, Measured, Remapped, Watch, run
 from benchmarks.mirage_setting import ALPACA, C1, C2, MEMORY, SHAREGPT, Device, Setting, specs_of
-from benchmarks.mirage_sim import MOST, OTHER, SWEPT, links, multiples, ours
+from benchmarks.mirage_sweeps import OWN, SWEEPS, sweep_cases, swept
+from benchmarks.mirage_tables import GROUPS as TITLES
+from benchmarks.mirage_tables import paper, tables
 
 GH200 = Device(device_profile("GH200-96G"), MEMORY["GH200-96G"])
 
@@ -85,60 +105,225 @@ def test_what_comes_after_the_peak_comes_more_slowly() -> None:
 def test_equal_runs_are_equal_and_answer_every_request(apart: bool) -> None:
     setting = Setting.of(C1, SHAREGPT, apart)
     work = setting.requests(arrivals(40), 8.0, 1)
-    told = run(setting, work, "static", {}, GH200)
-    assert len(told.told) == told.requests == 40
-    assert sum(map(len, told.told)) == sum(r.output_tokens for r in work.requests)
-    assert told.summary() == run(setting, work, "static", {}, GH200).summary()
+    seen = run(setting, work, "static", {}, GH200)
+    assert len(seen.times) == seen.requests == 40
+    assert sum(map(len, seen.times)) == sum(r.output_tokens for r in work.requests)
+    assert seen.summary() == run(setting, work, "static", {}, GH200).summary()
 
 
-def test_latencies_are_those_that_clients_heard() -> None:
-    told = tuple(np.array(at) for at in ((1.0, 2.0, 4.0), (9.0, 9.5)))
-    seen = Measured((0.0, 5.0), told, 2, 0, Loads()).summary()
+def test_latencies_are_those_that_clients_saw() -> None:
+    times = tuple(np.array(at) for at in ((1.0, 2.0, 4.0), (9.0, 9.5)))
+    seen = Measured((0.0, 5.0), times, 2, 0, Loads(), Remapped(19.0, 9.5, 3, 2)).summary()
     assert seen["throughput"] == pytest.approx(5 / 9.5)
-    assert seen["frame_throughput"] == pytest.approx(3 / 5)
     assert (seen["p50_ttft"], seen["p50_tbt"], seen["p50_tpot"]) == (2.5, 1.0, 1.0)
-    late = Measured((0.0, 5.0), told, 2, 0, Loads()).summary(since=3.0)
+    assert (seen["lent_layers"], seen["swapped_layers"], seen["most_lent"]) == (2.0, 1.0, 3)
+    late = Measured((0.0, 5.0), times, 2, 0, Loads()).summary(since=3.0)
     assert (late["p50_ttft"], late["p50_tbt"], late["p50_tpot"]) == (4.0, 0.5, 0.5)
 
 
+def test_the_drain_is_apart() -> None:
+    """Until the last request comes at 5 s, three tokens; the last answer ends 4.5 s after that."""
+    times = tuple(np.array(at) for at in ((1.0, 2.0, 4.0), (9.0, 9.5)))
+    seen = Measured((0.0, 5.0), times, 2, 0, Loads()).summary()
+    assert seen["frame_throughput"] == pytest.approx(3 / 5)
+    assert seen["drain"] == pytest.approx(4.5)
+
+
+def test_a_run_is_watched_and_stops_when_it_has_preempted_enough() -> None:
+    setting = Setting.of({"OPT-13b": 0.35}, SHAREGPT)
+    work = setting.requests(arrivals(90), 30.0, 1)
+    seen = run(setting, work, "mirage", {}, GH200)
+    assert seen.remapped.most > 0
+    assert seen.remapped.changes > 0
+    assert 0 < seen.summary()["lent_layers"] <= seen.remapped.most
+    with pytest.raises(Enough):
+        run(setting, work, "recompute", {}, GH200, enough=1)
+
+
+def test_layers_lent_are_weighed_by_time() -> None:
+    watch = Watch(float("inf"))
+    for now, lent in ((1.0, 2), (3.0, 4), (4.0, 0), (9.0, 0)):
+        model = SimpleNamespace(rotation=SimpleNamespace(lent=lent), swapper=None, preemptions=0)
+        watch(now, SimpleNamespace(models={"a": model}))  # type: ignore[arg-type]
+    assert watch.remapped == Remapped(weights=2 * 2.0 + 4 * 1.0, kv=0.0, most=4, changes=3)
+
+
+# -- curves -----------------------------------------------------------------------------------
+
+KNEES = {(group, setting): 2.0 for group in CURVES for setting in GROUPS[group].settings}
+AT = at_knees(KNEES)
+
+
+@pytest.mark.parametrize("short_from", [0.1, 1.0, 3.0, 500.0])
+def test_a_knee_is_the_lowest_rate_at_which_one_request_in_a_hundred_is_preempted(
+    short_from: float,
+) -> None:
+    asked: list[Case] = []
+
+    def measured(case: Case, enough: float) -> dict[str, float] | None:
+        asked.append(case)
+        assert enough == 5.0
+        preempted = 5.0 if case.rate >= short_from else 4.0
+        # A run may be stopped once it has preempted enough.
+        return None if preempted >= enough and len(asked) % 2 else {"preemptions": preempted}
+
+    found = knee("alone", "Alpaca", 500, measured, quick=False)
+    assert found == min(rate for rate in grid() if rate >= short_from)
+    assert len(asked) <= 6
+    assert {(c.row, c.sharing) for c in asked} == {("recompute", "shares")}
+    assert max(b / a for a, b in zip(grid(), grid()[1:], strict=False)) < 1.42
+
+
+def test_what_is_never_short_has_no_knee_and_is_run_up_to_the_highest_rate() -> None:
+    assert knee("alone", "Alpaca", 500, lambda c, n: {"preemptions": 0.0}, quick=False) is None
+    at = at_knees({("alone", "Alpaca"): None})
+    assert at("alone", "Alpaca", 8.0).rate == grid()[-1]
+
+
+def test_curves_go_from_below_the_knee_to_eight_times_it() -> None:
+    for multiples in (MULTIPLES, FULL_MULTIPLES):
+        assert (multiples[0], multiples[-1]) == (0.75, 8.0)
+        assert multiples == tuple(sorted(multiples))
+        cases = list(curve_cases(CURVES, AT, multiples))
+        for group in CURVES:
+            for setting in GROUPS[group].settings:
+                rates = {c.rate for c in cases if (c.group, c.setting) == (group, setting)}
+                assert rates == {2.0 * m for m in multiples}
+
+
+def test_every_case_is_run_with_all_presets_at_every_rate() -> None:
+    cases = set(curve_cases(CURVES, AT, MULTIPLES))
+    assert len(cases) == len(list(curve_cases(CURVES, AT, MULTIPLES)))
+    for group in CURVES:
+        for setting in GROUPS[group].settings:
+            for multiple in MULTIPLES:
+                case = AT(group, setting, multiple)
+                rows = {c.row for c in cases if replace(c, row="recompute") == case}
+                assert rows >= {"recompute", "kvswap", "mirage"}
+                if multiple > 1:
+                    assert "kvswap_dirty" in rows
+                    assert replace(case, memory=AMPLE) in cases
+                    assert (replace(case, sharing="shares") in cases) is GROUPS[group].shares
+
+
+def invented(cases: list[Case], figure: Callable[[Case], float]) -> dict[Case, dict[str, float]]:
+    """Results in which every figure of a case is the same."""
+    keys = {*METRICS, *OWN, "p50_tbt", "seconds", "drain", "preemptions", "lent_layers"}
+    keys |= {"most_lent", "remaps", "copying", "stalled"}
+    return {canonical(c): dict.fromkeys(keys, figure(c)) for c in cases}
+
+
+def gain(case: Case) -> float:
+    """`mirage` has twice of ShareGPT's figure and eight times of Alpaca's, whatever the rate."""
+    by_setting = {"ShareGPT": 2.0, "Alpaca": 8.0}
+    return by_setting.get(case.setting, 4.0) if case.row == "mirage" else 1.0
+
+
+def test_cases_weigh_alike_whatever_the_number_of_their_runs() -> None:
+    cases = list(curve_cases(["temporal_c1"], AT, MULTIPLES))
+    cases += [replace(c, seed=1) for c in cases if c.setting == "ShareGPT"]
+    found = curves(invented(cases, gain), ["temporal_c1"], MULTIPLES)["temporal_c1"]
+    for metric in METRICS:
+        assert found["over"]["layers"][metric] == [pytest.approx(4.0)] * 3
+        assert found["settings"]["Alpaca"]["over"]["layers"][metric] == [pytest.approx(8.0)] * 3
+    # A geometric mean: a gain and an equal loss are no gain.
+    assert averaged({cases[0]: 2.0, replace(cases[0], setting="ShareGPT"): 0.5}) == pytest.approx(
+        1.0
+    )
+    assert averaged({}) is None
+
+
+def test_a_curve_has_a_figure_for_each_rate_and_no_mean_of_them() -> None:
+    cases = list(curve_cases(["alone"], AT, MULTIPLES))
+    runs = invented(cases, lambda c: c.multiple if c.row == "mirage" else 1.0)
+    found = curves(runs, ["alone"], MULTIPLES)["alone"]
+    assert found["multiples"] == list(MULTIPLES)
+    assert found["over"]["layers"]["p99_ttft"] == pytest.approx(list(MULTIPLES))
+    assert found["settings"]["Alpaca"]["rates"] == [2.0 * m for m in MULTIPLES]
+    assert "layers_shares" not in found["over"]
+
+
 def test_ratios_compare_runs_of_one_case() -> None:
-    a, b = Case("mps_c1", "Alpaca", 1.0, 0, "mirage"), Case("mps_c1", "Alpaca", 2.0, 0, "mirage")
-    c, d = (Case("mps_c1", "Alpaca", x.rate, 0, "recompute") for x in (a, b))
-    runs = {a: {"x": 3.0}, b: {"x": 8.0}, c: {"x": 2.0}, d: {"x": 4.0}}
-    assert ratios(runs, "mirage", "recompute", "x") == [1.5, 2.0]
-
-
-def test_links_are_compared_with_recomputation_which_uses_none() -> None:
-    base = [Case(name, "Alpaca", 1.0, 0, "recompute") for name in SWEPT]
-    slow, fast = ([replace(c, variant="mirage", link=by) for c in base] for by in (32e9, 900e9))
-    other = [replace(c, kind=OTHER, variant=v) for c in base for v in ("recompute", "mirage")]
-    runs = {c: dict.fromkeys(METRICS, 2.0) for c in base}
-    runs |= {c: dict.fromkeys(METRICS, 1.0) for c in slow}
-    runs |= {c: dict.fromkeys(METRICS, 3.0) for c in fast}
-    runs |= {c: dict.fromkeys(METRICS, 4.0) for c in other}
-    told = links(runs)[SWEPT[0]]
-    assert [by["throughput_over_recompute"] for by in told.values()] == [0.5, 1.5, 1.0]
-
-
-def test_where_it_is_never_short_it_runs_at_the_highest_rate() -> None:
-    assert multiples(None, (1.0, 2.0)) == (2.0**MOST,)
-    assert multiples(3.0, (1.0, 2.0)) == (3.0, 6.0)
-
-
-def test_a_claim_is_compared_with_what_it_speaks_of() -> None:
-    claim = next(c for c in CLAIMS if c.group == "temporal_c1" and c.metric == "p99_tbt")
-    metrics = {"p99_tbt": 1.0, "p99_tpot": 1.0}
+    a, b = AT("mps_c1", "Alpaca", 1.0), AT("mps_c1", "Alpaca", 2.0)
     runs = {
-        Case(claim.group, lengths, 1.0, 0, variant): {k: factor * v for k, v in metrics.items()}
-        for lengths, gain in (("Alpaca", 1.0), ("ShareGPT", 0.5))
-        for variant, factor in (("recompute", 1.0), ("mirage", gain), ("ample", 0.25))
+        replace(a, row="mirage"): {"x": 3.0},
+        replace(b, row="mirage"): {"x": 8.0},
+        a: {"x": 2.0},
+        b: {"x": 4.0},
     }
-    told = ours(runs, claim)
-    assert told is not None
-    assert (told["ours"], told["no shortage"]) == (0.75, 0.25)
-    assert (told["Alpaca"], told["ShareGPT"], told["pool alone"]) == (1.0, 0.5, None)
+    of = [replace(c, row="mirage") for c in (a, b)]
+    assert list(ratios(runs, of, "x", row="recompute").values()) == [1.5, 2.0]
 
 
-def test_every_claim_has_runs() -> None:
+def test_recomputation_uses_no_link_and_runs_once_for_all() -> None:
+    base = AT("mps_c1", "Alpaca", 8.0)
+    assert canonical(replace(base, link=32e9)) == base
+    lending = replace(base, row="mirage", link=32e9)
+    assert canonical(lending) == lending
+    assert canonical(replace(base, quantum=4.0, preemptive=True)) == base
+    turns = replace(AT("temporal_c1", "Alpaca", 8.0), quantum=4.0)
+    assert canonical(turns) == turns
+
+
+def test_the_comparison_over_swapping_has_both_ways_to_write_back() -> None:
+    runs = invented(
+        list(curve_cases(["alone"], AT, (2.0,))),
+        lambda c: {"mirage": 6.0, "kvswap": 3.0, "kvswap_dirty": 4.0}.get(c.row, 1.0),
+    )
+    over = curves(runs, ["alone"], (2.0,))["alone"]["over"]
+    assert over["kvswap"]["throughput"] == [pytest.approx(2.0)]
+    assert over["kvswap_dirty"]["throughput"] == [pytest.approx(1.5)]
+
+
+# -- sweeps, tables -----------------------------------------------------------------------------
+
+
+def everything() -> dict[str, object]:
+    cases = [*curve_cases(CURVES, AT, MULTIPLES), *sweep_cases(SWEEPS, AT)]
+    runs = invented(cases, gain)
+    return {
+        "curves": curves(runs, CURVES, MULTIPLES),
+        "sweeps": {name: swept(name, runs, AT) for name in SWEEPS},
+    }
+
+
+def test_sweeps_run_at_knees_that_are_known() -> None:
+    assert set(knees_wanted(sweep_cases(SWEEPS, anywhere))) <= KNEES.keys()
+    preemptive = {c.preemptive for c in sweep_cases(["turns"], AT)}
+    quanta = {c.quantum for c in sweep_cases(["turns"], AT)}
+    assert preemptive == {False, True}
+    assert len(quanta) > 2
+    assert {c.step_tokens for c in sweep_cases(["steps"], AT)} >= {256, 2048, 8192}
+
+
+def test_every_table_has_its_place_in_the_page() -> None:
+    made = tables(everything())
+    page = (DOCS / "mirage.md").read_text(encoding="utf-8")
+    places = {name: command for name, command in marked(page).items() if "mirage_sim" in name}
+    assert made.keys() == places.keys()
+    assert all("benchmarks.mirage_sim" in command for command in places.values())
+    again = renewed(page, made)
+    assert renewed(again, made) == again
+    assert all(table in again for table in made.values())
+
+
+def test_a_table_without_a_place_is_an_error_and_other_text_stays() -> None:
+    page = "before\n<!-- begin a.b: some command -->\nold\n<!-- end a.b -->\nafter\n"
+    expected = "before\n<!-- begin a.b: some command -->\nnew\n<!-- end a.b -->\nafter\n"
+    assert renewed(page, {"a.b": "new"}) == expected
+    assert renewed(page, {}) == page
+    with pytest.raises(KeyError, match="no marker for c"):
+        renewed(page, {"c": "new"})
+
+
+def test_every_claim_stands_beside_what_it_speaks_of() -> None:
+    rows = SHARINGS["pool"].rows
     for claim in CLAIMS:
-        assert {claim.of, claim.over} <= set(GROUPS[claim.group].variants) <= set(VARIANTS)
+        assert {claim.of, claim.over} <= rows.keys()
+        assert claim.setting in (None, *GROUPS[claim.group].settings)
+    found = paper(everything())
+    assert {entry["section"] for entry in found} >= {"7.2, Fig. 8", "7.3, Fig. 13", "7.4, Fig. 14"}
+    for entry in found:
+        assert len(entry["ours"]) == len(entry["multiples"]) == len(MULTIPLES)
+    assert set(TITLES) == set(CURVES)
+    assert "layers" in COMPARED

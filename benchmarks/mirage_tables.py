@@ -1,0 +1,294 @@
+"""Tables of docs/mirage.md, from what `mirage_sim` and `mirage_live` wrote.
+
+python -m benchmarks.mirage_tables out/mirage_sim.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import doc_tables
+from benchmarks.doc_tables import markdown, ratio, row_of
+from benchmarks.mirage_paper import CLAIMS
+
+PAGE = "mirage.md"
+GROUPS = {
+    "temporal_c1": "C1, in turns",
+    "temporal_c2": "C2, in turns",
+    "rates_c2": "C2, rates 3:1 and 1:3",
+    "inputs_c2": "C2, long and short inputs",
+    "mps_c1": "C1, side by side",
+    "mig_c1": "C1, sliced",
+    "alone": "OPT-13b alone",
+}
+METRICS = {
+    "throughput": "throughput",
+    "frame_throughput": "throughput while requests come",
+    "p99_ttft": "P99 TTFT",
+    "p99_tbt": "P99 TBT",
+    "p99_tpot": "P99 over requests of their mean TBT",
+}
+COLUMNS = {
+    "layers": "layers, in one pool",
+    "layers_shares": "layers, in fixed shares",
+    "pool": "the pool",
+    "no_shortage": "no shortage",
+}
+Json = Mapping[str, Any]
+
+
+def tables(result: Json) -> dict[str, str]:
+    """Tables of a result of `mirage_sim`, by name; without those of sweeps that were not run."""
+    found = {
+        "mirage_sim.recompute": against_recomputation(result["curves"]),
+        "mirage_sim.kvswap": against_swapping(result["curves"]),
+        "mirage_sim.cases": by_case(result["curves"]),
+    }
+    found |= {f"mirage_sim.{name}": SWEEPS[name](sweep) for name, sweep in result["sweeps"].items()}
+    return found
+
+
+def multiples(curves: Json) -> str:
+    """The rates that a cell's figures are at."""
+    return " · ".join(f"{m:g}" for m in next(iter(curves.values()))["multiples"])
+
+
+def stated(group: str, metric: str) -> str:
+    """What the paper says of a group, if it does."""
+    claims = (c for c in CLAIMS if (c.group, c.metric, c.over) == (group, metric, "recompute"))
+    return next((ratio(c.stated) for c in claims), "")
+
+
+def against_recomputation(curves: Json) -> str:
+    def rows() -> Iterator[Sequence[str]]:
+        for metric, title in METRICS.items():
+            yield [f"**{title}**, at {multiples(curves)} times the knee", *[""] * 5]
+            for group, curve in curves.items():
+                over = curve["over"]
+                cells = (row_of(over[c][metric]) if c in over else "" for c in COLUMNS)
+                yield [GROUPS[group], stated(group, metric), *cells]
+
+    return markdown(["", "the paper", *COLUMNS.values()], rows())
+
+
+def against_swapping(curves: Json) -> str:
+    def rows() -> Iterator[Sequence[str]]:
+        for metric in ("throughput", "frame_throughput", "p99_ttft", "p99_tbt"):
+            yield [f"**{METRICS[metric]}**, at {multiples(curves)} times the knee", *[""] * 3]
+            for group, curve in curves.items():
+                over = curve["over"]
+                columns = ("kvswap", "kvswap_dirty", "kvswap_over_recompute")
+                yield [GROUPS[group], *(row_of(over[c][metric]) for c in columns)]
+
+    header = ["", "`mirage` over it, whole layers written", "what changed written"]
+    return markdown([*header, "it (whole) over `recompute`"], rows())
+
+
+def by_case(curves: Json) -> str:
+    def rows() -> Iterator[Sequence[str]]:
+        for group, curve in curves.items():
+            for setting, of in curve["settings"].items():
+                over = of["over"]["layers"]
+                lent = zip(of["lent_layers_mirage"], of["most_lent_mirage"], strict=True)
+                drains = zip(of["drain_recompute"], of["drain_mirage"], strict=True)
+                yield [
+                    f"{GROUPS[group]}, {setting}",
+                    f"{of['rates'][0] / curve['multiples'][0]:.2g}",
+                    *(row_of(over[m]) for m in ("throughput", "p99_ttft", "p99_tbt")),
+                    " · ".join(f"{mean:.1f} ({most:g})" for mean, most in lent),
+                    " · ".join(f"{a:.0f} / {b:.0f}" for a, b in drains),
+                    " · ".join(f"{n:g}" for n in of["preemptions_recompute"]),
+                ]
+
+    return markdown(
+        [
+            f"at {multiples(curves)} times the knee",
+            "knee, requests/s",
+            "throughput",
+            "P99 TTFT",
+            "P99 TBT",
+            "layers lent, mean (most)",
+            "drain, s: `recompute` / `mirage`",
+            "preempted",
+        ],
+        rows(),
+    )
+
+
+def turns(sweep: Json) -> str:
+    def rows() -> Iterator[Sequence[str]]:
+        for label, of in sweep.items():
+            group, quantum, how = label.split(", ")
+            own, mirage = of["recompute"]["own"], of["mirage"]
+            yield [
+                f"{GROUPS[group]}, {quantum}, {how}",
+                f"{own['p99_ttft']:.1f} / {mirage['own']['p99_ttft']:.1f}",
+                f"{own['p99_tbt']:.2f} / {mirage['own']['p99_tbt']:.2f}",
+                f"{own['throughput']:.0f} / {mirage['own']['throughput']:.0f}",
+                *(ratio(mirage[m]) for m in ("throughput", "p99_ttft", "p99_tbt")),
+            ]
+
+    return markdown(
+        [
+            "a turn; `recompute` / `mirage`",
+            "P99 TTFT, s",
+            "P99 TBT, s",
+            "tokens/s",
+            "throughput, ratio",
+            "P99 TTFT",
+            "P99 TBT",
+        ],
+        rows(),
+    )
+
+
+def steps(sweep: Json) -> str:
+    def rows() -> Iterator[Sequence[str]]:
+        for label, of in sweep.items():
+            where, _, tokens = label.partition(", ")
+            group, _, setting = where.partition(" ")
+            yield [
+                f"{GROUPS[group]}, {setting}, {int(tokens):,}",
+                f"{of['recompute']['own']['p99_tbt']:.2f}",
+                *(ratio(of["mirage"][m]) for m in ("throughput", "p99_ttft", "p99_tbt")),
+                *(ratio(of["ample"][m]) for m in ("throughput", "p99_ttft", "p99_tbt")),
+            ]
+
+    return markdown(
+        [
+            "tokens of a step, at most",
+            "P99 TBT of `recompute`, s",
+            "throughput",
+            "P99 TTFT",
+            "P99 TBT",
+            "no shortage: throughput",
+            "P99 TTFT",
+            "P99 TBT",
+        ],
+        rows(),
+    )
+
+
+def links(sweep: Json) -> str:
+    columns = "throughput", "p99_ttft", "p99_tbt"
+
+    def rows() -> Iterator[Sequence[str]]:
+        where = dict.fromkeys(label.partition(", ")[2] for label in sweep)
+        for link in where:
+            of = (sweep[f"{group}, {link}"]["mirage"] for group in ("temporal_c1", "mps_c1"))
+            yield [link, *(ratio(cell[m]) for cell in of for m in columns)]
+
+    names = [METRICS[m] for m in columns]
+    return markdown(
+        ["", *(f"C1 in turns: {n}" for n in names), *(f"side by side: {n}" for n in names)], rows()
+    )
+
+
+def ratios_to_first(*rows_of: str, extra: Sequence[str] = ()) -> Any:
+    """A table of each row's ratios to the first row, and figures of its own."""
+    columns = "throughput", "p99_ttft", "p99_tbt", "p50_tbt"
+
+    def table(sweep: Json) -> str:
+        def rows() -> Iterator[Sequence[str]]:
+            for label, of in sweep.items():
+                for row in rows_of:
+                    cells = [ratio(of[row][m]) for m in columns]
+                    own = of[row].get("own", {})
+                    yield [f"{_named(label)}: `{row}`", *cells, *(_figure(own, k) for k in extra)]
+
+        names = [METRICS.get(m, "P50 TBT") for m in columns]
+        return markdown(["", *names, *(e.replace("_", " ") for e in extra)], rows())
+
+    return table
+
+
+def _figure(own: Json, key: str) -> str:
+    return f"{own[key]:.3g}" if key in own else ""
+
+
+def _named(label: str) -> str:
+    group, space, rest = label.partition(" ")
+    group, comma, _ = group.partition(",")
+    return f"{GROUPS.get(group, group)}{comma}{space}{rest}"
+
+
+SWEEPS: dict[str, Any] = {
+    "turns": turns,
+    "steps": steps,
+    "links": links,
+    "ablations": ratios_to_first("beta1", "beta2", "uncapped", "one_by_one"),
+    "lookahead": ratios_to_first("one_by_one"),
+    "lru": ratios_to_first("lru", extra=("lent_layers",)),
+    "reversion": ratios_to_first("kept", "kept_uncapped", extra=("copying", "stalled")),
+    "slices": ratios_to_first("mirage", "kvswap"),
+    "stated": ratios_to_first("recompute", "uncapped", extra=("preemptions", "lent_layers")),
+}
+
+
+def paper(result: Json) -> list[dict[str, Any]]:
+    """The claims over recomputation and swapping, each beside the curve of what it speaks of."""
+    found = []
+    for claim in CLAIMS:
+        curve = result["curves"].get(claim.group)
+        if curve is None or claim.over not in ("recompute", "kvswap"):
+            continue
+        of = curve["settings"][claim.setting] if claim.setting else curve
+        name = "layers" if claim.over == "recompute" else "kvswap"
+        found.append(
+            {
+                "section": claim.section,
+                "text": claim.text,
+                "metric": claim.metric,
+                "stated": claim.stated,
+                "multiples": curve["multiples"],
+                "ours": of["over"][name][claim.metric],
+            }
+        )
+    return found
+
+
+LIVE_METRICS = "throughput", "p99_ttft", "p99_tbt"
+
+
+def live(result: Json) -> dict[str, str]:
+    """The table of a result of `mirage_live`."""
+
+    def rows() -> Iterator[Sequence[str]]:
+        for manner, title in (("spatial", "side by side"), ("temporal", "in turns")):
+            of = result[manner]
+            for name, over in of["over"].items():
+                overlap = of["overlap"][name]
+                runs = of["runs"][name]
+                yield [
+                    f"{title}: `{name}`",
+                    f"`{of['compared_with'][name]}`",
+                    *(ratio(over[m]["median"]) for m in LIVE_METRICS),
+                    f"{sum(r['preemptions'] for r in runs):g}",
+                    f"{sum(r['lent'] for r in runs) / len(runs):.1f}",
+                    ratio(overlap),
+                ]
+
+    names = (METRICS[m] for m in LIVE_METRICS)
+    header = ["", "over", *names, "preempted", "layers lent", "overlap"]
+    return {"mirage_live": markdown(header, rows())}
+
+
+def renew(result: Json) -> None:
+    """Write the tables into docs/mirage.md."""
+    made = live(result) if result.get("benchmark") == "mirage_live" else tables(result)
+    doc_tables.renew(PAGE, made)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="renew the tables of docs/mirage.md")
+    parser.add_argument("results", nargs="+", type=Path, help="JSON of mirage_sim, mirage_live")
+    for file in parser.parse_args(argv).results:
+        renew(json.loads(file.read_text(encoding="utf-8")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Presets are compared on equal terms, in every benchmark's tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ballast.policy.presets import option_names, resolve
+from benchmarks import fleet, mirage_live, seam, sim_fidelity
+from benchmarks.contenders import SHARINGS, Comparison, Contender, defaults
+from benchmarks.mirage_curves import COMPARED, KVSWAPS, POOL_ROWS, SHARE_ROWS
+from benchmarks.mirage_sweeps import SWEEPS
+
+TABLES = {
+    "fleet": fleet.COMPARED,
+    "seam": seam.COMPARED,
+    "sim_fidelity": sim_fidelity.COMPARED,
+    "mirage, pool": SHARINGS["pool"],
+    "mirage, shares": SHARINGS["shares"],
+    "mirage, turns": SHARINGS["pool"].on(temporal=1, quantum=0.25, preemptive=1),
+}
+
+
+def options_of(table: Comparison, row: str) -> dict[str, float]:
+    """All options that a row runs with, defaults included."""
+    preset = table.rows[row].preset
+    policy = resolve(preset, table.options(row)).device
+    return {name: getattr(policy, name) for name in option_names(preset)}
+
+
+def compared(table: Comparison) -> Iterator[tuple[str, str]]:
+    """Rows of different presets that a table sets against each other."""
+    for of, over in table.pairs():
+        if table.rows[of].preset != table.rows[over].preset:
+            yield of, over
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_presets_that_are_compared_have_equal_options(name: str) -> None:
+    table = TABLES[name]
+    pairs = list(compared(table))
+    assert pairs
+    for of, over in pairs:
+        a, b = options_of(table, of), options_of(table, over)
+        assert {o: (a[o], b[o]) for o in a.keys() & b.keys() if a[o] != b[o]} == {}, (of, over)
+
+
+def test_what_is_no_ablation_is_compared_with_every_other() -> None:
+    rows = SHARINGS["pool"].rows
+    main = {row for row, contender in rows.items() if contender.ablates is None}
+    assert main == {"recompute", "kvswap", "kvswap_dirty", "mirage"}
+    assert set(SHARINGS["pool"].pairs()) == {
+        *((a, b) for a in main for b in main - {a}),
+        *((row, "mirage") for row in rows.keys() - main),
+    }
+
+
+def test_a_table_of_unequal_presets_cannot_be_made() -> None:
+    """The tables that there were: `mirage` pooled, and what it was compared with not."""
+    unequal = {
+        "recompute": Contender("recompute", {"pooled": 0}),
+        "mirage": Contender("mirage", {"pooled": 1}),
+    }
+    with pytest.raises(ValueError, match="differ in pooled"):
+        Comparison({}, unequal)
+    with pytest.raises(ValueError, match="kvswap differ in cap"):
+        Comparison({}, {"uncapped": Contender("mirage", {"cap": 0}), "kvswap": Contender("kvswap")})
+    ablated = Contender("mirage", {"cap": 0}, ablates="mirage")
+    Comparison(
+        {}, {"mirage": Contender("mirage"), "capless": ablated, "kvswap": Contender("kvswap")}
+    )
+
+
+def test_terms_hold_for_the_presets_that_have_them() -> None:
+    table = defaults("swap", "recompute").on(quantum=3.0, temporal=1.0)
+    assert table.options("swap") == {"quantum": 3.0}
+    assert table.options("recompute") == {"quantum": 3.0, "temporal": 1.0}
+
+
+def test_curves_set_like_beside_like() -> None:
+    """Both sides of a ratio are rows that may be compared, on the same terms and memory; the two
+    that compare terms or memory are of one preset."""
+    for name, (of, over) in COMPARED.items():
+        same = {k for k in ("sharing", "memory") if of.get(k) != over.get(k)}
+        if name in ("pool", "no_shortage"):
+            assert of["row"] == over["row"]
+            assert len(same) == 1
+            continue
+        assert not same
+        table = SHARINGS[str(of.get("sharing", "pool"))]
+        assert (of["row"], over["row"]) in set(table.pairs())
+    assert {*POOL_ROWS, *SHARE_ROWS, *KVSWAPS} <= SHARINGS["pool"].rows.keys()
+    assert "kvswap_dirty" in COMPARED
+
+
+def test_sweeps_compare_rows_that_may_be() -> None:
+    pairs = set(SHARINGS["pool"].pairs())
+    for sweep in SWEEPS.values():
+        first, *others = sweep.rows
+        for row in others:
+            assert (row["row"], first["row"]) in pairs or row["row"] == first["row"]
+
+
+def test_live_variants_are_compared_on_equal_terms() -> None:
+    for variants in (*mirage_live.MANNERS.values(), mirage_live.SWEEP):
+        bases = {name: mirage_live.base_of(name, variants) for name in variants}
+        assert bases["recompute"] == (
+            "recompute, shares" if "recompute, shares" in variants else None
+        )
+        for name, base in bases.items():
+            if base is None or name == "recompute":
+                continue
+            of, over = variants[name], variants[base]
+            assert of.sharing == over.sharing
+            assert (of.row, over.row) in set(of.comparison.pairs())
+    main = mirage_live.MANNERS["spatial"]
+    assert mirage_live.base_of("mirage, shares", main) == "recompute, shares"
+    assert mirage_live.base_of("uncapped", main) == "mirage"
+    assert {v.row for v in main.values()} >= {"kvswap", "kvswap_dirty"}
