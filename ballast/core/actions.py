@@ -83,14 +83,14 @@ class Limit:
 class Hold:
     """While `held`, a model's waiting requests are not admitted; its running ones go on.
 
-    While `paused`, no job of the model starts: running requests stand still and keep their KV.
+    While `frozen`, no job of the model starts: running requests stand still and keep their KV.
     Only a job that moves KV between device and host still runs.
     """
 
     model: str
     held: bool
     why: str = ""
-    paused: bool = False
+    frozen: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ class ModelView:
     first_cached_pages: int = 0
     """Of `cached_pages`, those that hold the cached prefix of its first waiting request, which
     lacks pages: dropping them makes it lack as many more."""
-    paused: bool = False
+    frozen: bool = False
     """No job of the model starts; running requests keep their KV."""
 
     @property

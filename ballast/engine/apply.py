@@ -115,7 +115,7 @@ def _limit(state: DeviceState, a: Limit) -> Refusal:
 
 def _hold(state: DeviceState, a: Hold) -> Refusal:
     m = state.models[a.model]
-    m.held, m.paused = a.held, a.paused
+    m.held, m.frozen = a.held, a.frozen
     state.touch(m)
     return None
 

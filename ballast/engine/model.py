@@ -35,7 +35,7 @@ class ModelState:
     paused: dict[str, Request] = field(default_factory=dict)
     """By id (`ballast.engine.pausing`)."""
     held: bool = False
-    paused: bool = False
+    frozen: bool = False
     """Held, and its running requests stand still."""
     job: Job | None = None
     """In flight."""

@@ -80,9 +80,9 @@ def plan(m: ModelState, settings: DeviceSettings, now: float, freed: int) -> lis
 
     Waiting requests are admitted first come first served, and only if their whole prompt (after a
     preemption: and the output so far) finds pages: one that could not end its prefill would only
-    be preempted again. A paused model has no work, and its known shortages stay.
+    be preempted again. A frozen model has no work, and its known shortages stay.
     """
-    if m.paused:
+    if m.frozen:
         return []
     p = _Plan(m, settings)
     known, m.shortages = m.shortages, []

@@ -26,7 +26,7 @@ def candidates(state: DeviceState) -> list[Candidate]:
     for m in state.models.values():
         if m.residency is not Residency.RESIDENT or m.job is not None or m.settling:
             continue
-        if m.paused and m.swap_to is None:
+        if m.frozen and m.swap_to is None:
             continue
         admissible = bool(m.waiting) and not m.held and _worth_trying(state, m)
         if not m.running and not admissible and m.swap_to is None:
@@ -113,7 +113,7 @@ def _model_view(state: DeviceState, m: ModelState) -> ModelView:
             kv_turning=m.swap_to is not None,
             kv_layer_pages=m.kv.layer_pages,
             first_cached_pages=_first_cached_pages(m),
-            paused=m.paused,
+            frozen=m.frozen,
         )
     return m.view
 

@@ -68,13 +68,13 @@ class RoundRobin:
         return Turn(heir, view.now) if turn is None else turn.then(heir, view.now)
 
     def served(self, view: DeviceView, turn: Turn | None) -> DeviceView:
-        """The view once the `holds` are set; paused models lack nothing in it: their requests
+        """The view once the `holds` are set; frozen models lack nothing in it: their requests
         claim no pages."""
         wanted = self._wanted(view, turn)
         models = tuple(
             m
-            if (m.held, m.paused) == wanted[m.name]
-            else replace(m, held=wanted[m.name][0], paused=wanted[m.name][1])
+            if (m.held, m.frozen) == wanted[m.name]
+            else replace(m, held=wanted[m.name][0], frozen=wanted[m.name][1])
             for m in view.models
         )
         lack = tuple(s for s in view.shortages if not wanted[s.model][1])
@@ -99,12 +99,12 @@ class RoundRobin:
         wanted = self._wanted(view, turn)
         actions: list[Action] = []
         for m in view.models:
-            held, paused = wanted[m.name]
-            if (held, paused) != (m.held, m.paused):
+            held, frozen = wanted[m.name]
+            if (held, frozen) != (m.held, m.frozen):
                 its_turn = turn is not None and m.name == turn.model
                 why = "its turn is over" if its_turn and held else "its turn"
                 why = why if its_turn else "another model's turn"
-                actions.append(Hold(m.name, held, why, paused))
+                actions.append(Hold(m.name, held, why, frozen))
         return actions
 
     def up_at(self, view: DeviceView, turn: Turn | None) -> float | None:
@@ -115,7 +115,7 @@ class RoundRobin:
         return None if self._following(view, turn) is None else turn.since + self.quantum
 
     def _wanted(self, view: DeviceView, turn: Turn | None) -> dict[str, tuple[bool, bool]]:
-        """Whether each model is to be held, and paused."""
+        """Whether each model is to be held, and frozen."""
         drains = self._phase(view, turn) is Phase.DRAINS and self._following(view, turn) is not None
         rest = True, self.preemptive
         wanted = dict.fromkeys((m.name for m in view.models), rest)

@@ -85,7 +85,7 @@ def _turns(loop: Loop) -> deque[_Batch] | None:
     for name in (job.model, *names):
         m = state.models[name]
         stays = m.residency is Residency.RESIDENT and m.turning is None and m.swap_to is None
-        if m.paused or m.leaving or not stays or not _only_decodes(m, state):
+        if m.frozen or m.leaving or not stays or not _only_decodes(m, state):
             return None
         turns.append(_Batch(m, state.pool))
     # Whoever has all of the prompt from the cache is still to be told when it was admitted.

@@ -108,7 +108,7 @@ def test_a_turn_begins_with_the_pages_that_its_first_request_lacks() -> None:
 def test_no_turn_is_waited_for_where_none_brings_pages(preemptive: int) -> None:
     """The loop is stuck then, and ends that; an alarm would hide it from the loop."""
     a, b, c = (
-        model(n, waiting=(request(i),), held=n != "a", paused=n != "a" and bool(preemptive))
+        model(n, waiting=(request(i),), held=n != "a", frozen=n != "a" and bool(preemptive))
         for i, n in enumerate("abc")
     )
     lack = tuple(Shortage(n, f"r{i}", 9, limited=False) for i, n in enumerate("abc"))
@@ -137,41 +137,41 @@ def test_the_turn_of_a_model_that_is_gone_is_over() -> None:
 PREEMPTIVE = Recompute(temporal=1, quantum=1.0, preemptive=1)
 
 
-def paused(actions: object) -> dict[str, bool]:
-    return {a.model: a.paused for a in actions if isinstance(a, Hold)}  # type: ignore[attr-defined]
+def frozen(actions: object) -> dict[str, bool]:
+    return {a.model: a.frozen for a in actions if isinstance(a, Hold)}  # type: ignore[attr-defined]
 
 
 def test_a_preemptive_turn_ends_at_once_and_what_runs_pauses() -> None:
     a = model("a", running=(request(1),), waiting=(request(2),))
-    b, c = (model(n, held=True, paused=True, waiting=(request(3),)) for n in "bc")
+    b, c = (model(n, held=True, frozen=True, waiting=(request(3),)) for n in "bc")
     early = PREEMPTIVE(device(a, b, c, free=60, now=10.0), standing(Turn("a", 9.5)))
     assert (early.actions, early.wake_at) == ((), pytest.approx(10.5))
     over = PREEMPTIVE(device(a, b, c, free=60, now=10.6), standing(Turn("a", 9.5)))
-    assert held(over.actions) == paused(over.actions) == {"a": True, "b": False}
+    assert held(over.actions) == frozen(over.actions) == {"a": True, "b": False}
     assert over.wake_at == pytest.approx(11.6)
 
 
 def test_a_model_whose_requests_all_pause_gets_another_turn() -> None:
     """Also where none of its requests waits to be admitted."""
-    resting = model("a", running=(request(1),), held=True, paused=True)
-    b, c = model("b"), model("c", held=True, paused=True)
+    resting = model("a", running=(request(1),), held=True, frozen=True)
+    b, c = model("b"), model("c", held=True, frozen=True)
     decision = PREEMPTIVE(device(resting, b, c, free=60), standing(Turn("b", 9.9)))
-    assert held(decision.actions) == paused(decision.actions) == {"a": False, "b": True}
+    assert held(decision.actions) == frozen(decision.actions) == {"a": False, "b": True}
 
 
-def test_paused_requests_claim_no_pages() -> None:
+def test_frozen_requests_claim_no_pages() -> None:
     old = request(1, arrival=1, pages=4)
-    a = model("a", kv=8, running=(old,), held=True, paused=True)
+    a = model("a", kv=8, running=(old,), held=True, frozen=True)
     b = model("b", kv=8, running=(request(2, arrival=2, pages=8),))
     lack = (Shortage("a", old.id, 1, limited=False),)
-    view = device(a, b, model("c", held=True, paused=True), free=0, shortages=lack)
+    view = device(a, b, model("c", held=True, frozen=True), free=0, shortages=lack)
     assert PREEMPTIVE(view, standing(Turn("b", 9.9))).actions == ()
 
 
 def test_a_preemptive_turn_that_can_run_nothing_ends_early() -> None:
     """A waiting request preempts nobody: its model would idle while another could run."""
-    a = model("a", kv=20, running=(request(1, pages=20),), held=True, paused=True)
-    b, c = model("b", waiting=(request(2),)), model("c", held=True, paused=True)
+    a = model("a", kv=20, running=(request(1, pages=20),), held=True, frozen=True)
+    b, c = model("b", waiting=(request(2),)), model("c", held=True, frozen=True)
     lack = (Shortage("b", "r2", 4, limited=False),)
     over = PREEMPTIVE(device(a, b, c, free=3, shortages=lack), standing(Turn("b", 9.9)))
     assert held(over.actions) == {"a": False, "b": True}
@@ -188,8 +188,8 @@ def test_a_preemptive_turn_that_can_run_nothing_ends_early() -> None:
 
 
 def test_a_turn_passes_to_nobody_who_lacks_pages_too() -> None:
-    a = model("a", kv=20, waiting=(request(1),), held=True, paused=True)
-    b, c = model("b", waiting=(request(2),)), model("c", held=True, paused=True)
+    a = model("a", kv=20, waiting=(request(1),), held=True, frozen=True)
+    b, c = model("b", waiting=(request(2),)), model("c", held=True, frozen=True)
     lack = tuple(Shortage(n, r, 4, limited=False) for n, r in (("a", "r1"), ("b", "r2")))
     view = device(a, b, c, free=3, shortages=lack)
     assert PREEMPTIVE(view, standing(Turn("b", 9.9))).actions == ()
@@ -198,8 +198,8 @@ def test_a_turn_passes_to_nobody_who_lacks_pages_too() -> None:
 def test_a_turn_lasts_where_the_decision_frees_pages() -> None:
     mine, theirs = request(1, arrival=1, pages=4), request(2, arrival=2, pages=8)
     a = model("a", kv=4, running=(mine,))
-    b = model("b", kv=8, running=(theirs,), held=True, paused=True)
+    b = model("b", kv=8, running=(theirs,), held=True, frozen=True)
     lack = (Shortage("a", mine.id, 1, limited=False),)
-    view = device(a, b, model("c", held=True, paused=True), free=0, shortages=lack)
+    view = device(a, b, model("c", held=True, frozen=True), free=0, shortages=lack)
     decision = PREEMPTIVE(view, standing(Turn("a", 9.9)))
     assert decision.actions == (Preempt("b", theirs.id, why="a comes first"),)

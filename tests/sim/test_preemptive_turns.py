@@ -74,9 +74,9 @@ SHARINGS = ({"pooled": 0.0}, {"pooled": 1.0})
 def test_a_pause_changes_no_token(preset: str, sharing: dict[str, float]) -> None:
     arrivals = burst(40, 0.0, 60.0, seed=3)
     _, alone, _ = served(preset, sharing, arrivals)
-    _, paused, decisions = served(preset, {**sharing, **PREEMPTIVE}, arrivals)
-    assert any(d["action"] == "Hold" and d["paused"] for d in decisions)
-    assert {i: [t for _, t in of] for i, of in paused.items()} == {
+    _, frozen, decisions = served(preset, {**sharing, **PREEMPTIVE}, arrivals)
+    assert any(d["action"] == "Hold" and d["frozen"] for d in decisions)
+    assert {i: [t for _, t in of] for i, of in frozen.items()} == {
         i: [t for _, t in of] for i, of in alone.items()
     }
 
@@ -131,5 +131,5 @@ def test_turns_do_not_idle_while_paused_requests_hold_the_memory() -> None:
         _, tokens, decisions = served("recompute", PREEMPTIVE, arrivals, kv_pages=130)
         assert not any(d["action"] == "Preempt" for d in decisions)
         ends.append(max(tokens[s.id][-1][0] for s in large))
-    assert any(d["action"] == "Hold" and d["model"] == "a" and d["paused"] for d in decisions)
+    assert any(d["action"] == "Hold" and d["model"] == "a" and d["frozen"] for d in decisions)
     assert ends[1] < ends[0] + 0.01
