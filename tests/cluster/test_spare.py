@@ -49,7 +49,7 @@ def test_a_spare_that_died_is_not_used() -> None:
             await spares.hire()
             pid = await spare(spares)
             os.kill(pid, signal.SIGKILL)
-            while Path(f"/proc/{pid}").exists():
+            while spares.waits:  # until the event loop has been told of the death
                 await asyncio.sleep(0.01)
             assert await spares.take() is None
             await spares.hire()
