@@ -6,6 +6,7 @@
     |- ConfigError          a setting is wrong: fix the named key
     |- CheckpointError      a checkpoint is unusable: fix or replace the named file and tensor
     |- UnsupportedModel     an architecture Ballast cannot serve: choose another
+    |- LimitExceeded        reading a checkpoint takes more than any should: mend or replace it
     |- RequestError         the client's fault; the request is refused, nothing else changes
     |  |- InvalidRequest    a field has a bad value: `param` names it
     |  |- ContextLengthExceeded
@@ -38,6 +39,15 @@ def _again(kind: type[BallastError], *args: object) -> BallastError:
     return kind.__new__(kind, *args)
 
 
+_BRIEF_CHARACTERS = 250
+
+
+def brief(error: BaseException) -> str:
+    """Shorten an error of foreign code, which may fill pages, to its class and first two lines."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}"[:_BRIEF_CHARACTERS]
+
+
 class ConfigError(BallastError):
     """A bad setting. Says which key, what it was, and what is allowed."""
 
@@ -57,6 +67,10 @@ class CheckpointError(BallastError):
 
 class UnsupportedModel(BallastError):
     """An architecture that Ballast cannot serve, with the reason."""
+
+
+class LimitExceeded(BallastError):
+    """Reading a checkpoint took more memory or time than any checkpoint should."""
 
 
 class RequestError(BallastError):

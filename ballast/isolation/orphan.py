@@ -1,4 +1,4 @@
-"""A worker must not outlive the process that started it."""
+"""A process must not outlive the process that started it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,65 @@
+"""What a child process may use: memory, processor time and time."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from ballast.core.units import GiB, KiB, format_bytes
+
+_GRACE_SECONDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`memory_bytes`: private memory beyond what the process has when it is limited;
+    `cpu_seconds`: processor time of all its threads; `seconds`: wall-clock time, for work that
+    waits instead of computing."""
+
+    memory_bytes: int = 3 * GiB
+    cpu_seconds: int = 60
+    seconds: float = 300.0
+
+    def apply(self) -> None:
+        """Limit this process, except in wall-clock time, which is its parent's to watch.
+
+        The kernel prefers this process to others where memory runs out, and writes no core dump.
+        """
+        _lower(resource.RLIMIT_DATA, _data_bytes() + self.memory_bytes)
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        used = int(usage.ru_utime + usage.ru_stime) + 1
+        # At the first the kernel sends SIGXCPU, which says why; at the second SIGKILL.
+        _lower(resource.RLIMIT_CPU, used + self.cpu_seconds, _GRACE_SECONDS)
+        _lower(resource.RLIMIT_CORE, 0)
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+    def exceeded(self, ended_by: signal.Signals) -> str:
+        """Why the kernel ended a process under these limits with this signal."""
+        if ended_by == signal.SIGXCPU:
+            return f"it took more than {self.cpu_seconds} s of processor time"
+        return f"its process was ended by {ended_by.name}, as when memory runs out"
+
+    @property
+    def no_memory(self) -> str:
+        """Why a process under these limits failed that was refused memory."""
+        return f"it took more than {format_bytes(self.memory_bytes)} of memory"
+
+
+def _lower(which: int, value: int, grace: int = 0) -> None:
+    """Set a soft limit, and the hard one `grace` above it; neither is raised."""
+    soft, hard = (
+        wanted if present == resource.RLIM_INFINITY else min(wanted, present)
+        for wanted, present in zip((value, value + grace), resource.getrlimit(which), strict=True)
+    )
+    resource.setrlimit(which, (soft, hard))
+
+
+def _data_bytes() -> int:
+    """Private writable memory of this process, as RLIMIT_DATA counts it."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "VmData":
+            return int(value.split()[0]) * KiB
+    raise AssertionError("the kernel lists VmData")

@@ -1,0 +1,304 @@
+"""A process that forks one limited child for each call of a function.
+
+::
+
+    this process          zygote                      child, one for each call
+    call(f, x) ─────────> fork ─────────────────────> limits, f(x)
+               <───────── value, or why there is none <─ value or error, as plain data
+
+The zygote is forked from a process that has imported what calls need, and does nothing but fork:
+so a call costs a fork, not the imports, and a child that hangs, takes all memory or crashes ends
+alone. Arguments are pickled, as they come from here; results are msgpack of the type that the
+caller names, as the child may have been led astray by what it has read. This limits accidents and
+malice in *data*; it is no sandbox for code.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import msgspec
+
+from ballast.core import errors
+from ballast.core.errors import BallastError, BrokenPromise, DeviceError, LimitExceeded, brief
+from ballast.isolation.limits import Limits
+from ballast.isolation.orphan import die_with
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+NAME = "ballast-zygote"
+"""Name of the process, as operators see it."""
+_LENGTH = struct.Struct("<Q")
+_MOST_BYTES = 1 << 30
+"""Limit on an encoded result; a checkpoint's headers have at most a tenth of that."""
+
+
+class Isolation(Protocol):
+    """How functions are called on files that nobody vouches for: `Zygote`, or `Here`."""
+
+    def call(self, function: Callable[[A], R], argument: A, result: type[R]) -> R:
+        """`function(argument)`, of a module-level function that raises BallastError alone. Raises
+        that, and LimitExceeded where the function did not end within its limits."""
+
+
+class Here:
+    """Calls functions in this process, without limits."""
+
+    def call(self, function: Callable[[A], R], argument: A, result: type[R]) -> R:
+        return function(argument)
+
+
+class Zygote:
+    """Calls module-level functions in limited child processes, one after the other.
+
+    Used from any thread; a context manager.
+    """
+
+    def __init__(self, channel: socket.socket, pid: int, limits: Limits) -> None:
+        self._channel, self._pid, self._limits = channel, pid, limits
+        self._lock = threading.Lock()
+        """Held during a call."""
+        self._closed = False
+
+    @classmethod
+    def fork(
+        cls, prepare: Callable[[], object] = lambda: None, limits: Limits | None = None
+    ) -> Zygote:
+        """Start it from this process as it is now; `prepare` runs first in each child.
+
+        Other threads of this process must be waiting, not computing: the zygote has none of them,
+        and a lock that one of them holds stays held there.
+        """
+        limits = limits or Limits()
+        ours, theirs = socket.socketpair()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _serve(theirs, parent, prepare, limits)
+        theirs.close()
+        return cls(ours, pid, limits)
+
+    def call(self, function: Callable[[A], R], argument: A, result: type[R]) -> R:
+        request = pickle.dumps((function.__module__, function.__qualname__, argument))
+        with self._lock:
+            try:
+                _send(self._channel, request)
+                reply = _receive(self._channel)
+            except OSError as error:
+                raise DeviceError(NAME, f"the process is gone: {error}") from error
+        if reply is None:
+            raise DeviceError(NAME, "the process is gone")
+        return _opened(reply, result)
+
+    def close(self) -> None:
+        """End it; a call that another thread makes ends first. A second `close` does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._channel.close()
+        os.waitpid(self._pid, 0)
+
+    def __enter__(self) -> Zygote:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+
+# -- messages -------------------------------------------------------------------------------------
+
+
+class _Failure(msgspec.Struct):
+    """An error in place of a result: its class in `core.errors`, message and attributes."""
+
+    kind: str
+    message: str
+    attributes: dict[str, str | None]
+
+
+def _opened(reply: bytes, result: type[R]) -> R:
+    """The result in a reply. Raises the error that is there instead."""
+    if reply[:1] == b"+":
+        return msgspec.msgpack.decode(reply[1:], type=result, dec_hook=_path)
+    failure = msgspec.msgpack.decode(reply[1:], type=_Failure)
+    kind = getattr(errors, failure.kind, None)
+    if not (isinstance(kind, type) and issubclass(kind, BallastError)):
+        raise DeviceError(NAME, failure.message)
+    error = kind.__new__(kind, failure.message)
+    error.__dict__.update(failure.attributes)
+    raise error
+
+
+def _path(kind: type, value: object) -> object:
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    raise NotImplementedError(kind)
+
+
+def _failure(error: BaseException) -> bytes:
+    if isinstance(error, BallastError):
+        attributes = {k: v if v is None else str(v) for k, v in vars(error).items()}
+        failed = _Failure(type(error).__name__, str(error), attributes)
+    else:
+        failed = _Failure(BrokenPromise.__name__, brief(error), {})
+    return b"-" + msgspec.msgpack.encode(failed)
+
+
+def _length(message: bytearray) -> int:
+    """Bytes of a message behind its header."""
+    return int(_LENGTH.unpack_from(message)[0])
+
+
+def _send(channel: socket.socket, message: bytes) -> None:
+    channel.sendall(_LENGTH.pack(len(message)))
+    channel.sendall(message)
+
+
+def _receive(channel: socket.socket) -> bytes | None:
+    """None: the other end is closed."""
+    header = _exactly(channel, _LENGTH.size)
+    found = None if header is None else _exactly(channel, _length(header))
+    return None if found is None else bytes(found)
+
+
+def _exactly(channel: socket.socket, n: int) -> bytearray | None:
+    found = bytearray()
+    while len(found) < n:
+        part = channel.recv(min(n - len(found), 1 << 20))
+        if not part:
+            return None
+        found += part
+    return found
+
+
+# -- the zygote -----------------------------------------------------------------------------------
+
+
+def _serve(
+    channel: socket.socket, parent: int, prepare: Callable[[], object], limits: Limits
+) -> NoReturn:
+    """Answer calls until the other end is closed. Never returns to what the parent was doing."""
+    code = 1
+    try:
+        die_with(parent)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the process it belongs to
+        gc.freeze()  # what the parent has is not to be finalised here
+        _keep_only(channel.fileno())
+        Path("/proc/self/comm").write_text(NAME)
+        while (request := _receive(channel)) is not None:
+            _send(channel, _answer(request, channel, prepare, limits))
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _keep_only(kept: int) -> None:
+    """Close all descriptors but `kept` and standard input and outputs, which go nowhere."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(nowhere, standard)
+    os.closerange(3, kept)
+    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+    # Whatever took their place, a captured output say, may have lost its descriptor.
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+
+
+def _answer(
+    request: bytes, channel: socket.socket, prepare: Callable[[], object], limits: Limits
+) -> bytes:
+    """Have a child do it; its reply, or one in its stead."""
+    reading, writing = os.pipe()
+    zygote = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        channel.close()
+        _run(request, writing, zygote, prepare, limits)
+    os.close(writing)
+    ended_in_time = True
+    try:
+        reply = _reply(reading, channel, time.monotonic() + limits.seconds)
+        ended_in_time = reply is not None
+    finally:
+        os.close(reading)
+        if not ended_in_time:
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+    if reply:
+        return reply
+    if not ended_in_time:
+        reason = f"it was not done after {limits.seconds:g} s"
+    elif os.WIFSIGNALED(status):
+        reason = limits.exceeded(signal.Signals(os.WTERMSIG(status)))
+    else:
+        reason = "its process ended without an answer"
+    return _failure(LimitExceeded(reason))
+
+
+def _reply(reading: int, channel: socket.socket, until: float) -> bytes | None:
+    """What the child writes before it ends; empty: nothing whole, None: it has not ended yet."""
+    found = bytearray()
+    poll = select.poll()
+    poll.register(reading, select.POLLIN)
+    poll.register(channel, select.POLLRDHUP)
+    while (left := until - time.monotonic()) > 0:
+        ready = dict(poll.poll(left * 1000))
+        if channel.fileno() in ready:
+            return None  # nobody waits for the reply
+        if reading not in ready:
+            continue
+        part = os.read(reading, 1 << 20)
+        found += part
+        whole = len(found) >= _LENGTH.size and len(found) - _LENGTH.size == _length(found)
+        if not part or whole:
+            return bytes(found[_LENGTH.size :]) if whole else b""
+        if len(found) > _MOST_BYTES:
+            return None
+    return None
+
+
+def _run(
+    request: bytes, writing: int, zygote: int, prepare: Callable[[], object], limits: Limits
+) -> NoReturn:
+    """In the child: do what is asked, and write the reply."""
+    code = 1
+    try:
+        die_with(zygote)
+        limits.apply()
+        reply = _called(request, prepare, limits)
+        with open(writing, "wb") as file:
+            file.write(_LENGTH.pack(len(reply)))
+            file.write(reply)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _called(request: bytes, prepare: Callable[[], object], limits: Limits) -> bytes:
+    try:
+        prepare()
+        module, name, argument = pickle.loads(request)
+        function: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        return b"+" + msgspec.msgpack.encode(function(argument), enc_hook=str)
+    except MemoryError:
+        reason = limits.no_memory
+    except BaseException as error:  # noqa: BLE001 - a panic of the tokenizers library is no Exception
+        return _failure(error)
+    # Outside of the handler, which keeps alive what the function had allocated.
+    return _failure(LimitExceeded(reason))
