@@ -11,24 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-VOCAB = 1000
-_SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.25,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+from benchmarks.tiny import VOCAB, tiny
+
+__all__ = ["FAMILIES", "VOCAB", "config", "make"]
+
 _WINDOW = {"sliding_window": 24}
 _MIXED: dict[str, Any] = {
     **_WINDOW,
@@ -90,7 +78,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_positions": 512,
     },
     "phi": {"partial_rotary_factor": 0.5, "qk_layernorm": True},
-    "phimoe": _LOCAL,
+    "phimoe": {**_LOCAL, "sliding_window": None},
     "starcoder2": _WINDOW,
     "stablelm": {"use_qkv_bias": True, "qk_layernorm": True},
     "olmo2": {},
@@ -111,16 +99,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def config(family: str, **changes: Any) -> Any:
-    """Its configuration, with what it knows of the common sizes."""
-    known = AutoConfig.for_model(family).to_dict()
-    common = {key: value for key, value in _SIZES.items() if key in known}
-    return AutoConfig.for_model(family, **{**common, **FAMILIES[family], **changes})
+    """Its configuration, small, with what is particular to it, and `changes`."""
+    return tiny(family, **{**FAMILIES[family], **changes})
 
 
-def make(directory: Path, config: Any, seed: int = 0) -> PreTrainedModel:
+def make(
+    directory: Path, config: Any, seed: int = 0, auto: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
     """Save a random model of `config`; the model, in evaluation, with `transformers`' attention."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model: PreTrainedModel = auto.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if tensor.dim() == 1 or "bias" in name:

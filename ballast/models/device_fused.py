@@ -23,7 +23,7 @@ from ballast.kernels.device_lora import Group
 from ballast.models.device_adapters import Place
 from ballast.models.fused_adapters import inputs_of, targets_by_role
 from ballast.models.on_device import OnDevice
-from ballast.weights.architecture import build
+from ballast.weights.architecture import rotary_of
 from ballast.weights.host import HostModel
 from ballast.weights.packing import DTYPES, WIDE
 from ballast.weights.segment import PLAIN, Segment
@@ -75,7 +75,7 @@ class DeviceFusedModel(OnDevice):
         self._table, self._norm, self._head = roles[0]["embeddings"], last["norm"], last["head"]
         self._layers = [_Layer.of(r) for r in roles[1 : 1 + n]]
         self._angles = _Angles(host.config, self.dtype, self._device)
-        self._epsilon = float(host.config.rms_norm_eps)
+        self._epsilon = float(host.config.get_text_config().rms_norm_eps)
         self._scaling = self.spec.head_dim**-0.5
 
     def _adapted(self, host: HostModel, addresses: Sequence[int]) -> Mapping[Place, Group]:
@@ -166,7 +166,7 @@ class _Angles:
     """Rotary angles by position, from the frequencies that `transformers` derives."""
 
     def __init__(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
-        rotary: Any = type(build(config).get_submodule("model.rotary_emb"))(config)
+        rotary = rotary_of(config)
         self._frequencies: Tensor = rotary.inv_freq.float().to(device)
         self._scale, self._dtype = float(rotary.attention_scaling), dtype
 

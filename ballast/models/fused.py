@@ -30,7 +30,7 @@ from ballast.memory.tensor import array_at, tensor_at
 from ballast.models.fused_adapters import AdaptedRows, FusedAdapters
 from ballast.models.library import Library
 from ballast.models.served import Rows, Served
-from ballast.weights.architecture import build
+from ballast.weights.architecture import rotary_of
 from ballast.weights.host import HostModel
 from ballast.weights.packing import GATED, MATRICES, PANELS
 from ballast.weights.segment import PackedTensor
@@ -80,7 +80,7 @@ class FusedModel(Served):
         first, layers = weights[0], weights[1 : 1 + spec.n_layers]
         last = weights[-1] if len(weights) > 1 + spec.n_layers else first
         last = {**last, "head": self._head_of(*last["head"])}
-        epsilon = layer.bits_of(host.config.rms_norm_eps)
+        epsilon = layer.bits_of(host.config.get_text_config().rms_norm_eps)
         self._embed = self._embedding(*first["embeddings"])
         self._norms = self._norm_tables([*layers, last], epsilon)
         self._rotary = self._rotary_tables(layers, epsilon)
@@ -429,7 +429,7 @@ class _Angles:
     """Rotary angles by position, from the frequencies that `transformers` derives."""
 
     def __init__(self, config: Any) -> None:
-        rotary: Any = type(build(config).get_submodule("model.rotary_emb"))(config)
+        rotary = rotary_of(config)
         self._frequencies: Tensor = rotary.inv_freq.float()
         self._scale = float(rotary.attention_scaling)
         self.width = 2 * len(self._frequencies)

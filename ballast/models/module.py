@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ballast.core.errors import BrokenPromise, UnsupportedModel
+from ballast.core.errors import BrokenPromise
 from ballast.models import attention, linears
 from ballast.weights.architecture import build
+from ballast.weights.buffers import set_up_buffers
 from ballast.weights.host import HostModel
 from ballast.weights.packing import DTYPES, PANELS
 from ballast.weights.segment import Segment
@@ -34,11 +34,11 @@ def placed(
     `device`. Raises UnsupportedModel where it keeps state that cannot be set up without its
     weights.
     """
-    module = build(host.config)
+    module = build(host.config, DTYPES[host.spec.dtype])
     _cut(module, layers_of(module, host))
     module.set_attn_implementation(attention.NAME)  # type: ignore[operator]
     _place(module, host.segments, addresses, view)
-    _set_up_buffers(module, host.config.model_type, device or torch.device("cpu"))
+    set_up_buffers(module, host.config.model_type, device or torch.device("cpu"))
     return module
 
 
@@ -88,41 +88,3 @@ def _place(
                 left.discard(name)
     if left:
         raise BrokenPromise(f"no segment holds {sorted(left)}")
-
-
-def _set_up_buffers(module: nn.Module, kind: str, device: torch.device) -> None:
-    """Give buffers that no checkpoint holds (rotary frequencies) their values, and put them there.
-
-    They were made on the meta device. `transformers` knows how to set each up; parameters are
-    marked so that it leaves those alone. A buffer that it leaves alone, or draws at random, differs
-    when that is done twice.
-    """
-    waiting: dict[str, nn.Module] = {}
-    for path, owner in module.named_modules():
-        for leaf, buffer in owner._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                waiting[f"{path}.{leaf}"] = owner
-    for parameter in module.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-    initialise: Any = module._init_weights
-    found: list[dict[str, Tensor]] = []
-    for before in (0, 1):
-        for path, owner in waiting.items():
-            leaf = path.rpartition(".")[2]
-            owner._buffers[leaf] = torch.full_like(_buffer(owner, leaf), before, device="cpu")
-        for owner in dict.fromkeys(waiting.values()):
-            with torch.no_grad():
-                initialise(owner)
-        found.append({p: _buffer(o, p.rpartition(".")[2]).clone() for p, o in waiting.items()})
-    for path in waiting:
-        if not torch.equal(found[0][path], found[1][path]):
-            raise UnsupportedModel(f"{kind}: nothing says how to set up its buffer {path}")
-    for path, owner in waiting.items():
-        leaf = path.rpartition(".")[2]
-        owner._buffers[leaf] = _buffer(owner, leaf).to(device)
-
-
-def _buffer(owner: nn.Module, leaf: str) -> Tensor:
-    buffer = owner._buffers[leaf]
-    assert buffer is not None
-    return buffer

@@ -18,14 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from torch import Tensor
 
-from ballast.core.errors import BallastError, CheckpointError, UnsupportedModel
+from ballast.core.errors import (
+    BallastError,
+    CheckpointError,
+    LimitExceeded,
+    UnsupportedModel,
+    brief,
+)
 from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.settings import AdapterSettings
-from ballast.weights.architecture import build
 from ballast.weights.assemble import READABLE, Recipe, Sources
+from ballast.weights.config import read_json
 from ballast.weights.host import Delta, HostAdapter, HostBytes, HostModel, HostTier
 from ballast.weights.packing import DTYPES
 from ballast.weights.segment import PLAIN, PackedTensor, Piece, pack
@@ -53,15 +58,18 @@ _PLAIN_STARTS = ("gaussian", "orthogonal", "eva")
 
 
 def load_adapters(
-    host: HostModel, settings: Sequence[AdapterSettings], tier: HostTier
+    host: HostModel,
+    settings: Sequence[AdapterSettings],
+    modules: Mapping[str, tuple[int, int]],
+    tier: HostTier,
 ) -> HostModel:
     """`host` with the adapters that can be served; the reasons for the others are in `failed`.
 
-    Takes `host` over: the result is to be closed in its place.
+    `modules`: (inputs, outputs) of those that can be adapted, by path. Takes `host` over: the
+    result is to be closed in its place.
     """
     if not settings:
         return host
-    modules = linear_modules(host.config)
     adapters: list[HostAdapter] = []
     failed: dict[str, str] = {}
     for one in settings:
@@ -81,18 +89,6 @@ def load_adapters(
     return replace(host, spec=spec, adapters=tuple(adapters), failed=failed)
 
 
-def linear_modules(config: Any) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) of the modules that can be adapted, by path, in the model's order."""
-    found: dict[str, tuple[int, int]] = {}
-    for path, module in build(config).named_modules():
-        if isinstance(module, nn.Linear):
-            found[path] = module.in_features, module.out_features
-        elif isinstance(module, Conv1D):
-            inputs, outputs = module.weight.shape
-            found[path] = inputs, outputs
-    return found
-
-
 def load_adapter(
     settings: AdapterSettings,
     base: ModelSpec,
@@ -102,17 +98,31 @@ def load_adapter(
     """Read, check, convert and seal the adapter at `settings.path`.
 
     `modules` are those of the base that can be adapted. Raises CheckpointError (file, tensor,
-    reason), UnsupportedModel, and DeviceError where host memory does not suffice.
+    reason), UnsupportedModel, LimitExceeded where reading takes more than it may, and DeviceError
+    where host memory does not suffice.
     """
+    wanted = Wanted(Path(settings.path), dict(modules))
     try:
-        return _load(settings, base, modules, tier)
+        pairs = tier.isolation.call(read_pairs, wanted, tuple[Pair, ...])
+    except LimitExceeded as error:
+        raise LimitExceeded(f"{settings.path}: matching it with its base, {error}") from error
+    try:
+        return _load(settings, pairs, base, modules, tier)
     except OSError as error:
         reason = error.strerror or str(error)
         raise CheckpointError(str(error.filename or settings.path), None, reason) from error
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
+class Wanted:
+    """An adapter's directory, and the modules of its base that it may change."""
+
+    directory: Path
+    modules: dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
     """What the files have for one module."""
 
     module: str
@@ -125,18 +135,35 @@ class _Pair:
         return self.a.shape[0]
 
 
+def read_pairs(wanted: Wanted) -> tuple[Pair, ...]:
+    """Read an adapter's configuration and header, and check them against its base.
+
+    A and B for each module that the files adapt, in the base's order. Raises CheckpointError and
+    UnsupportedModel.
+    """
+    path = wanted.directory / TENSORS
+    try:
+        config = _Config.read(wanted.directory / CONFIG)
+        if not path.is_file():
+            reason = "there is no such file; only safetensors are read"
+            raise CheckpointError(str(path), None, reason)
+        return _pairs(path, config, wanted.modules)
+    except BallastError:
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(str(error.filename or path), None, reason) from error
+    except Exception as error:  # nobody foresaw what these files say
+        raise CheckpointError(str(wanted.directory), None, brief(error)) from error
+
+
 def _load(
     settings: AdapterSettings,
+    pairs: Sequence[Pair],
     base: ModelSpec,
     modules: Mapping[str, tuple[int, int]],
     tier: HostTier,
 ) -> HostAdapter:
-    directory = Path(settings.path)
-    config = _Config.read(directory / CONFIG)
-    path = directory / TENSORS
-    if not path.is_file():
-        raise CheckpointError(str(path), None, "there is no such file; only safetensors are read")
-    pairs = _pairs(path, config, modules)
     tensors = _read(pairs, DTYPES[base.dtype])
     packed = [
         PackedTensor((name,), tuple(t.shape), base.dtype, 0, t.nbytes, PLAIN, (name,))
@@ -184,12 +211,7 @@ class _Config:
         """Raises CheckpointError, and UnsupportedModel for what the kernels cannot do."""
         if not path.is_file():
             raise CheckpointError(str(path), None, "there is no such file")
-        try:
-            told = json.loads(path.read_text("utf-8"))
-        except ValueError as error:
-            raise CheckpointError(str(path), None, f"not valid JSON: {error}") from error
-        if not isinstance(told, dict):
-            raise CheckpointError(str(path), None, "not a JSON object")
+        told = read_json(path)
         _refuse(path, told)
         patterns = [told.get(key) or {} for key in ("rank_pattern", "alpha_pattern")]
         numbers: list[Any] = [told.get("r"), told.get("lora_alpha")]
@@ -236,9 +258,7 @@ def _refuse(path: Path, told: Mapping[str, Any]) -> None:
         raise UnsupportedModel(f"{path}: the adapter needs {', '.join(asks)}; not supported")
 
 
-def _pairs(
-    path: Path, config: _Config, modules: Mapping[str, tuple[int, int]]
-) -> tuple[_Pair, ...]:
+def _pairs(path: Path, config: _Config, modules: Mapping[str, tuple[int, int]]) -> tuple[Pair, ...]:
     """A and B for each module that the file adapts, checked, in the model's order."""
     halves: dict[str, dict[str, Stored]] = {}
     for name, stored in read_header(path).items():
@@ -268,11 +288,11 @@ def _pairs(
                 raise stored.error(f"has shape {stored.shape}, rank and base need {shape}")
             if stored.dtype not in READABLE:
                 raise stored.error(f"dtype {stored.dtype} is not one of {', '.join(READABLE)}")
-        pairs.append(_Pair(module, halves[module]["A"], halves[module]["B"], scale))
+        pairs.append(Pair(module, halves[module]["A"], halves[module]["B"], scale))
     return tuple(pairs)
 
 
-def _read(pairs: Sequence[_Pair], dtype: torch.dtype) -> dict[str, Tensor]:
+def _read(pairs: Sequence[Pair], dtype: torch.dtype) -> dict[str, Tensor]:
     """A, and B transposed, of each module in turn, by name."""
     found: dict[str, Tensor] = {}
     with Sources([Recipe.of(half) for pair in pairs for half in (pair.a, pair.b)]) as sources:

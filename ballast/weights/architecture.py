@@ -1,25 +1,32 @@
-"""What a configuration asks for, learned from its module on the meta device.
+"""What a configuration asks for, learned from its module.
 
-Names and shapes come from the module itself, and what its attention does from *running* it there
-(`ballast.weights.probe`). So sizes are those the model really uses, and a model that would not go
-through our attention, or would ask more of it than it can do, is refused when it is loaded.
+Names, shapes and dtypes come from the module itself, built without memory, and what it asks of its
+attention from *running* it without its weights (`ballast.weights.probe`). So sizes are those that
+the model really uses, and a model that would not go through our attention, would ask more of it
+than it can do, or would compute something else in our batches (`ballast.weights.agreement`) is
+refused when it is loaded.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.pytorch_utils import Conv1D
 
-from ballast.core.errors import UnsupportedModel
-from ballast.weights.probe import Call, probe
+from ballast.core.errors import BallastError, UnsupportedModel, brief
+from ballast.weights.agreement import disagreement, layers_to_run
+from ballast.weights.config import text_config
+from ballast.weights.probe import Call, Seen, probe
+from ballast.weights.weightless import is_light, is_plain_linear, make_weightless, replace_linears
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +35,8 @@ class Wanted:
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
+    dtype: str | None = None
+    """In which `transformers` keeps it, whatever the model is served in; None: in that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +64,10 @@ class Architecture:
     """Scores s become softcap * tanh(s / softcap)."""
     segments: tuple[tuple[str, tuple[Wanted, ...]], ...]
     """(name, tensors), in load order: embeddings, layer 0 .. n-1, head if it is not tied."""
+    prefix: str
+    """What the names of layers' tensors begin with, up to the layer's number."""
+    linears: frozenset[str]
+    """Weights of linear modules that are used by calling these modules and in no other way."""
     conversions: tuple[Any, ...]
     """`transformers`' rules from a checkpoint's names and tensors to these."""
     base_prefix: str
@@ -65,50 +78,127 @@ class Architecture:
         """Whether the output head is the embedding."""
         return self.segments[-1][0] != "head"
 
-    def untied(self) -> Architecture:
-        """The same with a head of its own."""
-        config = copy.deepcopy(self.config)
-        config.tie_word_embeddings = False
-        return learn(config)
 
-
-def build(config: Any) -> nn.Module:
+def build(config: Any, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The module of `config` on the meta device: no memory, no weights, for evaluation.
 
-    Its experts go through `transformers`' grouped matrix multiplication, the default. It has its
-    own copy of the configuration, which says by what its attention and experts are computed.
+    Of a model that also takes images or sounds, the part that text goes through; the rest is not
+    there. Its experts go through `transformers`' grouped matrix multiplication, the default. It has
+    its own copy of the configuration, which says by what its attention and experts are computed.
     """
     own = copy.deepcopy(config)
+    for part in (own, own.get_text_config()):
+        for report in _REPORTS:
+            if getattr(part, report, False):
+                setattr(part, report, False)
+    auto = AutoModelForCausalLM
+    if type(own) not in auto._model_mapping and _is_wrapper(own):
+        auto = AutoModelForImageTextToText
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(own, dtype=torch.float32).eval()  # type: ignore[no-any-return]
+        # Named here, an attention that the configuration names is not fetched from anywhere.
+        module = auto.from_config(own, dtype=dtype, attn_implementation="eager").eval()
+    if _is_wrapper(own):
+        _keep_text(module)
+    return module  # type: ignore[no-any-return]
 
 
-def learn(config: Any) -> Architecture:
-    """Build and probe. Raises UnsupportedModel with the reason."""
+_MOST_POSITIONS = 2**31 - 1
+_REPORTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+"""What a forward returns besides logits, for training; computing it may fail in our batches."""
+
+
+def _is_wrapper(config: Any) -> bool:
+    """Whether text is one of several things that the model takes."""
+    return config.get_text_config() is not config
+
+
+def _keep_text(module: Any) -> None:
+    """Leave out of a model for several things what text does not go through."""
+    kept = {id(part) for part in module.get_decoder().modules()}
+    for head in (module.get_output_embeddings(), module.get_input_embeddings()):
+        kept |= {id(part) for part in head.modules()} if head is not None else set()
+    above = [
+        part for part in module.modules() if any(id(inner) in kept for inner in part.modules())
+    ]
+    for part in above:
+        if id(part) in kept:
+            continue
+        for name, child in part.named_children():
+            if not any(child is other for other in above):
+                setattr(part, name, nn.Identity())
+
+
+def _intermediate(text: Any, segments: Sequence[tuple[str, Sequence[Wanted]]]) -> int:
+    """Width of the widest layer's MLP; the largest dimension where the configuration has none."""
+    largest = max(n for _, wanted in segments[1:] for w in wanted for n in w.shape)
+    found = getattr(text, "intermediate_size", None)
+    sizes = found if isinstance(found, list) else [found]
+    if sizes and all(type(size) is int and 0 < size <= largest for size in sizes):
+        return int(max(sizes))
+    return largest
+
+
+def linear_modules(config: Any) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of the modules that can be adapted, by path, in the model's order."""
+    found: dict[str, tuple[int, int]] = {}
+    for path, module in build(config).named_modules():
+        if isinstance(module, nn.Linear):
+            found[path] = module.in_features, module.out_features
+        elif isinstance(module, Conv1D):
+            inputs, outputs = module.weight.shape
+            found[path] = inputs, outputs
+    return found
+
+
+def rotary_of(config: Any) -> Any:
+    """The module that computes rotary angles, on the CPU."""
+    module = build(config)
+    text = config.get_text_config()
+    found = next(m for path, m in module.named_modules() if path.endswith("rotary_emb"))
+    return type(found)(text)
+
+
+def learn(config: Any, length: int | None = None) -> Architecture:
+    """Build and run it, to serve sequences of up to `length` tokens, or all it is made for.
+
+    Raises UnsupportedModel with the reason.
+    """
     kind = config.model_type
-    _check_config(config)
     try:
-        module = build(config)
+        return _learn(config, kind, length)
+    except BallastError:
+        raise
+    except Exception as error:  # the model's code may raise anything
+        raise UnsupportedModel(f"{kind}: {brief(error)}") from error
+
+
+def _learn(config: Any, kind: str, length: int | None) -> Architecture:
+    _check_config(config, kind)
+    try:
+        module: Any = build(config, torch.bfloat16)
     except Exception as error:
-        raise UnsupportedModel(f"{kind}: transformers cannot build it: {error}") from error
+        reason = f"transformers cannot build it: {brief(error)}"
+        raise UnsupportedModel(f"{kind}: {reason}") from error
     _check_module(module, kind)
     text = config.get_text_config()
     positions = int(getattr(text, "max_position_embeddings", None) or 0)
+    if not 0 <= positions <= _MOST_POSITIONS:
+        raise UnsupportedModel(f"{kind}: it cannot have a context of {positions} tokens")
     prefix, n_layers = _layers(module, kind)
-    try:
-        seen = probe(module, positions or 2)
-    except Exception as error:
-        raise UnsupportedModel(f"{kind}: it cannot be run with our attention: {error}") from error
+    segments = _segments(module, prefix, n_layers, kind)
+    conversions = tuple(get_model_conversion_mapping(module))
+    replace_linears(module)
+    seen = _run(module, positions, kind)
     _check_calls(seen.calls, n_layers, positions, kind)
     if not positions:
         raise UnsupportedModel(f"{kind}: its configuration bounds no context length")
     if seen.logits[1] != 1:
         raise UnsupportedModel(f"{kind}: it computes logits at every position")
     query, key = seen.calls[0].query, seen.calls[0].key
-    embedding = module.get_input_embeddings()  # type: ignore[operator]
-    vocab, hidden = embedding.weight.shape
-    segments = _segments(module, prefix, n_layers)
-    layer = [t.shape for t in segments[1][1]]
+    vocab, hidden = module.get_input_embeddings().weight.shape
+    alike = _alike(text, positions)
+    linears = _linears(module, segments, positions)
+    _check_agreement(module, segments, seen, prefix, min(alike, length or alike), kind)
     return Architecture(
         config=config,
         n_layers=n_layers,
@@ -116,60 +206,134 @@ def learn(config: Any) -> Architecture:
         kv_heads=key[1],
         head_dim=query[3],
         hidden=hidden,
-        intermediate=getattr(text, "intermediate_size", None) or max(max(s) for s in layer),
+        intermediate=_intermediate(text, segments),
         experts_per_token=seen.experts_per_token,
         expert_intermediate=seen.expert_intermediate,
         vocab=vocab,
         positions=positions,
-        alike=_alike(text, positions),
+        alike=alike,
         windows=tuple(c.mask.window if c.mask is not None else None for c in seen.calls),
         softcap=seen.calls[0].softcap,
         segments=segments,
-        conversions=tuple(get_model_conversion_mapping(module)),
+        prefix=prefix,
+        linears=linears,
+        conversions=conversions,
         base_prefix=str(module.base_model_prefix),
     )
 
 
-def packable(architecture: Architecture) -> frozenset[str]:
-    """Weights of linear modules that are used by calling these modules and in no other way.
+def _run(module: nn.Module, positions: int, kind: str) -> Seen:
+    """What it asks for. Leaves it on the CPU, without weights, or on the meta device.
 
-    Found by running the module once more with such modules replaced, and without their weights.
+    Most are quicker on the CPU. Only some that would multiply large matrices there are not, and of
+    these only those that never look at elements can be run on the meta device.
     """
-    module = build(architecture.config)
-    tied = {n for _, wanted in architecture.segments for w in wanted for n in w.names[1:]}
-    tied |= {w.names[0] for _, ws in architecture.segments for w in ws if len(w.names) > 1}
-    found = set()
-    for path, linear in module.named_modules():
-        if type(linear) is nn.Linear and f"{path}.weight" not in tied:
-            linear.forward = _stand_in(linear.out_features)  # type: ignore[method-assign,assignment]
-            del linear._parameters["weight"]
-            found.add(f"{path}.weight")
+    if not is_light(module):
+        try:
+            return probe(module, positions or 2)
+        except Exception:  # noqa: BLE001 - it may be possible with elements
+            pass
+    _without_weights(module, kind)
     try:
-        probe(module, architecture.positions)
+        return probe(module, positions or 2)
+    except Exception as error:
+        reason = f"it cannot be run with our attention: {brief(error)}"
+        raise UnsupportedModel(f"{kind}: {reason}") from error
+
+
+def _without_weights(module: nn.Module, kind: str) -> None:
+    """On the CPU, in float32."""
+    for part in module.modules():
+        if hasattr(part, "config"):
+            part.config.dtype = torch.float32
+    make_weightless(module, kind)
+
+
+def _linears(
+    module: nn.Module, segments: Sequence[tuple[str, Sequence[Wanted]]], positions: int
+) -> frozenset[str]:
+    """Found by running the module once more without the weights of such modules."""
+    alone = {w.names[0] for _, wanted in segments for w in wanted if len(w.names) == 1}
+    found: dict[str, nn.Module] = {}
+    for path, linear in module.named_modules():
+        if is_plain_linear(linear) and f"{path}.weight" in alone:
+            found[f"{path}.weight"] = linear
+    weights = {name: linear._parameters.pop("weight") for name, linear in found.items()}
+    try:
+        probe(module, positions)
     except Exception:  # noqa: BLE001 - whatever it is: some code looks at weights by itself
         return frozenset()
+    finally:
+        for name, linear in found.items():
+            linear._parameters["weight"] = weights[name]
     return frozenset(found)
 
 
-def _stand_in(outputs: int) -> Callable[[Tensor], Tensor]:
-    return lambda x: x.new_empty(*x.shape[:-1], outputs)
+def _check_agreement(
+    module: Any,
+    segments: Sequence[tuple[str, Sequence[Wanted]]],
+    seen: Seen,
+    prefix: str,
+    positions: int,
+    kind: str,
+) -> None:
+    """Shortens `module` to the layers that are run."""
+    path = prefix.removesuffix(".")
+    layers: Any = module.get_submodule(path)
+    text = module.config.get_text_config()
+    lists = [v for v in vars(text).values() if isinstance(v, list) and len(v) == len(layers)]
+    kinds = [
+        (
+            call.mask,
+            tuple((w.names[0].removeprefix(f"{prefix}{i}."), w.shape) for w in wanted),
+            repr([values[i] for values in lists]),
+        )
+        for i, (call, (_, wanted)) in enumerate(zip(seen.calls, segments[1:], strict=False))
+    ]
+    parent, _, leaf = path.rpartition(".")
+    shortened = nn.ModuleList(list(layers)[: layers_to_run(kinds)])
+    setattr(module.get_submodule(parent), leaf, shortened)
+    vocab = len(module.get_input_embeddings().weight)
+    if module.device.type == "meta":
+        _without_weights(module, kind)
+    try:
+        found = disagreement(module, positions, vocab)
+    except Exception as error:
+        reason = f"it cannot be run in batches of ours: {brief(error)}"
+        raise UnsupportedModel(f"{kind}: {reason}") from error
+    if found is not None:
+        raise UnsupportedModel(f"{kind}: {found}")
 
 
-def _check_config(config: Any) -> None:
-    kind = config.model_type
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModel(f"{kind}: quantised weights are not supported")
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{kind}: it is not a decoder")
-    for parameters in _ropes(config.get_text_config()):
-        if "dynamic" in str(parameters.get("rope_type")):
-            raise UnsupportedModel(
-                f"{kind}: its rotary embeddings depend on the longest sequence of a batch"
-            )
+def _check_config(config: Any, kind: str) -> None:
+    text = text_config(config)
+    for part in (config, text):
+        for key in ("quantization_config", "compression_config"):
+            method = getattr(part, key, None)
+            if method is not None:
+                raise UnsupportedModel(
+                    f"{kind}: its weights are quantised ({_method(method)}), which is not supported"
+                )
+    if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{kind}: it has an encoder, whose output its decoder attends to")
+    if type(config) not in AutoModelForCausalLM._model_mapping and not (
+        _is_wrapper(config) and type(config) in AutoModelForImageTextToText._model_mapping
+    ):
+        raise UnsupportedModel(f"{kind}: transformers generates no text with it")
+
+
+def _method(quantization: Any) -> str:
+    """Its name, where the configuration of a quantisation says it."""
+    values = quantization if isinstance(quantization, dict) else vars(quantization)
+    name = values.get("quant_method") or values.get("quant_algo") or "by an unnamed method"
+    return str(getattr(name, "value", name))
 
 
 def _alike(text: Any, positions: int) -> int:
-    """LongRoPE takes other frequencies for all of a sequence once it is longer than this."""
+    """LongRoPE takes other frequencies for all of a sequence once it is longer than this.
+
+    Those of type `dynamic` change, too, but not within `max_position_embeddings`: `positions`.
+    """
     ropes = [p for p in _ropes(text) if p.get("rope_type") == "longrope"]
     return min([positions, *(int(p["original_max_position_embeddings"]) for p in ropes)])
 
@@ -186,42 +350,50 @@ def _layers(module: nn.Module, kind: str) -> tuple[str, int]:
     """(path and dot, number) of the decoder layers: the longest list of modules in no other."""
     lists = {name: m for name, m in module.named_modules() if isinstance(m, nn.ModuleList)}
     outer = [n for n in lists if not any(n.startswith(f"{other}.") for other in lists)]
-    if not outer:
-        raise UnsupportedModel(f"{kind}: no list of layers was found")
-    name = max(outer, key=lambda n: len(lists[n]))
+    name = max(outer, key=lambda n: len(lists[n]), default=None)
+    if name is None or not len(lists[name]):
+        raise UnsupportedModel(f"{kind}: it has no layers")
     return f"{name}.", len(lists[name])
 
 
 def _check_module(module: nn.Module, kind: str) -> None:
     if any(isinstance(part, nn.Conv1d) for part in module.modules()):
-        raise UnsupportedModel(f"{kind}: it keeps more of the past than keys and values")
+        raise UnsupportedModel(
+            f"{kind}: it has convolutions, over sounds or over tokens: the latter keep more of the "
+            "past than keys and values"
+        )
     taken = inspect.signature(module.forward).parameters
-    if "position_ids" not in taken or "logits_to_keep" not in taken:
-        raise UnsupportedModel(f"{kind}: it cannot be told positions, or where to compute logits")
+    for needed, what in (
+        ("position_ids", "the positions of tokens"),
+        ("logits_to_keep", "at which tokens logits are wanted"),
+    ):
+        if needed not in taken:
+            raise UnsupportedModel(f"{kind}: transformers' code for it cannot be given {what}")
 
 
 def _check_calls(calls: Sequence[Call], n_layers: int, positions: int, kind: str) -> None:
     """All layers attend alike, through us, and ask for no more than we do."""
     if [c.layer for c in calls] != list(range(n_layers)):
         raise UnsupportedModel(
-            f"{kind}: {len(calls)} of its {n_layers} layers attend in a way we can replace"
+            f"{kind}: its attention cannot be replaced: its {n_layers} layers call transformers' "
+            f"interface for that {len(calls)} times"
         )
     first = calls[0]
     for c in calls:
         if c.sinks not in (None, (c.query[1],)):
             raise UnsupportedModel(f"{kind}: its sinks are {c.sinks}, not one for each head")
         if c.more or c.scale is None:
-            raise UnsupportedModel(
-                f"{kind}: its attention asks for {', '.join(c.more) or 'no known scale'}"
-            )
+            what = ", ".join(c.more) or "a scale of its own"
+            raise UnsupportedModel(f"{kind}: its attention needs {what}, unknown to Ballast's")
         if c.mask is None or not c.mask.causal or not c.causal:
             raise UnsupportedModel(
-                f"{kind}: layer {c.layer} does not see just the past, or a window of it"
+                f"{kind}: layer {c.layer} does not see just the past, or just a window of it"
             )
-        told = None if c.window is None or c.window >= positions else c.window
-        if told != c.mask.window:
+        window = None if c.window is None or c.window >= positions else c.window
+        if window != c.mask.window:
             raise UnsupportedModel(
-                f"{kind}: layer {c.layer} is told a window of {told}, its mask is {c.mask.window}"
+                f"{kind}: layer {c.layer} passes on a window of {window} tokens, its mask has one "
+                f"of {c.mask.window}"
             )
         if (c.query, c.key, c.value, c.softcap) != (
             first.query,
@@ -230,14 +402,25 @@ def _check_calls(calls: Sequence[Call], n_layers: int, positions: int, kind: str
             first.softcap,
         ):
             raise UnsupportedModel(f"{kind}: its layers differ in the shapes of their attention")
-    if first.key != first.value or first.query[3] != first.key[3]:
-        raise UnsupportedModel(f"{kind}: keys, values and queries differ in size")
+    sizes = {"queries": first.query[3], "keys": first.key[3], "values": first.value[3]}
+    if len(set(sizes.values())) > 1 or first.key != first.value:
+        found = ", ".join(f"{what} {size}" for what, size in sizes.items())
+        raise UnsupportedModel(f"{kind}: heads of its attention differ in size ({found})")
+
+
+def _kept_in_float32(module: Any) -> Callable[[str], bool]:
+    """Whether `transformers` keeps a tensor in float32 where it loads the model in bfloat16."""
+    patterns = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
+    found = [re.compile(str(pattern).replace("*", ".*")) for pattern in patterns]
+    return lambda name: any(pattern.search(name) for pattern in found)
 
 
 def _segments(
-    module: nn.Module, prefix: str, n_layers: int
+    module: nn.Module, prefix: str, n_layers: int, kind: str
 ) -> tuple[tuple[str, tuple[Wanted, ...]], ...]:
-    """Tensors by segment. What is beside the layers goes with the embeddings or with the head.
+    """Tensors by segment, of a module that was built in bfloat16.
+
+    What is beside the layers goes with the embeddings or with the head.
 
     A tied head has no segment of its own; the final norm then goes with the embeddings, as a
     segment costs a page at least.
@@ -245,14 +428,19 @@ def _segments(
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
+        if not tensor.is_floating_point():
+            raise UnsupportedModel(f"{kind}: its weights include integers, in {name}")
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
+    kept = _kept_in_float32(module)
     head = module.get_output_embeddings()  # type: ignore[operator]
     own_head = head is not None and len(names[id(head.weight)]) == 1
     parts: list[list[Wanted]] = [[] for _ in range(n_layers + 2)]
     seen_layers = False
     for key, aliases in names.items():
-        wanted = Wanted(tuple(aliases), tuple(tensors[key].shape))
+        own = tensors[key].dtype == torch.float32 or any(kept(name) for name in aliases)
+        dtype = "float32" if own else None
+        wanted = Wanted(tuple(aliases), tuple(tensors[key].shape), dtype)
         if aliases[0].startswith(prefix):
             seen_layers = True
             parts[1 + int(aliases[0][len(prefix) :].split(".", 1)[0])].append(wanted)

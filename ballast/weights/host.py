@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from ballast.core.errors import DeviceError
 from ballast.core.model import AdapterSpec, ModelSpec
+from ballast.isolation.zygote import Here, Isolation
 from ballast.weights.sealed import SealedSegment, no_memory
 from ballast.weights.segment import Fill, Origin, PackedTensor, Piece, Segment, whole_pages
 from ballast.weights.sharding import WHOLE, Shard
@@ -55,13 +56,18 @@ class HostTier:
     """
 
     def __init__(
-        self, progress: Callable[[], object] = lambda: None, exchange: Exchange | None = None
+        self,
+        progress: Callable[[], object] = lambda: None,
+        exchange: Exchange | None = None,
+        isolation: Isolation | None = None,
     ) -> None:
         """`progress` is called for each piece that was filled, by any thread; `exchange` is told of
-        what is held, and of nothing else."""
+        what is held, and of nothing else; `isolation` is how checkpoints' configurations and
+        headers are read before: here, if not given."""
         _allow_files()
         self._progress = progress
         self._exchange = exchange
+        self.isolation: Isolation = isolation or Here()
         self._segments: dict[str, SealedSegment] = {}
         """By digest."""
         self._origins: dict[str, SealedSegment] = {}

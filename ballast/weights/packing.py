@@ -33,8 +33,8 @@ FUSED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Dtypes that can be served."""
 
-Read = Callable[[str], Tensor]
-"""The tensor that has a name in the architecture, whole, in the dtype that is served."""
+Read = Callable[[str, torch.dtype], Tensor]
+"""The tensor that has a name in the architecture, whole, in a dtype."""
 
 
 Layout = tuple[tuple[str, tuple[PackedTensor, ...]], ...]
@@ -44,11 +44,14 @@ Layout = tuple[tuple[str, tuple[PackedTensor, ...]], ...]
 def as_stored(
     architecture: Architecture, dtype: str, linears: Collection[str] = frozenset()
 ) -> Layout:
-    """Every tensor as the architecture has it, but for weights named in `linears`: in panels."""
+    """Every tensor as the architecture has it, but for weights named in `linears`: in panels.
+
+    In `dtype`, but for those that have one of their own.
+    """
 
     def tensor(w: Wanted) -> PackedTensor:
         layout = PANELS if w.names[0] in linears and len(w.names) == 1 else PLAIN
-        return _tensor(w.names, w.shape, dtype, layout, (w.names[0],))
+        return _tensor(w.names, w.shape, w.dtype or dtype, layout, (w.names[0],))
 
     return tuple((name, tuple(tensor(w) for w in wanted)) for name, wanted in architecture.segments)
 
@@ -60,13 +63,16 @@ def fused(architecture: Architecture, dtype: str, *, packed: bool = True) -> Lay
     tied); in layers `input_norm`, `qkv`, `q_norm`, `k_norm`, `o`, `post_norm`, `gate_up`, `down`,
     and biases as `qkv.bias` and so on. Matrices are plain if not `packed`.
     """
-    config = architecture.config
+    config = architecture.config.get_text_config()
     if config.model_type not in FUSED or getattr(config, "hidden_act", "silu") != "silu":
+        return None
+    if any(w.dtype is not None for _, wanted in architecture.segments for w in wanted):
         return None
     layers = architecture.segments[1 : 1 + architecture.n_layers]
     found = [(name, _layer(wanted, dtype, packed)) for name, wanted in layers]
     ends = (architecture.segments[0], *architecture.segments[1 + len(layers) :])
-    outside = _outside([wanted for _, part in ends for wanted in part])
+    model = architecture.prefix.removesuffix("layers.")
+    outside = _outside([wanted for _, part in ends for wanted in part], model)
     if outside is None or any(tensors is None for _, tensors in found):
         return None
     table, norm, head = outside
@@ -81,9 +87,13 @@ def fused(architecture: Architecture, dtype: str, *, packed: bool = True) -> Lay
     return (("embeddings", (first,)), *middle, ("head", (end, last)))
 
 
-def build(tensor: PackedTensor, read: Read) -> Tensor:
-    """The elements of a packed tensor as they lie in memory, flat."""
-    parts = [read(name) for name in tensor.sources]
+def build(tensor: PackedTensor, read: Read, served: torch.dtype) -> Tensor:
+    """The elements of a packed tensor as they lie in memory, flat.
+
+    Biases, which are kept in float32, are rounded to the dtype that is `served` all the same.
+    """
+    dtype = served if tensor.layout == WIDE else DTYPES[tensor.dtype]
+    parts = [read(name, dtype) for name in tensor.sources]
     stacked = parts[0] if len(parts) == 1 else torch.cat(parts)
     if tensor.layout == WIDE:
         more = tensor.n_bytes // 4 - len(stacked)
@@ -153,11 +163,14 @@ def _part(name: str) -> str:
     return ".".join(parts[next(i for i, p in enumerate(parts) if p.isdigit()) + 1 :])
 
 
-def _outside(wanted: Sequence[Wanted]) -> tuple[Wanted, Wanted, Wanted | None] | None:
-    """(embeddings, final norm, head or None if tied); None if there is more or less."""
+def _outside(wanted: Sequence[Wanted], model: str) -> tuple[Wanted, Wanted, Wanted | None] | None:
+    """(embeddings, final norm, head or None if tied); None if there is more or less.
+
+    `model`: what the names begin with, but for the head's.
+    """
     by_name = {w.names[0]: w for w in wanted}
-    table = by_name.pop("model.embed_tokens.weight", None)
-    norm = by_name.pop("model.norm.weight", None)
+    table = by_name.pop(f"{model}embed_tokens.weight", None)
+    norm = by_name.pop(f"{model}norm.weight", None)
     head = by_name.pop("lm_head.weight", None)
     if table is None or norm is None or by_name:
         return None

@@ -37,5 +37,5 @@ def pools_last_token(directory: Path) -> bool:
 def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(str(path), None, f"not valid JSON: {error}") from error

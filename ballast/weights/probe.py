@@ -19,7 +19,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 _NAME = "ballast_probe"
 _TOKENS = 3
-_HARMLESS = {"dropout", "position_ids", "use_cache"}
+_HARMLESS = {"dropout", "logits_to_keep", "position_ids", "use_cache"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Call:
     scale: float | None
     softcap: float | None
     window: int | None
-    """As the attention is told."""
+    """What the attention was given as its argument."""
     mask: Mask | None
     """None: without one, or with one that was altered on its way."""
     causal: bool
@@ -70,16 +70,20 @@ _trace: ContextVar[Seen] = ContextVar(_NAME)
 
 
 def probe(module: nn.Module, positions: int) -> Seen:
-    """Run it once. Raises whatever the module does when it cannot be run so."""
+    """Run it once, on the meta device, or on the CPU if `make_weightless` has prepared it.
+
+    Raises whatever the module does when it cannot be run so.
+    """
     module.set_attn_implementation(_NAME)  # type: ignore[operator]
     module.set_experts_implementation(_NAME)  # type: ignore[operator]
     trace = Seen(positions)
     token = _trace.set(trace)
-    ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
+    device = next(module.parameters()).device
+    ids = torch.zeros(1, _TOKENS, dtype=torch.long, device=device)
     try:
         with torch.no_grad():
             # Given a mask of padding, `transformers` looks for no packed sequences in positions.
-            padding = torch.ones(ids.shape, device="meta")
+            padding = torch.ones(ids.shape, device=ids.device)
             output = module(
                 input_ids=ids, attention_mask=padding, use_cache=False, logits_to_keep=ids[0, :1]
             )
@@ -125,14 +129,19 @@ def _attend(
             ),
         )
     )
-    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
 
 def _mask(
-    batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any], **unused: Any
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any],
+    device: torch.device,
+    **unused: Any,
 ) -> Tensor:
     trace = _trace.get()
-    mask = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+    mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
     trace.masks.append((mask, _look_into(mask_function, trace.positions)))
     return mask
 
@@ -163,7 +172,7 @@ def _experts(
     width = down[0].numel() // hidden_states.shape[-1]
     trace.experts_per_token = max(trace.experts_per_token, top_k_index.shape[-1])
     trace.expert_intermediate = max(trace.expert_intermediate, width)
-    return torch.empty_like(hidden_states)
+    return torch.zeros_like(hidden_states)
 
 
 AttentionInterface.register(_NAME, _attend)

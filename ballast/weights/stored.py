@@ -113,7 +113,7 @@ def read_header(path: Path) -> dict[str, Stored]:
         raw = os.pread(file.fileno(), length, 8)
     try:
         header = json.loads(raw.decode("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(str(path), None, f"corrupt header: {error}") from error
     if not isinstance(header, dict):
         raise CheckpointError(str(path), None, "corrupt header: not a JSON object")
@@ -144,10 +144,12 @@ def _entry(path: Path, name: str, entry: Any, data: int, size: int) -> Stored:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
+    if index.stat().st_size > _MOST_HEADER:
+        raise CheckpointError(str(index), None, f"larger than {_MOST_HEADER} bytes")
     try:
         weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
         if all(isinstance(x, str) for pair in weight_map.items() for x in pair):
             return dict(weight_map)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise CheckpointError(str(index), None, "corrupt: it has no weight_map of names to files")

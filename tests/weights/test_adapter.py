@@ -17,7 +17,8 @@ from torch import Tensor
 from ballast.core.errors import BallastError, CheckpointError, UnsupportedModel
 from ballast.core.settings import AdapterSettings, ModelSettings, Slo
 from ballast.memory.tensor import tensor_at
-from ballast.weights.adapter import CONFIG, MAX_RANK, TENSORS, linear_modules, load_adapter
+from ballast.weights.adapter import CONFIG, MAX_RANK, TENSORS, load_adapter
+from ballast.weights.architecture import linear_modules
 from ballast.weights.checkpoint import load_host_model
 from ballast.weights.host import HostModel, HostTier
 from benchmarks.adapters import RandomAdapter, random_adapter

@@ -19,7 +19,8 @@ from transformers.masking_utils import (
 )
 
 from ballast.weights.architecture import build
-from ballast.weights.probe import Mask, _look_into, probe
+from ballast.weights.probe import Mask, Seen, _look_into, probe
+from ballast.weights.weightless import make_weightless, replace_linears
 from benchmarks.families import config
 
 NO = Mask(False)
@@ -51,8 +52,15 @@ def test_masks(name: str) -> None:
     assert _look_into(function, 100) == expected
 
 
+def run(config: Any) -> Seen:
+    module = build(config)
+    replace_linears(module)
+    make_weightless(module, "model")
+    return probe(module, 512)
+
+
 def test_calls() -> None:
-    seen = probe(build(config("gemma2")), 512)
+    seen = run(config("gemma2"))
     assert [c.layer for c in seen.calls] == [0, 1, 2]
     assert [c.window for c in seen.calls] == [24, None, 24]
     assert [c.mask for c in seen.calls] == [Mask(True, 24), Mask(True), Mask(True, 24)]
@@ -64,7 +72,7 @@ def test_calls() -> None:
 
 
 def test_experts_and_sinks() -> None:
-    seen = probe(build(config("mixtral")), 512)
+    seen = run(config("mixtral"))
     assert (seen.experts_per_token, seen.expert_intermediate) == (3, 96)
     small = GptOssConfig(
         hidden_size=64,
@@ -77,6 +85,6 @@ def test_experts_and_sinks() -> None:
         num_experts_per_tok=2,
         vocab_size=200,
     )
-    seen = probe(build(small), 512)
+    seen = run(small)
     assert all((c.sinks, c.more) == ((4,), ()) for c in seen.calls)
     assert (seen.experts_per_token, seen.expert_intermediate) == (2, 48)

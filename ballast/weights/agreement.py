@@ -1,0 +1,240 @@
+"""Whether a module computes the same in our batches as it does in `transformers`' own way.
+
+The reference is the module's own forward: one sequence at a time, `transformers`' attention and
+masks, and no positions given, so that the module finds them itself. Ours is one flat batch of
+pieces of several sequences, each with its positions, and an attention that is told to attend as it
+will be told when serving. Both run without the model's weights (`ballast.weights.weightless`) and
+through as few layers as show every kind of layer there is. What differs, a position that the module
+counts by itself or a scale that grows with it, would be wrong answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.integrations.moe import ExpertsInterface
+
+from ballast.core.errors import brief
+
+_NAME = "ballast_agreement"
+_LEAST_LAYERS = 5
+"""Patterns of layers commonly repeat after four."""
+_TOLERANCE = 5e-3
+"""Of the logits' standard deviation. Rounding makes less than a fifth of it, positions more."""
+_ATTEMPTS = 3
+"""With other tokens: where rounding tips a choice of experts, it does not do so every time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A sequence of which `length` tokens from position `start` on are there, the first `cut` of
+    them in an earlier batch than the rest."""
+
+    start: int
+    length: int
+    cut: int
+
+
+def cases(positions: int) -> list[Case]:
+    """Sequences at the beginning, in the middle and at the end of the context."""
+    found = [Case(0, min(7, positions), min(4, positions - 1))]
+    if positions >= 32:
+        found += [Case(positions // 2, 5, 3), Case(positions - 4, 4, 1)]
+    return found
+
+
+@torch.inference_mode()
+def disagreement(module: nn.Module, positions: int, vocab: int) -> str | None:
+    """How the two differ within `positions`, in words; None: they do not.
+
+    `module` is weightless, and has no more layers than have to be run. Raises whatever the module
+    raises when it cannot be run in our way.
+    """
+    found = None
+    for attempt in range(_ATTEMPTS):
+        found = _compare(module, cases(positions), vocab, attempt)
+        if found is None:
+            break
+    return found
+
+
+def _compare(module: nn.Module, tried: Sequence[Case], vocab: int, seed: int) -> str | None:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(vocab, (case.length,), generator=generator) for case in tried]
+    run: Any = module
+    run.set_experts_implementation(_NAME)
+    run.set_attn_implementation(_NAME)
+    ours = _ours(run, tried, tokens)
+    run.set_attn_implementation("eager")
+    for case, ids, logits in zip(tried, tokens, ours, strict=True):
+        where = f"at positions {case.start} to {case.start + case.length - 1}"
+        try:
+            theirs = _theirs(run, case, ids)
+        except Exception as error:  # noqa: BLE001 - the model's code may raise anything
+            return f"transformers' own forward fails {where}: {brief(error)}"
+        off = float((logits - theirs).abs().max() / theirs.std())
+        if not off <= _TOLERANCE:
+            return (
+                f"its logits {where} are others in a batch than transformers computes for one "
+                f"sequence, by {off:.2g} standard deviations, as if it counted positions itself"
+            )
+    return None
+
+
+# -- transformers' way ----------------------------------------------------------------------------
+
+
+class _Forgotten(DynamicLayer):  # type: ignore[misc]
+    """KV of a sequence that is `seen` tokens long, all of which have been dropped."""
+
+    def __init__(self, seen: int) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def get_seq_length(self) -> int:
+        return self._seen + int(super().get_seq_length())
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return int(super().get_seq_length()) + query_length, self._seen
+
+
+def _theirs(module: Any, case: Case, ids: Tensor) -> Tensor:
+    """(length, vocab) logits."""
+    if case.start == 0:
+        output = module(input_ids=ids[None], use_cache=False)
+    else:
+        layers = [_Forgotten(case.start) for _ in range(_n_layers(module))]
+        output = module(input_ids=ids[None], past_key_values=Cache(layers=layers), use_cache=True)
+    logits: Tensor = output.logits[0]
+    return logits
+
+
+def _n_layers(module: Any) -> int:
+    return int(module.config.get_text_config().num_hidden_layers)
+
+
+# -- our way --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Batch:
+    """`pieces`: (sequence, tokens) in the order of the batch's rows."""
+
+    pieces: Sequence[tuple[int, int]]
+    kv: dict[tuple[int, int], tuple[Tensor, Tensor]]
+    """By sequence and layer: keys and values (kv_heads, tokens, head_dim) so far."""
+
+
+_batch: ContextVar[_Batch] = ContextVar(_NAME)
+
+
+@contextmanager
+def _attending(batch: _Batch) -> Iterator[None]:
+    token = _batch.set(batch)
+    try:
+        yield
+    finally:
+        _batch.reset(token)
+
+
+def _ours(module: Any, tried: Sequence[Case], tokens: Sequence[Tensor]) -> list[Tensor]:
+    """(length, vocab) logits of each sequence, computed in two batches of pieces of all of them."""
+    kv: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    found: list[list[Tensor]] = [[] for _ in tried]
+    numbered = list(enumerate(tried))
+    batches = (
+        [(i, 0, case.cut) for i, case in numbered],
+        [(i, case.cut, case.length) for i, case in reversed(numbered)],
+    )
+    for batch in batches:
+        pieces = [(i, first, last) for i, first, last in batch if last > first]
+        ids = torch.cat([tokens[i][first:last] for i, first, last in pieces])
+        positions = torch.cat(
+            [torch.arange(first, last) + tried[i].start for i, first, last in pieces]
+        )
+        with _attending(_Batch([(i, last - first) for i, first, last in pieces], kv)):
+            output = module(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=torch.arange(len(ids)),
+            )
+        at = 0
+        for i, first, last in pieces:
+            found[i].append(output.logits[0, at : at + last - first])
+            at += last - first
+    return [torch.cat(parts) for parts in found]
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """As `ballast.models.attention.attend`, in plain tensors.
+
+    Query (1, heads, T, head_dim), key and value (1, kv_heads, T, head_dim).
+    """
+    batch, layer = _batch.get(), int(module.layer_idx)  # type: ignore[arg-type]
+    heads, kv_heads = query.shape[1], key.shape[1]
+    out = torch.empty_like(query[0])
+    at = 0
+    for sequence, n in batch.pieces:
+        rows = slice(at, at + n)
+        at += n
+        keys, values = key[0, :, rows], value[0, :, rows]
+        if (sequence, layer) in batch.kv:
+            before = batch.kv[sequence, layer]
+            keys, values = torch.cat([before[0], keys], 1), torch.cat([before[1], values], 1)
+        batch.kv[sequence, layer] = keys, values
+        q = query[0, :, rows].reshape(kv_heads, heads // kv_heads, n, -1).float()
+        scores = q @ keys.float()[:, None].transpose(2, 3) * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        last = keys.shape[1]
+        back = torch.arange(last - n, last)[:, None] - torch.arange(last)
+        scores.masked_fill_(back < 0, -torch.inf)
+        if sliding_window is not None:
+            scores.masked_fill_(back >= sliding_window, -torch.inf)
+        if s_aux is not None:
+            sinks = s_aux.float().view(kv_heads, -1, 1, 1).expand(-1, -1, n, 1)
+            scores = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        else:
+            scores = scores.softmax(-1)
+        out[:, rows] = (scores @ values.float()[:, None]).reshape(heads, n, -1).to(out.dtype)
+    return out.transpose(0, 1)[None], None
+
+
+def _experts(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Depends on how much is sent to experts, and not on which: rounding may tip a choice."""
+    return hidden_states * (0.5 + 0.1 * top_k_weights.sum(-1, keepdim=True)).to(hidden_states.dtype)
+
+
+AttentionInterface.register(_NAME, _attend)
+ExpertsInterface.register(_NAME, _experts)
+
+
+# -- few layers -----------------------------------------------------------------------------------
+
+
+def layers_to_run(kinds: Sequence[Hashable]) -> int:
+    """How many layers from the first on show every one of `kinds`, one for each layer."""
+    firsts = {kind: i for i, kind in reversed(list(enumerate(kinds)))}
+    return min(len(kinds), max(_LEAST_LAYERS, 1 + max(firsts.values())))

@@ -1,0 +1,280 @@
+"""What a checkpoint's files say, before its weights are read: plain data, checked in full.
+
+Finding out runs code of `transformers` on a configuration that anybody may have written, so it is
+done in a process of its own where there is one (`ballast.isolation`); what comes back can be sent
+between processes, and loading goes by nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+from ballast.core.errors import BallastError, CheckpointError, ConfigError, UnsupportedModel, brief
+from ballast.core.settings import ModelSettings
+from ballast.isolation.limits import Limits
+from ballast.isolation.zygote import Zygote
+from ballast.weights import packing
+from ballast.weights.architecture import Architecture, learn, linear_modules
+from ballast.weights.assemble import READABLE, Recipe, recipes
+from ballast.weights.config import (
+    check_layers,
+    config_of,
+    end_tokens,
+    read_config,
+)
+from ballast.weights.pooling import pools_last_token
+from ballast.weights.segment import PackedTensor, Segment, pack
+from ballast.weights.sharding import WHOLE, Shard, divided, narrowed
+from ballast.weights.stored import ITEM_BYTES, Stored, find_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What is to be read: a model's checkpoint, or one rank's part of it."""
+
+    settings: ModelSettings
+    shard: Shard = WHOLE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Sizes, layout and sources of a model, or of one rank's part."""
+
+    config: str
+    """Values of config.json, as JSON, for `ballast.weights.config.config_of`."""
+    untied: bool
+    """The head has weights of its own, whatever config.json says."""
+    n_layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+    experts_per_token: int
+    expert_intermediate: int
+    vocab: int
+    windows: tuple[int | None, ...]
+    dtype: str
+    max_model_len: int
+    eos: tuple[int, ...]
+    embeds: bool
+    plan: dict[str, Recipe]
+    """How to read each tensor of the architecture, by its first name."""
+    segments: tuple[Segment, ...]
+    fused: bool
+    fingerprint: str
+    """Hex digest of everything but the elements."""
+    modules: dict[str, tuple[int, int]]
+    """(inputs, outputs) of the linear modules, by path, if there are adapters to change them."""
+
+
+def read_manifest(reading: Reading) -> Manifest:
+    """Read a checkpoint's configuration and headers, and check them against each other.
+
+    Raises CheckpointError (file, tensor, reason), UnsupportedModel, and ConfigError for settings
+    that do not fit the model.
+    """
+    directory = Path(reading.settings.path)
+    try:
+        return _read(reading.settings, directory, reading.shard)
+    except BallastError:
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(str(error.filename or directory), None, reason) from error
+    except Exception as error:  # nobody foresaw what these files say
+        raise CheckpointError(str(directory), None, brief(error)) from error
+
+
+def _read(settings: ModelSettings, directory: Path, shard: Shard) -> Manifest:
+    values = read_config(directory)
+    config = config_of(values)
+    stored = find_tensors(directory)
+    check_layers(config, directory, len(stored))
+    architecture = learn(config, settings.max_model_len)
+    length = _max_model_len(settings, architecture)
+    found = recipes(architecture, stored, directory)
+    untied = architecture.tied and _heads_differ(architecture, found)
+    if untied:
+        architecture = learn(config_of(values, untied=True), length)
+    plan = _match(architecture, found, directory)
+    dtype = _choose_dtype(settings, plan)
+    eos = end_tokens(directory, config, architecture.vocab)
+    if shard == WHOLE:
+        segments, fused = _layout(settings, architecture, dtype)
+    else:
+        architecture, segments = _shard(settings, architecture, dtype, shard)
+        plan, fused = narrowed(plan, architecture, shard), True
+    return Manifest(
+        config=json.dumps(values),
+        untied=untied,
+        n_layers=architecture.n_layers,
+        heads=architecture.heads,
+        kv_heads=architecture.kv_heads,
+        head_dim=architecture.head_dim,
+        hidden=architecture.hidden,
+        intermediate=architecture.intermediate,
+        experts_per_token=architecture.experts_per_token,
+        expert_intermediate=architecture.expert_intermediate,
+        vocab=architecture.vocab,
+        windows=architecture.windows,
+        dtype=dtype,
+        max_model_len=length,
+        eos=eos,
+        embeds=pools_last_token(directory),
+        plan=plan,
+        segments=segments,
+        fused=fused,
+        fingerprint=_fingerprint(architecture.config, segments),
+        modules=linear_modules(config) if settings.adapters else {},
+    )
+
+
+def _layout(
+    settings: ModelSettings, architecture: Architecture, dtype: str
+) -> tuple[tuple[Segment, ...], bool]:
+    """The segments, and whether they are those of the fast path."""
+    packed = settings.linear != "plain"
+    layout = None
+    if settings.model_impl != "generic":
+        layout = packing.fused(architecture, dtype, packed=packed)
+    if layout is None and settings.model_impl == "fused":
+        kind = architecture.config.model_type
+        raise UnsupportedModel(f"{kind}: the fused path does not know its layers")
+    fused = layout is not None
+    if layout is None:
+        linears = architecture.linears if packed else frozenset()
+        layout = packing.as_stored(architecture, dtype, linears)
+    return tuple(pack(*s) for s in layout), fused
+
+
+def _shard(
+    settings: ModelSettings, architecture: Architecture, dtype: str, shard: Shard
+) -> tuple[Architecture, tuple[Segment, ...]]:
+    """One rank's part. Raises ConfigError for what cannot be divided."""
+    packed = settings.linear != "plain"
+    if settings.model_impl == "generic" or packing.fused(architecture, dtype) is None:
+        allowed = f"{settings.name} is not served by the fused path"
+        raise ConfigError("tensor_parallel", shard.ranks, allowed)
+    if settings.adapters:
+        allowed = f"{settings.name} has adapters, which are not divided so far"
+        raise ConfigError("tensor_parallel", shard.ranks, allowed)
+
+    def laid_out(part: Architecture) -> list[Segment]:
+        return [pack(*s) for s in packing.fused(part, dtype, packed=packed) or ()]
+
+    part = divided(architecture, settings.name, shard)
+    first = divided(architecture, settings.name, Shard(0, shard.ranks))
+    sizes = [s.n_bytes for s in laid_out(first)]
+    even = tuple(replace(s, n_bytes=n) for s, n in zip(laid_out(part), sizes, strict=True))
+    return part, even
+
+
+def _heads_differ(architecture: Architecture, found: Mapping[str, Recipe]) -> bool:
+    """Whether parameters said to be tied are in the files under several names, unlike each other.
+
+    `transformers` does not tie them then, whatever the configuration says.
+    """
+    for _, wanted in architecture.segments:
+        for tensor in wanted:
+            stored = [found[n].runs[0].source for n in tensor.names if n in found]
+            if any(not _same(stored[0], other) for other in stored[1:]):
+                return True
+    return False
+
+
+def _same(a: Stored, b: Stored) -> bool:
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    step = 1 << 24
+    with open(a.path, "rb") as left, open(b.path, "rb") as right:
+        left.seek(a.start)
+        right.seek(b.start)
+        return all(
+            left.read(n) == right.read(n)
+            for n in (min(step, a.n_bytes - at) for at in range(0, a.n_bytes, step))
+        )
+
+
+def _match(
+    architecture: Architecture, found: Mapping[str, Recipe], directory: Path
+) -> dict[str, Recipe]:
+    """For every tensor that the architecture has, by its first name, how to read it."""
+    plan = {}
+    for _, wanted in architecture.segments:
+        for tensor in wanted:
+            recipe = next((found[n] for n in tensor.names if n in found), None)
+            if recipe is None:
+                raise CheckpointError(str(directory), tensor.names[0], "it is missing")
+            if recipe.shape != tensor.shape:
+                reason = f"has shape {recipe.shape}, the model needs {tensor.shape}"
+                if recipe.plain is not None:
+                    raise recipe.plain.error(reason)
+                reason = f"put together from {len(recipe.runs)} it {reason}"
+                raise CheckpointError(str(directory), tensor.names[0], reason)
+            for run in recipe.runs:
+                if run.source.dtype not in READABLE:
+                    raise run.source.error(
+                        f"dtype {run.source.dtype} is not one of {', '.join(READABLE)}"
+                    )
+            plan[tensor.names[0]] = recipe
+    return plan
+
+
+def _choose_dtype(settings: ModelSettings, plan: Mapping[str, Recipe]) -> str:
+    if settings.dtype in packing.DTYPES:
+        return settings.dtype
+    if settings.dtype != "auto":
+        raise ConfigError("dtype", settings.dtype, f"allowed: auto, {', '.join(packing.DTYPES)}")
+    n_bytes: Counter[str] = Counter()
+    for recipe in plan.values():
+        for run in recipe.runs:
+            n_bytes[run.source.dtype] += run.n * ITEM_BYTES[run.source.dtype]
+    return "bfloat16" if n_bytes.most_common(1)[0][0] == "BF16" else "float32"
+
+
+def _max_model_len(settings: ModelSettings, architecture: Architecture) -> int:
+    length = min(settings.max_model_len or architecture.positions, architecture.positions)
+    if length > architecture.alike:
+        raise UnsupportedModel(
+            f"{architecture.config.model_type}: its rotary embeddings (longrope) are others for "
+            f"all of a sequence once it exceeds {architecture.alike} tokens, and keys that were "
+            "kept would not fit; set max_model_len to at most that"
+        )
+    return length
+
+
+def _fingerprint(config: Any, segments: Sequence[Segment]) -> str:
+    """Hex SHA-256 over the configuration, dtype, names and shapes."""
+    values = config.to_dict()
+    for incidental in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        values.pop(incidental, None)
+
+    def tensor(t: PackedTensor) -> list[Any]:
+        return [t.names, t.shape, t.dtype, t.layout]
+
+    layout = [[s.name, [tensor(t) for t in s.tensors]] for s in segments]
+    text = json.dumps([values, layout], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def fork_zygote(limits: Limits | None = None) -> Zygote:
+    """Fork the process whose children read manifests, as `Zygote.fork` does.
+
+    What each of them would else compute anew is computed before.
+    """
+    get_checkpoint_conversion_mapping("llama")  # builds the rules of all models, and keeps them
+    return Zygote.fork(_one_thread, limits)
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
