@@ -17,21 +17,28 @@ from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import KiB, ceil_div, format_bytes
 from ballast.engine.build import set_aside
 from ballast.engine.never_run import WHERE, never_run
+from ballast.isolation.zygote import Isolation
 from ballast.kv.layout import Layout
 from ballast.memory.cuda_devices import reach_of
 from ballast.memory.cuda_driver import CudaDriver
 from ballast.models.parallel import check_parallel
 from ballast.policy.presets import resolve
 from ballast.weights.checkpoint import read_spec
+from ballast.weights.manifest import fork_zygote
 
 
 def fleet(settings: FleetSettings) -> Iterator[Finding]:
     """One finding per model, then those of the whole. Holds one model's weights at a time."""
+    with fork_zygote() as isolation:
+        yield from _fleet(settings, isolation)
+
+
+def _fleet(settings: FleetSettings, isolation: Isolation) -> Iterator[Finding]:
     specs: list[ModelSpec] = []
     faults: list[Finding] = []
     for model in settings.models:
         try:
-            host = load_as_served(model, settings)
+            host = load_as_served(model, settings, isolation)
         except BallastError as error:
             cure = "mend or replace the checkpoint, or take the model out of the file"
             faults.append(Finding(model.name, Verdict.FAIL, str(error), cure))
@@ -55,7 +62,7 @@ def fleet(settings: FleetSettings) -> Iterator[Finding]:
         own = [spec for spec in specs if device.name in homes[spec.name]]
         where = f" on {device.name}" if settings.others else ""
         if own and device.tensor_parallel > 1:
-            yield from _group([s.name for s in own], settings, device, i, where)
+            yield from _group([s.name for s in own], settings, device, i, where, isolation)
         elif own:
             yield from _device(own, device, i, where)
         if unproven := never_run(settings, device):
@@ -71,7 +78,12 @@ def fleet(settings: FleetSettings) -> Iterator[Finding]:
 
 
 def _group(
-    names: list[str], settings: FleetSettings, device: DeviceSettings, i: int, where: str
+    names: list[str],
+    settings: FleetSettings,
+    device: DeviceSettings,
+    i: int,
+    where: str,
+    isolation: Isolation,
 ) -> Iterator[Finding]:
     """The same of a device of several ranks: what each of them has."""
     specs: list[ModelSpec] = []
@@ -83,7 +95,7 @@ def _group(
                 check_parallel(model, device.tensor_parallel)
             else:
                 model = replace(model, linear="plain")  # as GPUs have it
-            specs.append(read_spec(model, device.tensor_parallel))
+            specs.append(read_spec(model, device.tensor_parallel, isolation))
         except BallastError as error:
             cure = f"change `devices[{i}].tensor_parallel`, or place the model elsewhere"
             yield Finding(model.name + where, Verdict.FAIL, str(error), cure)

@@ -24,6 +24,7 @@ from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.engine.device import LiveDevice
 from ballast.engine.machine import MakeMachine
+from ballast.isolation.zygote import Isolation
 
 
 @dataclass(slots=True)
@@ -49,7 +50,8 @@ class Answer:
 class InProcess:
     """Context manager: builds the device, runs its loop, drains on exit.
 
-    `listen(now, output)` is called on the loop's thread for every output.
+    `listen(now, output)` is called on the loop's thread for every output. `isolation`: as of
+    `LiveDevice`.
     """
 
     def __init__(
@@ -58,12 +60,15 @@ class InProcess:
         *,
         costs: Mapping[str, StepCosts] | None = None,
         make_machine: MakeMachine = machine_of,
+        isolation: Isolation | None = None,
     ) -> None:
         self.answers: dict[str, Answer] = {}
         self.listen: Callable[[float, Output], None] | None = None
         self._ended = threading.Condition()
         self._open = 0
-        self.device = LiveDevice(fleet, self._hear, costs=costs, make_machine=make_machine)
+        self.device = LiveDevice(
+            fleet, self._hear, costs=costs, make_machine=make_machine, isolation=isolation
+        )
         self._crash: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="loop", daemon=True)
 

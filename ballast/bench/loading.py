@@ -5,18 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
+from ballast.isolation.zygote import Isolation
 from ballast.models.on_cpu import on_cpu
 from ballast.models.profile_run import measured
 from ballast.weights.checkpoint import load_host_model
-from ballast.weights.host import HostModel
+from ballast.weights.host import HostModel, HostTier
 
 
-def load_as_served(model: ModelSettings, fleet: FleetSettings) -> HostModel:
-    """The checkpoint; its jobs are measured where the fleet has a CPU of one rank.
+def load_as_served(
+    model: ModelSettings, fleet: FleetSettings, isolation: Isolation | None = None
+) -> HostModel:
+    """The checkpoint, examined by `isolation`, or here; its jobs are measured where the fleet has a
+    CPU of one rank.
 
     Raises as `load_host_model` and `measured`.
     """
-    host = load_host_model(model)
+    host = load_host_model(model, HostTier(isolation=isolation))
     device = _most([device for device, _ in fleet.devices.values()])
     return host if device is None else measured(host, on_cpu, device)
 

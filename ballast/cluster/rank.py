@@ -19,11 +19,12 @@ import torch
 
 from ballast.cluster.logs import FORMAT_VARIABLE, set_up
 from ballast.cluster.member import KvPlace, MakeMember, Meeting, member_of
-from ballast.cluster.orphan import die_with
 from ballast.core.errors import BallastError, BrokenPromise, DeviceError, DeviceLost
 from ballast.core.event import Event, TransferDone
 from ballast.engine.inbox import MonotonicClock
 from ballast.engine.machine import Cap
+from ballast.isolation.orphan import die_with
+from ballast.isolation.zygote import Isolation
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.memory.arena import confine_allocator
@@ -67,6 +68,7 @@ from ballast.transport.ranks import (
 )
 from ballast.weights.host import HostModel, HostTier
 from ballast.weights.link_rotor import LinkRotor
+from ballast.weights.manifest import fork_zygote
 from ballast.weights.sharding import Shard
 
 log = logging.getLogger(__name__)
@@ -85,14 +87,16 @@ class Rank:
         landed: Callable[[Event], None],
         quiet: Callable[[Quiet], None],
         make: MakeMember = member_of,
+        isolation: Isolation | None = None,
     ) -> None:
+        """`isolation`: how checkpoints are examined."""
         confine_allocator()
         self.device = device = told.device
         shard = Shard(told.rank, device.tensor_parallel)
         self._clock = MonotonicClock()
         self._own = make(device, shard, told.pace, self._clock, landed)
         self._ranges: dict[int, Range] = {}
-        self._tier = HostTier()
+        self._tier = HostTier(isolation=isolation)
         self._hosts: dict[str, HostModel] = {}
         self._models: dict[str, ParallelModel | ParallelDeviceModel] = {}
         self._rotors: dict[str, LinkRotor] = {}
@@ -248,11 +252,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     set_up("rank", os.environ.get(FORMAT_VARIABLE, "text"), "warning")
+    isolation = fork_zygote()
     follow(
         LeaderConnection(arguments.memory),
         LeaderConnection(arguments.models),
         LeaderConnection(arguments.jobs),
         LeaderConnection(arguments.events),
+        isolation=isolation,
     )
     raise AssertionError("unreachable")
 
@@ -263,9 +269,10 @@ def follow(
     jobs: LeaderConnection,
     events: LeaderConnection,
     make: MakeMember = member_of,
+    isolation: Isolation | None = None,
 ) -> None:
     """Be the rank that the first one asks for, until that ends; then this process does."""
-    rank = _join(memory, events, make)
+    rank = _join(memory, events, make, isolation)
     rank.when_lost(_end)
     for name, connection, threads in (
         ("models", models, None),
@@ -276,7 +283,12 @@ def follow(
     _answer(rank, memory)
 
 
-def _join(memory: LeaderConnection, events: LeaderConnection, make: MakeMember) -> Rank:
+def _join(
+    memory: LeaderConnection,
+    events: LeaderConnection,
+    make: MakeMember,
+    isolation: Isolation | None,
+) -> Rank:
     """What it is told to be, once it has met the others; else the process ends."""
 
     def landed(done: Event) -> None:
@@ -287,7 +299,7 @@ def _join(memory: LeaderConnection, events: LeaderConnection, make: MakeMember) 
         told = memory.next()
         assert isinstance(told, JoinGroup)
         try:
-            rank = Rank(told, landed, events.say, make)
+            rank = Rank(told, landed, events.say, make, isolation)
         except BallastError as error:
             if isinstance(error, DeviceError):
                 memory.say(Refused(error.call, error.reason))

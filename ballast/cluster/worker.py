@@ -20,7 +20,6 @@ from typing import Any, NoReturn, Protocol
 
 from ballast.cluster.flight import FlightRecorder
 from ballast.cluster.logs import FORMAT_VARIABLE, set_up
-from ballast.cluster.orphan import die_with
 from ballast.cluster.outgoing import Outgoing
 from ballast.cluster.peers import Lends, Peers
 from ballast.cluster.remote import start_ranks
@@ -33,7 +32,8 @@ from ballast.core.event import Arrival, Cancel, Drain, Event, Output, Pause, Res
 from ballast.core.lease import Word
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
-from ballast.core.settings import FleetSettings
+from ballast.core.settings import FleetSettings, ModelSettings
+from ballast.isolation.orphan import die_with
 from ballast.transport.messages import (
     Command,
     Configure,
@@ -287,6 +287,16 @@ def live_device(
     ranks = start_ranks(fleet)  # first: they take as long to start as what follows
     from ballast.cluster.machines import machine_of
     from ballast.engine.device import LiveDevice
+    from ballast.models.tokenizer_trial import vet_tokenizer
+    from ballast.weights.manifest import fork_zygote
+
+    # From here, where all is imported and nothing runs yet: the other threads only wait for
+    # messages, and the zygote has nothing to do with these. It ends with this process.
+    isolation = fork_zygote()
+
+    def vet(settings: ModelSettings) -> None:
+        vet_tokenizer(Path(settings.path), isolation)
+        progress()
 
     return LiveDevice(
         fleet,
@@ -294,6 +304,8 @@ def live_device(
         record=record,
         progress=progress,
         exchange=segments,
+        isolation=isolation,
+        vet=vet,
         make_machine=partial(machine_of, ranks=ranks),
     )
 

@@ -57,13 +57,15 @@ def build_state(
     costs: Mapping[str, StepCosts],
     make_rotor: MakeRotor | None = None,
     make_swapper: MakeSwapper | None = None,
+    refuse: Callable[[str, Exception], object] | None = None,
 ) -> DeviceState:
     """The state of a device on which no model is resident yet.
 
     The lanes' activation arena, sized by the largest jobs any of the models may run, is taken from
     the pool first. `make_rotor`: what brings layers that rotate; None: none can. `make_swapper`:
-    what swaps KV that lies layer by layer; None: it does not. Raises ConfigError where the budget
-    cannot hold the arena.
+    what swaps KV that lies layer by layer; None: it does not. `refuse` is called with the name of a
+    model that cannot be placed, and what was raised; the others are there. Raises ConfigError where
+    the budget cannot hold the arena, and without `refuse` whatever placing a model raises.
     """
     pool = Pool(vm, settings.budget_bytes // settings.page_bytes)
     lending = Lending(pool, Borrower(pool, vm, settings.name), settings.name)
@@ -83,21 +85,27 @@ def build_state(
             f"activations leave {format_bytes(pool.free * settings.page_bytes)} of its budget",
         )
     shared = find_shared([h.spec for h in hosted], pool, vm.page_bytes)
-    models = [
-        build_model(
-            h,
-            settings,
-            pool,
-            link,
-            copy,
-            shared,
-            lending.borrower,
-            costs.get(h.spec.name),
-            make_rotor,
-            make_swapper,
-        )
-        for h in hosted
-    ]
+    models = []
+    for h in hosted:
+        try:
+            m = build_model(
+                h,
+                settings,
+                pool,
+                link,
+                copy,
+                shared,
+                lending.borrower,
+                costs.get(h.spec.name),
+                make_rotor,
+                make_swapper,
+            )
+        except Exception as error:
+            if refuse is None:
+                raise
+            refuse(h.spec.name, error)
+        else:
+            models.append(m)
     return DeviceState(
         settings, models, pool, arena, graphs, link, clock, lending, make_rotor, make_swapper
     )
@@ -166,6 +174,16 @@ def build_newcomer(
         state.make_swapper,
     )
     return m, new
+
+
+def check_room(spec: ModelSpec, others: Iterable[ModelSpec], settings: DeviceSettings) -> None:
+    """Raise ConfigError where a model's jobs, with those of `others`, take more than the device has
+    in all."""
+    needed = set_aside([*others, spec], settings)
+    if needed > settings.budget_bytes:
+        budget = format_bytes(settings.budget_bytes)
+        allowed = f"with {spec.name} activations need {format_bytes(needed)}"
+        raise ConfigError(f"the budget of {settings.name}", budget, allowed)
 
 
 def largest_jobs(specs: Iterable[ModelSpec], settings: DeviceSettings) -> int:

@@ -17,14 +17,14 @@ from ballast.core.clock import Clock
 from ballast.core.command import DeviceOrder, Outcome
 from ballast.core.cost import StepCosts
 from ballast.core.entries import Sink, both
-from ballast.core.errors import BallastError, ConfigError, DeviceError
+from ballast.core.errors import BallastError, ConfigError, DeviceError, brief
 from ballast.core.event import Event, Output
 from ballast.core.lease import Lease, Lent, PeerMet, Word
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
-from ballast.core.settings import DeviceSettings, FleetSettings
+from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.story import Story
-from ballast.engine.build import Hosted, build_state
+from ballast.engine.build import Hosted, build_state, check_room
 from ballast.engine.compiling import Compiling
 from ballast.engine.inbox import MonotonicClock, QueueInbox
 from ballast.engine.loop import Loop
@@ -37,6 +37,7 @@ from ballast.engine.report import report
 from ballast.engine.runner import Executor, Record
 from ballast.engine.storyfile import StoryFile
 from ballast.engine.swapped import Swapped
+from ballast.isolation.zygote import Isolation
 from ballast.kernels.workspace import Workspace
 from ballast.kv.event_swapper import EventSwapper
 from ballast.kv.link_swapper import LinkSwapper
@@ -46,6 +47,7 @@ from ballast.memory.reserve import PopulatedReserve
 from ballast.memory.vm import Exported
 from ballast.memory.vm_cuda import CudaVm
 from ballast.policy.presets import Preset, resolve
+from ballast.weights.checkpoint import THREADS
 from ballast.weights.event_rotor import EventRotor
 from ballast.weights.host import Exchange, HostModel, HostTier
 from ballast.weights.link_rotor import LinkRotor
@@ -57,10 +59,12 @@ class LiveDevice:
     """Serves a fleet on a device of this machine.
 
     `outbox` gets outputs on the loop's thread and must not block. Checkpoints are loaded by the
-    constructor; a model that fails to load is listed in `failed`, with the reason, and does not
-    stop the rest. `costs` are what policies may know of each model's speed; `sink` gets the story
-    beside the file, if any; `record` is told which requests are in flight; `progress` is called for
-    each part of the weights that was loaded; `exchange` knows those that other processes have.
+    constructor; a model that cannot be read, sized or placed is listed in `failed`, with the
+    reason, and does not stop the rest. `costs` are what policies may know of each model's speed;
+    `sink` gets the story beside the file, if any; `record` is told which requests are in flight;
+    `progress` is called for each part of the weights that was loaded; `exchange` knows those that
+    other processes have; `isolation` is how checkpoints are examined, and is the caller's to close.
+    `vet` raises BallastError for a model that shall not be loaded.
     """
 
     def __init__(
@@ -74,12 +78,15 @@ class LiveDevice:
         record: Record | None = None,
         progress: Callable[[], object] = lambda: None,
         exchange: Exchange | None = None,
+        isolation: Isolation | None = None,
+        vet: Callable[[ModelSettings], object] = lambda settings: None,
         make_machine: MakeMachine = CpuMachine,
     ) -> None:
         confine_allocator()
         self.fleet = fleet
         self.failed: dict[str, str] = {}
-        self.tier = HostTier(progress, exchange)
+        self.tier = HostTier(progress, exchange, isolation)
+        self._progress, self._vet = progress, vet
         self.clock = clock or MonotonicClock()
         self.inbox = QueueInbox(self.clock)
         self.hosts: dict[str, HostModel] = {}
@@ -111,7 +118,7 @@ class LiveDevice:
             name, what = fleet.device.name, "; ".join(unproven)
             log.warning("%s uses what no GPU has ever run: %s (%s)", name, what, NEVER_RUN_WHERE)
         device = _with_parts(self.machine.device)
-        self._load()
+        self._load(device)
         self.state = build_state(
             device,
             [Hosted(h.spec, h.addresses) for h in self.hosts.values()],
@@ -123,6 +130,7 @@ class LiveDevice:
             # Layers wait for one thing or the other.
             None if preset.swapping else self.machine.make_rotor(self.clock, self.post),
             self._make_swapper(preset),
+            self._refuse,
         )
         self._reserve = PopulatedReserve(self.state.pool)
         self._reserve.start()
@@ -134,11 +142,11 @@ class LiveDevice:
         )
         closing.callback(self._compiling.close)
         self.state.grammars = self._compiling
-        self.executors = {
-            name: self.executors_of(host, self.state.models[name])
-            for name, host in self.hosts.items()
-        }
+        self.executors: dict[str, tuple[Executor, ...]] = {}
         """By model, what runs it on each lane."""
+        self._set_up()
+        for name, why in self.failed.items():
+            log.error("model %s is not served: %s", name, why)
         # Between jobs the C allocator keeps no more than the arena stands for.
         self.cap = self.machine.cap(self.state.arena.pages * device.page_bytes)
         self.machine.allow(self.cap.n_bytes)
@@ -251,18 +259,45 @@ class LiveDevice:
         for host in self.hosts.values():
             self.machine.unload(host)
 
-    def _load(self) -> None:
+    def _load(self, device: DeviceSettings) -> None:
+        """Bring the fleet's models into the host tier."""
         for settings in self.fleet.models:
+            name = settings.name
             try:
-                host = self.machine.load(settings, self.tier)
-                self.hosts[settings.name] = host
+                others = list(self.specs.values())
+                host = self.hosts[name] = self.load(settings)
+                check_room(host.spec, others, device)
                 self.failed |= host.failed
-            except BallastError as error:
-                self.failed[settings.name] = str(error)
-                base = f"its base {settings.name} is not served"
-                self.failed |= dict.fromkeys((a.name for a in settings.adapters), base)
-        for name, why in self.failed.items():
-            log.error("model %s is not served: %s", name, why)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the others are served
+                self._refuse(name, error)
+            self._progress()
+
+    def load(self, settings: ModelSettings, threads: int = THREADS) -> HostModel:
+        """A model in the host tier. Raises as `load_host_model`, and what `vet` raises."""
+        self._vet(settings)
+        return self.machine.load(settings, self.tier, threads)
+
+    def _set_up(self) -> None:
+        """Make what runs each model that has been placed."""
+        for name, m in list(self.state.models.items()):
+            try:
+                self.executors[name] = self.executors_of(self.hosts[name], m)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the others are served
+                self._compiling.forget(name)
+                self.state.strike(m)
+                self._refuse(name, error)
+
+    def _refuse(self, name: str, error: Exception) -> None:
+        """A model is not served; what it has is given back."""
+        if not isinstance(error, BallastError):
+            log.error("model %s", name, exc_info=error)
+        host = self.hosts.pop(name, None)
+        if host is not None:
+            self.machine.unload(host)
+        settings = next(m for m in self.fleet.models if m.name == name)
+        base = f"its base {name} is not served"
+        self.failed |= dict.fromkeys((a.name for a in settings.adapters), base)
+        self.failed[name] = str(error) if isinstance(error, BallastError) else brief(error)
 
     def _make_swapper(self, preset: Preset) -> MakeSwapper | None:
         """None: the preset swaps no KV. Raises ConfigError where this machine cannot."""

@@ -101,7 +101,7 @@ class Operator:
         for name in (settings.name, *(a.name for a in settings.adapters)):
             if name in device.state.named:
                 raise Refused(f"there is a model {name!r} already")
-        host = device.machine.load(settings, device.tier, threads=1)
+        host = device.load(settings, threads=1)
         try:
             self._join(host)
         except BaseException:

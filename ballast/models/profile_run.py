@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ballast.core.errors import BallastError, UnsupportedModel
+from ballast.core.errors import BallastError, UnsupportedModel, brief
 from ballast.core.job import SequenceWork
 from ballast.core.model import JobMemory, ModelSpec
 from ballast.core.request import Sampling
@@ -78,8 +78,8 @@ def _peak(host: HostModel, make: Make, device: DeviceSettings) -> int:
     except BallastError:
         raise
     except Exception as error:  # whatever a family's module does, other models are served
-        why = f"{type(error).__name__}: {error}"
-        raise UnsupportedModel(f"{host.spec.name}: a job of it fails: {why}") from error
+        why = f"{host.spec.name}: a job of it fails: {brief(error)}"
+        raise UnsupportedModel(why) from error
     finally:
         workspace.forget()
 
