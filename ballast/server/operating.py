@@ -129,14 +129,16 @@ class Operating:
     async def add(self, entry: NamedModelKeys) -> str:
         """A model more; its name. Raises Fault, Unavailable or NotKept."""
         home = Path(self._controller.fleet.home)
-        settings, tokenizer = await asyncio.to_thread(_prepared, entry, home)
+        settings = await asyncio.to_thread(_prepared, entry, home)
         async with self._models:
             instead = self._names(settings.name) & self._file
+            # First the order: the device tries the tokenizer out, where it can do no harm.
             await self.order(Add(settings))
             try:
+                tokenizer = await asyncio.to_thread(_tokenizer, settings)
                 async with self._records:
                     await self._keep(self._source.changes.adding(entry, instead))
-            except NotKept:  # no client can know it yet
+            except (NotKept, Fault):  # no client can know it yet
                 undoing = self.order(Remove(settings.name, 0.0))
                 await self._try(f"removing {settings.name}, which cannot be kept", undoing)
                 raise
@@ -223,9 +225,15 @@ class Operating:
                 self._service.forget(names)
 
     async def _load(self, model: ModelSettings) -> None:
-        tokenizer = await asyncio.to_thread(Tokenizer.load, model.path, model.tool_parser)
-        if model.name not in self._controller.specs:
+        adding = model.name not in self._controller.specs
+        if adding:
             await self.order(Add(model))
+        try:
+            tokenizer = await asyncio.to_thread(_tokenizer, model)
+        except Fault:
+            if adding:
+                await self.order(Remove(model.name, 0.0))
+            raise
         for name in (model.name, *(a.name for a in model.adapters)):
             self._service.learn(name, tokenizer)
 
@@ -305,11 +313,18 @@ def _done(outcome: Outcome) -> Outcome:
     return outcome
 
 
-def _prepared(entry: NamedModelKeys, home: Path) -> tuple[ModelSettings, Tokenizer]:
-    """What takes long: fetching from a hub, and the tokenizer. Raises Fault."""
+def _prepared(entry: NamedModelKeys, home: Path) -> ModelSettings:
+    """May take long: fetching from a hub. Raises Fault."""
     try:
-        settings = entry_settings(entry, home)
-        return settings, Tokenizer.load(settings.path, settings.tool_parser)
+        return entry_settings(entry, home)
+    except ConfigError as error:
+        raise Fault(400, str(error), "invalid_request", error.key) from error
+
+
+def _tokenizer(settings: ModelSettings) -> Tokenizer:
+    """Raises Fault."""
+    try:
+        return Tokenizer.load(settings.path, settings.tool_parser)
     except ConfigError as error:
         raise Fault(400, str(error), "invalid_request", error.key) from error
     except CheckpointError as error:

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import uvicorn
@@ -108,14 +108,15 @@ async def _serve(
 
 
 async def _start(fleet: FleetSettings, controller: Controller) -> Service:
-    """Start the worker and load tokenizers meanwhile."""
-    loading = asyncio.ensure_future(asyncio.to_thread(_tokenizers, fleet))
+    """Start the worker; load the tokenizers of what it serves, which it has tried out."""
+    importing = asyncio.ensure_future(asyncio.to_thread(Tokenizer.prepare))
     try:
         await controller.start(fleet)
     except BaseException:
-        loading.cancel()
+        importing.cancel()
         raise
-    tokenizers, failed = await loading
+    await importing
+    tokenizers, failed = await asyncio.to_thread(_tokenizers, fleet, controller.failed)
     controller.unreadable = failed
     service = Service(controller, tokenizers, MonotonicClock(), WallClock(), fleet.server)
     for name, why in controller.failed.items():
@@ -125,11 +126,15 @@ async def _start(fleet: FleetSettings, controller: Controller) -> Service:
     return service
 
 
-def _tokenizers(fleet: FleetSettings) -> tuple[dict[str, Tokenizer], dict[str, str]]:
+def _tokenizers(
+    fleet: FleetSettings, unserved: Container[str]
+) -> tuple[dict[str, Tokenizer], dict[str, str]]:
     """By model, an adapter's being its base's; and for models without a usable one, why."""
     loaded: dict[str, Tokenizer] = {}
     failed: dict[str, str] = {}
     for model in fleet.models:
+        if model.name in unserved:
+            continue
         names = [model.name, *(a.name for a in model.adapters)]
         try:
             loaded |= dict.fromkeys(names, Tokenizer.load(model.path, model.tool_parser))

@@ -52,6 +52,11 @@ class Tokenizer:
         self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
         """What a template cannot be given by the name: it means something else."""
 
+    @staticmethod
+    def prepare() -> None:
+        """Import what loading takes, which is seconds."""
+        from transformers import AutoTokenizer  # noqa: F401
+
     @classmethod
     def load(cls, path: str | Path, tool_parser: str = "auto") -> Tokenizer:
         """From a checkpoint's directory; code in it is not run. Raises CheckpointError, and
