@@ -71,9 +71,18 @@ _SCALED = {"attention_multiplier": 0.25}
 _EVERY_HEAD = {"num_key_value_heads": 4}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _MROPE = {**_ROPE, "mrope_section": [2, 3, 3]}
+_MROPE_TEXT = {"text_config": {"rope_parameters": _MROPE}}
+_MULTIMODAL_ROPE = (
+    *("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_vl", "qwen2_5_vl"),
+    "qwen2_5_omni_thinker",
+)
+_LATENT_TEXT = {"text_config": _EVERY_HEAD}
 PARTICULAR: dict[str, dict[str, Any]] = {
     **dict.fromkeys(_LATENT, _EVERY_HEAD),
     **dict.fromkeys(_GRANITE, _SCALED),
+    **dict.fromkeys(_MULTIMODAL_ROPE, _MROPE_TEXT),
+    **dict.fromkeys(("mistral4", "mistral_large4", "unlimited_ocr", "kimi_k25"), _LATENT_TEXT),
+    "glm4v_moe": {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}},
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
     "dbrx": {
@@ -88,9 +97,6 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "longcat_flash": {**_EVERY_HEAD, "head_dim": 8, "num_layers": 2},
     "mamba2": {"num_heads": 8},
-    "kimi_k25": {"text_config": _EVERY_HEAD},
-    "qwen2_vl": {"text_config": {"rope_parameters": _MROPE}},
-    "qwen2_5_vl": {"text_config": {"rope_parameters": _MROPE}},
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 32]},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_head_dim": 32},

@@ -264,7 +264,7 @@ class LiveDevice:
         for settings in self.fleet.models:
             name = settings.name
             try:
-                others = list(self.specs.values())
+                others = [h.spec for h in self.hosts.values()]
                 host = self.hosts[name] = self.load(settings)
                 check_room(host.spec, others, device)
                 self.failed |= host.failed
