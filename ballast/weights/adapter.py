@@ -32,6 +32,7 @@ from ballast.core.settings import AdapterSettings
 from ballast.weights.assemble import READABLE, Recipe, Sources
 from ballast.weights.config import read_json
 from ballast.weights.host import Delta, HostAdapter, HostBytes, HostModel, HostTier
+from ballast.weights.module_pattern import ModulePattern
 from ballast.weights.packing import DTYPES
 from ballast.weights.segment import PLAIN, PackedTensor, Piece, pack
 from ballast.weights.stored import Stored, read_header
@@ -201,8 +202,8 @@ class _Config:
     path: Path
     rank: int
     alpha: float
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    rank_patterns: Sequence[tuple[ModulePattern, int]]
+    alpha_patterns: Sequence[tuple[ModulePattern, float]]
     rs: bool
     """Rank-stabilised: the scale is alpha / sqrt(rank) instead of alpha / rank."""
 
@@ -224,23 +225,28 @@ class _Config:
                 str(path), None, "r, lora_alpha and the values of its patterns must be numbers"
             )
         rs = bool(told.get("use_rslora"))
-        return cls(path, told["r"], told["lora_alpha"], patterns[0], patterns[1], rs)
+        ranks, alphas = ([(_pattern(path, k), v) for k, v in p.items()] for p in patterns)
+        return cls(path, told["r"], told["lora_alpha"], ranks, alphas, rs)
 
     def of(self, module: str) -> tuple[int, float]:
         """(rank, scale) of one module."""
-        rank = self._by_pattern(self.rank_pattern, module, self.rank)
-        alpha = self._by_pattern(self.alpha_pattern, module, self.alpha)
+        rank = _by_pattern(self.rank_patterns, module, self.rank)
+        alpha = _by_pattern(self.alpha_patterns, module, self.alpha)
         return int(rank), alpha / (math.sqrt(rank) if self.rs else rank) if rank > 0 else 0.0
 
-    def _by_pattern(self, pattern: Mapping[str, float], module: str, default: float) -> float:
-        """By the first key that matches an end of the path, from a dot on; as PEFT does."""
-        for key, value in pattern.items():
-            try:
-                if re.fullmatch(rf"(.*\.)?({key})", module):
-                    return value
-            except re.error as error:
-                raise CheckpointError(str(self.path), None, f"pattern {key!r}: {error}") from error
-        return default
+
+def _pattern(path: Path, text: str) -> ModulePattern:
+    try:
+        return ModulePattern(text)
+    except ValueError as error:
+        raise CheckpointError(str(path), None, f"pattern {text!r:.200}: {error}") from error
+
+
+def _by_pattern(
+    patterns: Sequence[tuple[ModulePattern, float]], module: str, default: float
+) -> float:
+    """The value of the first pattern that the module's path matches, as PEFT has it."""
+    return next((value for pattern, value in patterns if pattern.matches(module)), default)
 
 
 def _refuse(path: Path, told: Mapping[str, Any]) -> None:

@@ -1,0 +1,41 @@
+"""Patterns for the paths of modules, matched in time linear in the path.
+
+They come with adapters. Python's `re` takes exponential time for some of them (`(a+)+`); here an
+automaton of llguidance is asked, which knows no look-around and no references to groups.
+"""
+
+from __future__ import annotations
+
+from llguidance import LLMatcher, LLTokenizer
+
+MOST_CHARACTERS = 1024
+
+
+class ModulePattern:
+    """A pattern of PEFT's `rank_pattern`: it stands for the end of a path, from a dot on.
+
+    Raises ValueError, which says what is wrong with it.
+    """
+
+    def __init__(self, text: str) -> None:
+        if len(text) > MOST_CHARACTERS:
+            raise ValueError(f"it is longer than {MOST_CHARACTERS} characters")
+        # PEFT asks `re.match` for `(.*\.)?(text)$`: with an anchor, it stands for the whole path.
+        whole = text.startswith("^") and "|" not in text
+        if "|" not in text:
+            text = text.removeprefix("^").removesuffix("$")
+        pattern = f"({text})" if whole else rf"(.*\.)?({text})"
+        self._matcher = LLMatcher(
+            LLTokenizer("byte"), LLMatcher.grammar_from_regex(pattern), log_level=0
+        )
+        if self._matcher.is_error():
+            why = str(self._matcher.get_error()).partition("; ")[0]
+            raise ValueError(" ".join(why.split())[:300])
+
+    def matches(self, path: str) -> bool:
+        """Whether a module's path is one of those that the pattern stands for."""
+        self._matcher.reset()
+        tokens = list(path.encode())
+        return bool(
+            self._matcher.try_consume_tokens(tokens) == len(tokens) and self._matcher.is_accepting()
+        )
