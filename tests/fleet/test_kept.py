@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from ballast.core.errors import ConfigError, NotKept
 from ballast.core.settings import ModelSettings
+from ballast.fleet import kept
 from ballast.fleet.changes import Changes
 from ballast.fleet.kept import Kept
 
@@ -125,3 +129,54 @@ def test_two_servers_do_not_overwrite_each_other(tmp_path: Path) -> None:
     assert other.read() == PINNED
     other.write(REMOVED)
     assert Kept(tmp_path / "c.json").read() == REMOVED
+
+
+def test_of_two_servers_that_write_at_once_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second comes when the first has looked at the file, and has not replaced it yet."""
+    first, second = Kept(tmp_path / "c.json"), Kept(tmp_path / "c.json")
+    waits, refused = threading.Event(), list[NotKept]()
+
+    def write() -> None:
+        try:
+            second.write(REMOVED)
+        except NotKept as error:
+            refused.append(error)
+        waits.set()
+
+    late = threading.Thread(target=write)
+    replace = os.replace
+
+    def replacing(source: str, target: Path) -> None:
+        late.start()
+        assert waits.wait(60)
+        replace(source, target)
+
+    def waiting(_: float) -> None:
+        waits.set()
+        threading.Event().wait(0.001)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replacing)
+        patch.setattr(time, "sleep", waiting)
+        patch.setattr(kept, "_TRIES", 10**6)
+        first.write(PINNED)
+        late.join()
+    assert "somebody else" in str(refused[0])
+    assert Kept(tmp_path / "c.json").read() == PINNED
+    assert [p.name for p in tmp_path.iterdir()] == ["c.json"]
+
+
+def test_a_directory_that_somebody_keeps_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    holder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        with pytest.raises(NotKept, match="cannot be kept"):
+            Kept(tmp_path / "c.json").write(PINNED)
+    finally:
+        os.close(holder)
+    assert list(tmp_path.iterdir()) == []
