@@ -129,6 +129,8 @@ class OpenRequest:
 
     submission: Submission
     outlet: Outlet
+    key: str = ""
+    """The API key that it is of, where keys have fair shares of the worker; else empty."""
     sent: bool = False
     """The present worker has it."""
     paused: bool = False
@@ -139,9 +141,17 @@ class OpenRequest:
     """No queue limit may refuse it any more."""
     told: list[int] = field(default_factory=list)
     """Output tokens that the client has."""
+    expiry: asyncio.TimerHandle | None = None
+    """When it fails, if it has not been sent."""
     scored: int = 0
     """Positions of the prompt whose scores the client has, or that have none."""
     embedded: bool = False
+
+    def stay(self) -> None:
+        """It does not fail for having waited here too long."""
+        if self.expiry is not None:
+            self.expiry.cancel()
+            self.expiry = None
 
     def to_send(self) -> Submission:
         """For the present worker, which goes on after what the client has."""
@@ -149,6 +159,7 @@ class OpenRequest:
         if self.accepted:
             submission = replace(submission, resumed=tuple(self.told))
         self.sent, self.fresh, self.accepted = True, False, True
+        self.stay()
         return submission
 
     def news(self, output: Output) -> Output | None:

@@ -5,10 +5,12 @@ Those that may have killed workers twice are sent alone (`suspicion`).
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from ballast.cluster.fairness import chosen
 from ballast.cluster.outlet import OpenRequest
 from ballast.cluster.suspicion import Suspicions
 from ballast.core.errors import BrokenPromise
@@ -25,10 +27,14 @@ POISON = "poison"
 class OpenRequests:
     """In order of arrival; as a collection, their ids."""
 
-    def __init__(self, suspicions: Suspicions, limit: Callable[[str], int | None]) -> None:
-        """`limit`: how many requests of a model may wait; None: it is not known."""
+    def __init__(
+        self,
+        suspicions: Suspicions,
+        queue_of: Callable[[str], tuple[ModelSpec, ModelSpec] | None],
+    ) -> None:
+        """`queue_of`: a model or adapter by its name, and its base; None: it is not known."""
         self._suspicions = suspicions
-        self._limit = limit
+        self._queue_of = queue_of
         self._open: dict[str, OpenRequest] = {}
         self._silent: Counter[str] = Counter()
         """Of them, by model, those without a token yet."""
@@ -37,6 +43,8 @@ class OpenRequests:
         self._send: Callable[[ToWorker], None] | None = None
         """To the worker, while there is one."""
         self._paused = False
+        self._changed = False
+        """Something may be sent that was not there, or might not be sent, before."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -70,6 +78,7 @@ class OpenRequests:
         """More of them: new ones, or those of a device whose worker died."""
         for request in requests:
             request.sent = False
+            self._changed = True
             self._open[request.submission.id] = request
             self._silent[request.submission.model] += not request.told
             if self.holding and not request.accepted:
@@ -80,6 +89,7 @@ class OpenRequests:
         """These are another device's from now on. No worker may have them."""
         gone = [self._open.pop(i) for i in request_ids]
         for request in gone:
+            request.stay()
             self._silent[request.submission.model] -= not request.told
         return gone
 
@@ -108,6 +118,7 @@ class OpenRequests:
         requests = [r for r in requests if r.paused != paused]
         for request in requests:
             request.paused = paused
+            self._changed = True
         sent = tuple(r.submission.id for r in requests if r.sent)
         if sent and self._send is not None:
             self._send(Flow(paused=sent) if paused else Flow(resumed=sent))
@@ -123,6 +134,7 @@ class OpenRequests:
     def serve(self, send: Callable[[ToWorker], None]) -> None:
         """There is a worker from now on."""
         self._send = send
+        self._changed = True
         self.dispatch()
 
     def mourn(self, recorded: Iterable[str]) -> list[str]:
@@ -144,11 +156,12 @@ class OpenRequests:
         self._paused = True
 
     def dispatch(self) -> None:
-        """Send what may be sent: one suspect alone, or else everything."""
-        if self._send is None or self._paused:
+        """Send what may be sent: one suspect alone, or else all that keys have a share for."""
+        if self._send is None or self._paused or not self._changed:
             return
         if self._alone is not None and self._alone in self._open:
             return
+        self._changed = False
         waiting = [r for r in self._open.values() if not r.sent and not r.paused]
         suspects = [r for r in waiting if self._suspicions.suspect(r.submission.id)]
         self._alone = None
@@ -156,6 +169,8 @@ class OpenRequests:
             waiting = suspects[-1:]
             self._alone = waiting[0].submission.id
             log.warning("%s runs alone: it was in flight at two crashes", self._alone)
+        else:
+            waiting = self._fair(waiting)
         if waiting:
             self._send(Submit.of(r.to_send() for r in waiting))
 
@@ -179,10 +194,56 @@ class OpenRequests:
             self._close(output.request_id)
         request.outlet.put(news)
 
+    def _fair(self, waiting: Sequence[OpenRequest]) -> list[OpenRequest]:
+        """Of those that wait to be sent: all that are of no key, and what others have shares for.
+        What is left waits for no longer than its model allows."""
+        bases: dict[str, ModelSpec] = {}
+        by_base: defaultdict[str, list[OpenRequest]] = defaultdict(list)
+        found = []
+        for request in waiting:
+            queue = self._queue_of(request.submission.model) if request.key else None
+            if queue is None:
+                found.append(request)
+                continue
+            spec, base = queue
+            bases[base.name] = base
+            by_base[base.name].append(request)
+            if spec.queue_seconds is not None and request.fresh and request.expiry is None:
+                wait = asyncio.get_running_loop().call_later
+                request.expiry = wait(spec.queue_seconds, self._expire, request.submission.id)
+        for name, requests in by_base.items():
+            at_worker = self._at_worker(bases[name])
+            found += chosen(requests, at_worker, bases[name].max_running)
+        return found
+
+    def _at_worker(self, base: ModelSpec) -> Counter[str]:
+        """Count the requests of each key that take a place of a model at the worker.
+
+        Paused ones take none, up to as many as can run: a key that had any number of them could
+        have all resumed at once, before what others ask meanwhile.
+        """
+        served = {s.name for s in base.served}
+        active: Counter[str] = Counter()
+        paused: Counter[str] = Counter()
+        for request in self._open.values():
+            if request.sent and request.submission.model in served:
+                (paused if request.paused else active)[request.key] += 1
+        for key, n in paused.items():
+            active[key] += max(0, n - base.max_running)
+        return active
+
+    def _expire(self, request_id: str) -> None:
+        """A request that has waited here for as long as its model allows fails."""
+        request = self._open.get(request_id)
+        if request is not None and request.fresh:
+            reason = "it was not admitted in the time that its model gives requests to wait"
+            self._fail(request, "queue_timeout", reason)
+
     def _hold(self, request: OpenRequest) -> None:
         """Accept a request that cannot be sent now, within its model's limit of waiting ones."""
         model = request.submission.model
-        most = self._limit(model)
+        queue = self._queue_of(model)
+        most = None if queue is None else queue[0].max_waiting
         held = sum(r.fresh and r.submission.model == model for r in self._open.values())
         if most is not None and held > most:
             self._fail(request, "queue_full", f"{most} requests of {model!r} wait already")
@@ -205,6 +266,8 @@ class OpenRequests:
 
     def _close(self, request_id: str) -> OpenRequest:
         request = self._open.pop(request_id)
+        self._changed = True
+        request.stay()
         if not request.told:
             self._silent[request.submission.model] -= 1
         request.outlet.open.discard(request_id)

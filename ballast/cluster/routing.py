@@ -18,9 +18,10 @@ log = logging.getLogger(__name__)
 class Routing(Devices):
     """Requests go to devices, outputs to outlets."""
 
-    def submit(self, submissions: Sequence[Submission]) -> Outlet:
+    def submit(self, submissions: Sequence[Submission], key: str = "") -> Outlet:
         """Send requests, whose ids must be new, to devices that serve their models, or keep them
-        until there is one.
+        until there is one. Requests of several keys have fair shares; those of none are sent as
+        they come.
 
         Raises Unavailable where none is to be expected.
         """
@@ -28,7 +29,7 @@ class Routing(Devices):
         outlet = Outlet((s.id for s in submissions), self.withdraw, self.pace)
         for device in dict.fromkeys(homes):
             device.requests.take(
-                OpenRequest(s, outlet)
+                OpenRequest(s, outlet, key)
                 for s, home in zip(submissions, homes, strict=True)
                 if home is device
             )

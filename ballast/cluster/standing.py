@@ -22,7 +22,7 @@ class Standing:
 
     def __init__(self, name: str, suspicions: Suspicions) -> None:
         self.name = name
-        self.requests = OpenRequests(suspicions, self._limit)
+        self.requests = OpenRequests(suspicions, self._queue_of)
         self.specs: Mapping[str, ModelSpec] = {}
         self.failed: Mapping[str, str] = {}
         """Models of its fleet that it does not serve, with the reason."""
@@ -94,9 +94,11 @@ class Standing:
         salt = Request.salt_of(submission, base, at - 1 if at else None)
         return base, prefixes, salt
 
-    def _limit(self, model: str) -> int | None:
-        served = (s for base in self.specs.values() for s in base.served)
-        return next((s.max_waiting for s in served if s.name == model), None)
+    def _queue_of(self, name: str) -> tuple[ModelSpec, ModelSpec] | None:
+        """A model, or an adapter, as clients see it, and the base in whose queue it stands; None
+        where that is not known."""
+        served = ((s, base) for base in self.specs.values() for s in base.served)
+        return next((found for found in served if found[0].name == name), None)
 
 
 def _names(base: ModelSpec) -> list[str]:

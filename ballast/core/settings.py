@@ -184,8 +184,10 @@ class KeySettings:
     """Of prompts and outputs together."""
     concurrent: int | None = None
     """Most requests open at a time."""
-    isolated: bool = False
-    """Its cached prefixes serve no other key."""
+    isolated: bool | None = None
+    """Whether its cached prefixes serve no other key; None: where there are several keys."""
+    priority: int = 0
+    """How far a request of it may raise its own priority. It may lower it as far as it wants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,8 +203,8 @@ class ServerSettings:
     most_connections: int = 8192
     """Most connections; beyond them, requests that generate are refused (429), and at the end of
     any other the connection is closed. Fewer where the process may not have so many files."""
-    most_body_bytes: int = 32 * MiB
-    """Longest request body; a longer one is refused (413)."""
+    most_body_bytes: int = 8 * MiB
+    """Longest request body; a longer one is refused (413). Its decoding holds up everybody."""
     ping_seconds: float = 5.0
     """A stream that has nothing to say for so long says `: ping`."""
     send_seconds: float = 60.0
@@ -217,6 +219,11 @@ class ServerSettings:
     """So is one that starts and loads nothing more for so long."""
     spare_worker: bool = True
     """Whether a process with its libraries loaded waits to replace a worker that dies."""
+
+    @property
+    def several_keys(self) -> bool:
+        """Whether clients are to be kept apart: each key has a fair share of what all use."""
+        return len(self.keys) > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

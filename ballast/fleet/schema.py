@@ -227,7 +227,9 @@ class ApiKeyKeys(Keys):
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
     concurrent: Count | None = None
-    isolated: bool = False
+    isolated: bool | None = None
+    """None: true where there are several keys."""
+    priority: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
     def settings(self) -> KeySettings:
         return KeySettings(
@@ -238,6 +240,7 @@ class ApiKeyKeys(Keys):
             tokens_per_minute=self.tokens_per_minute,
             concurrent=self.concurrent,
             isolated=self.isolated,
+            priority=self.priority,
         )
 
 

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 FREE = ("/live", "/health")
 """Open to all: probes have no keys."""
+_OF_ALL = ("/metrics", "/admin/state")
+"""Closed to keys that may not know of all models."""
 _READING = ("GET", "HEAD")
 
 
@@ -29,7 +31,8 @@ class Keys:
 
     def replace(self, settings: ServerSettings) -> None:
         """Other keys from the next request on."""
-        known = [(_digest(key.key.encode()), Caller(key)) for key in settings.keys]
+        apart = settings.several_keys
+        known = [(_digest(key.key.encode()), Caller(key, apart=apart)) for key in settings.keys]
         self._asked = bool(known)
         self._admin = settings.admin_key is not None
         if settings.admin_key is not None:
@@ -55,14 +58,14 @@ class Keys:
         """Raises Fault where the route is not open to the caller."""
         if path in FREE:
             return
+        if path in _OF_ALL and caller.key is not None and caller.key.models is not None:
+            raise Fault(403, f"{path} is of all models, and this key is not", "forbidden")
         if path == "/admin" or path.startswith("/admin/"):
             self._check_admin(caller, method, path)
         elif not caller.known:
             raise _unauthorized("an API key is needed")
         elif self._asked and caller.admin and method not in _READING:
             raise Fault(403, "the admin key only reads here: use an API key", "forbidden")
-        elif path == "/metrics" and caller.key is not None and caller.key.models is not None:
-            raise Fault(403, "metrics are of all models, and this key is not", "forbidden")
 
     def _check_admin(self, caller: Caller, method: str, path: str) -> None:
         if self._admin:

@@ -27,6 +27,8 @@ class Caller:
     admin: bool = False
     known: bool = True
     """It showed a key that is right, or none was asked for."""
+    apart: bool = False
+    """There are several keys: their cached prefixes are kept apart unless they say otherwise."""
 
     @property
     def name(self) -> str:
@@ -35,8 +37,11 @@ class Caller:
 
     @property
     def salt(self) -> str:
-        """Keeps its cached prefixes apart, where that is asked for."""
-        return "" if self.key is None or not self.key.isolated else f"key:{self.key.name}"
+        """Keeps its cached prefixes apart from those of other keys; empty: they are shared."""
+        if self.key is None:
+            return ""
+        isolated = self.apart if self.key.isolated is None else self.key.isolated
+        return f"key:{self.key.name}" if isolated else ""
 
     def may_use(self, model: str) -> bool:
         """Whether the model exists for it."""
@@ -77,6 +82,8 @@ class Visit:
     request_id: str = ""
     """The client's own, or one of ours; every response carries it."""
     caller: Caller = ANYONE
+    body_bytes: int = 0
+    """Length of the request's body."""
     route: str | None = None
     """As the router writes it; None: there is no such route, or it was refused before."""
     status: int = 499
