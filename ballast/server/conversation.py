@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ballast.server.fields import Body, Text
+from ballast.server.tools.request import MOST_FUNCTIONS
+
+MOST_MESSAGES = 4096
+MOST_PARTS = 8192
+"""Parts of text, of all messages of a conversation together."""
 
 
 class TextPart(BaseModel):
@@ -20,7 +25,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Annotated[Text, Field(min_length=1)]
-    content: Text | list[TextPart] | None = None
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """With the content as one string, and without nulls: small models' templates know
@@ -32,14 +37,33 @@ class Message(BaseModel):
         return {**more, "role": self.role, "content": content or ""}
 
 
-Messages = Annotated[list[Message], Field(min_length=1)]
+def _bounded(messages: object) -> object:
+    """Count messages and parts before any is validated: each takes microseconds."""
+    if not isinstance(messages, list):
+        return messages
+    if len(messages) > MOST_MESSAGES:
+        raise ValueError(f"at most {MOST_MESSAGES}, not {len(messages)}")
+    contents = (m.get("content") for m in messages if isinstance(m, dict))
+    parts = sum(len(content) for content in contents if isinstance(content, list))
+    if parts > MOST_PARTS:
+        raise ValueError(f"at most {MOST_PARTS} parts in all, not {parts}")
+    return messages
+
+
+Messages = Annotated[
+    list[Message],
+    Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True),
+    BeforeValidator(_bounded),
+]
 
 
 class Conversation(Body):
     """What a chat template is given."""
 
     messages: Messages | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: (
+        Annotated[list[dict[str, Any]], Field(max_length=MOST_FUNCTIONS, fail_fast=True)] | None
+    ) = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     """True unless said otherwise: the model is to answer."""

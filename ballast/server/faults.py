@@ -73,7 +73,8 @@ class Fault(Exception):
         # ("body", field, index or branch of a union ...): clients know the field.
         path = [str(part) for part in first["loc"] if part != "body"]
         if first["type"] == "json_invalid":
-            return cls(400, f"the body is not JSON: {first['msg']}", "invalid_request")
+            why = first.get("ctx", {}).get("error") or first["msg"]
+            return cls(400, f"the body is not JSON: {why}", "invalid_request")
         if not path:
             return cls(400, str(first["msg"]), "invalid_request")
         param = path[0]
@@ -108,5 +109,7 @@ def _reason(param: str, error: Any) -> str:
         return "must be a text, a list of texts, a list of token ids or a list of such lists"
     where = ".".join(str(part) for part in error["loc"][2:])
     value = error.get("input")
+    if isinstance(value, str):
+        value = value[:80]  # before it is escaped: it may have megabytes
     shown = "" if isinstance(value, dict | list) or value is None else f"; it was {value!r:.80}"
     return f"{where + ': ' if where else ''}{error['msg']}{shown}"

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictInt
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictInt,
+    model_validator,
+)
 
+MOST_FIELDS = 256
+"""Of one request, known or not."""
 MOST_PROMPTS = 256
 """Of one request."""
 MOST_BIASED = 1024
@@ -14,6 +24,17 @@ MOST_TOP = 20
 _ID = 2**31
 
 FINITE = Field(allow_inf_nan=False)
+
+
+def at_most(n: int) -> BeforeValidator:
+    """Bound how much a list or dictionary holds before any of it is validated."""
+
+    def checked(value: object) -> object:
+        if isinstance(value, list | dict) and len(value) > n:
+            raise ValueError(f"at most {n}, not {len(value)}")
+        return value
+
+    return BeforeValidator(checked)
 
 
 def _listed(value: object) -> object:
@@ -32,11 +53,11 @@ def _unicode(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_unicode)]
 TokenId = Annotated[StrictInt, Field(ge=0, lt=_ID)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Count = Annotated[StrictInt, Field(ge=0, lt=_ID)]
 Stop = Annotated[
-    list[Annotated[Text, Field(min_length=1)]] | None,
-    Field(max_length=16),
+    Annotated[list[Annotated[Text, Field(min_length=1)]], Field(max_length=16, fail_fast=True)]
+    | None,
     BeforeValidator(_listed),
 ]
 Penalty = Annotated[float, FINITE, Field(ge=-2, le=2)]
@@ -46,13 +67,14 @@ LogitBias = Annotated[
         Annotated[float, FINITE, Field(ge=-100, le=100)],
     ],
     Field(max_length=MOST_BIASED),
+    at_most(MOST_BIASED),
 ]
 """By token id, written in decimal: JSON has no other keys."""
 Prompts = (
     Text
     | TokenIds
-    | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
-    | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
+    | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
 )
 
 
@@ -72,6 +94,13 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: Text
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, values: Any) -> Any:
+        if isinstance(values, dict) and len(values) > MOST_FIELDS:
+            raise ValueError(f"the body has {len(values)} fields; at most {MOST_FIELDS}")
+        return values
 
     @property
     def ignored(self) -> list[str]:

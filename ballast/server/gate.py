@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ballast.core.settings import ServerSettings
 from ballast.server import visit
+from ballast.server.bodies import MOST_WEIGHT, SMALL_BYTES, WEIGHT_BYTES, replayed, weigh
 from ballast.server.faults import Fault
+from ballast.server.keys import FREE
 from ballast.server.quotas import Quotas
+from ballast.server.shares import Shares
 
-_GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 BODY_SECONDS = 60.0
 """For a request's body to arrive; a slower client is sent away (408)."""
-BODIES_HELD = 8
-"""All bodies of open requests together may be so many times as long as the longest one."""
+BODIES_HELD = 32
+"""All bodies of open requests together may be so many times as long as the longest one. The first
+`SMALL_BYTES` of each do not count: `most_open` bounds them, and no large body shuts a small one
+out."""
 LINGER_SECONDS = 2.0
 """A client that is refused while it still sends is listened to for so long: closing at once
 would reset the connection, and with it the answer that is on its way."""
+_WITH_BODY = ("POST", "PATCH")
 
 
 class Gate:
-    """ASGI middleware. Requests that generate also pass the server's and their key's limits."""
+    """ASGI middleware. Requests that generate also pass the server's and their key's limits.
+
+    `most_weight`: of one body (`bodies.weight`). Where there are several keys, each has a fair
+    share of the requests that may be open, and of the memory for bodies.
+    """
 
     def __init__(
         self,
@@ -32,101 +41,161 @@ class Gate:
         settings: Callable[[], ServerSettings],
         quotas: Quotas,
         body_seconds: float = BODY_SECONDS,
+        most_weight: Callable[[], int] = lambda: MOST_WEIGHT,
     ) -> None:
         self._app = app
         self._settings = settings
         self._quotas = quotas
         self._body_seconds = body_seconds
-        self._held = 0
-        """Bytes of bodies."""
+        self._most_weight = most_weight
+        self._bodies = Shares()
+        """Bytes of memory, by key."""
+        self._open = Shares()
+        """Generating requests whose response is not complete, by key."""
         self.crowded: Callable[[], bool] = lambda: False
         """Whether there are more connections than there may be."""
-        self.open = 0
-        """Generating requests whose response is not complete."""
         self.draining = False
         self.idle = asyncio.Event()
         """Set while none is open."""
         self.idle.set()
 
+    @property
+    def open(self) -> int:
+        """Generating requests whose response is not complete."""
+        return self._open.total
+
+    @property
+    def held(self) -> Mapping[str, int]:
+        """Bytes of memory that bodies of open requests take, by key."""
+        return self._bodies.held
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in FREE or scope["method"] not in _WITH_BODY:
+            # What a client sends as a body is not read: nothing can be held, nothing waited for.
+            await self._app(scope, replayed(b"", receive), send)
+            return
         if not generates(scope):
             await self._bounded(scope, receive, send)
             return
-        key = visit.current().caller.key
-        send = self._telling(send)
+        send = self._with_quota_headers(send)
         try:
-            self._check()
-            with self._quotas.request(key):
-                self.open += 1
-                self.idle.clear()
-                try:
-                    await self._bounded(scope, receive, send)
-                finally:
-                    self.open -= 1
-                    if self.open == 0:
-                        self.idle.set()
+            with self._admitted():
+                await self._bounded(scope, receive, send)
         except Fault as fault:  # of this gate: the routes answer theirs
             await _send_away(fault, scope, receive, send)
 
-    def _check(self) -> None:
+    @contextlib.contextmanager
+    def _admitted(self) -> Iterator[None]:
+        """Count a request that generates while it is open. Raises Fault where one is too many."""
+        caller = visit.current().caller
         if self.draining:
             why = "the server is draining; it takes no new requests"
             raise Fault(503, why, "unavailable")
-        if self.open >= self._settings().most_open:
-            raise Fault(429, f"{self.open} requests are open, the most there may be", "overloaded")
+        if not self._open.fits(caller.name, 1, self._settings().most_open, divided=self._divided):
+            raise Fault(429, f"{self.open} requests are open, {self._share_of_all}", "overloaded")
         if self.crowded():
             raise Fault(429, "more connections are open than there may be", "overloaded")
+        with self._quotas.request(caller.key):
+            self._open.hold(caller.name, 1)
+            self.idle.clear()
+            try:
+                yield
+            finally:
+                self._open.hold(caller.name, -1)
+                if self.open == 0:
+                    self.idle.set()
 
     async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Reads the body, within bounds, and hands it on whole."""
-        body = bytearray()
-        held = 0
-        try:
+        """Read the body, within bounds, and hand it on whole."""
+        refused: Fault | None = None
+        with self._holding() as hold:
             try:
-                async with asyncio.timeout(self._body_seconds):
-                    more = self._refuse_long(_announced(scope))
-                    while more:
-                        message = await receive()
-                        if message["type"] == "http.disconnect":
-                            return
-                        body += message.get("body", b"")
-                        self._held += len(body) - held
-                        held = len(body)
-                        self._refuse_long(held)
-                        more = message.get("more_body", False)
-            except TimeoutError:
-                why = f"the body did not arrive within {self._body_seconds:g} seconds"
-                await _send_away(Fault(408, why, "request_timeout"), scope, receive, send)
-                return
+                body = await self._read(_announced(scope), receive, hold)
             except Fault as fault:
-                await _send_away(fault, scope, receive, send)
-                return
-            await self._app(scope, _replayed(bytes(body), receive), send)
-        finally:
-            self._held -= held
+                refused = fault
+            else:
+                if body is not None:
+                    visit.current().body_bytes = len(body)
+                    await self._app(scope, replayed(body, receive), send)
+        if refused is not None:
+            await _send_away(refused, scope, receive, send)
 
-    def _refuse_long(self, size: int) -> bool:
-        """True, if a body of `size` bytes may be taken; raises Fault if not."""
+    async def _read(
+        self, announced: int, receive: Receive, hold: Callable[[int], None]
+    ) -> bytes | None:
+        """Read the body; None if the client leaves. Raises Fault where it is too long, too slow or
+        has too many values."""
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._body_seconds):
+                self._check_length(announced)
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    body += message.get("body", b"")
+                    self._check_length(len(body))
+                    hold(len(body))
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            why = f"the body did not arrive within {self._body_seconds:g} seconds"
+            raise Fault(408, why, "request_timeout") from None
+        whole, most = bytes(body), self._most_weight()
+        found = await weigh(whole, most)
+        if found > most:
+            raise Fault(413, "the body has more values than any request needs", "body_too_large")
+        hold(len(whole) + WEIGHT_BYTES * found)
+        return whole
+
+    def _check_length(self, size: int) -> None:
+        """Raises Fault if no body may be so long."""
         most = self._settings().most_body_bytes
         if size > most:
             raise Fault(413, f"the body is longer than {most} bytes", "body_too_large")
-        if self._held > BODIES_HELD * most:
-            raise Fault(429, "the open requests' bodies are as long as may be", "overloaded")
-        return True
 
-    def _telling(self, send: Send) -> Send:
-        """`send` that also says what is left of the key's quota."""
+    @contextlib.contextmanager
+    def _holding(self) -> Iterator[Callable[[int], None]]:
+        """A function that takes what one body needs, in bytes, as far as that is known by now; it
+        raises Fault where there is no room. All is given back at the end."""
+        name, held = visit.current().caller.name, 0
+
+        def hold(needed: int) -> None:
+            nonlocal held
+            more = max(0, needed - SMALL_BYTES) - held
+            capacity = BODIES_HELD * self._settings().most_body_bytes
+            if more > 0 and not self._bodies.fits(name, more, capacity, divided=self._divided):
+                why = f"the open requests' bodies are as long as may be, {self._share_of_all}"
+                raise Fault(429, why, "overloaded")
+            self._bodies.hold(name, more)
+            held += more
+
+        try:
+            yield hold
+        finally:
+            self._bodies.hold(name, -held)
+
+    @property
+    def _divided(self) -> bool:
+        return self._settings().several_keys
+
+    @property
+    def _share_of_all(self) -> str:
+        return "or this key's share of them" if self._divided else "the most there may be"
+
+    def _with_quota_headers(self, send: Send) -> Send:
+        """`send` that adds what is left of the key's quota."""
         key = visit.current().caller.key
         if key is None:
             return send
 
-        async def telling(message: Message) -> None:
+        async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = [*message.get("headers", ()), *self._quotas.headers(key)]
                 message = {**message, "headers": headers}
             await send(message)
 
-        return telling
+        return sending
 
 
 def generates(scope: Scope) -> bool:
@@ -137,22 +206,12 @@ def generates(scope: Scope) -> bool:
 
 def _announced(scope: Scope) -> int:
     """Bytes of the body, as far as the client said."""
-    told = dict(scope["headers"]).get(b"content-length", b"")
-    return int(told) if told.isdigit() else 0
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """`receive` that says the whole body first."""
-    told: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replayed() -> Message:
-        return told.pop() if told else await receive()
-
-    return replayed
+    length = dict(scope["headers"]).get(b"content-length", b"")
+    return int(length) if length.isdigit() else 0
 
 
 async def _send_away(fault: Fault, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers a client that may still be sending, and has it leave."""
+    """Answer a client that may still be sending, and close its connection."""
     response = fault.response()
     response.headers["connection"] = "close"
 

@@ -18,12 +18,15 @@ _ANY: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
 
 
 def add_health(app: FastAPI, service: Service, gate: Gate) -> None:
-    """`/live` and `/health`. Why models failed is told only to those who may know of models."""
+    """Add `/live` and `/health`, which any client may GET and HEAD whatever others do to the
+    server. Only clients that may know of models are shown why some failed."""
 
+    @app.head("/live", include_in_schema=False)
     @app.get("/live")
     async def live() -> Response:
         return _told(200, status="live")
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={503: {"description": "Not now", "content": _ANY}})
     async def health() -> Response:
         told: dict[str, Any] = {"status": status(service.controller, gate)}

@@ -50,7 +50,7 @@ class _Generate(Body):
     logit_bias: LogitBias | None = None
     seed: Annotated[StrictInt, Field(ge=-_SEED, lt=_SEED)] | None = None
     stop: Stop = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None

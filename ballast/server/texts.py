@@ -26,7 +26,7 @@ class TokenizeRequest(Conversation):
 class DetokenizeRequest(Body):
     """`POST /detokenize`."""
 
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class EmbeddingRequest(Body):

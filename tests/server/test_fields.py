@@ -98,7 +98,7 @@ def test_a_smaller_priority_comes_earlier(echo: ServerProcess) -> None:
         ("logit_bias", {"1": float("nan")}),
         ("logit_bias", {"1": None}),
         ("logit_bias", {"100000": 1}),
-        ("logit_bias", {str(i): 1 for i in range(10**5)}),
+        ("logit_bias", {str(i): 1 for i in range(5000)}),
         ("stop_token_ids", [100_000]),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", [True]),
@@ -128,7 +128,7 @@ def test_a_bad_value_is_refused(echo: ServerProcess, route: str, field: str, val
         (CHAT, {"max_completion_tokens": 0}, "max_tokens"),
         (CHAT, {"min_tokens": 5, "max_completion_tokens": 4}, "min_tokens"),
         (COMPLETIONS, {"max_tokens": 0, "echo": False}, "max_tokens"),
-        (CHAT, {"messages": [{"role": "user", "content": "a", "name": "\ud800"}] * 2}, None),
+        (CHAT, {"messages": [{"role": "user", "content": "a", "name": "\ud800"}] * 2}, "messages"),
         (CHAT, {"messages": [{"role": "\ud800", "content": "a"}]}, "messages"),
         (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         (CHAT, {"chat_template_kwargs": {"chat_template": "{{1}}"}}, "chat_template_kwargs"),
@@ -150,13 +150,10 @@ def test_a_bad_value_is_refused(echo: ServerProcess, route: str, field: str, val
     ],
 )
 def test_what_does_not_fit_together_is_refused(
-    echo: ServerProcess, route: str, fields: dict[str, Any], param: str | None
+    echo: ServerProcess, route: str, fields: dict[str, Any], param: str
 ) -> None:
     status, body = post(echo, route, fields)
-    if param is None:  # the template does not show it
-        assert status == 200
-    else:
-        assert (status, body["error"]["param"]) == (400, param), body
+    assert (status, body["error"]["param"]) == (400, param), body
 
 
 def test_bodies_that_are_hard_to_read(echo: ServerProcess) -> None:
@@ -172,4 +169,4 @@ def test_bodies_that_are_hard_to_read(echo: ServerProcess) -> None:
     ):
         for route in (COMPLETIONS, CHAT, "/tokenize", "/v1/embeddings"):
             response = echo.http.post(route, content=body, headers=headers)
-            assert response.status_code == 400, (body[:20], response.text[:200])
+            assert response.status_code in (400, 413), (body[:20], response.text[:200])

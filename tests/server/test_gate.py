@@ -6,17 +6,28 @@ import asyncio
 import json
 from typing import Any
 
+import pytest
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ballast.core.clock import VirtualClock
-from ballast.core.settings import ServerSettings
-from ballast.server.gate import Gate
+from ballast.core.settings import KeySettings, ServerSettings
+from ballast.server import visit
+from ballast.server.bodies import SMALL_BYTES, WEIGHT_BYTES
+from ballast.server.gate import BODIES_HELD, Gate
 from ballast.server.quotas import Quotas
+from ballast.server.visit import Caller, Visit
 
 WHOLE: Message = {"type": "http.request", "body": b"{}", "more_body": False}
 PART: Message = {"type": "http.request", "body": b"{", "more_body": True}
 GONE: Message = {"type": "http.disconnect"}
+LARGE = 3 * SMALL_BYTES
+COUNTED = LARGE - SMALL_BYTES + 2 * WEIGHT_BYTES
+"""Of a large body, a single text."""
+
+
+def large() -> Message:
+    return {"type": "http.request", "body": b'"' + b"x" * (LARGE - 2) + b'"', "more_body": False}
 
 
 class Behind:
@@ -25,6 +36,8 @@ class Behind:
     def __init__(self, **settings: Any) -> None:
         self.may_answer = asyncio.Event()
         self.asked = asyncio.Event()
+        self.read = b""
+        """The body that the app was given last."""
         self.gate = Gate(
             self.app,
             lambda: ServerSettings(**settings),
@@ -33,13 +46,20 @@ class Behind:
         )
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await receive()
+        self.read = (await receive())["body"]
         self.asked.set()
         await self.may_answer.wait()
         await Response("done")(scope, receive, send)
 
-    async def ask(self, *said: Message, path: str = "/v1/completions") -> list[Message]:
+    async def ask(
+        self,
+        *said: Message,
+        path: str = "/v1/completions",
+        method: str | None = None,
+        key: KeySettings | None = None,
+    ) -> list[Message]:
         """What is sent to a client that says this, and then nothing more."""
+        visit.begin(Visit(caller=Caller(key)))
         to_say, sent = list(said), list[Message]()
 
         async def receive() -> Message:
@@ -50,7 +70,7 @@ class Behind:
         async def send(message: Message) -> None:
             sent.append(message)
 
-        method = "POST" if path.startswith("/v1") else "GET"
+        method = method or ("POST" if path.startswith("/v1") else "GET")
         scope = {"type": "http", "method": method, "path": path, "headers": []}
         await self.gate(scope, receive, send)
         return sent
@@ -110,15 +130,85 @@ def test_where_connections_are_too_many_only_what_generates_is_refused() -> None
     asyncio.run(scenario())
 
 
-def test_bodies_are_bounded_together() -> None:
+def test_bodies_are_bounded_together_and_small_ones_always_taken() -> None:
     async def scenario() -> None:
-        behind = Behind(most_body_bytes=2)
-        held = [asyncio.ensure_future(behind.ask(WHOLE)) for _ in range(8)]
-        await behind.asked.wait()
-        status, code, _ = error(await behind.ask(WHOLE))
-        assert (status, code) == (429, "overloaded")
+        behind = Behind(most_body_bytes=LARGE)
+        held = []
+        for n in range(1, BODIES_HELD * LARGE // COUNTED + 1):
+            held.append(asyncio.ensure_future(behind.ask(large())))
+            while sum(behind.gate.held.values()) < n * COUNTED:
+                await asyncio.sleep(0)
+        assert error(await behind.ask(large()))[:2] == (429, "overloaded")
+        held.append(asyncio.ensure_future(behind.ask(WHOLE)))
         behind.may_answer.set()
-        assert [sent[0]["status"] for sent in await asyncio.gather(*held)] == [200] * 8
-        assert (await behind.ask(WHOLE))[0]["status"] == 200
+        assert {sent[0]["status"] for sent in await asyncio.gather(*held)} == {200}
+        assert behind.gate.held == {}
+        assert (await behind.ask(large()))[0]["status"] == 200
+
+    asyncio.run(scenario())
+
+
+def test_a_body_of_many_values_is_refused_before_any_is_made() -> None:
+    async def scenario() -> None:
+        behind = Behind()
+        many = b'{"messages": [' + b"{}," * 10**6 + b"{}]}"
+        sent = await behind.ask({"type": "http.request", "body": many, "more_body": False})
+        assert error(sent)[:2] == (413, "body_too_large")
+        assert not behind.asked.is_set()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PATCH"])
+@pytest.mark.parametrize("path", ["/live", "/health"])
+def test_a_free_path_waits_for_no_body_and_is_never_refused(path: str, method: str) -> None:
+    async def scenario() -> None:
+        behind = Behind(most_open=1, most_body_bytes=LARGE)
+        behind.gate.crowded = lambda: True
+        behind.gate.draining = True
+        behind.may_answer.set()
+        sent = await behind.ask(PART, path=path, method=method)
+        assert sent[0]["status"] == 200
+        assert behind.read == b""
+
+    asyncio.run(scenario())
+
+
+def test_without_a_body_nothing_is_waited_for() -> None:
+    async def scenario() -> None:
+        behind = Behind()
+        behind.may_answer.set()
+        for method in ("GET", "DELETE", "PUT", "OPTIONS"):
+            assert (await behind.ask(PART, path="/v1/models", method=method))[0]["status"] == 200
+
+    asyncio.run(scenario())
+
+
+def test_a_key_leaves_others_their_share_of_open_requests() -> None:
+    async def scenario() -> None:
+        keys = tuple(KeySettings(name=n, key=f"sk-{n}") for n in ("flood", "other"))
+        behind = Behind(most_open=10, keys=keys)
+        flood = [asyncio.ensure_future(behind.ask(WHOLE, key=keys[0])) for _ in range(20)]
+        await behind.asked.wait()
+        other = asyncio.ensure_future(behind.ask(WHOLE, key=keys[1]))
+        while behind.gate.open < 6:
+            await asyncio.sleep(0)
+        behind.may_answer.set()
+        assert (await other)[0]["status"] == 200
+        statuses = [sent[0]["status"] for sent in await asyncio.gather(*flood)]
+        assert statuses == [200] * 5 + [429] * 15
+        assert behind.gate.open == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_single_key_may_have_everything() -> None:
+    async def scenario() -> None:
+        key = KeySettings(name="one", key="sk-one")
+        behind = Behind(most_open=10, keys=(key,))
+        asked = [asyncio.ensure_future(behind.ask(WHOLE, key=key)) for _ in range(10)]
+        await behind.asked.wait()
+        behind.may_answer.set()
+        assert {sent[0]["status"] for sent in await asyncio.gather(*asked)} == {200}
 
     asyncio.run(scenario())
