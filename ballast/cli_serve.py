@@ -52,6 +52,14 @@ def serve(
         str | None,
         typer.Option(envvar="BALLAST_API_KEY", help="A key that opens all models, beside any."),
     ] = None,
+    without_keys: Annotated[
+        bool,
+        typer.Option(
+            "--without-keys",
+            envvar="BALLAST_WITHOUT_KEYS",
+            help="Let everybody who reaches the address use the server.",
+        ),
+    ] = False,
     changes: Annotated[
         Path | None,
         typer.Option(
@@ -75,6 +83,7 @@ def serve(
     from ballast.cluster.logs import set_up
     from ballast.fleet.source import Source
     from ballast.policy.presets import PRESETS
+    from ballast.server.address import check_closed
     from ballast.server.serve import serve as run
 
     set_up("server", log_format, log_level)
@@ -84,11 +93,14 @@ def serve(
         fleet = with_preset(fleet, preset)
         if story is not None:
             fleet = replace(fleet, story_path=str(story))
-        return replace(fleet, server=_with_options(fleet.server, drain_seconds, api_key))
+        fleet = replace(fleet, server=_with_options(fleet.server, drain_seconds, api_key))
+        if not without_keys:
+            check_closed(host, fleet.server)
+        return fleet
 
     kept = None if no_changes else changes or fleet_file.with_suffix(".changes.json")
     source = Source(fleet_file, presets=PRESETS, changes=kept, adjust=adjust)
-    raise typer.Exit(run(source, host, port, otlp_endpoint=otlp_endpoint))
+    raise typer.Exit(run(source, host, port, otlp_endpoint=otlp_endpoint, watched=True))
 
 
 def _with_options(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import socket
 from collections.abc import Callable
 from typing import Any
+
+from ballast.server.files import OTHER_FILES, SPARE, raise_file_limit
 
 HEAD_SECONDS = 20.0
 """For the head of a request, from its first byte; of a connection's first one, from the start."""
@@ -15,31 +16,52 @@ SEND_SECONDS = 60.0
 """In which a client reads at least `LEAST_READ` of what has been written to it, or all of it."""
 LEAST_READ = 16 << 10
 """Bytes."""
-SPARE = 64
-"""Connections beyond the most that there may be, so that clients are refused in words, and probes
-are answered."""
 DEAD_SECONDS = 120
 """A peer that acknowledges nothing for so long is gone, whatever it waited for."""
-OTHER_FILES = 256
-"""Descriptors that are not connections."""
 
 
 class Crowd:
     """How many connections are open, of how many there may be."""
 
-    def __init__(self, most: Callable[[], int]) -> None:
-        self._most = most
-        self._files = _raise_file_limit()
+    def __init__(
+        self, most: Callable[[], int], other_files: Callable[[], int] = lambda: OTHER_FILES
+    ) -> None:
+        """`most`: what the operator wants; `other_files`: open files that are no connections."""
+        self._most, self._other_files = most, other_files
+        self._files = raise_file_limit()
+        self._idle: dict[Any, None] = {}
+        """Connections on which no request is being answered, that which is so for longest first."""
         self.open = 0
 
     @property
     def most(self) -> int:
         """What the operator wants, as far as the process may have files."""
-        return max(1, min(self._most(), self._files - OTHER_FILES))
+        return max(1, min(self._most(), self._files - SPARE - self._other_files()))
 
     @property
     def full(self) -> bool:
         return self.open > self.most
+
+    @property
+    def idle(self) -> int:
+        """Connections on which no request is being answered."""
+        return len(self._idle)
+
+    def idles(self, connection: Any) -> None:
+        """No request is being answered on it from now on."""
+        self._idle[connection] = None
+
+    def works(self, connection: Any) -> None:
+        """A request is, or it is closed."""
+        self._idle.pop(connection, None)
+
+    def make_room(self) -> bool:
+        """Close the connection that is idle for longest; whether there is one."""
+        for connection in self._idle:
+            self.works(connection)
+            connection.transport.abort()
+            return True
+        return False
 
 
 def limited(
@@ -50,8 +72,10 @@ def limited(
 ) -> type[asyncio.Protocol]:
     """uvicorn's protocol `base`, within bounds.
 
-    Above the most connections, those that have had their answer are closed. uvicorn's own limit
-    would answer probes with 503 as well, and its time-outs spare who has said half a word.
+    Above the most connections, those that have had their answer are closed; far above, those that
+    are idle for longest make room for new ones, so that probes are answered whoever keeps
+    connections. uvicorn's own limit would answer probes with 503 as well, and its time-outs spare
+    clients that have sent half a request.
 
     From the moment that more is written than the transport takes (64 KiB beyond what the kernel
     holds), the client has `send_seconds` to read the rest, or `LEAST_READ` of it, time and again;
@@ -67,14 +91,16 @@ def limited(
         def connection_made(self, transport: asyncio.Transport) -> None:
             crowd.open += 1
             super().connection_made(transport)
-            if crowd.open > crowd.most + SPARE:
+            if crowd.open > crowd.most + SPARE and not crowd.make_room():
                 transport.abort()
                 return
+            crowd.idles(self)
             notice_death(transport.get_extra_info("socket"))
             self.await_head()
 
         def connection_lost(self, exc: Exception | None) -> None:
             crowd.open -= 1
+            crowd.works(self)
             self.stop_waiting()
             self.stop_reading()
             super().connection_lost(exc)
@@ -82,12 +108,15 @@ def limited(
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             if self.cycle is not None and not self.cycle.response_complete:
+                crowd.works(self)
                 self.stop_waiting()
             elif self.waiting is None:
                 self.await_head()
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
+            if self.cycle.response_complete and not self.transport.is_closing():
+                crowd.idles(self)
             if crowd.full:
                 self.transport.close()
 
@@ -138,10 +167,3 @@ def notice_death(connection: Any) -> None:
     with contextlib.suppress(OSError):  # it may be gone already
         for (level, option), value in options.items():
             connection.setsockopt(level, option, value)
-
-
-def _raise_file_limit() -> int:
-    """To the most that this process may have open."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard if hard != resource.RLIM_INFINITY else 1 << 20

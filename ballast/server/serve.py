@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import logging
 import signal
 import socket
@@ -21,13 +20,15 @@ from ballast.cluster.controller import Controller
 from ballast.cluster.local import COMMAND, LocalWorker
 from ballast.cluster.logs import tell
 from ballast.cluster.segments import SegmentBroker
-from ballast.core.errors import CheckpointError, ConfigError, Unavailable
+from ballast.core.errors import CheckpointError, Unavailable
 from ballast.core.settings import FleetSettings
 from ballast.engine.inbox import MonotonicClock
 from ballast.fleet.source import Reading, Source
+from ballast.server.address import bound, is_loopback
 from ballast.server.app import create_app
 from ballast.server.connection import new_loop, protocol
 from ballast.server.crowd import Crowd, limited
+from ballast.server.files import OTHER_FILES, check_files
 from ballast.server.keys import Guard
 from ballast.server.operating import Operating
 from ballast.server.requestlog import log_request
@@ -35,6 +36,7 @@ from ballast.server.service import Service
 from ballast.server.tokenizer import Tokenizer
 from ballast.server.tracing import Tracing, tracing
 from ballast.server.watch import Watch
+from ballast.server.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,11 @@ KEEP_ALIVE_SECONDS = 75
 since a request that meets the closing of its connection is lost."""
 LAST_SECONDS = 5.0
 """For connections to close, and then for the worker to end, once nothing is left to answer."""
+
+STOP_SECONDS = 6 * LAST_SECONDS
+"""For all that ends with the server, beside `drain_seconds`: then the watchdog ends it."""
+BEAT_SECONDS = 0.5
+"""Between two beats that a watchdog gets."""
 
 
 class WallClock:
@@ -60,6 +67,7 @@ def serve(
     *,
     otlp_endpoint: str | None = None,
     worker_command: Sequence[str] = COMMAND,
+    watched: bool = False,
 ) -> int:
     """Serve until SIGTERM or SIGINT, then drain; returns the exit code.
 
@@ -67,16 +75,23 @@ def serve(
     signal new requests are refused and those open have the settings' `drain_seconds` to finish; a
     second signal cuts that short. On SIGHUP the fleet is read again. In a thread other than the
     main one no signals are handled. Traces go to the collector at `otlp_endpoint`, or at the one
-    that the environment names, if any.
+    that the environment names, if any. `watched`: the process is ended where it hangs, also after
+    this has returned.
 
-    Raises ConfigError if the fleet is wrong or the address cannot be bound, Unavailable if no model
-    can be served.
+    Raises ConfigError if the fleet is wrong, the address cannot be bound or the process may not
+    have the files that it needs, Unavailable if no model can be served.
     """
     reading = source.read()
+    check_files(reading.fleet)
     source.settle(reading)
     tracer = tracing(otlp_endpoint, MonotonicClock(), WallClock())
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        return runner.run(_serve(source, reading, host, port, ready, tracer, worker_command))
+        watchdog = Watchdog()
+        if watched:
+            watchdog.start()
+        return runner.run(
+            _serve(source, reading, host, port, ready, tracer, worker_command, watchdog)
+        )
 
 
 async def _serve(
@@ -87,8 +102,10 @@ async def _serve(
     ready: Callable[[int], None] | None,
     tracer: Tracing | None,
     worker_command: Sequence[str],
+    watchdog: Watchdog,
 ) -> int:
     asked = Asked()
+    beating = asyncio.ensure_future(_beat(watchdog))
     with bound(host, port) as listener, asked.by_signals():
         broker = SegmentBroker(writable=reading.fleet.has_gpus)
         controller = Controller(lambda: LocalWorker(worker_command, broker))
@@ -97,14 +114,26 @@ async def _serve(
             if await _first(starting, asked.to_stop):
                 service = starting.result()
                 operating = Operating(service, source, reading)
-                await _answer(service, operating, listener, asked, ready, tracer)
+                crowd = Crowd(
+                    lambda: service.settings.most_connections, lambda: OTHER_FILES + len(broker)
+                )
+                await _answer(service, operating, listener, asked, ready, tracer, watchdog, crowd)
             return 0
         finally:
+            watchdog.end_within(STOP_SECONDS)
             starting.cancel()
             await asyncio.wait({starting})
             await controller.close(LAST_SECONDS)
             if tracer is not None:
                 await tracer.close(LAST_SECONDS)
+            beating.cancel()
+
+
+async def _beat(watchdog: Watchdog) -> None:
+    """Have the watchdog know that the loop turns."""
+    while True:
+        watchdog.beat()
+        await asyncio.sleep(BEAT_SECONDS)
 
 
 async def _start(fleet: FleetSettings, controller: Controller) -> Service:
@@ -150,10 +179,11 @@ async def _answer(
     asked: Asked,
     ready: Callable[[int], None] | None,
     tracer: Tracing | None,
+    watchdog: Watchdog,
+    crowd: Crowd,
 ) -> None:
     """Answer requests until asked to stop and drained."""
     gate = create_app(service, operating)
-    crowd = Crowd(lambda: service.settings.most_connections)
     gate.crowded = lambda: crowd.full
     service.metrics.connections.set_function(lambda: crowd.open)
     http = HttpServer(
@@ -187,6 +217,7 @@ async def _answer(
     stopped = await _first(running, asked.to_stop)
     reloading.cancel()
     if not stopped:
+        watchdog.end_within(service.settings.drain_seconds + STOP_SECONDS)
         gate.draining = True
         log.warning("draining: %d requests are open", gate.open)
         idle = asyncio.ensure_future(gate.idle.wait())
@@ -269,35 +300,9 @@ class Asked:
         (self.to_hurry if self.to_stop.is_set() else self.to_stop).set()
 
 
-@contextlib.contextmanager
-def bound(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket bound before anything slow begins; connections are refused until it listens.
-
-    Raises ConfigError.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(
-            "host", host, f"it must be an address of this machine ({error})"
-        ) from None
-    with listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-        except OSError as error:
-            allowed = f"it must be free and allowed on {host} ({error.strerror})"
-            raise ConfigError("port", port, allowed) from None
-        yield listener
-
-
 def _announce(service: Service, host: str, port: int) -> None:
-    loopback = ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    if not loopback and not service.keys.asked:
-        log.warning("listening on %s: whoever reaches it can use it: no keys are configured", host)
+    if not is_loopback(host) and not service.keys.asked:
+        log.warning("listening on %s without keys: everybody who reaches it can use it", host)
     shown = f"[{host}]" if ":" in host else host
     names = ", ".join(service.models)
     tell(f"ballast: serving {names} at http://{shown}:{port}/v1", sys.stdout)

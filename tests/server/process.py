@@ -77,7 +77,7 @@ class ServerProcess:
 
     @property
     def children(self) -> list[int]:
-        """Process ids: the worker, a spare, and what checks grammars."""
+        """Process ids: the worker, a spare, what renders templates, and what checks grammars."""
         return children_of(self._process.pid)
 
     @property
@@ -166,6 +166,7 @@ def main() -> int:
         Source(arguments.fleet, presets=PRESETS, changes=arguments.changes, adjust=adjust),
         port=0,
         worker_command=(sys.executable, str(worker)),
+        watched=True,
     )
 
 

@@ -17,14 +17,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ballast.server.connection import protocol
-from ballast.server.crowd import LEAST_READ, SPARE, Crowd, limited
+from ballast.server.crowd import LEAST_READ, Crowd, limited
+from ballast.server.files import OTHER_FILES, SPARE
 from ballast.server.serve import HttpServer
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
-async def hello(scope: Scope, receive: Receive, send: Send) -> None:
-    await Response("hello")(scope, receive, send)
+def hello(until: asyncio.Event | None = None) -> ASGIApp:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if until is not None:
+            await until.wait()
+        await Response("hello")(scope, receive, send)
+
+    return answer
 
 
 class Client:
@@ -64,12 +70,12 @@ async def serving(
     crowd: Crowd,
     head_seconds: float = 60.0,
     base: type[asyncio.Protocol] | None = None,
-    app: ASGIApp = hello,
+    app: ASGIApp | None = None,
     send_seconds: float = 60.0,
 ) -> AsyncIterator[Connect]:
-    """An HTTP server that says hello: how to connect to it."""
+    """An HTTP server, of `hello` if nothing else is said: how to connect to it."""
     config = uvicorn.Config(
-        app,
+        app or hello(),
         http=limited(base or protocol(), crowd, head_seconds, lambda: send_seconds),
         log_config=None,
         lifespan="off",
@@ -126,14 +132,34 @@ def test_beyond_the_most_connections_are_closed_once_they_have_their_answer() ->
     asyncio.run(scenario())
 
 
-def test_far_beyond_the_most_nobody_is_heard() -> None:
+def test_far_beyond_the_most_who_is_idle_makes_room() -> None:
     async def scenario() -> None:
         crowd = Crowd(lambda: 1)
         async with serving(crowd) as connect:
             clients = [await connect() for _ in range(1 + SPARE)]
             late = await connect()
+            assert await clients[0].closed()
+            assert await late.ask()
+            assert crowd.open <= 1 + SPARE
+            assert await clients[1].ask(), "no more was closed than needed"
+
+    asyncio.run(scenario())
+
+
+def test_where_nobody_is_idle_a_newcomer_is_not_heard() -> None:
+    async def scenario() -> None:
+        crowd = Crowd(lambda: 1)
+        release = asyncio.Event()
+        async with serving(crowd, app=hello(release)) as connect:
+            clients = [await connect() for _ in range(1 + SPARE)]
+            for client in clients:
+                client.say(REQUEST)
+            while crowd.idle:
+                await asyncio.sleep(0)
+            late = await connect()
             late.say(REQUEST)
             assert await late.closed()
+            release.set()
             assert await clients[0].ask()
 
     asyncio.run(scenario())
@@ -142,7 +168,8 @@ def test_far_beyond_the_most_nobody_is_heard() -> None:
 def test_no_more_connections_than_files() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert Crowd(lambda: 10).most == 10
-    assert Crowd(lambda: 1 << 40).most < hard
+    assert Crowd(lambda: 1 << 40).most == hard - OTHER_FILES - SPARE
+    assert Crowd(lambda: 1 << 40, lambda: 300).most == hard - 300 - SPARE
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
 
 

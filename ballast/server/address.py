@@ -1,0 +1,56 @@
+"""The address that a server listens on, and who can reach it."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Iterator
+
+from ballast.core.errors import ConfigError
+from ballast.core.settings import ServerSettings
+
+
+@contextlib.contextmanager
+def bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket bound before anything slow begins; connections are refused until it listens.
+
+    Raises ConfigError.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(
+            "host", host, f"it must be an address of this machine ({error})"
+        ) from None
+    with listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            allowed = f"it must be free and allowed on {host} ({error.strerror})"
+            raise ConfigError("port", port, allowed) from None
+        yield listener
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address, or all that a name stands for."""
+    try:
+        found = {str(a[4][0]) for a in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False  # binding it will say what is wrong
+    return all(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in found)
+
+
+def check_closed(host: str, server: ServerSettings) -> None:
+    """Raises ConfigError where others could reach a server that asks for no keys."""
+    if not server.keys and not is_loopback(host):
+        raise ConfigError(
+            "--host",
+            host,
+            "others than this machine reach it, and no keys are configured: set BALLAST_API_KEY "
+            "or `server.keys` in the fleet file, or let everybody in with --without-keys",
+        )

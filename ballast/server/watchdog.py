@@ -1,0 +1,89 @@
+"""Ends a server that cannot end by itself: its event loop hangs, or it was told to stop and hangs.
+
+A thread counts seconds since the loop last turned. Where something keeps the interpreter lock, not
+even that thread runs: then the kernel's timer of processor time, which the thread puts off every
+second, ends the process. Seconds are counted and not measured: a process that was stopped, or a
+machine that slept, has not hung.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import threading
+
+HANGS_SECONDS = 30.0
+"""A loop that has not turned for so long does not serve any more."""
+LAST_WORDS_SECONDS = 1.0
+"""For the stacks of all threads to be written: nobody may be reading them."""
+EXIT_CODE = 1
+"""Of a process that is ended here; where the lock is kept, the code is SIGPROF's number."""
+
+
+class Watchdog:
+    """Watches one event loop, from `start` to the end of the process or to `stop`."""
+
+    def __init__(self, hangs_seconds: float = HANGS_SECONDS, tick_seconds: float = 1.0) -> None:
+        self._most_ticks = hangs_seconds / tick_seconds
+        self._tick_seconds = tick_seconds
+        # All cores may be at work on what does not need the lock while a tick is late.
+        self._cpu_seconds = hangs_seconds + 2 * tick_seconds * (os.cpu_count() or 1)
+        self._ticks = 0
+        """Since the loop last turned."""
+        self._ticks_left: float | None = None
+        """Until the process must have ended; None: it need not."""
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        """Begin to watch. To be called in the main thread."""
+        _exit_at(signal.SIGPROF)
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def beat(self) -> None:
+        """The loop turns."""
+        self._ticks = 0
+
+    def end_within(self, seconds: float) -> None:
+        """The process is to end by itself; after so many seconds it is ended."""
+        self._ticks_left = seconds / self._tick_seconds
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self._tick_seconds):
+            signal.setitimer(signal.ITIMER_PROF, self._cpu_seconds)
+            self._ticks += 1
+            if self._ticks > self._most_ticks:
+                _end(f"its event loop has not turned for {self._ticks * self._tick_seconds:g} s")
+            if self._ticks_left is not None:
+                self._ticks_left -= 1
+                if self._ticks_left <= 0:
+                    _end("it was to stop and does not")
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _end(why: str) -> None:
+    """Write what all threads do, if somebody reads it, and exit."""
+
+    def write() -> None:
+        print(f"ballast: the server is ended: {why}", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+
+    words = threading.Thread(target=write, daemon=True)
+    words.start()
+    words.join(LAST_WORDS_SECONDS)
+    os._exit(EXIT_CODE)
+
+
+def _exit_at(number: int) -> None:
+    """Have a signal end the process at once, whatever keeps the interpreter lock, and also where
+    it is the first of a container, which the kernel spares a signal's default action."""
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal(number, ctypes.cast(libc._exit, ctypes.c_void_p))
