@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from ballast.core.errors import BallastError
 from ballast.server.admin import add_admin
+from ballast.server.bodies import JsonRoute
 from ballast.server.catalogue import described, listed
 from ballast.server.document import ERRORS, document, told
 from ballast.server.faults import Fault
@@ -25,8 +26,11 @@ from ballast.server.textroutes import add_texts
 def create_app(service: Service, operating: Operating) -> Gate:
     """The application, behind its gate."""
     app = FastAPI(title="Ballast", docs_url=None, redoc_url=None, responses=ERRORS)
+    app.router.route_class = JsonRoute
     document(app)
-    gate = Gate(app, lambda: service.settings, service.quotas)
+    gate = Gate(
+        app, lambda: service.settings, service.quotas, most_weight=lambda: service.most_weight
+    )
     _add_faults(app)
     _add_reading(app, service)
     add_health(app, service, gate)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ballast.core.errors import InvalidRequest
 from ballast.server import visit
 from ballast.server.grammar import of_response_format, of_structured_outputs
+from ballast.server.off_loop import large_body, off_loop
 from ballast.server.openai import ChatRequest, GenerateRequest
 from ballast.server.tokenizer import Tokenizer
 from ballast.server.tools import ToolDialect, ToolParser, Tools
@@ -42,7 +43,8 @@ async def calling_of(request: GenerateRequest, tokenizer: Tokenizer, checking: T
     """Raises InvalidRequest, and Fault where too many grammars wait to be checked."""
     tools = None
     if isinstance(request, ChatRequest):
-        tools = Tools.of(request.tools, request.tool_choice, request.parallel_tool_calls)
+        asked = (request.tools, request.tool_choice, request.parallel_tool_calls)
+        tools = await off_loop(large_body(), lambda: Tools.of(*asked))
     dialect = tokenizer.dialect
     if tools is not None and dialect is None:
         raise InvalidRequest(

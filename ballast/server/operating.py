@@ -135,7 +135,7 @@ class Operating:
             # First the order: the device tries the tokenizer out, where it can do no harm.
             await self.order(Add(settings))
             try:
-                tokenizer = await asyncio.to_thread(_tokenizer, settings)
+                tokenizer = await self._tokenizer(settings)
                 async with self._records:
                     await self._keep(self._source.changes.adding(entry, instead))
             except (NotKept, Fault):  # no client can know it yet
@@ -229,13 +229,19 @@ class Operating:
         if adding:
             await self.order(Add(model))
         try:
-            tokenizer = await asyncio.to_thread(_tokenizer, model)
+            tokenizer = await self._tokenizer(model)
         except Fault:
             if adding:
                 await self.order(Remove(model.name, 0.0))
             raise
         for name in (model.name, *(a.name for a in model.adapters)):
             self._service.learn(name, tokenizer)
+
+    async def _tokenizer(self, settings: ModelSettings) -> Tokenizer:
+        """A model's, its chat template tried. Raises Fault."""
+        tokenizer = await asyncio.to_thread(_tokenizer, settings)
+        await tokenizer.try_template(self._service.templates, settings.name)
+        return tokenizer
 
     async def _try(self, what: str, doing: Awaitable[object]) -> bool:
         try:

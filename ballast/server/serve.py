@@ -26,6 +26,7 @@ from ballast.engine.inbox import MonotonicClock
 from ballast.fleet.source import Reading, Source
 from ballast.server.address import bound, is_loopback
 from ballast.server.app import create_app
+from ballast.server.chat_template import TemplateRenderer
 from ballast.server.connection import new_loop, protocol
 from ballast.server.crowd import Crowd, limited
 from ballast.server.files import OTHER_FILES, check_files
@@ -109,7 +110,8 @@ async def _serve(
     with bound(host, port) as listener, asked.by_signals():
         broker = SegmentBroker(writable=reading.fleet.has_gpus)
         controller = Controller(lambda: LocalWorker(worker_command, broker))
-        starting = asyncio.ensure_future(_start(reading.fleet, controller))
+        templates = TemplateRenderer()
+        starting = asyncio.ensure_future(_start(reading.fleet, controller, templates))
         try:
             if await _first(starting, asked.to_stop):
                 service = starting.result()
@@ -123,6 +125,7 @@ async def _serve(
             watchdog.end_within(STOP_SECONDS)
             starting.cancel()
             await asyncio.wait({starting})
+            await templates.close()
             await controller.close(LAST_SECONDS)
             if tracer is not None:
                 await tracer.close(LAST_SECONDS)
@@ -136,18 +139,27 @@ async def _beat(watchdog: Watchdog) -> None:
         await asyncio.sleep(BEAT_SECONDS)
 
 
-async def _start(fleet: FleetSettings, controller: Controller) -> Service:
-    """Start the worker; load the tokenizers of what it serves, which it has tried out."""
+async def _start(
+    fleet: FleetSettings, controller: Controller, templates: TemplateRenderer
+) -> Service:
+    """Start the worker; load the tokenizers of what it serves, which it has tried out, and try
+    their chat templates."""
     importing = asyncio.ensure_future(asyncio.to_thread(Tokenizer.prepare))
+    preparing = asyncio.ensure_future(templates.prepare())
     try:
         await controller.start(fleet)
     except BaseException:
         importing.cancel()
+        preparing.cancel()
+        await asyncio.wait({preparing})
         raise
     await importing
-    tokenizers, failed = await asyncio.to_thread(_tokenizers, fleet, controller.failed)
+    with contextlib.suppress(Unavailable):  # tried again when it is needed
+        await preparing
+    tokenizers, failed = await _tokenizers(fleet, controller.failed, templates)
     controller.unreadable = failed
-    service = Service(controller, tokenizers, MonotonicClock(), WallClock(), fleet.server)
+    clock, wall = MonotonicClock(), WallClock()
+    service = Service(controller, tokenizers, clock, wall, fleet.server, templates)
     for name, why in controller.failed.items():
         tell(f"ballast: {name} is not served: {why}", sys.stderr)
     if not service.models:
@@ -155,10 +167,21 @@ async def _start(fleet: FleetSettings, controller: Controller) -> Service:
     return service
 
 
-def _tokenizers(
-    fleet: FleetSettings, unserved: Container[str]
+async def _tokenizers(
+    fleet: FleetSettings, unserved: Container[str], templates: TemplateRenderer
 ) -> tuple[dict[str, Tokenizer], dict[str, str]]:
     """By model, an adapter's being its base's; and for models without a usable one, why."""
+    loaded, failed = await asyncio.to_thread(_load_tokenizers, fleet, unserved)
+    for model in fleet.models:
+        tokenizer = loaded.get(model.name)
+        if tokenizer is not None:
+            await tokenizer.try_template(templates, model.name)
+    return loaded, failed
+
+
+def _load_tokenizers(
+    fleet: FleetSettings, unserved: Container[str]
+) -> tuple[dict[str, Tokenizer], dict[str, str]]:
     loaded: dict[str, Tokenizer] = {}
     failed: dict[str, str] = {}
     for model in fleet.models:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from ballast.cluster.controller import Controller
 from ballast.core.clock import Clock
-from ballast.core.errors import InvalidRequest, UnknownModel
+from ballast.core.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import ServerSettings
 from ballast.server import visit
+from ballast.server.bodies import MOST_WEIGHT
 from ballast.server.calling import calling_of, checks
+from ballast.server.chat_template import TemplateJob, TemplateRenderer
 from ballast.server.choice import Choice
 from ballast.server.conversation import Conversation
 from ballast.server.devicemetrics import DeviceCollector
@@ -27,6 +27,7 @@ from ballast.server.generation import Generation
 from ballast.server.keys import Keys
 from ballast.server.meter import Meter, prompt_tokens
 from ballast.server.metrics import Metrics
+from ballast.server.off_loop import large_body, off_loop
 from ballast.server.openai import ChatRequest, CompletionRequest, GenerateRequest
 from ballast.server.pace import Pace
 from ballast.server.parameters import (
@@ -38,11 +39,9 @@ from ballast.server.parameters import (
 )
 from ballast.server.quotas import Quotas
 from ballast.server.texts import EmbeddingRequest
-from ballast.server.tokenizer import Tokenizer, long_to_tokenize
+from ballast.server.tokenizer import HUGE_TEXT, LONG_TEXT, Tokenizer, TooManyTokens
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Service:
@@ -55,8 +54,10 @@ class Service:
         clock: Clock,
         wall: Clock,
         settings: ServerSettings,
+        templates: TemplateRenderer,
     ) -> None:
         self.controller = controller
+        self.templates = templates
         self.settings = settings
         self.keys = Keys(settings)
         self.quotas = Quotas(clock)
@@ -81,6 +82,12 @@ class Service:
         may_use = visit.current().caller.may_use
         served = (spec for base in self.controller.specs.values() for spec in base.served)
         return {s.name: s for s in served if s.name in self._tokenizers and may_use(s.name)}
+
+    @property
+    def most_weight(self) -> int:
+        """Of a request's body (`bodies.weight`): whatever its model, its longest prompt fits."""
+        contexts = (spec.max_model_len for spec in self.controller.specs.values())
+        return max(MOST_WEIGHT, 2 * max(contexts, default=0))
 
     @property
     def failed(self) -> dict[str, str]:
@@ -129,6 +136,7 @@ class Service:
         stops = stops_of(request, spec, tokenizer)
         calling = await calling_of(request, tokenizer, self._checking)
         sampling = replace(sampling_of(request, spec, stops), grammar=calling.grammar)
+        priority = self._priority(request.priority)
         prompts = await self._prompts(request, spec)
         echo = isinstance(request, CompletionRequest) and bool(request.echo)
         submissions: list[Submission] = []
@@ -145,7 +153,7 @@ class Service:
                     max_tokens=most,
                     open_ended=request.most_tokens is None,
                     sampling=replace(sampling, choice=c),
-                    priority=spec.priority - (request.priority or 0),
+                    priority=spec.priority - priority,
                     stop_token_ids=stops.tokens,
                     ignore_eos=bool(request.ignore_eos),
                     prompt_logprobs=request.told_logprobs if echo else None,
@@ -180,7 +188,8 @@ class Service:
             raise InvalidRequest(
                 f"dimensions: embeddings of {spec.name!r} have {spec.hidden}", "dimensions"
             )
-        prompts = [await self.tokens(text, spec, "input") for text in request.texts]
+        priority = self._priority(request.priority)
+        prompts = await self.tokens(request.texts, spec, "input")
         submissions = []
         for i, prompt in enumerate(prompts):
             check_fits(spec, len(prompt), 1, "input")
@@ -190,7 +199,7 @@ class Service:
                     model=spec.name,
                     prompt=tuple(prompt),
                     max_tokens=1,
-                    priority=spec.priority - (request.priority or 0),
+                    priority=spec.priority - priority,
                     embed=True,
                 )
             )
@@ -208,7 +217,7 @@ class Service:
             key = caller.key.name
             submissions = [replace(s, salt=caller.salt, tenant=key) for s in submissions]
         made.meter = Meter(
-            self.controller.submit(submissions),
+            self.controller.submit(submissions, caller.name if self.settings.several_keys else ""),
             submissions,
             caller.key,
             self.quotas,
@@ -217,6 +226,15 @@ class Service:
             self.clock,
         )
         return made.meter
+
+    def _priority(self, wanted: int | None) -> int:
+        """What a request may take off its model's priority. Raises Fault (403) where it is less
+        than its key may: a smaller number comes earlier."""
+        key = visit.current().caller.key
+        if wanted is None or key is None or wanted >= -key.priority:
+            return wanted or 0
+        why = f"priority: {wanted} is below {-key.priority}, the least that this key may ask for"
+        raise Fault(403, why, "forbidden", "priority")
 
     def _check_queue(self, spec: ModelSpec) -> None:
         """Raises Fault (429) where the model's queue is full: before anything costly is done."""
@@ -236,43 +254,62 @@ class Service:
         models = () if report is None else report.models
         return sum(m.waiting for m in models if m.name == model)
 
-    async def tokens(self, text: str | list[int], spec: ModelSpec, field: str) -> list[int]:
-        """Of a prompt: at least one, all of the vocabulary. Raises InvalidRequest."""
-        if isinstance(text, str):
-            tokens = await self.encoded(text, spec, special=True)
-        else:
-            tokens = text
-            check_tokens(tokens, spec, field)
-        if not tokens:
-            raise InvalidRequest(f"{field}: it is empty", field)
+    async def tokens(
+        self, prompts: Sequence[str | list[int]], spec: ModelSpec, field: str
+    ) -> list[list[int]]:
+        """Token ids of prompts: at least one each, all of the vocabulary. Raises InvalidRequest,
+        and ContextLengthExceeded."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(await self.encoded(texts, spec, field, special=True))
+        tokens = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+        for prompt, ids in zip(prompts, tokens, strict=True):
+            if not isinstance(prompt, str):
+                check_tokens(ids, spec, field)
+            if not ids:
+                raise InvalidRequest(f"{field}: it is empty", field)
         return tokens
 
-    async def encoded(self, text: str, spec: ModelSpec, special: bool) -> list[int]:
-        """Token ids; `special`: with what the tokenizer puts around a text."""
-        tokenizer = self.tokenizer(spec.name)
-        return await off_loop(
-            long_to_tokenize(text), lambda: tokenizer.encode(text, special=special)
-        )
+    async def encoded(
+        self, texts: Sequence[str], spec: ModelSpec, field: str, *, special: bool
+    ) -> list[list[int]]:
+        """Token ids of texts; `special`: with what the tokenizer puts around a text. Raises
+        ContextLengthExceeded, where it can before tokenizing."""
+        tokenizer, most = self.tokenizer(spec.name), spec.max_model_len
+
+        def encode() -> list[list[int]]:
+            return [tokenizer.encode(text, special=special, most=most) for text in texts]
+
+        try:
+            size = sum(map(len, texts))
+            return await off_loop(size > LONG_TEXT, encode, huge=size > HUGE_TEXT)
+        except TooManyTokens as error:
+            found = "more" if error.found is None else error.found
+            why = f"{found} tokens in {error.characters} characters"
+            raise ContextLengthExceeded(
+                f"{field}: the context of {spec.name!r} is {most} tokens; there are {why}", field
+            ) from None
 
     async def conversation(self, request: Conversation, spec: ModelSpec) -> list[int]:
-        """A conversation as the model reads it. Raises InvalidRequest."""
+        """Token ids of a conversation as the model reads it. Raises InvalidRequest,
+        ContextLengthExceeded, and Unavailable."""
         tokenizer = self.tokenizer(spec.name)
-        messages = [m.for_template() for m in request.messages or ()]
-        tools = request.shown_tools
-        if tokenizer.dialect is not None:
-            messages = tokenizer.dialect.conversation(messages, tools)
 
-        def render() -> list[int]:
-            return tokenizer.chat(
+        def prepare() -> TemplateJob:
+            messages = [m.for_template() for m in request.messages or ()]
+            tools = request.shown_tools
+            if tokenizer.dialect is not None:
+                messages = tokenizer.dialect.conversation(messages, tools)
+            return tokenizer.conversation(
                 messages,
                 tools=tools,
                 answer=request.add_generation_prompt is not False,
                 continued=bool(request.continue_final_message),
                 more=request.chat_template_kwargs,
-                special=bool(request.add_special_tokens),
             )
 
-        tokens = await off_loop(long_to_tokenize(messages), render)
+        text = await self.templates.render(await off_loop(large_body(), prepare))
+        special = bool(request.add_special_tokens)
+        [tokens] = await self.encoded([text], spec, "messages", special=special)
         if not tokens:
             raise InvalidRequest("messages: the chat template makes nothing of them", "messages")
         return tokens
@@ -283,10 +320,10 @@ class Service:
         """Each as text, where the client wrote text, and as tokens."""
         if isinstance(request, ChatRequest):
             return [(None, await self.conversation(request, spec))]
-        return [
-            (p if isinstance(p, str) else None, await self.tokens(p, spec, "prompt"))
-            for p in request.prompts
-        ]
+        prompts = request.prompts
+        tokens = await self.tokens(prompts, spec, "prompt")
+        texts = (prompt if isinstance(prompt, str) else None for prompt in prompts)
+        return list(zip(texts, tokens, strict=True))
 
     def warn(self, request: Body) -> None:
         """Name ignored fields, each once: clients tend to send the same ones every time."""
@@ -294,8 +331,3 @@ class Service:
             if name not in self._warned and len(self._warned) < 1000:
                 self._warned.add(name)
                 log.warning("the request field %.80r is ignored", name)
-
-
-async def off_loop(long: bool, work: Callable[[], T]) -> T:
-    """The result of `work`, done in another thread if it takes `long`."""
-    return await asyncio.to_thread(work) if long else work()

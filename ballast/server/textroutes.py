@@ -7,13 +7,18 @@ import secrets
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from ballast.core.errors import InvalidRequest
 from ballast.server.document import told
+from ballast.server.off_loop import off_loop
 from ballast.server.parameters import check_tokens
 from ballast.server.responses import Detokenized, EmbeddingList, Tokenized, answered
-from ballast.server.service import Service, off_loop
+from ballast.server.service import Service
 from ballast.server.sse import ClientGone, unless_gone
 from ballast.server.texts import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from ballast.server.tokenizer import LONG_TEXT
+
+MOST_DETOKENIZED = 65_536
+"""Tokens that may be detokenized at a time, or as many as the model's context has."""
 
 
 def add_texts(app: FastAPI, service: Service) -> None:
@@ -27,8 +32,12 @@ def add_texts(app: FastAPI, service: Service) -> None:
         if body.prompt is None:
             tokens = await service.conversation(body, spec)
         else:
-            tokens = await service.encoded(body.prompt, spec, body.add_special_tokens is not False)
-        shown = service.tokenizer(spec.name).spelled(tokens) if body.return_token_strs else None
+            special = body.add_special_tokens is not False
+            [tokens] = await service.encoded([body.prompt], spec, "prompt", special=special)
+        shown = None
+        if body.return_token_strs:
+            tokenizer = service.tokenizer(spec.name)
+            shown = await off_loop(len(tokens) > LONG_TEXT, lambda: tokenizer.spelled(tokens))
         told = Tokenized(
             count=len(tokens), max_model_len=spec.max_model_len, tokens=tokens, token_strs=shown
         )
@@ -38,6 +47,9 @@ def add_texts(app: FastAPI, service: Service) -> None:
     async def detokenize(body: DetokenizeRequest) -> Response:
         spec = service.model(body.model)
         service.warn(body)
+        most = max(spec.max_model_len, MOST_DETOKENIZED)
+        if len(body.tokens) > most:
+            raise InvalidRequest(f"tokens: at most {most}, not {len(body.tokens)}", "tokens")
         check_tokens(body.tokens, spec, "tokens")
         tokenizer = service.tokenizer(spec.name)
         text = await off_loop(len(body.tokens) > LONG_TEXT, lambda: tokenizer.decode(body.tokens))

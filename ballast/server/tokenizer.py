@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import threading
@@ -9,19 +10,39 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ballast.core.errors import CheckpointError, InvalidRequest
+from ballast.core.errors import CheckpointError, InvalidRequest, Unavailable
+from ballast.memory.syscalls import malloc_trim
+from ballast.server.chat_template import TemplateJob, TemplateRenderer, TemplateTooCostly
 from ballast.server.detokenize import (
     ByteDetokenizer,
     Detokenizer,
     WindowDetokenizer,
     token_bytes_of,
 )
+from ballast.server.text_bound import text_bound
 from ballast.server.tools import ToolDialect
 
 log = logging.getLogger(__name__)
 
-LONG_TEXT = 8192
-"""Characters from which tokenising takes longer (milliseconds) than other requests should wait."""
+
+LONG_TEXT = 1024
+"""Characters from which tokenizing takes longer (a millisecond) than other requests should wait."""
+HUGE_TEXT = 1 << 18
+"""Characters from which it takes most of a second, and memory that is worth giving back."""
+
+
+_SAMPLE = [{"role": "user", "content": "Hello"}]
+_SAMPLE_TOOLS = [
+    {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+]
+
+
+class TooManyTokens(Exception):
+    """A text has more tokens than wanted. `found` is their number, None if it was not counted."""
+
+    def __init__(self, characters: int, found: int | None) -> None:
+        super().__init__(characters, found)
+        self.characters, self.found = characters, found
 
 
 class Tokenizer:
@@ -31,8 +52,13 @@ class Tokenizer:
         """`tokenizer` is one of `transformers`. Raises ConfigError for an unknown `tool_parser`."""
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._lock = threading.Lock()
-        """Held while `_tokenizer` is used: only the backend may be shared by threads."""
+        self._lock: contextlib.AbstractContextManager[object] = (
+            threading.Lock() if self._backend is None else contextlib.nullcontext()
+        )
+        """Held while `_tokenizer` is used: only those with a backend may be shared by threads."""
+        self._bound = None
+        self.template_fault = ""
+        """Why the chat template is not used; empty: it is."""
         special = {int(i) for i in tokenizer.all_special_ids}
         self._token_bytes = self._all_bytes = self._marked_bytes = None
         self.dialect = ToolDialect.of(self._tools_template, tool_parser, self.token_id)
@@ -48,6 +74,7 @@ class Tokenizer:
             self._token_bytes = token_bytes_of(self._backend, special)
             self._marked_bytes = token_bytes_of(self._backend, self._hidden)
             self._all_bytes = token_bytes_of(self._backend, ())
+            self._bound = text_bound(self._backend)
         self.special_ids = frozenset(special)
         self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
         """What a template cannot be given by the name: it means something else."""
@@ -71,12 +98,30 @@ class Tokenizer:
             raise CheckpointError(str(path), None, f"no usable tokenizer: {error}") from error
         return cls(loaded, tool_parser)
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids; `special`: with what the tokenizer puts around a text (say, its BOS)."""
-        if self._backend is not None:
-            return list(self._backend.encode(text, add_special_tokens=special).ids)
-        with self._lock:
-            return list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+    def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
+        """Token ids; `special`: with what the tokenizer puts around a text (say, its BOS).
+
+        Raises TooManyTokens where there are more than `most`, before tokenizing if the text is so
+        long that there must be. With a backend, other threads run meanwhile.
+        """
+        if most is not None and self._bound is not None and self._bound.exceeds(text, most):
+            raise TooManyTokens(len(text), None)
+        ids: list[int] | None
+        if self._backend is None:
+            with self._lock:
+                ids = list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+            found = len(ids)
+        else:
+            # `encode` would hold the interpreter lock throughout.
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=special)
+            found = len(encoding)
+            ids = list(encoding.ids) if most is None or found <= most else None
+            if len(text) > HUGE_TEXT:
+                del encoding
+                malloc_trim()
+        if ids is None or (most is not None and found > most):
+            raise TooManyTokens(len(text), found)
+        return ids
 
     @property
     def template(self) -> str:
@@ -94,7 +139,7 @@ class Tokenizer:
             return str(template["tool_use"])
         return self.template
 
-    def chat(
+    def conversation(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
@@ -102,17 +147,16 @@ class Tokenizer:
         answer: bool = True,
         continued: bool = False,
         more: Mapping[str, Any] | None = None,
-        special: bool = False,
-    ) -> list[int]:
-        """Token ids of a conversation; `more` reaches the template.
+    ) -> TemplateJob:
+        """What the chat template is to render; `more` reaches the template.
 
         With `answer` up to where the answer begins; if `continued`, up to the end of the last
-        message, which the answer goes on with. `special`: with what the tokenizer puts around any
-        text; templates write it themselves. Raises InvalidRequest if there is no chat template or
-        it does not accept the messages.
+        message, which the answer goes on with. Raises InvalidRequest if there is no chat template.
         """
         if not self._tokenizer.chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
+        if self.template_fault:
+            raise InvalidRequest(self.template_fault, "messages")
         reserved = self._reserved.intersection(more or ())
         if reserved:
             named = ", ".join(sorted(reserved))
@@ -120,21 +164,33 @@ class Tokenizer:
                 f"chat_template_kwargs: {named} cannot be set so", "chat_template_kwargs"
             )
         try:
-            with self._lock:
-                text = self._tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=list(tools) if tools else None,
-                    tokenize=False,
-                    add_generation_prompt=answer and not continued,
-                    continue_final_message=continued,
-                    **(more or {}),
-                )
-            text.encode()  # half a surrogate pair may have come in by any key of a message
-        except Exception as error:  # a template is code, and may raise anything
-            raise InvalidRequest(
-                f"the model's chat template does not accept these messages: {error}", "messages"
-            ) from error
-        return self.encode(text, special=special)
+            template = self._tokenizer.get_chat_template(None, tools or None)
+        except ValueError as error:  # several, and none of them for this
+            raise InvalidRequest(f"this model's chat templates: {error}", "messages") from error
+        return TemplateJob(
+            template=template,
+            messages=list(messages),
+            tools=list(tools) if tools else None,
+            add_generation_prompt=answer and not continued,
+            continue_final_message=continued,
+            variables={**self._tokenizer.special_tokens_map, **(more or {})},
+        )
+
+    async def try_template(self, renderer: TemplateRenderer, model: str) -> None:
+        """Render a first conversation: a chat template that does not come to an end is found here,
+        once, and not by each client. A template may refuse this one, and still be sound. `model`
+        is named in the log."""
+        for tools in (None, _SAMPLE_TOOLS):
+            try:
+                await renderer.render(self.conversation(_SAMPLE, tools=tools))
+            except TemplateTooCostly as error:
+                self.template_fault = str(error)
+                log.warning("%s answers no conversations: %s", model, error)
+                return
+            except Unavailable as error:
+                log.warning("the chat template of %s is not tried: %s", model, error)
+            except InvalidRequest:
+                pass
 
     def detokenizer(self, *, special: bool = False, markers: bool = False) -> Detokenizer:
         """For one output; `special`: special tokens have text, too; `markers`: those that stand
@@ -183,10 +239,3 @@ class Tokenizer:
         tokens = [t for t in tokens if t not in hidden]
         with self._lock:
             return str(self._tokenizer.decode(tokens, skip_special_tokens=not special))
-
-
-def long_to_tokenize(messages: Sequence[Mapping[str, Any]] | str) -> bool:
-    """Whether tokenising would hold up an event loop for noticeable time."""
-    if isinstance(messages, str):
-        return len(messages) > LONG_TEXT
-    return sum(len(str(m.get("content") or "")) for m in messages) > LONG_TEXT

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.architectures import auto_of
 
 from ballast.weights.architecture import learn
+from benchmarks.architectures import auto_of
 from benchmarks.families import make
 from benchmarks.tiny import tiny
 from tests.models.test_families import of, serve, tokens_of

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from ballast.core.errors import ConfigError
-from ballast.server.serve import bound
+from ballast.server.address import bound
 from tests.cluster.fake_device import DIE, HOLD, PAUSE
 from tests.server.process import DEADLINE, ServerProcess, server
 from tests.server.test_api import MODEL, sample
@@ -154,7 +154,7 @@ def test_nothing_outlives_a_server_that_is_killed(echo_file: Path) -> None:
     with server(echo_file, "--echo", "--spare") as killed:
         grammar = {"response_format": {"type": "json_object"}}  # a process checks it
         killed.http.post("/v1/completions", json=body(False, seed=0) | grammar)
-        until(lambda: len(killed.children) == 3)
+        until(lambda: len(killed.children) == 4)
         children = killed.children
         killed.signal(signal.SIGKILL)
         until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))

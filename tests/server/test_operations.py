@@ -25,6 +25,7 @@ server:
     - {name: whole, key: sk-whole}
     - {name: part, key: sk-part, models: [wren-mini]}
     - {name: apart, key: sk-apart, isolated: true}
+    - {name: shared, key: sk-shared, isolated: false}
     - {name: slow, key: sk-slow, requests_per_minute: 2}
     - {name: short, key: sk-short, tokens_per_minute: 20}
   admin_key: sk-admin
@@ -32,7 +33,7 @@ server:
 """
 
 
-KEYS = {"sk-whole": "", "sk-apart": "key:apart"}
+KEYS = {"sk-whole": "key:whole", "sk-apart": "key:apart", "sk-shared": ""}
 """And what keeps their cached prefixes apart."""
 
 
@@ -91,7 +92,7 @@ def test_a_key_opens_what_it_may(guarded: ServerProcess) -> None:
     assert guarded.http.get("/metrics", headers=part).status_code == 403
 
 
-def test_an_isolated_key_shares_no_prefixes(guarded: ServerProcess) -> None:
+def test_keys_share_no_prefixes_unless_they_say_so(guarded: ServerProcess) -> None:
     told = {key: json.loads(message(ask(guarded, key, seed=TELL))) for key in KEYS}
     assert {key: submission["salt"] for key, submission in told.items()} == KEYS
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ballast.core.errors import InvalidRequest
 from ballast.fleet.tokenizer import train_tokenizer
 from ballast.server.tools import Arguments, Began, ToolDialect, Tools
 
@@ -137,7 +138,7 @@ def test_other_templates_have_no_dialect(why: str) -> None:
     assert named.name == "hermes"
 
 
-@pytest.mark.parametrize("arguments", ["", "{", "null", {"a": 1}, None, "[" * 100_000])
+@pytest.mark.parametrize("arguments", ["", "{", "null", {"a": 1}, None, "[" * 50_000])
 def test_any_arguments_of_earlier_calls(arguments: object) -> None:
     """Models write what they like, and clients send it back."""
     dialect = ToolDialect.of("", "hermes", lambda text: None)
@@ -148,3 +149,15 @@ def test_any_arguments_of_earlier_calls(arguments: object) -> None:
         message: dict[str, object] = {"role": "assistant", "tool_calls": calls}
         [turn] = dialect.conversation([message], None)
         assert turn["role"] == "assistant"
+
+
+def test_arguments_of_earlier_calls_are_bounded_together() -> None:
+    """They are JSON within JSON: a body of one text may hold millions of values."""
+    dialect = ToolDialect.of("", "hermes", lambda text: None)
+    assert dialect is not None
+    arguments = "[" + "{}," * 9_000 + "{}]"
+    calls = [{"function": {"name": "f", "arguments": arguments}}]
+    message: dict[str, object] = {"role": "assistant", "tool_calls": calls}
+    assert len(dialect.conversation([message], None)) == 1
+    with pytest.raises(InvalidRequest, match="too many values"):
+        dialect.conversation([message] * 10, None)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ballast.core.errors import ConfigError, InvalidRequest
+from ballast.server.bodies import MOST_WEIGHT, weight
 from ballast.server.grammar import checked, of_schema
 from ballast.server.tools.enforced import calls_grammar
 from ballast.server.tools.parser import ToolParser
@@ -54,9 +55,10 @@ class ToolDialect:
         if not tools.forced:
             return ""
         syntax, functions, parallel = self.syntax, tools.functions, tools.parallel
+        # As text: what checks it has not this model's tokens.
+        text = calls_grammar(syntax, functions, parallel, {})
         try:
-            # As text: what checks it has not this model's tokens.
-            checked(calls_grammar(syntax, functions, parallel, {}), "tools")
+            checked(text, "tools")
         except InvalidRequest:
             for function in functions:
                 of_schema(function.schema, function.param)  # tells which one is to blame
@@ -72,8 +74,10 @@ class ToolDialect:
     ) -> list[dict[str, Any]]:
         """Messages as the chat template wants them, given beside `tools`.
 
-        Templates write the arguments of earlier calls as objects, where clients send texts.
+        Templates write the arguments of earlier calls as objects, where clients send texts. Raises
+        InvalidRequest where these have too many values.
         """
+        _check_arguments(messages)
         turns = [self._turn(message) for message in messages]
         if self.syntax.tools_in_system and tools:
             if not turns or turns[0].get("role") != "system":
@@ -102,11 +106,31 @@ def _as_text(tools: list[Any]) -> str:
         raise InvalidRequest("tools: nested too deeply", "tools") from error
 
 
+def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
+    """They are JSON within JSON: what bounds a body's values has not seen theirs."""
+    left = MOST_WEIGHT
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = _function_of(call)
+            arguments = None if function is None else function.get("arguments")
+            if isinstance(arguments, str):
+                left -= weight(arguments.encode(errors="replace"), left)
+            if left < 0:
+                why = "the arguments of earlier calls have too many values"
+                raise InvalidRequest(f"messages: {why}", "messages")
+
+
 def _with_object(call: object) -> object:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+    function = _function_of(call)
+    if not isinstance(call, Mapping) or function is None:
         return call
     return {
         **call,
         "function": {**function, "arguments": arguments_of(function.get("arguments"))},
     }
+
+
+def _function_of(call: object) -> Mapping[str, Any] | None:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return function if isinstance(function, Mapping) else None

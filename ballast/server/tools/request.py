@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from ballast.core.errors import InvalidRequest
 from ballast.server.grammar import prepared
@@ -122,6 +123,6 @@ def arguments_of(text: object) -> object:
     if not isinstance(text, str):
         return text
     try:
-        return json.loads(text) if text else {}
+        return msgspec.json.decode(text) if text else {}
     except (ValueError, RecursionError):
         return text
