@@ -13,11 +13,9 @@ found by a closed loop; then half of it is offered, ten times it, and half of it
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -32,6 +30,7 @@ from ballast.bench.serving import Serving, serving
 from benchmarks.common import finish, options
 from benchmarks.llamas import LLAMA_110M, TOKENS, make_fleet_file
 from benchmarks.open_loop import Exchange, OpenLoop
+from benchmarks.resident import Memory
 
 TIMES = 10
 PROMPT, OUTPUT = 32, 16
@@ -47,41 +46,6 @@ class Shape:
     search: float
     half: float
     overload: float
-
-
-class Memory:
-    """Resident memory of processes, sampled twice a second while it is a context."""
-
-    def __init__(self, processes: dict[str, int]) -> None:
-        self._processes = processes
-        self._peak = dict.fromkeys(processes, 0.0)
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> Memory:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def now(self) -> dict[str, float]:
-        """MiB."""
-        return {name: _rss_mib(pid) for name, pid in self._processes.items()}
-
-    def peak(self) -> dict[str, float]:
-        """MiB."""
-        return {name: max(self._peak[name], mib) for name, mib in self.now().items()}
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.5):
-            self._peak = self.peak()
-
-
-def _rss_mib(pid: int) -> float:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def measure(running: Serving, client: OpenLoop, shape: Shape) -> dict[str, Any]:
