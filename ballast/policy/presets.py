@@ -57,9 +57,10 @@ PRESETS = tuple(_KINDS)
 def option_names(name: str) -> tuple[str, ...]:
     """Options of the preset `name`.
 
-    An option means the same, and has the same default, in every preset that has it.
+    An option means the same, and has the same default, in every preset that has it. Raises
+    ConfigError for an unknown preset.
     """
-    return tuple(f.name for f in dataclasses.fields(_KINDS[name].device))  # type: ignore[arg-type]
+    return tuple(f.name for f in dataclasses.fields(_kind(name).device))  # type: ignore[arg-type]
 
 
 def shared_options(name: str, options: Mapping[str, float]) -> dict[str, float]:
@@ -73,14 +74,19 @@ def resolve(name: str, options: Mapping[str, float] | None = None) -> Preset:
 
     Raises ConfigError for an unknown preset or option.
     """
-    if name not in _KINDS:
-        near = difflib.get_close_matches(name, PRESETS, 1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ConfigError("preset", name, f"use one of {', '.join(PRESETS)}{hint}")
-    kind = _KINDS[name]
+    kind = _kind(name)
     known = option_names(name)
     for key, value in (options or {}).items():
         if key not in known:
             allowed = ", ".join(known) or "none"
             raise ConfigError(f"options.{key}", value, f"preset {name!r} has options: {allowed}")
     return Preset(name, kind.device(**(options or {})), kind.order, dict(options or {}))
+
+
+def _kind(name: str) -> _Kind:
+    """The preset `name`. Raises ConfigError for an unknown one, with the nearest."""
+    if name not in _KINDS:
+        near = difflib.get_close_matches(name, PRESETS, 1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ConfigError("preset", name, f"use one of {', '.join(PRESETS)}{hint}")
+    return _KINDS[name]
