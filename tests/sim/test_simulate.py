@@ -170,10 +170,26 @@ def test_several_names_of_a_model_fit_where_copies_would_not() -> None:
 
 
 def test_a_tight_pool_evicts_and_preempts_under_balloon() -> None:
-    result, _, _ = run("balloon", pages=70)
-    models = result.state.models.values()
-    assert sum(m.evictions for m in models) > 0
-    assert sum(m.preemptions for m in models) > 0
+    """By sizes alone: two requests that begin within 12 pages and need 16 in the end, and a second
+    model that the pool cannot hold beside theirs."""
+    specs = [spec("first"), spec("second")]
+    profile = Profile(costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=1e-4)
+    n, long = 300, 200
+    assert 2 * specs[0].kv_bytes_per_token * n < 12 * PAGE
+    assert 2 * specs[0].kv_bytes_per_token * (n + long) > 13 * PAGE
+    arrivals = [
+        Submission(id="older", model="first", prompt=(1,) * n, max_tokens=long),
+        Submission(id="younger", model="first", prompt=(2,) * n, max_tokens=long),
+        Submission(id="other", model="second", prompt=(3,) * n, max_tokens=1),
+    ]
+    heard = Heard()
+    result = simulate(fleet("balloon", specs, 32), specs, arrivals, profile, heard, observe=watch)
+    assert heard.ended.keys() == heard.tokens.keys() == {s.id for s in arrivals}
+    assert all(isinstance(end, Finished) for end in heard.ended.values())
+    first, second = result.state.models.values()
+    assert first.preemptions > 0
+    assert first.evictions == 1
+    assert (second.preemptions, second.evictions) == (0, 0)
 
 
 def test_swap_keeps_one_model_on_the_device() -> None:
