@@ -1,35 +1,67 @@
-"""What a tokenizer or a chat template does that never ends, it does where it can do no harm."""
+"""A tokenizer that would hang or end the process that loads it does so in a child."""
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from ballast.core.errors import CheckpointError, LimitExceeded
 from ballast.core.units import GiB
 from ballast.fleet.tokenizer import CHAT_TEMPLATE, train_tokenizer
 from ballast.isolation.limits import Limits
 from ballast.isolation.zygote import Zygote
-from ballast.models import tokenizer_trial
 from ballast.models.tokenizer_trial import vet_tokenizer
 
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer_trial, "TEMPLATE_SECONDS", 0.5)
-        zygote = Zygote.fork(limits=Limits(memory_bytes=1 * GiB, cpu_seconds=20))
-    with zygote:
-        yield zygote
+LIMITS = Limits(memory_bytes=1 * GiB, cpu_seconds=1)
 
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
     train_tokenizer(["hello world"] * 10, 300, 64).save_pretrained(tmp_path)
     return tmp_path
+
+
+class Panic(BaseException):
+    """As native code raises it: no Exception."""
+
+
+def panics(*arguments: object, **more: object) -> None:
+    raise Panic("not yet implemented")
+
+
+def loops(*arguments: object, **more: object) -> None:
+    for _ in itertools.count():
+        pass
+
+
+def takes_memory(*arguments: object, **more: object) -> None:
+    bytearray(2 * GiB)
+
+
+@pytest.mark.parametrize(
+    ("load", "kind", "reason"),
+    [
+        (panics, CheckpointError, "no usable tokenizer: Panic: not yet implemented"),
+        (loops, LimitExceeded, "loading its tokenizer, it took more than 1 s of processor time"),
+        (takes_memory, LimitExceeded, "loading its tokenizer, it took more than 1GiB of memory"),
+    ],
+)
+def test_a_tokenizer_that_would_hang_or_end_a_server_is_refused(
+    tokenizer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    load: Callable[..., None],
+    kind: type[Exception],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
+    with Zygote.fork(limits=LIMITS) as zygote, pytest.raises(kind, match=reason) as raised:
+        vet_tokenizer(tokenizer, zygote)
+    assert str(raised.value).startswith(str(tokenizer))
 
 
 def template(text: str) -> Callable[[Path], None]:
@@ -39,8 +71,7 @@ def template(text: str) -> Callable[[Path], None]:
     return change
 
 
-def panic(path: Path) -> None:
-    """A pre-tokenizer whose pattern the library cannot compile makes it panic, or refuse."""
+def no_vocabulary(path: Path) -> None:
     file = path / "tokenizer.json"
     known = json.loads(file.read_text())
     known["model"] = {"type": "Unigram", "unk_id": 0, "vocab": []}
@@ -56,56 +87,23 @@ def nested(path: Path) -> None:
     (path / "tokenizer_config.json").write_text("[" * 200_000)
 
 
-LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}x" + (
-    "{% endfor %}" * 3
-)
-FAULTS = {
-    "loops": (template(LOOPS), r"chat template, one short message took more than 0\.5 s"),
-    "memory": (template("{% set x = 'x' * 10000000000 %}{{ x }}"), "more than 1GiB of memory"),
-}
-
-
-@pytest.mark.parametrize("what", FAULTS)
-def test_what_would_hang_or_end_a_server(what: str, zygote: Zygote, tokenizer: Path) -> None:
-    change, reason = FAULTS[what]
-    change(tokenizer)
-    with pytest.raises((LimitExceeded, CheckpointError), match=reason) as raised:
-        vet_tokenizer(tokenizer, zygote)
-    assert str(raised.value).startswith(str(tokenizer))
-
-
 HARMLESS = {
     "usual": template(CHAT_TEMPLATE),
-    "refuses": template("{{ raise_exception('roles must alternate') }}"),
-    "syntax": template("{% for %}"),
-    "no vocabulary": panic,
+    "a template that never ends": template("{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3),
+    "a template with faults": template("{% for %}"),
+    "no vocabulary": no_vocabulary,
     "no tokenizer": nothing,
     "nested": nested,
 }
 
 
-@pytest.mark.parametrize("what", HARMLESS)
-def test_what_the_server_says_itself(what: str, zygote: Zygote, tokenizer: Path) -> None:
-    HARMLESS[what](tokenizer)
-    vet_tokenizer(tokenizer, zygote)
-
-
-def test_a_panic_of_native_code(
-    zygote: Zygote, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is no Exception, and passes by whoever catches these."""
-
-    class Panic(BaseException):
-        pass
-
-    def panicking(*arguments: object, **more: object) -> None:
-        raise Panic("not yet implemented")
-
-    from transformers import AutoTokenizer
-
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", panicking)
-    with (
-        Zygote.fork() as own,
-        pytest.raises(CheckpointError, match="no usable tokenizer: Panic: not yet implemented"),
-    ):
-        vet_tokenizer(tokenizer, own)
+def test_what_the_server_names_itself_passes(tokenizer: Path, tmp_path: Path) -> None:
+    files = {file.name: file.read_bytes() for file in tokenizer.iterdir()}
+    with Zygote.fork() as zygote:
+        for name, change in HARMLESS.items():
+            path = tmp_path / name
+            path.mkdir()
+            for file, content in files.items():
+                (path / file).write_bytes(content)
+            change(path)
+            vet_tokenizer(path, zygote)

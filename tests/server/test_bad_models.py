@@ -35,14 +35,16 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "brackets": (brackets, "nested too deeply"),
     "end": (changed("generation_config.json", eos_token_id=[[1]]), "eos_token_id"),
     "layers": (changed("config.json", num_hidden_layers=10**7), "num_hidden_layers"),
-    "loops": (loops, "one short message took more than"),
 }
+"""How a checkpoint is made unusable, and what the reason for refusing it names."""
 
 
 def test_bad_models_are_named_and_the_others_served(fleet_file: Path, tmp_path: Path) -> None:
+    """A chat template that never ends costs a model its conversations alone."""
     shutil.copytree(fleet_file.parent, tmp_path, dirs_exist_ok=True)
     text = (tmp_path / "fleet.yaml").read_text().rstrip()
-    for name, (change, _) in BAD.items():
+    changes = {name: change for name, (change, _) in BAD.items()}
+    for name, change in {**changes, "loops": loops}.items():
         shutil.copytree(tmp_path / OTHER, tmp_path / name)
         change(tmp_path / name)
         text += f"\n  - {{name: {name}, path: {name}}}"
@@ -54,6 +56,12 @@ def test_bad_models_are_named_and_the_others_served(fleet_file: Path, tmp_path: 
         for name, (_, reason) in BAD.items():
             assert reason in failed[name]
         assert ask(running, OTHER).status_code == 200
+        assert ask(running, "loops").status_code == 200
+        body = {"model": "loops", "messages": [{"role": "user", "content": "Hello"}]}
+        refused = running.http.post("/v1/chat/completions", json=body)
+        assert refused.status_code == 400
+        assert "chat template takes more than" in refused.json()["error"]["message"]
+        assert "loops answers no conversations" in running.output
         for name in ("brackets", "layers"):
             refused = add(running, name="new", path=name)
             assert refused.status_code == 400
