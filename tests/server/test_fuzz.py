@@ -113,7 +113,8 @@ def check_unharmed(running: ServerProcess, worker: int, **headers: str) -> None:
     def settled() -> bool:
         state = running.http.get("/admin/state", headers=headers).json()
         reports = [m["report"] for m in state["models"]]
-        assert sum(state["owners"].values()) + state["free"] == state["total"]
+        held = sum(state["owners"].values())
+        assert held + state["free"] + state["reclaiming"] == state["total"]
         return all(
             r["running"] == r["waiting"] == 0 and r["kv_pages"] == r["cached_pages"]
             for r in reports
