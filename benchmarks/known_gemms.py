@@ -6,6 +6,7 @@ of reading memory, by the best of a few readers.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections import defaultdict
@@ -47,8 +48,22 @@ def plain(weight: Tensor, x: Tensor) -> Product:
     return lambda: functional.linear(x, own)
 
 
+@functools.cache
+def onednn_packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs matrices of `dtype` on this CPU; it refuses where it lacks the
+    instructions."""
+    try:
+        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(64, 64, dtype=dtype), 1)
+    except (RuntimeError, AttributeError):
+        return False
+    return True
+
+
 def packed(weight: Tensor, x: Tensor) -> Product:
-    """oneDNN's on a matrix in the layout that oneDNN chooses for this many rows."""
+    """oneDNN's on a matrix in the layout that oneDNN chooses for this many rows.
+
+    Raises RuntimeError where `onednn_packs` is false for the weights' dtype.
+    """
     own = torch.ops.mkldnn._reorder_linear_weight(weight, len(x))
     call = torch.ops.mkldnn._linear_pointwise
     return lambda: call(x, own, None, "none", [], "")
@@ -79,22 +94,28 @@ def single(weight: Tensor, x: Tensor) -> Product:
     return lambda: functional.linear(wide, own)
 
 
-KERNELS: dict[str, Kernel] = {"plain": plain, "packed": packed, "panels": panels}
+def kernels() -> dict[str, Kernel]:
+    """The kernels that multiply bfloat16 on this CPU, by name."""
+    found: dict[str, Kernel] = {"plain": plain, "packed": packed, "panels": panels}
+    if not onednn_packs(torch.bfloat16):
+        del found["packed"]
+    return found
 
 
 class Gemms:
     """The products of one decode step of `rows` streams, on weights that no cache holds.
 
     Every layer has its own copy of the weights, and a sweep goes through them in the order of a
-    real step.
+    real step. `measured`: kernels; None: all that run on this CPU.
     """
 
     def __init__(
         self,
         matrices: Sequence[Matrix],
         rows: int,
-        kernels: Mapping[str, Kernel] = KERNELS,
+        measured: Mapping[str, Kernel] | None = None,
     ) -> None:
+        measured = kernels() if measured is None else measured
         inputs = {m.name: torch.randn(rows, m.inputs).bfloat16() for m in matrices}
         layers = max(m.count for m in matrices)
         order = [m for i in range(layers) for m in matrices if i < m.count and m.count > 1]
@@ -102,13 +123,13 @@ class Gemms:
         values = {m.name: torch.randn(m.outputs, m.inputs).bfloat16() for m in matrices}
         self._steps = {
             name: [(m.name, prepare(values[m.name], inputs[m.name])) for m in order]
-            for name, prepare in kernels.items()
+            for name, prepare in measured.items()
         }
         self.times: dict[str, dict[str, list[float]]] = {
-            name: {m.name: [] for m in matrices} for name in kernels
+            name: {m.name: [] for m in matrices} for name in measured
         }
         """Kernel, matrix: seconds of all its products in one step, one value per `measure`."""
-        for name in kernels:
+        for name in measured:
             self._sweep(name)
 
     def measure(self, least_seconds: float = 0.15) -> None:
