@@ -19,8 +19,8 @@ OTHER = "H100-80G"
 """With its own memory and link."""
 STATED = 1.0, 10.0
 """Requests per second of OPT-13b alone that the text names."""
-MIDDLE, HIGH = 2.0, 8.0
-"""Multiples of the knee."""
+MIDDLE, HIGH, BEYOND = 2.0, 8.0, 32.0
+"""Multiples of the knee; the last where eight times it is still less than the device serves."""
 METRICS = "throughput", "frame_throughput", "p99_ttft", "p99_tbt", "p50_tbt", "p99_tpot"
 OWN = (*METRICS, "preemptions", "lent_layers", "most_lent", "copying", "stalled")
 LENGTHS = "ShareGPT", "Alpaca"
@@ -50,9 +50,11 @@ def _turns(at: At) -> Iterator[tuple[str, Case]]:
 
 def _steps(at: At) -> Iterator[tuple[str, Case]]:
     for setting in GROUPS["inputs_c2"].settings:
-        for step in STEPS:
-            case = at("inputs_c2", setting, MIDDLE)
-            yield f"inputs_c2 {setting}, {step}", replace(case, step_tokens=step)
+        for multiple in (MIDDLE, HIGH):
+            for step in STEPS:
+                case = at("inputs_c2", setting, multiple)
+                label = f"inputs_c2 {setting} at {multiple:g}, {step}"
+                yield label, replace(case, step_tokens=step)
 
 
 def _links(at: At) -> Iterator[tuple[str, Case]]:
@@ -62,6 +64,12 @@ def _links(at: At) -> Iterator[tuple[str, Case]]:
             for link in LINKS:
                 yield f"{group}, {link / 1e9:g} GB/s", replace(case, link=link)
             yield f"{group}, {OTHER}", replace(case, kind=OTHER)
+
+
+def _beyond(at: At) -> Iterator[tuple[str, Case]]:
+    for group in ("temporal_c2", "rates_c2", "inputs_c2"):
+        for setting in GROUPS[group].settings:
+            yield f"{group}, {BEYOND:g}", at(group, setting, BEYOND)
 
 
 def _ablations(at: At) -> Iterator[tuple[str, Case]]:
@@ -105,6 +113,7 @@ def _rows(*rows: str, ample: bool = False) -> tuple[Fields, ...]:
 
 
 SWEEPS: dict[str, Sweep] = {
+    "beyond": Sweep(_beyond, _rows("recompute", "mirage", "kvswap", ample=True)),
     "turns": Sweep(_turns, _rows("recompute", "mirage")),
     "steps": Sweep(_steps, _rows("recompute", "mirage", ample=True)),
     "links": Sweep(_links, _rows("recompute", "mirage")),

@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks import doc_tables
 from benchmarks.doc_tables import markdown, ratio, row_of
+from benchmarks.mirage_curves import grid
 from benchmarks.mirage_paper import CLAIMS
 
 PAGE = "mirage.md"
@@ -25,6 +26,11 @@ GROUPS = {
     "mig_c1": "C1, sliced",
     "alone": "OPT-13b alone",
 }
+VARIANTS = {
+    "mig_c1_link": "C1, sliced, each with the whole link",
+    "reversion": "OPT-13b alone, after the peak",
+}
+"""Groups that only sweeps run."""
 METRICS = {
     "throughput": "throughput",
     "frame_throughput": "throughput while requests come",
@@ -46,7 +52,7 @@ def tables(result: Json) -> dict[str, str]:
     found = {
         "mirage_sim.recompute": against_recomputation(result["curves"]),
         "mirage_sim.kvswap": against_swapping(result["curves"]),
-        "mirage_sim.cases": by_case(result["curves"]),
+        "mirage_sim.cases": by_case(result["curves"], result["knees"]),
     }
     found |= {f"mirage_sim.{name}": SWEEPS[name](sweep) for name, sweep in result["sweeps"].items()}
     return found
@@ -88,16 +94,19 @@ def against_swapping(curves: Json) -> str:
     return markdown([*header, "it (whole) over `recompute`"], rows())
 
 
-def by_case(curves: Json) -> str:
+def by_case(curves: Json, knees: Mapping[str, float | None]) -> str:
+    """`knees`: by group and setting; None: no rate that was tried is one."""
+
     def rows() -> Iterator[Sequence[str]]:
         for group, curve in curves.items():
             for setting, of in curve["settings"].items():
                 over = of["over"]["layers"]
                 lent = zip(of["lent_layers_mirage"], of["most_lent_mirage"], strict=True)
                 drains = zip(of["drain_recompute"], of["drain_mirage"], strict=True)
+                knee = knees[f"{group} {setting}"]
                 yield [
                     f"{GROUPS[group]}, {setting}",
-                    f"{of['rates'][0] / curve['multiples'][0]:.2g}",
+                    f"none up to {grid()[-1]:g}" if knee is None else f"{knee:.3g}",
                     *(row_of(over[m]) for m in ("throughput", "p99_ttft", "p99_tbt")),
                     " · ".join(f"{mean:.1f} ({most:g})" for mean, most in lent),
                     " · ".join(f"{a:.0f} / {b:.0f}" for a, b in drains),
@@ -113,7 +122,7 @@ def by_case(curves: Json) -> str:
             "P99 TBT",
             "layers lent, mean (most)",
             "drain, s: `recompute` / `mirage`",
-            "preempted",
+            "`recompute` preempts",
         ],
         rows(),
     )
@@ -198,7 +207,8 @@ def ratios_to_first(*rows_of: str, extra: Sequence[str] = ()) -> Any:
                 for row in rows_of:
                     cells = [ratio(of[row][m]) for m in columns]
                     own = of[row].get("own", {})
-                    yield [f"{_named(label)}: `{row}`", *cells, *(_figure(own, k) for k in extra)]
+                    name = "no shortage" if row == "ample" else f"`{row}`"
+                    yield [f"{_named(label)}: {name}", *cells, *(_figure(own, k) for k in extra)]
 
         names = [METRICS.get(m, "P50 TBT") for m in columns]
         return markdown(["", *names, *(e.replace("_", " ") for e in extra)], rows())
@@ -213,10 +223,11 @@ def _figure(own: Json, key: str) -> str:
 def _named(label: str) -> str:
     group, space, rest = label.partition(" ")
     group, comma, _ = group.partition(",")
-    return f"{GROUPS.get(group, group)}{comma}{space}{rest}"
+    return f"{(GROUPS | VARIANTS)[group]}{comma}{space}{rest}"
 
 
 SWEEPS: dict[str, Any] = {
+    "beyond": ratios_to_first("mirage", "kvswap", "ample"),
     "turns": turns,
     "steps": steps,
     "links": links,

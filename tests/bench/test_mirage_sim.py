@@ -42,7 +42,7 @@ from benchmarks.mirage_run import Enough, Measured, Remapped, Watch, run
 from benchmarks.mirage_setting import ALPACA, C1, C2, MEMORY, SHAREGPT, Device, Setting, specs_of
 from benchmarks.mirage_sweeps import OWN, SWEEPS, sweep_cases, swept
 from benchmarks.mirage_tables import GROUPS as TITLES
-from benchmarks.mirage_tables import paper, tables
+from benchmarks.mirage_tables import by_case, paper, tables
 
 GH200 = Device(device_profile("GH200-96G"), MEMORY["GH200-96G"])
 
@@ -282,6 +282,7 @@ def everything() -> dict[str, object]:
     cases = [*curve_cases(CURVES, AT, MULTIPLES), *sweep_cases(SWEEPS, AT)]
     runs = invented(cases, gain)
     return {
+        "knees": {" ".join(what): rate for what, rate in KNEES.items()},
         "curves": curves(runs, CURVES, MULTIPLES),
         "sweeps": {name: swept(name, runs, AT) for name in SWEEPS},
     }
@@ -305,6 +306,17 @@ def test_every_table_has_its_place_in_the_page() -> None:
     again = renewed(page, made)
     assert renewed(again, made) == again
     assert all(table in again for table in made.values())
+
+
+def test_a_case_without_a_knee_is_shown_without_one() -> None:
+    curve = curves(
+        invented(list(curve_cases(["alone"], AT, MULTIPLES)), gain), ["alone"], MULTIPLES
+    )
+    alpaca, sharegpt = by_case(curve, {"alone Alpaca": None, "alone ShareGPT": 1.41}).splitlines()[
+        2:
+    ]
+    assert alpaca.startswith("| OPT-13b alone, Alpaca | none up to 512 |")
+    assert sharegpt.startswith("| OPT-13b alone, ShareGPT | 1.41 |")
 
 
 def test_a_table_without_a_place_is_an_error_and_other_text_stays() -> None:
