@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
 from ballast.core.errors import BallastError, UnsupportedModel, brief
 from ballast.weights.agreement import disagreement, layers_to_run
 from ballast.weights.config import text_config
+from ballast.weights.default_dtype import DefaultDtype
 from ballast.weights.probe import Call, Seen, probe
 from ballast.weights.weightless import is_light, is_plain_linear, make_weightless, replace_linears
 
@@ -94,9 +95,13 @@ def build(config: Any, dtype: torch.dtype = torch.float32) -> nn.Module:
     auto = AutoModelForCausalLM
     if type(own) not in auto._model_mapping and _is_wrapper(own):
         auto = AutoModelForImageTextToText
-    with torch.device("meta"):
-        # Named here, an attention that the configuration names is not fetched from anywhere.
-        module = auto.from_config(own, dtype=dtype, attn_implementation="eager").eval()
+    with DefaultDtype(dtype), torch.device("meta"):
+        # Named here, an attention that the configuration names is not fetched from anywhere; and a
+        # dtype would be made the default of all threads.
+        module = auto.from_config(own, dtype=None, attn_implementation="eager").eval()
+    for part in module.modules():
+        if isinstance(getattr(part, "config", None), PreTrainedConfig):
+            part.config.dtype = dtype
     if _is_wrapper(own):
         _keep_text(module)
     return module  # type: ignore[no-any-return]
