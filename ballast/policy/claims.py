@@ -9,6 +9,9 @@ from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.offers import Claim
 
+LONGEST_WAIT = 10.0
+"""Seconds: no TTFT service level counts as longer where claims are put in order."""
+
 
 def activation_claims(view: DeviceView, patience: float) -> tuple[list[Claim], float | None]:
     """Claims of models that are to come, or on their way, for the requests that wait for them; and
@@ -25,12 +28,23 @@ def activation_claims(view: DeviceView, patience: float) -> tuple[list[Claim], f
         first = m.waiting[0]
         kv = max(0, m.first_pages - view.borrowed)
         if m.residency is Residency.ACTIVATING:
-            claims.append(Claim(m.name, first.order, kv, may_preempt=False))
+            due = _due(m, first.order)
+            claims.append(Claim(m.name, first.order, kv, may_preempt=False, due=due))
             continue
         overdue, overdue_at = _overdue(view, m, first.order, patience)
         wake = earliest(wake, overdue_at)
         pages = m.missing_pages + kv
-        claims.append(Claim(m.name, first.order, pages, overdue, activate=True, first_pages=kv))
+        claims.append(
+            Claim(
+                m.name,
+                first.order,
+                pages,
+                overdue,
+                activate=True,
+                first_pages=kv,
+                due=_due(m, first.order),
+            )
+        )
     return claims, wake
 
 
@@ -55,7 +69,7 @@ def shortage_claims(view: DeviceView, patience: float) -> tuple[list[Claim], flo
             urgent, overdue_at = _overdue(view, m, r.order, patience)
             wake = earliest(wake, overdue_at)
         if r is not None:
-            claims.append(Claim(m.name, r.order, s.pages, urgent, s.blocks))
+            claims.append(Claim(m.name, r.order, s.pages, urgent, s.blocks, due=_due(m, r.order)))
     return claims, wake
 
 
@@ -81,7 +95,17 @@ def kv_claims(
             order = m.waiting[0].order
             overdue, overdue_at = _overdue(view, m, order, patience)
             wake = earliest(wake, overdue_at)
-            claims.append(Claim(m.name, order, s.pages, False, s.blocks, overdue=overdue))
+            claims.append(
+                Claim(
+                    m.name,
+                    order,
+                    s.pages,
+                    False,
+                    s.blocks,
+                    overdue=overdue,
+                    due=_due(m, order),
+                )
+            )
     return claims, wake
 
 
@@ -98,8 +122,14 @@ def queue_claims(view: DeviceView, most: int) -> list[Claim]:
             for r in m.waiting[1 : max(1, min(most, m.spec.max_running - len(m.running)))]:
                 blocks = ceil_div(r.tokens, m.spec.block_tokens)
                 pages = ceil_div(blocks, m.slab_blocks) * m.slab_pages
-                claims.append(Claim(m.name, r.order, pages, may_preempt=False, blocks=blocks))
+                due = _due(m, r.order)
+                claims.append(Claim(m.name, r.order, pages, False, blocks, due=due))
     return claims
+
+
+def _due(m: ModelView, order: Order) -> float:
+    """When a request's first token is due: a bound, so that no request is overtaken for ever."""
+    return order.arrival + min(m.spec.slo.ttft, LONGEST_WAIT)
 
 
 def _overdue(

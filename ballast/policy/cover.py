@@ -178,7 +178,7 @@ class Covered:
 
 def cover(view: DeviceView, claims: Sequence[Claim], sources: Sequence[Source]) -> Covered:
     """Make room for `claims`, each wholly or not at all: in order of precedence those that may undo
-    work, which free pages save, then those that only wait.
+    work, which free pages save, then those that only wait, whose first token is due first.
 
     What is freed for a claim is promised to it, so that nobody takes it before the rest has come.
     Pages that are on their way (reclaiming, recalled) count: nothing is freed twice for one need;
@@ -195,7 +195,7 @@ def cover_on(
     """`cover`, with what is left of a ground."""
     actions: list[Action] = []
     promises: list[Promise] = []
-    for claim in sorted(claims, key=lambda c: (not c.may_preempt, c.order, c.model)):
+    for claim in sorted(claims, key=lambda c: c.precedence):
         covered = _cover_one(view, claim, sources, ground, frozenset())
         if covered is None:
             if claim.overdue and not claim.may_preempt:

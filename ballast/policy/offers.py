@@ -44,6 +44,17 @@ class Claim:
     """Where it is: pages of these for the KV cache of its first request."""
     overdue: bool = False
     """Its request has waited longer than it should."""
+    due: float = 0.0
+    """When its request's first token is due, in seconds on the device's clock; matters only to
+    claims that undo no work."""
+
+    @property
+    def precedence(self) -> tuple[bool, int, float, Order, str]:
+        """Claims that may undo work come first, which free pages save; then those of requests whose
+        first token is due earliest, as their prompts will be computed."""
+        undoing = self.may_preempt
+        due = 0.0 if undoing else self.due
+        return not undoing, self.order.rank, due, self.order, self.model
 
 
 Source = Callable[[DeviceView, Claim], Iterable[Offer]]

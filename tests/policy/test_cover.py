@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeVar
 
 import pytest
@@ -16,9 +17,11 @@ from ballast.core.actions import (
     Promise,
     Recall,
 )
-from ballast.core.view import DeviceView, Residency, Shortage
+from ballast.core.settings import Slo
+from ballast.core.view import DeviceView, ModelView, Residency, Shortage
 from ballast.policy.balloon import Balloon
 from ballast.policy.base import DevicePolicy
+from ballast.policy.claims import LONGEST_WAIT
 from ballast.policy.kvswap import KvSwap
 from ballast.policy.mirage import Mirage
 from ballast.policy.presets import PRESETS, resolve
@@ -71,6 +74,20 @@ def test_who_undoes_nobody_keeps_free_pages_only_when_it_is_overdue(policy: Devi
         b = model("b", waiting=(request(2, arrival=10.1),))
         view = device(a, b, free=6, now=now, shortages=lacks)
         assert [p.model for p in settled(policy, view).promises] == promised
+
+
+def test_of_models_that_only_wait_that_comes_first_whose_first_token_is_due_first() -> None:
+    """As its prompt will be; but no service level counts as longer than LONGEST_WAIT."""
+
+    def absent(name: str, i: int, arrival: float, ttft: float) -> ModelView:
+        m = model(name, ABSENT, pages=10, waiting=(request(i, arrival=arrival),))
+        return replace(m, spec=replace(m.spec, slo=Slo(ttft=ttft, tpot=0.1)))
+
+    for first, patient, urgent in (("urgent", 9.0, 0.5), ("patient", 1e9, LONGEST_WAIT - 0.5)):
+        a = absent("patient", 1, 9.8, patient)
+        b = absent("urgent", 2, 9.9 if first == "urgent" else 10.4, urgent)
+        decision = Balloon(patience=1.0)(device(a, b, free=12, now=10.2), None)
+        assert [(type(x), x.model) for x in decision.actions] == [(Activate, first)]
 
 
 # -- no more than is needed -----------------------------------------------------------------------
