@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ballast.policy.presets import option_names, resolve, shared_options
+from ballast.policy.presets import resolve, shared_options
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Comparison:
         """Options that two rows both have with different values, and that neither ablates."""
         if self.rows[of].ablates == over:
             return []
-        a, b = (resolve(self.rows[r].preset, self.options(r)).device for r in (of, over))
-        both = [o for o in option_names(self.rows[of].preset) if hasattr(b, o)]
+        a, b = (resolve(self.rows[r].preset, self.options(r)).values for r in (of, over))
+        both = [o for o in a if o in b]
         if self.rows[of].preset == self.rows[over].preset:
             both = [o for o in both if o in self.terms]
-        return [o for o in both if getattr(a, o) != getattr(b, o)]
+        return [o for o in both if a[o] != b[o]]
 
     def on(self, **terms: float) -> Comparison:
         """The same on further terms."""

@@ -28,6 +28,7 @@ from ballast.engine.device import LiveDevice
 from ballast.engine.inbox import MonotonicClock
 from ballast.engine.report import report
 from ballast.engine.state import DeviceState
+from ballast.policy.presets import Preset
 from ballast.sim.device import Profile
 from ballast.sim.simulate import simulate
 from ballast.workload.workload import Workload
@@ -89,8 +90,10 @@ def run_virtual(
     *,
     memory_every: float = 0.5,
     sink: Sink | None = None,
+    preset: Preset | None = None,
 ) -> Ran:
-    """The same workload in virtual time; `sink` gets the story as well."""
+    """The same workload in virtual time; `sink` gets the story as well. `preset`: policies that
+    have no name; None: the fleet's."""
     recorder = Recorder()
     prompts = prompts_of(vocabularies_of(specs))
     arrivals = []
@@ -108,7 +111,16 @@ def run_virtual(
         if not samples or now >= samples[-1].at + memory_every:
             samples.append(MemorySample(now, bytes_by_owner(report(state, fleet.device.name))))
 
-    ended = simulate(fleet, specs, arrivals, profile, said, both(entries.extend, sink), observe)
+    ended = simulate(
+        fleet,
+        specs,
+        arrivals,
+        profile,
+        said,
+        both(entries.extend, sink),
+        observe,
+        preset=preset,
+    )
     done = Replayed(recorder.records(), ended.seconds, tuple(samples))
     return _ran(fleet.preset, workload, slos, done, entries, ended.state)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from ballast.core.job import Job, Load, chunk_pairs
 from ballast.core.model import JobMemory, ModelSpec
@@ -106,6 +106,10 @@ class StepCosts:
         batch = max(1, bisect_right(range(1, most + 1), 0.8 * tpot, key=step))
         prefill = self.prefill_seconds(round(traffic.prompt_tokens))
         return traffic.rate * (prefill + traffic.output_tokens * step(batch) / batch)
+
+    def after(self, seconds: float) -> StepCosts:
+        """Every job takes so much longer."""
+        return replace(self, base=self.base + seconds, floor=self.floor + seconds)
 
     def scaled(self, factor: float) -> StepCosts:
         """Everything takes `factor` times as long."""

@@ -58,6 +58,8 @@ class Snapshot:
     """The engine's own seconds per job, in virtual time; None: it was live."""
     rotates: bool = False
     """Whether layers can rotate there."""
+    order: str = "round-robin"
+    """The order of compute; stories of before there were several say nothing of it."""
 
 
 def describe(event: Event) -> Entry:

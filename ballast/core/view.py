@@ -198,14 +198,3 @@ class DeviceView:
 
     def model(self, name: str) -> ModelView:
         return next(m for m in self.models if m.name == name)
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A model that could run a job on an idle lane now."""
-
-    model: str
-    last_run: float
-    first_waiting: Order | None
-    """Order of the first request with prefill left, if any."""
-    decoding: int

@@ -27,7 +27,9 @@ def done(state: DeviceState, event: JobDone) -> list[Output]:
     now = m.last_run = state.now
     m.lane_seconds += event.seconds * state.lanes.share(event.job)
     if not m.kv.fixed:
-        m.took(event.seconds - event.stall, event.job.load)
+        load = event.job.load
+        m.took(event.seconds - event.stall, load)
+        m.cost(now - m.job_began - event.stall, load)
     m.weights.passed()
     for work in event.job.work:
         request = state.requests[work.request_id]
@@ -113,6 +115,7 @@ def _finished(state: DeviceState, m: ModelState, request: Request, reason: str) 
     m.prompt_tokens += request.prompt_tokens
     m.cached_tokens += request.cached_tokens
     m.output_tokens += request.generated - len(request.submission.resumed or ())
+    m.ended(request)
     state.remember(m, request)
     told = Finished(
         request.id,

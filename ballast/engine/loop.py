@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from ballast.core.actions import RECALL_SECONDS, Recall, Refuse
 from ballast.core.clock import Clock
+from ballast.core.compute import ComputeDecision
 from ballast.core.event import Event, Operate, Output, Timer
 from ballast.core.job import Job, SequenceWork
 from ballast.core.request import Request, State
 from ballast.core.story import Story
 from ballast.engine.apply import apply
+from ballast.engine.compute_view import compute_view, could_run, runnable
 from ballast.engine.events import handle
 from ballast.engine.model import ModelState
 from ballast.engine.operate import Answered, Operations
@@ -19,7 +21,6 @@ from ballast.engine.plan import plan
 from ballast.engine.snapshot import snapshot
 from ballast.engine.state import DeviceState
 from ballast.engine.vacate import vacate
-from ballast.engine.views import candidates as candidates_of
 from ballast.engine.views import device_view
 from ballast.policy.presets import Preset
 from ballast.policy.stuck import sacrifice
@@ -70,6 +71,10 @@ class Loop:
         self.operations = Operations(state, story, answered)
         self.turn_since: float | None = None
         """When the present turn began, on the clock; None while it waits for events."""
+        self.choice: ComputeDecision | None = None
+        """Of the compute policy, as long as it holds."""
+        self._turn: object = None
+        """What the compute policy remembers."""
         self._memo: object = None
         self._wake_at: float | None = None
         self._jobs = 0
@@ -132,7 +137,9 @@ class Loop:
             m.weights.passed()
         lasts = [(m.last_run, m.decode_seconds) for m in stepped]
         self.story.leap(now, job, steps, lasts, (r for m in stepped for r in m.running))
-        self._begin(following, plan(following, state.settings, now, state.freed))
+        prompts = None if self.choice is None else self.choice.prompt_tokens
+        work = plan(following, state.settings, now, state.freed, prompts)
+        self._begin(following, work)
         self._tell([])
 
     def turn(self) -> None:
@@ -178,9 +185,11 @@ class Loop:
         """Decide, start the next job, and only then say what the last one brought."""
         if self.state.asking:
             self._decide(outputs)
+            self.choice = None
         self._dispatch(outputs)
         while self._stuck:
             # The last job may have ended what stood in the way of a remedy.
+            self.choice = None
             if not self._decide(outputs):
                 if self._recall():
                     break
@@ -219,31 +228,53 @@ class Loop:
         self._rounds = ROUNDS
         tried: set[str] = set()
         while state.stopped is None and state.lanes.ready:
-            candidates = [c for c in candidates_of(state) if c.model not in tried]
-            if not candidates:
+            chosen, others = self._choose(tried)
+            if chosen is None:
                 return
-            m = state.models[self.preset.order(candidates)]
-            tried.add(m.spec.name)
+            m = state.models[chosen.model]
+            tried.add(chosen.model)
             rounds = self._rounds
-            work = self._form(m, outputs)
+            work = self._form(m, chosen.prompt_tokens, outputs)
             if self._rounds < rounds:
                 tried.clear()  # what they lacked may be there now
             if work:
-                self._begin(m, work, len(candidates) - 1)
+                self._begin(m, work, others)
+            else:
+                self.choice = None
 
-    def _form(self, m: ModelState, outputs: list[Output]) -> list[SequenceWork]:
+    def _choose(self, tried: Collection[str]) -> tuple[ComputeDecision | None, int]:
+        """Which model runs next, if one of those not tried can, and how many others could run."""
+        state, held = self.state, self.choice
+        models = [m for m in runnable(state) if m.spec.name not in tried]
+        if not models:
+            return None, 0
+        if held is not None and state.now < held.until:
+            alone = len(state.lanes.jobs) == 1 or len(models) == 1
+            if alone and any(m.spec.name == held.model and m.running for m in models):
+                return held, len(models) - 1
+        view = compute_view(state, models)
+        self.choice = chosen = self.preset.compute(view, self._turn)
+        self._turn = chosen.memo
+        return chosen, len(models) - 1
+
+    def _form(
+        self, m: ModelState, prompt_tokens: int | None, outputs: list[Output]
+    ) -> list[SequenceWork]:
         """The work of `m`'s next job, once the policy has done what it can about new shortages; it
         is formed anew after each decision, which may have undone some of it."""
         state = self.state
         while True:
             known = m.shortages
-            work = state.begin_swap(m) or plan(m, state.settings, state.now, state.freed)
+            work = state.begin_swap(m) or plan(
+                m, state.settings, state.now, state.freed, prompt_tokens
+            )
             if self._rounds == 0 or all(s in known for s in m.shortages):
                 return work
+            self.choice = None  # pages are short, or were
             if not self._decide(outputs):
                 return work
             self._rounds -= 1
-            if m.spec.name not in (c.model for c in candidates_of(state)):
+            if not could_run(state, m):
                 return []
 
     def _begin(self, m: ModelState, work: list[SequenceWork], others: int = 0) -> None:
@@ -253,7 +284,7 @@ class Loop:
         job = Job(self._jobs, lane, m.spec.name, tuple(work), parts)
         for part in job.work:
             self.state.requests[part.request_id].in_flight = True
-        m.job = job
+        m.job, m.job_began = job, self.state.now
         self.state.lanes.begin(job)
         self.state.touch(m)
         self.story.job(self.state.now, job)

@@ -17,6 +17,9 @@ from ballast.kv.blocks import KvCache
 from ballast.kv.swapper import KvSwapper
 from ballast.weights.residency import WeightsOnDevice
 
+OUTPUTS_WEIGHT = 0.05
+"""Of the request that ended last in `ModelState.mean_outputs`."""
+
 
 @dataclass(slots=True, eq=False)
 class ModelState:
@@ -68,6 +71,10 @@ class ModelState:
     decode_seconds: float | None = None
     """Of its last job that only decoded, without waiting for layers; below, of the last other."""
     prefill_seconds: float | None = None
+    job_began: float = 0.0
+    """When its job in flight, or its last, was started, on the device's clock."""
+    mean_outputs: float | None = None
+    """Output tokens of a request, on average over those that ended lately; None: none has."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -91,6 +98,10 @@ class ModelState:
             self.prefill_seconds = seconds
         else:
             self.decode_seconds = seconds
+
+    def cost(self, seconds: float, load: Load) -> None:
+        """A job of it had a lane for so long, without waiting for layers, the engine's own time
+        included."""
         if self.estimator is not None:
             self.estimator.observe(load, seconds)
             self.costs = self.estimator.costs
@@ -103,13 +114,26 @@ class ModelState:
     def late(self, now: float) -> int:
         """Waiting requests that have used up half of the time in which their first token is due,
         and running ones whose tokens come more slowly than they should."""
-        slo, waiting, running = self._slo, tuple(self.waiting), tuple(self.running)
+        slo, waiting, running = self.slo, tuple(self.waiting), tuple(self.running)
         late = sum(r.submission.arrival < now - slo(r).ttft / 2 for r in waiting)
         return late + sum(r.seconds_per_token > slo(r).tpot for r in running)
 
-    def _slo(self, r: Request) -> Slo:
-        """Its adapter's, if it asks for one."""
+    def slo(self, r: Request) -> Slo:
+        """Service level of a request: its adapter's, if it asks for one."""
         return self.spec.slo if r.adapter is None else self.spec.adapters[r.adapter].slo
+
+    def expected_outputs(self, r: Request) -> int:
+        """Tokens that a request is expected to generate from now on, at least 1."""
+        allowed = r.submission.max_tokens - r.generated
+        if self.mean_outputs is not None:
+            allowed = min(allowed, round(self.mean_outputs))
+        return max(1, allowed)
+
+    def ended(self, r: Request) -> None:
+        """A request has ended with all of its output."""
+        n = float(r.generated)
+        before = n if self.mean_outputs is None else self.mean_outputs
+        self.mean_outputs = before + (n - before) * OUTPUTS_WEIGHT
 
     def phases(self) -> tuple[list[Request], list[Request]]:
         """Of `running`, those that decode, and those with prefill left."""

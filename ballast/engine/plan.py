@@ -16,9 +16,10 @@ from ballast.engine.model import ModelState
 class _Plan:
     """The work of one job while it is put together, bounded in tokens and in sampled positions."""
 
-    def __init__(self, m: ModelState, settings: DeviceSettings) -> None:
+    def __init__(self, m: ModelState, settings: DeviceSettings, prompt_tokens: int | None) -> None:
         self.model = m
         self.tokens = settings.step_tokens
+        self.prompt_tokens = self.tokens if prompt_tokens is None else prompt_tokens
         self.logits = settings.step_logits
         self.work: list[SequenceWork] = []
 
@@ -26,10 +27,18 @@ class _Plan:
     def full(self) -> bool:
         return self.tokens <= 0 or self.logits <= 0
 
+    @property
+    def closed(self) -> bool:
+        """Whether no more of any prompt fits."""
+        return self.full or self.prompt_tokens <= 0
+
     def add(self, r: Request) -> None:
         """As much of `r` as fits; nothing where it lacks pages."""
         m = self.model
-        end = min(len(r.tokens), r.computed + self.tokens)
+        left = len(r.tokens) - r.computed
+        if not r.decoding:
+            left = min(left, self.prompt_tokens)
+        end = r.computed + min(left, self.tokens)
         if not r.scored:
             # The logits of position p - 1 score position p.
             end = min(end, r.unscored - 1 + self.logits)
@@ -56,6 +65,8 @@ class _Plan:
         )
         self.work.append(work)
         self.tokens -= end - r.computed
+        if not r.decoding:
+            self.prompt_tokens -= end - r.computed
         self.logits -= last if work.scoring is None else len(work.wanted)
 
     def lacks(self, r: Request, short: Short) -> None:
@@ -75,32 +86,44 @@ def _scoring(r: Request, end: int) -> Scoring | None:
     return Scoring(r.unscored, targets, r.submission.prompt_logprobs or 0)
 
 
-def plan(m: ModelState, settings: DeviceSettings, now: float, freed: int) -> list[SequenceWork]:
+def plan(
+    m: ModelState,
+    settings: DeviceSettings,
+    now: float,
+    freed: int,
+    prompt_tokens: int | None = None,
+) -> list[SequenceWork]:
     """The work of `m`'s next job: empty if it has none. Renews `m.shortages`.
 
+    `prompt_tokens`: the most of prompts; None: what a job may have beside the decodes.
     Waiting requests are admitted first come first served, and only if their whole prompt (after a
     preemption: and the output so far) finds pages: one that could not end its prefill would only
     be preempted again. A frozen model has no work, and its known shortages stay.
     """
     if m.frozen:
         return []
-    p = _Plan(m, settings)
+    p = _Plan(m, settings, prompt_tokens)
     known, m.shortages = m.shortages, []
     decoding, prefilling = m.phases()
-    running = decoding + prefilling
-    for r in running:
-        if r.isolated:
-            p.add(r)
-            if p.work:
-                return p.work
-    for r in running:
+    for r in decoding + prefilling:
+        if r.isolated:  # whatever order there is: it has a job to itself
+            alone = _Plan(m, settings, None)
+            alone.add(r)
+            if alone.work:
+                return alone.work
+    for r in decoding:
         if p.full:
             break
         if not r.isolated:
             p.add(r)
-    while m.waiting and not m.held and not p.full and len(m.running) < m.spec.max_running:
+    for r in prefilling:
+        if p.closed:
+            break
+        if not r.isolated:
+            p.add(r)
+    while m.waiting and not m.held and len(m.running) < m.spec.max_running:
         r = m.waiting.first
-        if m.blocked == (r.id, freed):
+        if m.blocked == (r.id, freed) or p.closed:
             m.shortages += [s for s in known if s.request_id == r.id]
             break
         short = _admit(m, r, now)

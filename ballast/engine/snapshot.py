@@ -28,4 +28,5 @@ def snapshot(state: DeviceState, preset: Preset, story: Story) -> Snapshot:
         began=story.began,
         overhead=story.overhead,
         rotates=state.make_rotor is not None,
+        order=preset.order,
     )

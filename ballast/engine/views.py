@@ -7,7 +7,6 @@ from dataclasses import replace
 from ballast.core.request import Request
 from ballast.core.units import ceil_div
 from ballast.core.view import (
-    Candidate,
     DeviceView,
     ModelView,
     RequestView,
@@ -18,34 +17,6 @@ from ballast.core.view import (
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 from ballast.weights.shared import SharedSegment
-
-
-def candidates(state: DeviceState) -> list[Candidate]:
-    """Models that could run a job now."""
-    found = []
-    for m in state.models.values():
-        if m.residency is not Residency.RESIDENT or m.job is not None or m.settling:
-            continue
-        if m.frozen and m.swap_to is None:
-            continue
-        admissible = bool(m.waiting) and not m.held and _worth_trying(state, m)
-        if not m.running and not admissible and m.swap_to is None:
-            continue
-        decoding, prefilling = m.phases()
-        first = m.waiting.first if admissible else next(iter(prefilling), None)
-        found.append(
-            Candidate(
-                m.spec.name,
-                m.last_run,
-                None if first is None else first.order,
-                len(decoding),
-            )
-        )
-    return found
-
-
-def _worth_trying(state: DeviceState, m: ModelState) -> bool:
-    return m.blocked != (m.waiting.first.id, state.freed)
 
 
 def device_view(state: DeviceState) -> DeviceView:

@@ -222,7 +222,7 @@ def _shown(parts: tuple[str | int, ...]) -> bool:
 
 def _check_names(keys: FleetKeys, presets: Collection[str]) -> None:
     """What needs more than one key to judge."""
-    if keys.preset not in presets:
+    if keys.preset.partition("+")[0] not in presets:
         raise ConfigError("preset", keys.preset, unknown(keys.preset, presets))
     seen: dict[str, int] = {}
     for i, model in enumerate(keys.models):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from ballast.core.actions import Decision
+from ballast.core.compute import ComputeDecision, ComputeView
 from ballast.core.fleet import FleetDecision, FleetView
-from ballast.core.view import Candidate, DeviceView
+from ballast.core.view import DeviceView
 
 
 class DevicePolicy(Protocol):
@@ -20,10 +20,10 @@ class DevicePolicy(Protocol):
     def __call__(self, view: DeviceView, memo: object) -> Decision: ...
 
 
-class OrderPolicy(Protocol):
-    """Which model runs next on an idle lane. `candidates` is never empty."""
+class ComputePolicy(Protocol):
+    """Which model's job runs next on an idle lane. Equal views and memos give equal decisions."""
 
-    def __call__(self, candidates: Sequence[Candidate]) -> str: ...
+    def __call__(self, view: ComputeView, memo: object) -> ComputeDecision: ...
 
 
 class FleetPolicy(Protocol):

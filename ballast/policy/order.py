@@ -1,13 +1,17 @@
-"""Which model's job runs next on an idle lane."""
+"""Models take turns job by job, whoever is in a hurry."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ballast.core.view import Candidate
+from ballast.core.compute import ComputeDecision, ComputeView
 
 
-def least_recently_run(candidates: Sequence[Candidate]) -> str:
-    """Round-robin by jobs; of models that have never run, the oldest request first, then name."""
-    last = (float("inf"),)
-    return min(candidates, key=lambda c: (c.last_run, c.first_waiting or last, c.model)).model
+@dataclass(frozen=True, slots=True)
+class RoundRobin:
+    """The least recently run model; of those that have never run, the oldest request's first."""
+
+    def __call__(self, view: ComputeView, memo: object) -> ComputeDecision:
+        last = (float("inf"),)
+        chosen = min(view.runnable, key=lambda r: (r.last_run, r.first_prompt or last, r.model))
+        return ComputeDecision(chosen.model)

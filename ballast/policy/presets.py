@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ballast.core.errors import ConfigError
 from ballast.policy.balloon import Balloon
-from ballast.policy.base import DevicePolicy, OrderPolicy
+from ballast.policy.base import ComputePolicy, DevicePolicy
+from ballast.policy.deadline import Deadline
 from ballast.policy.kvswap import KvSwap
 from ballast.policy.mirage import Mirage
-from ballast.policy.order import least_recently_run
+from ballast.policy.order import RoundRobin
 from ballast.policy.recompute import Recompute
 from ballast.policy.static import FixedShares
 from ballast.policy.swap import WholeModels
+
+ORDERS: Mapping[str, Callable[..., ComputePolicy]] = {
+    "round-robin": RoundRobin,
+    "deadline": Deadline,
+}
+"""Compute policies: dataclasses, whose fields are options."""
+_JOIN = "+"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +31,19 @@ class Preset:
     """A combination of policies, resolved with its options."""
 
     name: str
+    """As it was asked for: with the order's name where that is not the preset's own."""
     device: DevicePolicy
-    order: OrderPolicy
+    compute: ComputePolicy
+    order: str
+    """Name of the compute policy."""
     options: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Those given."""
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Of all its options."""
+        policies = (self.device, self.compute)
+        return {name: getattr(p, name) for p in policies for name in _fields(type(p))}
 
     @property
     def swapping(self) -> KvSwap | None:
@@ -40,13 +57,13 @@ class _Kind:
 
     device: Callable[..., DevicePolicy]
     """A dataclass; its fields are the preset's options."""
-    order: OrderPolicy = least_recently_run
+    order: str = "round-robin"
 
 
 _KINDS = {
     "static": _Kind(FixedShares),
     "swap": _Kind(WholeModels),
-    "balloon": _Kind(Balloon),
+    "balloon": _Kind(Balloon, "deadline"),
     "recompute": _Kind(Recompute),
     "mirage": _Kind(Mirage),
     "kvswap": _Kind(KvSwap),
@@ -55,12 +72,13 @@ PRESETS = tuple(_KINDS)
 
 
 def option_names(name: str) -> tuple[str, ...]:
-    """Options of the preset `name`.
+    """Options of the memory policy of preset `name`, and of its order of compute.
 
     An option means the same, and has the same default, in every preset that has it. Raises
     ConfigError for an unknown preset.
     """
-    return tuple(f.name for f in dataclasses.fields(_kind(name).device))  # type: ignore[arg-type]
+    memory, compute, _ = _parts(name)
+    return (*_fields(memory.device), *_fields(ORDERS[compute]))
 
 
 def shared_options(name: str, options: Mapping[str, float]) -> dict[str, float]:
@@ -69,24 +87,51 @@ def shared_options(name: str, options: Mapping[str, float]) -> dict[str, float]:
     return {key: value for key, value in options.items() if key in known}
 
 
-def resolve(name: str, options: Mapping[str, float] | None = None) -> Preset:
-    """The preset `name`, tuned by `options` (fields of its device policy).
+def resolve(
+    name: str, options: Mapping[str, float] | None = None, order: str | None = None
+) -> Preset:
+    """The preset `name`, tuned by `options`: fields of its policies.
 
-    Raises ConfigError for an unknown preset or option.
+    `name` may end in another order of compute than the preset's own (`swap+deadline`); `order`, if
+    given, is that order. Raises ConfigError for an unknown preset, order or option.
     """
-    kind = _kind(name)
-    known = option_names(name)
-    for key, value in (options or {}).items():
-        if key not in known:
-            allowed = ", ".join(known) or "none"
-            raise ConfigError(f"options.{key}", value, f"preset {name!r} has options: {allowed}")
-    return Preset(name, kind.device(**(options or {})), kind.order, dict(options or {}))
+    kind, asked, named = _parts(name)
+    if not named and order is not None:
+        if order not in ORDERS:
+            raise ConfigError("order", order, f"use one of {', '.join(ORDERS)}")
+        asked = order
+    given = dict(options or {})
+    known = (*_fields(kind.device), *_fields(ORDERS[asked]))
+    for key in given.keys() - set(known):
+        allowed = ", ".join(known) or "none"
+        raise ConfigError(f"options.{key}", given[key], f"preset {name!r} has options: {allowed}")
+    device = kind.device(**_own(kind.device, given))
+    return Preset(name, device, ORDERS[asked](**_own(ORDERS[asked], given)), asked, given)
 
 
-def _kind(name: str) -> _Kind:
-    """The preset `name`. Raises ConfigError for an unknown one, with the nearest."""
-    if name not in _KINDS:
-        near = difflib.get_close_matches(name, PRESETS, 1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ConfigError("preset", name, f"use one of {', '.join(PRESETS)}{hint}")
-    return _KINDS[name]
+def _parts(name: str) -> tuple[_Kind, str, bool]:
+    """A preset's memory policy, its order of compute, and whether the name states the order."""
+    memory, join, asked = name.partition(_JOIN)
+    kind = _KINDS.get(memory)
+    if kind is None:
+        raise ConfigError(
+            "preset", name, f"use one of {', '.join(PRESETS)}{_near(memory, PRESETS)}"
+        )
+    if join and asked not in ORDERS:
+        allowed = f"{memory} may be followed by {_JOIN} and one of {', '.join(ORDERS)}"
+        raise ConfigError("preset", name, f"{allowed}{_near(asked, tuple(ORDERS))}")
+    return kind, asked or kind.order, bool(asked)
+
+
+def _fields(policy: Callable[..., object]) -> list[str]:
+    return [f.name for f in dataclasses.fields(policy)]  # type: ignore[arg-type]
+
+
+def _own(policy: Callable[..., object], options: Mapping[str, float]) -> dict[str, float]:
+    """Those of the options that are fields of this policy."""
+    return {key: options[key] for key in _fields(policy) if key in options}
+
+
+def _near(name: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, names, 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

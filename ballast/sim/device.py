@@ -59,6 +59,11 @@ class Profile:
     page_seconds: float = 0.0
     """What the loop takes to map and unmap a page of weights, beyond their copy."""
 
+    @property
+    def lane_costs(self) -> dict[str, StepCosts]:
+        """What jobs take of a lane, the engine's own time included, by model name."""
+        return {name: c.after(self.overhead) for name, c in self.costs.items()}
+
     def moving(self, page_bytes: int) -> LinkRates:
         """What of weights moves over the link if pages have this size: mapped, then copied."""
         mapping = self.page_seconds / page_bytes
@@ -106,12 +111,13 @@ class SimDevice:
             link,
             self.clock,
             copy_nothing,
-            profile.costs,
+            profile.lane_costs,
             self._rotors.make if settings.rotates else None,
             make_swapper=None if swappers is None else swappers.make,
         )
         self._specs = {s.name: s for s in specs}
         self._costs = dict(profile.costs)
+        self._overhead = profile.overhead
         self._runner = SimRunner(
             self._heap,
             self.clock,
@@ -158,7 +164,8 @@ class SimDevice:
 
     def join(self, now: float, spec: ModelSpec, costs: StepCosts) -> str | None:
         """Serve one more model from `now` on; why not, if not."""
-        m, shared = build_newcomer(self.state, hosted_nowhere(spec), copy_nothing, costs)
+        known = costs.after(self._overhead)
+        m, shared = build_newcomer(self.state, hosted_nowhere(spec), copy_nothing, known)
         self._loop.operations.ready[spec.name] = m, shared
         self._specs[spec.name], self._costs[spec.name] = spec, costs
         refused = self._operate(now, Join(spec.name))

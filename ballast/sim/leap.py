@@ -13,14 +13,14 @@ from collections.abc import Callable
 
 from ballast.core.clock import VirtualClock
 from ballast.core.event import Output, TokenOut
-from ballast.core.job import Load
+from ballast.core.job import Job, Load
 from ballast.core.view import Residency
+from ballast.engine.compute_view import runnable
 from ballast.engine.loop import Loop
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
-from ballast.engine.views import candidates
 from ballast.memory.pool import Pool
-from ballast.policy.order import least_recently_run
+from ballast.policy.order import RoundRobin
 from ballast.sim.heap import EventHeap
 from ballast.sim.runner import SimRunner
 
@@ -48,7 +48,10 @@ def leap(
         return 0  # something else happens before it ends
     at, done = first
     turns[0].seconds, turns[0].stall = done.seconds, done.stall
-    until = min(t for t in (heap.next, loop.until, horizon) if t is not None)
+    held = None if loop.choice is None or len(turns) > 1 else loop.choice.until
+    round_robin = isinstance(loop.preset.compute, RoundRobin)
+    bounds = (heap.next, loop.until, horizon, None if round_robin else held)
+    until = min(t for t in bounds if t is not None)
     taken = 0
     while at < until and turns[0].goes_on(runner) and _pages_for(turns):
         clock.advance_to(at)
@@ -78,14 +81,14 @@ def _turns(loop: Loop) -> deque[_Batch] | None:
         return None  # the next one may have more of the device
     if state.asking or loop.operations.pending or state.lending.borrower.wanted():
         return None
-    names = [c.model for c in sorted(candidates(state), key=lambda c: c.last_run)]
-    if names and (len(state.lanes.jobs) > 1 or loop.preset.order is not least_recently_run):
+    following = _following(loop, job)
+    if following is None:
         return None
+    prompts = loop.choice is None or loop.choice.prompt_tokens != 0
     turns: deque[_Batch] = deque()
-    for name in (job.model, *names):
-        m = state.models[name]
+    for m in (state.models[job.model], *following):
         stays = m.residency is Residency.RESIDENT and m.turning is None and m.swap_to is None
-        if m.frozen or m.leaving or not stays or not _only_decodes(m, state):
+        if m.frozen or m.leaving or not stays or not _only_decodes(m, state, prompts):
             return None
         turns.append(_Batch(m, state.pool))
     # Whoever has all of the prompt from the cache is still to be told when it was admitted.
@@ -99,15 +102,29 @@ def _turns(loop: Loop) -> deque[_Batch] | None:
     return turns if told and stay and later and now and fit else None
 
 
-def _only_decodes(m: ModelState, state: DeviceState) -> bool:
-    """Whether a step of its running requests, which have pages, neither admits nor asks for more.
+def _following(loop: Loop, job: Job) -> list[ModelState] | None:
+    """The models whose steps follow that of the job in flight, in turn, before it is that model's
+    again: none where one model runs on. None where that is not certain."""
+    state = loop.state
+    if isinstance(loop.preset.compute, RoundRobin):
+        others = sorted(runnable(state), key=lambda m: m.last_run)
+        return others if len(state.lanes.jobs) == 1 or not others else None
+    held = loop.choice
+    alone = len(state.lanes.jobs) == 1 or not runnable(state)
+    return [] if alone and held is not None and held.model == job.model else None
 
-    Whoever found no room waits on while no more becomes free, and its shortage is known.
+
+def _only_decodes(m: ModelState, state: DeviceState, prompts: bool) -> bool:
+    """Whether a step of its running requests, which have pages, neither admits nor asks for more;
+    `prompts`: whether it may admit.
+
+    A request that found no room waits on while no more becomes free, and its shortage is known.
     """
     if m.held or not m.waiting or len(m.running) >= m.spec.max_running:
         return not m.shortages
     first = m.waiting.first.id
-    return m.blocked == (first, state.freed) and all(s.request_id == first for s in m.shortages)
+    known = all(s.request_id == first for s in m.shortages)
+    return known and (not prompts or m.blocked == (first, state.freed))
 
 
 class _Batch:

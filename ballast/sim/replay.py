@@ -112,7 +112,7 @@ class _Replay:
         vm = NullVm(told.device.page_bytes, told.device.budget_bytes // told.device.page_bytes)
         hosted = [hosted_nowhere(m.spec) for m in told.models]
         costs = {m.spec.name: m.costs for m in told.models if not m.learned}
-        preset = resolve(told.preset, told.options)
+        preset = resolve(told.preset, told.options, told.order)
         state = build_state(
             told.device,
             hosted,

@@ -11,7 +11,7 @@ from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.core.story import Story
 from ballast.engine.state import DeviceState
-from ballast.policy.presets import resolve
+from ballast.policy.presets import Preset, resolve
 from ballast.sim.controller import Controller
 from ballast.sim.device import Observe, Profile, SimDevice
 from ballast.sim.leap import Said
@@ -39,14 +39,16 @@ def simulate(
     sink: Sink | None = None,
     observe: Observe | None = None,
     leaps: bool = True,
+    preset: Preset | None = None,
 ) -> Simulated:
     """Run `arrivals` (each at its `arrival` second) on one device, to the last answer.
 
     `said(now, output)` gets what clients would be told; `observe(now, state)` sees the state
     after each turn, and the leap that follows it. Equal arguments give equal runs; with or without
-    `leaps` (`sim/leap.py`) the answers, their times and the books are the same.
+    `leaps` (`sim/leap.py`) the answers, their times and the books are the same. `preset`: policies
+    that have no name; None: the fleet's.
     """
-    preset = resolve(fleet.preset, fleet.options)
+    preset = preset or resolve(fleet.preset, fleet.options)
     device = SimDevice(
         fleet.of_one_device("this simulation"), specs, preset, profile, said, sink, observe, leaps
     )

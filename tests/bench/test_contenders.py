@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ballast.policy.presets import option_names, resolve
+from ballast.policy.presets import resolve
 from benchmarks import fleet, mirage_live, seam, sim_fidelity
 from benchmarks.contenders import SHARINGS, Comparison, Contender, defaults
 from benchmarks.mirage_curves import COMPARED, KVSWAPS, POOL_ROWS, SHARE_ROWS
@@ -24,9 +24,7 @@ TABLES = {
 
 def options_of(table: Comparison, row: str) -> dict[str, float]:
     """All options that a row runs with, defaults included."""
-    preset = table.rows[row].preset
-    policy = resolve(preset, table.options(row)).device
-    return {name: getattr(policy, name) for name in option_names(preset)}
+    return resolve(table.rows[row].preset, table.options(row)).values
 
 
 def compared(table: Comparison) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from math import inf
 
 import pytest
@@ -10,7 +11,9 @@ from ballast.core.actions import Activate, DropCache, Evict, Hold, Limit, Preemp
 from ballast.core.errors import ConfigError
 from ballast.core.view import Residency, SharedView, Shortage
 from ballast.policy.balloon import Balloon
-from ballast.policy.presets import PRESETS, option_names, resolve, shared_options
+from ballast.policy.deadline import Deadline
+from ballast.policy.order import RoundRobin
+from ballast.policy.presets import ORDERS, PRESETS, option_names, resolve, shared_options
 from ballast.policy.static import Division, FixedShares, shares
 from ballast.policy.swap import Turn, WholeModels
 from tests.policy.worlds import device, model, request
@@ -385,22 +388,85 @@ def test_unknown_presets_and_options_say_what_is_allowed() -> None:
         resolve("balloon", {"patient": 1})
 
 
+NAMES = [f"{preset}{order}" for preset in PRESETS for order in ("", *(f"+{o}" for o in ORDERS))]
+"""All combinations."""
+
+
 def test_an_option_has_one_default_in_all_presets() -> None:
     """What presets are compared with unless a setting says otherwise is alike."""
     defaults: dict[str, set[float]] = {}
-    for preset in PRESETS:
-        policy = resolve(preset).device
-        for option in option_names(preset):
-            defaults.setdefault(option, set()).add(getattr(policy, option))
+    for name in NAMES:
+        chosen = resolve(name)
+        for option in option_names(name):
+            owners = [p for p in (chosen.device, chosen.compute) if hasattr(p, option)]
+            assert len(owners) == 1, f"{name}: {option} is not one policy's own"
+            defaults.setdefault(option, set()).add(getattr(owners[0], option))
     assert {name: of for name, of in defaults.items() if len(of) > 1} == {}
     assert {"pooled", "temporal", "quantum", "preemptive"} <= set(option_names("recompute"))
 
 
+def test_a_preset_may_have_another_order_of_compute() -> None:
+    for name in NAMES:
+        memory, _, order = name.partition("+")
+        own, chosen = resolve(memory), resolve(name)
+        assert chosen.name == name
+        assert chosen.device == own.device
+        assert chosen.order == (order or own.order)
+        assert type(chosen.compute) is ORDERS[chosen.order]
+    assert resolve("balloon").order == "deadline"
+    assert resolve("swap").order == "round-robin"
+    assert resolve("balloon+deadline").compute == resolve("balloon").compute
+
+
+def test_an_order_of_its_own_is_what_counts_unless_the_name_states_one() -> None:
+    """A story says which order it was, also where a preset had another at the time."""
+    assert resolve("balloon", order="round-robin").compute == RoundRobin()
+    assert resolve("swap", order="deadline").compute == Deadline()
+    assert resolve("swap+deadline", order="round-robin").order == "deadline"
+
+
+def test_unknown_orders_say_what_is_allowed() -> None:
+    with pytest.raises(ConfigError, match=r"deadline.*did you mean 'deadline'") as raised:
+        resolve("swap+deadlines")
+    for order in ORDERS:
+        assert order in str(raised.value)
+    with pytest.raises(ConfigError, match="swap may be followed by"):
+        resolve("swap+nothing-like-it")
+    with pytest.raises(ConfigError, match="did you mean 'swap'"):
+        resolve("swop+deadline")
+    with pytest.raises(ConfigError, match="swap may be followed by"):
+        resolve("swap+")
+    with pytest.raises(ConfigError, match="deadline"):
+        resolve("swap", order="nothing-like-it")
+
+
+def test_options_of_the_order_belong_to_it_alone() -> None:
+    chosen = resolve("swap+deadline", {"late_share": 0.1, "margin": 1.0, "quantum": 2.0})
+    assert chosen.compute == Deadline(late_share=0.1, margin=1.0)
+    assert chosen.device == WholeModels(quantum=2.0)
+    assert resolve("balloon", {"late_share": 0.1}).compute == Deadline(late_share=0.1)
+    assert resolve("swap", {"late_share": 0.1}, "deadline").compute == Deadline(late_share=0.1)
+    for name in ("swap", "swap+round-robin", "balloon+round-robin"):
+        with pytest.raises(ConfigError, match="has options"):
+            resolve(name, {"late_share": 0.1})
+    with pytest.raises(ConfigError, match=r"quantum.*late_share"):
+        resolve("swap+deadline", {"late": 0.1})
+    assert {"late_share", "longest_wait", "margin"} <= set(option_names("balloon"))
+    assert set(option_names("swap+deadline")) - set(option_names("swap")) == {
+        field.name for field in dataclasses.fields(Deadline)
+    }
+    assert option_names("balloon+round-robin") == tuple(
+        field.name for field in dataclasses.fields(Balloon)
+    )
+
+
 def test_options_are_shared_with_the_presets_that_have_them() -> None:
-    terms = {"pooled": 0.0, "quantum": 2.0, "lru": 1.0}
+    terms = {"pooled": 0.0, "quantum": 2.0, "lru": 1.0, "late_share": 0.1}
     assert shared_options("recompute", terms) == {"pooled": 0.0, "quantum": 2.0}
     assert shared_options("swap", terms) == {"quantum": 2.0}
+    assert shared_options("swap+deadline", terms) == {"quantum": 2.0, "late_share": 0.1}
     assert shared_options("static", terms) == {}
+    assert shared_options("static+deadline", terms) == {"late_share": 0.1}
 
 
 def test_actions_carry_reasons() -> None:

@@ -84,8 +84,17 @@ def books(done: Simulated) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("preset", ["static", "swap", "balloon"])
-@pytest.mark.parametrize(("first", "lanes"), [(0, 1), (60, 1), (0, 2)])
+RUNS = [
+    *((preset, *where) for preset in ("static", "swap") for where in ((0, 1), (60, 1), (0, 2))),
+    *(("balloon", *where) for where in ((0, 1), (60, 1), (0, 2))),
+    ("balloon+round-robin", 0, 1),
+    ("balloon+round-robin", 0, 2),
+    ("swap+deadline", 60, 1),
+    ("static+deadline", 60, 1),
+]
+
+
+@pytest.mark.parametrize(("preset", "first", "lanes"), RUNS)
 def test_runs_with_and_without_leaps_are_the_same(preset: str, first: int, lanes: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(first, first + 25):

@@ -112,7 +112,8 @@ def test_a_second_turn_keeps_its_cached_prefix_when_pages_are_short() -> None:
 
 def test_models_that_fit_come_while_an_older_claim_waits() -> None:
     """`big` cannot come before `a`, which came first, has ended."""
-    world = World([spec("a", 40), spec("big", 60), spec("small", 10)], 80)
+    specs = [spec("a", 40), spec("big", 60), spec("small", 10)]
+    world = World(specs, 80, "balloon+round-robin")  # which lets nobody wait for its turn
     world.device.submit(asked("a", "a", 100, 400))
     world.device.submit(asked("big", "big", 100, 10, at=0.1))
     world.device.submit(asked("small", "small", 100, 10, at=0.2))
@@ -137,7 +138,8 @@ def test_the_request_that_cannot_be_served_fails_and_no_other() -> None:
 
 def test_a_busy_lender_recalls_what_a_request_lacks() -> None:
     """Not only once nothing goes on any more."""
-    world = World([spec("a", 10), spec("b", 10)], 60)
+    # In turns, `b` takes its pages as soon as they are there.
+    world = World([spec("a", 10), spec("b", 10)], 60, "balloon+round-robin")
     sent: list[Word] = []
     state = world.state
     state.lending.say = sent.append

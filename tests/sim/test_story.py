@@ -81,7 +81,7 @@ def told(path: Path, seed: int, preset: str, make: Callable[..., Any] = conversa
     return read_lives(path)[-1]
 
 
-@pytest.mark.parametrize("preset", ["static", "swap", "balloon"])
+@pytest.mark.parametrize("preset", ["static", "swap", "balloon", "swap+deadline"])
 def test_simulated_runs_replay_to_the_same_actions(preset: str, tmp_path: Path) -> None:
     seen: Counter[str] = Counter()
     for seed in range(24):

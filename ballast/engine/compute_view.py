@@ -1,0 +1,106 @@
+"""What compute policies see of a device: models that could run a job, and what each would run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import chain, islice
+
+from ballast.core.compute import ComputeView, DecodeView, PromptView, Runnable, WorkView
+from ballast.core.request import Order, Request
+from ballast.core.view import Residency
+from ballast.engine.model import ModelState
+from ballast.engine.state import DeviceState
+
+MOST_PROMPTS = 8
+"""Waiting requests of each model that a policy sees: those that come next."""
+
+
+def runnable(state: DeviceState) -> list[ModelState]:
+    """Models that could run a job now."""
+    return [m for m in state.models.values() if could_run(state, m)]
+
+
+def could_run(state: DeviceState, m: ModelState) -> bool:
+    """Whether a model could run a job now."""
+    if m.residency is not Residency.RESIDENT or m.job is not None or m.settling:
+        return False
+    if m.frozen:
+        return m.swap_to is not None
+    return bool(m.running) or m.swap_to is not None or admissible(state, m)
+
+
+def admissible(state: DeviceState, m: ModelState) -> bool:
+    """Whether the first waiting request may be admitted, if it finds pages."""
+    return bool(m.waiting) and not m.held and m.blocked != (m.waiting.first.id, state.freed)
+
+
+def compute_view(state: DeviceState, models: Iterable[ModelState]) -> ComputeView:
+    """A frozen snapshot of runnable `models`; what each would run is looked up when asked for, and
+    is that of this moment."""
+    found = tuple(
+        Runnable(m.spec.name, m.last_run, _first_prompt(state, m), m.swap_to is not None)
+        for m in models
+    )
+    return ComputeView(
+        state.now,
+        state.settings.step_tokens,
+        found,
+        lambda name: _work(state, state.models[name]),
+    )
+
+
+def _first_prompt(state: DeviceState, m: ModelState) -> Order | None:
+    if admissible(state, m):
+        return m.waiting.first.order
+    return next((r.order for r in m.running if not r.decoding), None)
+
+
+def _work(state: DeviceState, m: ModelState) -> WorkView:
+    decoding, prefilling = m.phases()
+    waiting: Iterable[Request] = ()
+    if admissible(state, m):
+        room = max(0, m.spec.max_running - len(m.running))
+        waiting = islice(m.waiting, min(room, MOST_PROMPTS))
+    return WorkView(
+        m.spec.name,
+        m.costs,
+        tuple(_decode(m, r) for r in decoding),
+        tuple(_prompt(m, r) for r in chain(prefilling, waiting)),
+    )
+
+
+def _decode(m: ModelState, r: Request) -> DecodeView:
+    slo = m.slo(r)
+    return DecodeView(
+        r.order,
+        r.submission.arrival + slo.ttft,
+        r.first_token_at,
+        _last(r),
+        r.generated,
+        m.expected_outputs(r),
+        slo.tpot,
+        len(r.tokens),
+    )
+
+
+def _prompt(m: ModelState, r: Request) -> PromptView:
+    slo = m.slo(r)
+    due = r.submission.arrival + slo.ttft
+    if r.first_token_at is not None:
+        kept = r.first_token_at <= due
+        due = r.first_token_at + r.generated * slo.tpot if kept else -math.inf
+    return PromptView(
+        r.order,
+        len(r.tokens) - r.computed,
+        r.computed,
+        due,
+        r.first_token_at,
+        _last(r),
+        m.expected_outputs(r),
+        slo.tpot,
+    )
+
+
+def _last(r: Request) -> float:
+    return r.submission.arrival if r.last_token_at is None else r.last_token_at
