@@ -44,7 +44,7 @@ from ballast.sim.cluster import Kind
 from ballast.sim.device import Profile
 from ballast.sim.profile import profile_of
 from benchmarks.common import NOT_STATED, finish, options, verdict
-from benchmarks.fleet import BUDGET, LOW_LOAD, TARGET, ratio
+from benchmarks.fleet import BUDGET, LOW_LOAD, TARGET, TURNS
 from benchmarks.setting import (
     PAGE,
     ROOMY,
@@ -107,6 +107,11 @@ class Bench:
         self.runs.append({"variant": name, "rate": rate, **_told(ran)})
         self.console.print(self.runs[-1])
         return ran.report.total.attainment
+
+
+def ratio(a: float, b: float) -> float | None:
+    """None where nothing can be divided by."""
+    return a / b if b else None
 
 
 def _told(ran: ServersRun) -> dict[str, Any]:
@@ -172,8 +177,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         seconds = args.seconds or (12.0 if args.quick else 45.0)
         setting = prepare(Path(scratch), args.trace, seconds)
-        roomy, work = setting.roomy, setting.workload
+        work = setting.workload
         console.print(f"{len(work.requests)} requests: {work.describe()}")
+        # The quick form takes the levels from virtual time.
+        run = setting.virtual if args.quick or args.virtual_only else setting.live
+        low = setting.under(TURNS, ROOMY, 1e12), work.scale_rate(LOW_LOAD), no_levels(setting)
+        slos = service_levels(run(*low).report)
+        setting = setting.with_levels(slos)
+        roomy = setting.roomy
         link = roomy.link.bytes_per_second
         assert link is not None
         half = int(BUDGET * (setting.weight_bytes + setting.peak_kv_bytes)) // PAGE // 2
@@ -186,10 +197,6 @@ def main() -> None:
         }
         fewer = replace(roomy, device=replace(roomy.device, threads=few))
         profiles = {few: calibrate(fewer, rounds=2), cores: setting.profile}
-        # The quick form takes the levels from virtual time.
-        run = setting.virtual if args.quick or args.virtual_only else setting.live
-        low = setting.under(PRESET, ROOMY, 1e12), work.scale_rate(LOW_LOAD), no_levels(setting)
-        slos = service_levels(run(*low).report)
         bench = Bench(setting, slos, profiles, console)
         virtual = {name: bench.virtual(servers) for name, servers in variants.items()}
         console.print({name: search.rate for name, search in virtual.items()})

@@ -1,35 +1,57 @@
-"""How much of a real trace one memory budget serves, under `static`, `swap` and `balloon`, live.
+"""How much of real traces one memory budget serves: `static`, `swap`, `recompute`, `balloon`.
 
-Eight models, a paced link, the arrivals of LMSYS Chatbot Arena (22 models folded onto the eight by
-popularity; lengths scaled, as printed). Per preset: the highest arrival rate, as a factor on the
-trace's, at which 99 % of requests meet both service levels, by bisection from rates that virtual
-time suggests. The budget is 40 % of all weights + peak KV; the curve over 30 .. 80 %, and the sweep
-of the link from 1/4 to 4 times, run in virtual time.
+Eight models, a paced link. Cases: 300 s of LMSYS Chatbot Arena (22 models folded onto the eight by
+popularity; lengths scaled, as printed) as a whole and in windows of 60 s; arrivals of an image
+service (77 models) and sessions of coding agents (6 models), brought to the Arena's mean rate. Each
+case has `--seeds` assignments of its models to ours, whose requests are counted together: at
+least 700. A curve gives the share of requests that keep both service levels over rates (factors on
+the trace's); rates at 99, 95 and 90 % are read from it.
 
-Service levels: TTFT 5x and TPOT 2x the P95 that each model has on this device, with memory for
-everything, at low load (docs/decisions/005-service-levels-of-a-shared-lane.md). Peak KV: eight of
-the longest requests of every model. The other presets are searched from balloon's rate over the
-goal (2 for `static`, 3 for `swap`) upwards; one that misses there is given as 0, with that bound.
+Every preset may use either order of compute, `round-robin` or `deadline`, and its better one
+counts; the table shows both. The budget is 40 % of all weights + peak KV (eight of the longest
+requests of every model); `ceiling` is `balloon` with memory for everything; `bound`, on whole
+traces, is what orders make of that which know the future (`benchmarks.clairvoyant`).
+
+Service levels: TTFT 5x and TPOT 2x the P95 that each model has with memory for everything and in
+turns, at 0.35 times the Arena's rate, in the world in which they are judged: in virtual time for
+virtual runs, on this machine for live ones (docs/decisions/005-service-levels-of-a-shared-lane.md).
+The policies are told these levels. Requests ask for as many tokens as they will get, which the
+order by deadline makes use of.
+
+Live: two of the windows, `swap` and `balloon` in turns, each in the order that is better for it in
+virtual time, beside a virtual run with the live run's levels.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from ballast.bench.report import Report
-from ballast.bench.search import RateSearch, bisect_max_rate
 from ballast.core.settings import Slo
-from benchmarks.common import MET, NOT_STATED, finish, options, verdict
+from ballast.policy.presets import Preset, resolve
+from ballast.workload.traces import load_trace
+from ballast.workload.workload import Workload
+from benchmarks.clairvoyant import Future, orders
+from benchmarks.common import finish, options, verdict
 from benchmarks.contenders import defaults
+from benchmarks.rate_curves import RATES, TARGETS, Curve, Ratios, best, curve, ratios
 from benchmarks.setting import (
     LINK_RATIO,
+    MOST_OUTPUT,
+    MOST_PROMPT,
+    OUTPUT_FACTOR,
+    PROMPT_FACTOR,
     ROOMY,
     Setting,
     no_levels,
@@ -40,188 +62,389 @@ from benchmarks.setting import (
 )
 
 BUDGET = 0.4
-CURVE = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+CURVE = (0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
 SWEEP = (0.25, 0.5, 1.0, 2.0, 4.0)
 LOW_LOAD = 0.35
-GOALS = {"static": 2.0, "swap": 3.0}
-"""How many times as much `balloon` is to serve."""
-COMPARED = defaults(*GOALS, "balloon")
-PRESETS = tuple(COMPARED.rows)
-TARGET = 0.99
-FLOOR = 0.35
-"""The lowest rate that a live search begins at: at lower ones a run takes many minutes."""
+TURNS = "balloon+round-robin"
+"""The preset that service levels come from: no order that knows of levels."""
+COMPARED_PRESETS = ("static", "swap", "recompute", "balloon")
+ORDERS = ("round-robin", "deadline")
+COMPARED = defaults(*(f"{p}+{o}" for p in COMPARED_PRESETS for o in ORDERS))
+ROWS = tuple(COMPARED.rows)
+CEILING = tuple(f"ceiling+{o}" for o in ORDERS)
+TARGET = TARGETS[0]
+WINDOW = 60.0
+LEAST_REQUESTS = 700
+"""Of a case, over its seeds, for a statement about 99 %."""
+LIVE_WINDOWS = 1, 3
+LIVE_RATES = RATES[3:9]
+OTHERS = {
+    "images": "gentd26_lora_requests_20241115-20241201.csv.gz",
+    "agents": "claudecode_agentic_open.jsonl.gz",
+}
+"""Other traces, beside the first, by case: arrivals with tokens that are made up, and sessions."""
+GOALS = {
+    "ceiling_over_swap.mean": 1.5,
+    "ceiling_over_swap.worst": 1.1,
+    "balloon_over_swap.mean": 1.3,
+    "balloon_over_swap.worst": 1.0,
+    "balloon_over_static.mean": 2.0,
+    "of_bound": 0.8,
+    "live.balloon_over_swap": 1.2,
+}
 
 
-class Bench:
-    """The setting, its service levels and its budget."""
+@dataclass(frozen=True)
+class Case:
+    """Arrivals on the models of the fleet, in several assignments."""
 
-    def __init__(self, setting: Setting, slos: dict[str, Slo], console: Console) -> None:
-        self.setting = setting
-        self.slos = slos
-        self.console = console
-        self.runs: list[dict[str, Any]] = []
+    name: str
+    workloads: tuple[Workload, ...]
+    """One for each seed."""
+    window: bool = False
+    """It is a part of another case."""
 
-    def virtual_rate(
-        self, preset: str, budget: int, link: float | None = None, steps: int = 3
-    ) -> RateSearch:
-        """In virtual time."""
-        fleet = self.setting.under(preset, budget, link)
+    @property
+    def n_requests(self) -> int:
+        return sum(len(w.requests) for w in self.workloads)
 
-        def run(rate: float) -> float:
-            work = self.setting.workload.scale_rate(rate)
-            return self.setting.virtual(fleet, work, self.slos).report.total.attainment
 
-        return bisect_max_rate(run, TARGET, lo=0.25, hi=1.0, steps=steps, widen=3)
-
-    def live_rate(
-        self, preset: str, budget: int, lo: float, hi: float, steps: int, widen: int
-    ) -> RateSearch:
-        """On this machine."""
-        fleet = self.setting.under(preset, budget)
-
-        def run(rate: float) -> float:
-            work = self.setting.workload.scale_rate(rate)
-            ran = self.setting.live(fleet, work, self.slos)
-            self._note(preset, rate, ran.report, ran.counts)
-            return ran.report.total.attainment
-
-        return bisect_max_rate(run, TARGET, lo=lo, hi=hi, steps=steps, widen=widen)
-
-    def _note(self, preset: str, rate: float, told: Report, counts: Mapping[str, int]) -> None:
-        total = told.total
-        assert total.requests
-        self.runs.append(
-            {
-                "preset": preset,
-                "rate": rate,
-                "attainment": total.attainment,
-                "attainment_ttft": total.attained_ttft / total.requests,
-                "attainment_tpot": total.attained_tpot / total.requests,
-                "worst_model": told.worst_attainment,
-                "failed": total.failed,
-                "output_tokens_per_second": told.output_tokens_per_second,
-                "seconds": told.wall_seconds,
-                **counts,
-            }
+def cases(setting: Setting, trace: Path, seeds: int, *, quick: bool) -> list[Case]:
+    """The first trace as a whole and in windows, and the others that lie beside it."""
+    names = [s.name for s in setting.specs]
+    whole = folded(load_trace(trace), names, seeds) if trace.is_file() else (setting.workload,)
+    seconds = whole[0].seconds
+    if quick:
+        return [Case("arena 0-60", tuple(w.window(0.0, WINDOW) for w in whole))]
+    found = [Case("arena", whole)]
+    for start in np.arange(0.0, seconds - WINDOW / 2, WINDOW).tolist():
+        per_window = len(whole[0].window(start, start + WINDOW).requests)
+        enough = max(seeds, -(-LEAST_REQUESTS // per_window))
+        windows = (
+            w.window(start, start + WINDOW) for w in folded(load_trace(trace), names, enough)
         )
-        self.console.print(self.runs[-1])
+        name = f"arena {start:.0f}-{start + WINDOW:.0f}"
+        found.append(Case(name, tuple(windows), window=True))
+    rate = len(whole[0].requests) / seconds
+    for name, file in OTHERS.items():
+        if (path := trace.parent / file).is_file():
+            found.append(Case(name, folded(brought_to(rate, load_trace(path)), names, seeds)))
+    return found
 
 
-def ratio(a: float, b: float) -> float | None:
-    """None where nothing can be divided by."""
-    return a / b if b else None
+def folded(trace: Workload, names: Sequence[str], seeds: int) -> tuple[Workload, ...]:
+    """The trace on our models, lengths scaled; each seed assigns them in another order."""
+    return tuple(
+        trace.map_models(
+            names if seed == 0 else np.random.default_rng(seed).permutation(names).tolist()
+        ).scale_lengths(PROMPT_FACTOR, OUTPUT_FACTOR, MOST_PROMPT, MOST_OUTPUT)
+        for seed in range(seeds)
+    )
 
 
-def shown(balloon: float, other: float, bounds: Mapping[str, float | None], preset: str) -> str:
-    """Whether `balloon` serves so many times as much as a preset; not stated where the search for
-    that one's rate went no lower than a bound which is too high to show it."""
-    goal, bound = GOALS[preset], bounds[f"balloon_over_{preset}_at_least"]
-    if other:
-        return verdict(balloon / other, at_least=goal)
-    return MET if bound is not None and bound >= goal else NOT_STATED
+def brought_to(rate: float, trace: Workload) -> Workload:
+    """The trace's first LEAST_REQUESTS requests at so many per second."""
+    end = trace.requests[min(LEAST_REQUESTS, len(trace.requests) - 1)].at
+    first = trace.window(0.0, end)
+    return first.scale_rate(rate * end / len(first.requests))
+
+
+@dataclass(frozen=True)
+class World:
+    """What virtual runs need, in any process."""
+
+    setting: Setting
+    levels: dict[str, Slo]
+
+    def attained(
+        self, preset: str, budget: float, workload: Workload, policies: Preset | None = None
+    ) -> int:
+        """Requests that keep their service levels; `budget`: a share, or everything from 1 on."""
+        setting = self.setting
+        link = 1e12 if budget >= 1 else None
+        room = ROOMY if budget >= 1 else int(budget * whole_bytes(setting))
+        fleet = setting.under(preset, room, link)
+        return setting.virtual(fleet, workload, self.levels, policies).report.total.attained
+
+    def row(self, case: Case, preset: str, budget: float) -> Curve:
+        """One preset's curve."""
+
+        def attainment(rate: float) -> float:
+            done = [self.attained(preset, budget, w.scale_rate(rate)) for w in case.workloads]
+            return sum(done) / case.n_requests
+
+        return curve(attainment)
+
+    def bound(self, case: Case) -> Curve:
+        """Of orders that know the future, with memory for everything: each run has its best."""
+
+        def attainment(rate: float) -> float:
+            return sum(self._foreseen(w.scale_rate(rate)) for w in case.workloads) / case.n_requests
+
+        return curve(attainment)
+
+    def _foreseen(self, workload: Workload) -> int:
+        preset = resolve("balloon")
+        future = Future(workload, self.levels, self.setting.profile.lane_costs)
+        return max(
+            self.attained("balloon", 1, workload, replace(preset, compute=order))
+            for order in orders(future)
+        )
+
+
+def whole_bytes(setting: Setting) -> int:
+    """Of all weights and peak KV."""
+    return setting.weight_bytes + setting.peak_kv_bytes
+
+
+def virtual_curves(
+    world: World, found: Sequence[Case], workers: int, console: Console
+) -> dict[str, dict[str, Curve]]:
+    """By row and case. Runs are independent: in so many processes."""
+    jobs: dict[tuple[str, str], Callable[[], Curve]] = {}
+    for case in found:
+        for preset in ROWS:
+            jobs[preset, case.name] = partial(world.row, case, preset, BUDGET)
+        for row, order in zip(CEILING, ORDERS, strict=True):
+            jobs[row, case.name] = partial(world.row, case, f"balloon+{order}", 1)
+        if not case.window:
+            jobs["bound", case.name] = partial(world.bound, case)
+    curves: dict[str, dict[str, Curve]] = {}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context) as pool:
+        coming = {key: pool.submit(job) for key, job in jobs.items()}
+        for (row, name), future in coming.items():
+            made = curves.setdefault(row, {})[name] = future.result()
+            console.print(f"{name}, {row}: {made.rate_at(TARGET):.2f} at 99 %")
+    return curves
+
+
+def rates_of(
+    curves: Mapping[str, Mapping[str, Curve]], rows: Sequence[str], target: float
+) -> dict[str, float]:
+    """By case, of the best of some rows."""
+    return {case: best([curves[row][case] for row in rows], target) for case in curves[rows[0]]}
+
+
+def rows_of(preset: str) -> tuple[str, ...]:
+    """Of both orders."""
+    return tuple(f"{preset}+{order}" for order in ORDERS)
+
+
+def summary(curves: Mapping[str, Mapping[str, Curve]], target: float) -> dict[str, Ratios]:
+    """Ratios at one target, each preset in its better order."""
+    rates = {p: rates_of(curves, rows_of(p), target) for p in (*COMPARED_PRESETS, "ceiling")}
+    bound = rates_of(curves, ("bound",), target)
+    return {
+        "ceiling_over_swap": ratios(rates["ceiling"], rates["swap"]),
+        **{
+            f"balloon_over_{p}": ratios(rates["balloon"], rates[p])
+            for p in COMPARED_PRESETS
+            if p != "balloon"
+        },
+        "of_bound": ratios({case: rates["balloon"][case] for case in bound}, bound),
+        "ceiling_of_bound": ratios({case: rates["ceiling"][case] for case in bound}, bound),
+    }
+
+
+# -- live -----------------------------------------------------------------------------------------
+
+
+def live_windows(
+    setting: Setting, found: Sequence[Case], better: Mapping[str, str], console: Console
+) -> dict[str, Any]:
+    """Attainment live and, with the same levels, in virtual time, over rates."""
+    low = setting.workload.window(0.0, WINDOW).scale_rate(LOW_LOAD)
+    first = setting.live(setting.under(TURNS, ROOMY, 1e12), low, no_levels(setting))
+    levels = service_levels(first.report)
+    setting = setting.with_levels(levels)
+    budget = int(BUDGET * whole_bytes(setting))
+    windows = [case for case in found if case.window]
+    attained: dict[str, dict[str, dict[float, float]]] = {}
+    virtual: dict[str, dict[str, dict[float, float]]] = {}
+    for i in LIVE_WINDOWS:
+        case = windows[i]
+        for turn, rate in enumerate(LIVE_RATES):
+            rows = list(better.items())
+            for preset, row in rows if turn % 2 else rows[::-1]:
+                work = case.workloads[0].scale_rate(rate)
+                fleet = setting.under(row, budget)
+                runs = {"live": setting.live, "virtual": setting.virtual}
+                for world, run in runs.items():
+                    share = run(fleet, work, levels).report.total.attainment
+                    into = attained if world == "live" else virtual
+                    into.setdefault(preset, {}).setdefault(case.name, {})[rate] = share
+                    console.print(f"{world} {case.name}, {row}, rate {rate:.2f}: {share:.3f}")
+    seen = {"live": attained, "virtual": virtual}
+    rates = {
+        world: {
+            preset: {case: Curve(shares).rate_at(TARGET) for case, shares in of.items()}
+            for preset, of in by_preset.items()
+        }
+        for world, by_preset in seen.items()
+    }
+    over = {world: ratios(of["balloon"], of["swap"], LIVE_RATES[0]) for world, of in rates.items()}
+    errors = [
+        abs(virtual_rate / live - 1) if (live := rates["live"][preset][case]) else None
+        for preset, of in rates["virtual"].items()
+        for case, virtual_rate in of.items()
+    ]
+    known = [e for e in errors if e is not None]
+    return {
+        "rows": dict(better),
+        "slos": _levels(levels),
+        "max_rate": rates,
+        "attained": {w: {p: _plain(of) for p, of in by.items()} for w, by in seen.items()},
+        "balloon_over_swap": over["live"].mean,
+        "balloon_over_swap_by_case": over["live"].to_json(),
+        "virtual_balloon_over_swap": over["virtual"].mean,
+        "virtual_error_max": max(known, default=None),
+        "virtual_within_15_percent": verdict(
+            max(known) if known and len(known) == len(errors) else None, at_most=0.15
+        ),
+    }
+
+
+def _plain(of: Mapping[str, Mapping[float, float]]) -> dict[str, dict[str, float]]:
+    return {case: {f"{r:.3g}": v for r, v in shares.items()} for case, shares in of.items()}
+
+
+def _levels(levels: Mapping[str, Slo]) -> dict[str, dict[str, float]]:
+    return {name: {"ttft": s.ttft, "tpot": s.tpot} for name, s in levels.items()}
+
+
+# -- the whole ------------------------------------------------------------------------------------
+
+
+def sweeps(world: World, whole: Case) -> dict[str, dict[str, dict[str, float]]]:
+    """Rates at 99 % over budgets, and over links, of each preset in its own order."""
+
+    def rates(moved: World, budget: float) -> dict[str, float]:
+        one = Case(whole.name, whole.workloads[:1])
+        return {p: moved.row(one, p, budget).rate_at(TARGET) for p in COMPARED_PRESETS}
+
+    setting = world.setting
+    paces = {
+        times: pace(setting.specs, setting.profile.costs, LINK_RATIO * times) for times in SWEEP
+    }
+    return {
+        "virtual_max_rate_by_budget": {f"{share:g}": rates(world, share) for share in CURVE},
+        "virtual_max_rate_by_link_slowdown": {
+            f"{times:g}": rates(
+                replace(
+                    world,
+                    setting=replace(
+                        setting,
+                        roomy=replace(
+                            setting.roomy,
+                            link=replace(setting.roomy.link, bytes_per_second=bytes_per_second),
+                        ),
+                    ),
+                ),
+                BUDGET,
+            )
+            for times, bytes_per_second in paces.items()
+        },
+    }
 
 
 def extra(parser: argparse.ArgumentParser) -> None:
     trace_option(parser)
-    parser.add_argument("--seconds", type=float, help="of the trace; default 80, quick 20")
-    parser.add_argument("--virtual-only", action="store_true", help="no live search")
+    parser.add_argument("--seeds", type=int, default=1, help="assignments of models; default 1")
+    parser.add_argument("--workers", type=int, default=2, help="processes of virtual runs")
+    parser.add_argument("--virtual-only", action="store_true", help="no live runs")
+    parser.add_argument("--sweeps", action="store_true", help="also over budgets and links")
 
 
 def main() -> None:
     args = options(__doc__, extra=extra)
     console = Console(width=160)
-    seconds = args.seconds or (20.0 if args.quick else 80.0)
     with tempfile.TemporaryDirectory() as scratch:
-        setting = prepare(Path(scratch), args.trace, seconds)
-        console.print(f"{len(setting.workload.requests)} requests: {setting.workload.describe()}")
+        setting = prepare(Path(scratch), args.trace, 300.0)
         low = setting.workload.scale_rate(LOW_LOAD)
-        # The quick form takes the levels from virtual time, and leaves curve and sweep out.
-        run = setting.virtual if args.quick else setting.live
-        first = run(setting.under("balloon", ROOMY, 1e12), low, no_levels(setting))
-        slos = service_levels(first.report)
-        bench = Bench(setting, slos, console)
-        ceiling = bench.virtual_rate("balloon", ROOMY, link=1e12)
-        whole = setting.weight_bytes + setting.peak_kv_bytes
-        console.print(
-            f"weights {setting.weight_bytes / 1e6:.0f} MB, with peak KV {whole / 1e6:.0f}"
-        )
-        curve = {
-            f"{share:g}": {
-                preset: bench.virtual_rate(preset, int(share * whole)).rate for preset in PRESETS
-            }
-            for share in (CURVE if not args.quick else (BUDGET,))
-        }
-        console.print(curve)
-        budget = int(BUDGET * whole)
-        sweep = {
-            f"{times:g}": {
-                preset: bench.virtual_rate(
-                    preset, budget, pace(setting.specs, setting.profile.costs, LINK_RATIO * times)
-                ).rate
-                for preset in PRESETS
-            }
-            for times in (SWEEP if not args.quick else ())
-        }
-        console.print(sweep)
-        guesses = curve[f"{BUDGET:g}"]
-        live = {}
-        if not args.virtual_only:
-            steps = 0 if args.quick else 2
-            guess = max(FLOOR, guesses["balloon"])
-            best = bench.live_rate(
-                "balloon", budget, 0.7 * guess, 1.4 * guess, steps, 0 if args.quick else 2
+        roomy = setting.under(TURNS, ROOMY, 1e12)
+        levels = service_levels(setting.virtual(roomy, low, no_levels(setting)).report)
+        world = World(setting.with_levels(levels), levels)
+        found = cases(setting, args.trace, 1 if args.quick else args.seeds, quick=args.quick)
+        for case in found:
+            console.print(
+                f"{case.name}: {case.n_requests} requests, {case.workloads[0].describe()}"
             )
-            live["balloon"] = best
-            for preset, goal in GOALS.items():
-                lowest = max(FLOOR, best.rate / goal)
-                live[preset] = bench.live_rate(preset, budget, lowest, 2 * lowest, steps, widen=0)
-    rates = {preset: search.rate for preset, search in live.items()} or guesses
-    bounds = {
-        f"balloon_over_{preset}_at_least": ratio(rates["balloon"], search.failed_at or 0.0)
-        for preset, search in live.items()
-        if preset in GOALS
-    }
-    goals = {
-        f"balloon_over_{preset}_goal": shown(rates["balloon"], rates[preset], bounds, preset)
-        for preset in GOALS
-        if live
+        curves = virtual_curves(world, found, args.workers, console)
+        better = {
+            p: max(rows_of(p), key=lambda r: _typical(curves[r])) for p in ("swap", "balloon")
+        }
+        live = None
+        if not (args.virtual_only or args.quick):
+            live = live_windows(setting, found, better, console)
+        swept = sweeps(world, found[0]) if args.sweeps else {}
+    told = {f"{target:g}": summary(curves, target) for target in TARGETS}
+    at_target = {name: r.to_json() for name, r in told[f"{TARGET:g}"].items()}
+    figures = {
+        **{f"{name}.{key}": of[key] for name, of in at_target.items() for key in ("mean", "worst")},
+        "of_bound": at_target["of_bound"]["mean"],
+        "live.balloon_over_swap": live["balloon_over_swap"] if live else None,
     }
     result: dict[str, Any] = {
-        "workload": setting.workload.describe(),
-        "live": bool(live),
-        "max_rate": rates,
-        "balloon_over_static": ratio(rates["balloon"], rates["static"]),
-        "balloon_over_swap": ratio(rates["balloon"], rates["swap"]),
-        **bounds,
-        **goals,
-        "ceiling_with_memory_for_everything": ceiling.rate,
-        "budget_bytes": budget,
+        "requests": {case.name: case.n_requests for case in found},
+        "workloads": {case.name: case.workloads[0].describe() for case in found},
+        **{name: of for name, of in at_target.items() if name != "of_bound"},
+        "of_bound": figures["of_bound"],
+        "of_bound_by_case": at_target["of_bound"]["by_case"],
+        "goals": {
+            name: verdict(_number(figures[name]), at_least=goal) for name, goal in GOALS.items()
+        },
+        "max_rate": {
+            f"{target:g}": {
+                row: {case: c.rate_at(target) for case, c in by_case.items()}
+                for row, by_case in curves.items()
+            }
+            for target in TARGETS
+        },
+        "ratios": {
+            target: {name: r.to_json() for name, r in of.items()} for target, of in told.items()
+        },
+        "attained": {
+            row: _plain({case: c.attained for case, c in by_case.items()})
+            for row, by_case in curves.items()
+        },
+        "live": live,
+        "budget_bytes": int(BUDGET * whole_bytes(setting)),
         "weight_bytes": setting.weight_bytes,
         "peak_kv_bytes": setting.peak_kv_bytes,
         "link_bytes_per_second": setting.roomy.link.bytes_per_second,
         "link_copy_over_compute": LINK_RATIO,
-        "virtual_max_rate_by_budget": curve,
-        "virtual_max_rate_by_link_slowdown": sweep,
-        "slos": {name: {"ttft": s.ttft, "tpot": s.tpot} for name, s in slos.items()},
-        "runs": bench.runs,
+        "slos": _levels(levels),
+        **swept,
     }
-    finish(args, "fleet", result, _table(result, curve))
+    finish(args, "fleet", result, table(result))
 
 
-def _table(result: Mapping[str, Any], curve: Mapping[str, Mapping[str, float]]) -> Table:
-    table = Table("", *PRESETS, title="highest rate at 99 %, as a factor on the trace's")
-    where = "live" if result["live"] else "virtual"
-    table.add_row(where, *(f"{result['max_rate'][p]:.2f}" for p in PRESETS))
-    for share, rates in curve.items():
-        table.add_row(f"virtual, budget {share}", *(f"{rates[p]:.2f}" for p in PRESETS))
-    for times, rates in result["virtual_max_rate_by_link_slowdown"].items():
-        table.add_row(f"virtual, link {times}x slower", *(f"{rates[p]:.2f}" for p in PRESETS))
-    for key in ("balloon_over_static", "balloon_over_swap"):
-        value = result[key]
-        bound = result.get(f"{key}_at_least")
-        told = f"{value:.2f}" if value else "not stated" if not bound else f"over {bound:.2f}"
-        table.add_row(key, told)
-    return table
+def _typical(by_case: Mapping[str, Curve]) -> float:
+    return float(np.mean([c.rate_at(TARGET) for c in by_case.values()]))
+
+
+def _number(value: object) -> float | None:
+    return value if isinstance(value, float) else None
+
+
+def table(result: Mapping[str, Any]) -> Table:
+    """Rates at 99 % of every row, and the ratios with their goals."""
+    rates = result["max_rate"][f"{TARGET:g}"]
+    names = list(result["requests"])
+    shown = Table("", *names, title="highest rate at 99 %, as a factor on the trace's; virtual")
+    for row, by_case in rates.items():
+        cells = (f"{by_case[case]:.2f}" if case in by_case else "-" for case in names)
+        shown.add_row(row, *cells)
+    for name, of in result["ratios"][f"{TARGET:g}"].items():
+        each = of["by_case"]
+        mean = "-" if of["mean"] is None else f"{of['mean']:.2f}"
+        shown.add_row(
+            f"{name}, mean {mean}", *(f"{each[c]:.2f}" if c in each else "-" for c in names)
+        )
+    for name, goal in GOALS.items():
+        shown.add_row(f"{name} >= {goal:g}: {result['goals'][name]}")
+    return shown
 
 
 if __name__ == "__main__":

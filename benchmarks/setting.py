@@ -19,7 +19,7 @@ from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, S
 from ballast.core.units import GiB, KiB
 from ballast.fleet.file import load_fleet
 from ballast.fleet.make import make_fleet
-from ballast.policy.presets import PRESETS
+from ballast.policy.presets import PRESETS, Preset
 from ballast.sim.calibrate import calibrate
 from ballast.sim.device import Profile
 from ballast.workload.traces import load_trace
@@ -67,13 +67,28 @@ class Setting:
             chosen = replace(chosen, link=LinkSettings(bytes_per_second=link))
         return chosen
 
-    def virtual(self, fleet: FleetSettings, workload: Workload, slos: Mapping[str, Slo]) -> Ran:
+    def with_levels(self, slos: Mapping[str, Slo]) -> Setting:
+        """The same, the policies being told the service levels that requests are judged by."""
+        models = tuple(replace(m, slo=slos[m.name]) for m in self.roomy.models)
+        return replace(
+            self,
+            roomy=replace(self.roomy, models=models),
+            specs=[replace(s, slo=slos[s.name]) for s in self.specs],
+        )
+
+    def virtual(
+        self,
+        fleet: FleetSettings,
+        workload: Workload,
+        slos: Mapping[str, Slo],
+        preset: Preset | None = None,
+    ) -> Ran:
         assert fleet.link.pace is not None
         profile = replace(self.profile, link=fleet.link.pace)
-        return run_virtual(fleet, self.specs, workload, slos, profile)
+        return run_virtual(fleet, self.specs, workload, slos, profile, preset=preset)
 
     def live(self, fleet: FleetSettings, workload: Workload, slos: Mapping[str, Slo]) -> Ran:
-        return run_live(fleet, workload, slos, self.profile.costs)
+        return run_live(fleet, workload, slos, self.profile.lane_costs)
 
 
 def trace_option(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,98 @@
+"""Attainment of service levels over rates, and the rate up to which a target is met."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+RATES = tuple(0.25 * 2 ** (k / 2) for k in range(12))
+"""Factors on a trace's rate, each sqrt(2) times the one before."""
+TARGETS = (0.99, 0.95, 0.9)
+HOPELESS = 0.85
+"""A curve ends at the second rate in a row with less."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The share of requests that attain their service levels, by rate, from the lowest on."""
+
+    attained: Mapping[float, float]
+
+    def rate_at(self, target: float) -> float:
+        """The highest rate up to which the target is met at all rates; between the last that meets
+        it and the first that does not, by a line over the logarithm of the rate. 0: it is missed at
+        the lowest rate already."""
+        met: tuple[float, float] | None = None
+        for rate, share in sorted(self.attained.items()):
+            if share < target:
+                if met is None:
+                    return 0.0
+                part = (met[1] - target) / (met[1] - share)
+                return met[0] * (rate / met[0]) ** part
+            met = rate, share
+        return met[0] if met is not None else 0.0
+
+
+def curve(attainment: Callable[[float], float], rates: Sequence[float] = RATES) -> Curve:
+    """Measure from the lowest rate up, until it is hopeless."""
+    attained: dict[float, float] = {}
+    low = 0
+    for rate in sorted(rates):
+        attained[rate] = share = attainment(rate)
+        low = low + 1 if share < HOPELESS else 0
+        if low == 2:
+            break
+    return Curve(attained)
+
+
+def best(curves: Sequence[Curve], target: float) -> float:
+    """The highest of their rates at the target."""
+    return max(c.rate_at(target) for c in curves)
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """Of rates, case by case."""
+
+    by_case: Mapping[str, float]
+    at_least: tuple[str, ...]
+    """Cases in which the other missed the target at the lowest rate already, so that the ratio to
+    that rate is a lower bound."""
+    neither: tuple[str, ...]
+    """Cases in which both did, so that there is no ratio."""
+
+    @property
+    def mean(self) -> float | None:
+        """Geometric, over cases."""
+        if not self.by_case:
+            return None
+        if not all(self.by_case.values()):
+            return 0.0
+        return statistics.geometric_mean(self.by_case.values())
+
+    @property
+    def worst(self) -> float | None:
+        return min(self.by_case.values(), default=None)
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "mean": self.mean,
+            "worst": self.worst,
+            "by_case": dict(self.by_case),
+            "at_least": list(self.at_least),
+            "neither": list(self.neither),
+        }
+
+
+def ratios(of: Mapping[str, float], over: Mapping[str, float], lowest: float = RATES[0]) -> Ratios:
+    """`of` over `over`, both rates by case. A rate of 0 above another is a ratio of 0."""
+    by_case, at_least, neither = {}, [], []
+    for case, rate in of.items():
+        if not rate and not over[case]:
+            neither.append(case)
+            continue
+        if not over[case]:
+            at_least.append(case)
+        by_case[case] = rate / (over[case] or lowest)
+    return Ratios(by_case, tuple(at_least), tuple(neither))
