@@ -75,7 +75,8 @@ def served(lanes: int, reach: float) -> dict[str, list[float]]:
     specs: list[ModelSpec] = [replace(worlds.spec(n), max_model_len=4096) for n in ("a", "b")]
     models = tuple(ModelSettings(name=s.name, path="") for s in specs)
     device = DeviceSettings(budget_bytes=512 * MiB, page_bytes=worlds.PAGE, lanes=lanes)
-    fleet = FleetSettings(models=models, device=device)
+    # In turns a prefill is not cut to the slack of who decodes.
+    fleet = FleetSettings(models=models, device=device, preset="balloon+round-robin")
     profile = Profile(
         costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e12), overhead=0, reach=reach
     )
