@@ -17,7 +17,7 @@ from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import KiB, ceil_div, format_bytes
 from ballast.engine.build import set_aside
 from ballast.engine.never_run import WHERE, never_run
-from ballast.isolation.zygote import Isolation
+from ballast.isolation.calls import Isolation
 from ballast.kv.layout import Layout
 from ballast.memory.cuda_devices import reach_of
 from ballast.memory.cuda_driver import CudaDriver

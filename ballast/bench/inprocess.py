@@ -24,7 +24,7 @@ from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.engine.device import LiveDevice
 from ballast.engine.machine import MakeMachine
-from ballast.isolation.zygote import Isolation
+from ballast.isolation.calls import Isolation
 
 
 @dataclass(slots=True)

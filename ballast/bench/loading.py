@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
-from ballast.isolation.zygote import Isolation
+from ballast.isolation.calls import Isolation
 from ballast.models.on_cpu import on_cpu
 from ballast.models.profile_run import measured
 from ballast.weights.checkpoint import load_host_model

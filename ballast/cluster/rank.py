@@ -23,8 +23,8 @@ from ballast.core.errors import BallastError, BrokenPromise, DeviceError, Device
 from ballast.core.event import Event, TransferDone
 from ballast.engine.inbox import MonotonicClock
 from ballast.engine.machine import Cap
+from ballast.isolation.calls import Isolation
 from ballast.isolation.orphan import die_with
-from ballast.isolation.zygote import Isolation
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.memory.arena import confine_allocator

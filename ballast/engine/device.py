@@ -37,7 +37,7 @@ from ballast.engine.report import report
 from ballast.engine.runner import Executor, Record
 from ballast.engine.storyfile import StoryFile
 from ballast.engine.swapped import Swapped
-from ballast.isolation.zygote import Isolation
+from ballast.isolation.calls import Isolation
 from ballast.kernels.workspace import Workspace
 from ballast.kv.event_swapper import EventSwapper
 from ballast.kv.link_swapper import LinkSwapper

@@ -29,38 +29,21 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn
 
 import msgspec
 
 from ballast.core import errors
 from ballast.core.errors import BallastError, BrokenPromise, DeviceError, LimitExceeded, brief
+from ballast.isolation.calls import A, R
 from ballast.isolation.limits import Limits
 from ballast.isolation.orphan import die_with
-
-A = TypeVar("A")
-R = TypeVar("R")
 
 NAME = "ballast-zygote"
 """Name of the process, as operators see it."""
 _LENGTH = struct.Struct("<Q")
 _MOST_BYTES = 1 << 30
 """Limit on an encoded result; a checkpoint's headers have at most a tenth of that."""
-
-
-class Isolation(Protocol):
-    """How functions are called on files that nobody vouches for: `Zygote`, or `Here`."""
-
-    def call(self, function: Callable[[A], R], argument: A, result: type[R]) -> R:
-        """`function(argument)`, of a module-level function that raises BallastError alone. Raises
-        that, and LimitExceeded where the function did not end within its limits."""
-
-
-class Here:
-    """Calls functions in this process, without limits."""
-
-    def call(self, function: Callable[[A], R], argument: A, result: type[R]) -> R:
-        return function(argument)
 
 
 class Zygote:

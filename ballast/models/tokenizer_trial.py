@@ -12,7 +12,7 @@ from pathlib import Path
 from types import NoneType
 
 from ballast.core.errors import CheckpointError, LimitExceeded
-from ballast.isolation.zygote import Isolation
+from ballast.isolation.calls import Isolation
 
 
 def vet_tokenizer(directory: Path, isolation: Isolation) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ballast.core.errors import BrokenPromise, CheckpointError, LimitExceeded
 from ballast.core.model import ModelSpec
 from ballast.core.settings import ModelSettings
-from ballast.isolation.zygote import Here, Isolation
+from ballast.isolation.calls import Here, Isolation
 from ballast.memory.tensor import tensor_at
 from ballast.weights import packing
 from ballast.weights.adapter import load_adapters

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from ballast.core.errors import DeviceError
 from ballast.core.model import AdapterSpec, ModelSpec
-from ballast.isolation.zygote import Here, Isolation
+from ballast.isolation.calls import Here, Isolation
 from ballast.weights.sealed import SealedSegment, no_memory
 from ballast.weights.segment import Fill, Origin, PackedTensor, Piece, Segment, whole_pages
 from ballast.weights.sharding import WHOLE, Shard

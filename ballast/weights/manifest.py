@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -21,7 +21,6 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from ballast.core.errors import BallastError, CheckpointError, ConfigError, UnsupportedModel, brief
 from ballast.core.settings import ModelSettings
 from ballast.isolation.limits import Limits
-from ballast.isolation.zygote import Zygote
 from ballast.weights import packing
 from ballast.weights.architecture import Architecture, learn, linear_modules
 from ballast.weights.assemble import READABLE, Recipe, recipes
@@ -35,6 +34,9 @@ from ballast.weights.pooling import pools_last_token
 from ballast.weights.segment import PackedTensor, Segment, pack
 from ballast.weights.sharding import WHOLE, Shard, divided, narrowed
 from ballast.weights.stored import ITEM_BYTES, Stored, find_tensors
+
+if TYPE_CHECKING:  # it needs packages that who only reads weights can do without
+    from ballast.isolation.zygote import Zygote
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +274,8 @@ def fork_zygote(limits: Limits | None = None) -> Zygote:
 
     What each of them would else compute anew is computed before.
     """
+    from ballast.isolation.zygote import Zygote
+
     get_checkpoint_conversion_mapping("llama")  # builds the rules of all models, and keeps them
     return Zygote.fork(_one_thread, limits)
 

@@ -20,8 +20,9 @@ from ballast.core.errors import (
     LimitExceeded,
 )
 from ballast.core.units import MiB
+from ballast.isolation.calls import Here
 from ballast.isolation.limits import Limits
-from ballast.isolation.zygote import Here, Zygote
+from ballast.isolation.zygote import Zygote
 
 LIMITS = Limits(memory_bytes=256 * MiB, cpu_seconds=1, seconds=60.0)
 

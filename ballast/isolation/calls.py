@@ -1,0 +1,24 @@
+"""How functions are called on files that nobody vouches for: here, or in a limited process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+class Isolation(Protocol):
+    """`Here`, or `ballast.isolation.zygote.Zygote`."""
+
+    def call(self, function: Callable[[A], R], argument: A, result: type[R]) -> R:
+        """`function(argument)`, of a module-level function that raises BallastError alone. Raises
+        that, and LimitExceeded where the function did not end within its limits."""
+
+
+class Here:
+    """Calls functions in this process, without limits."""
+
+    def call(self, function: Callable[[A], R], argument: A, result: type[R]) -> R:
+        return function(argument)
