@@ -50,7 +50,9 @@ def test_blocks_move_and_tokens_stay(fleet: FleetSettings) -> None:
     ]
     with InProcess(fleet) as server:
         loop = server.device.loop
-        loop.preset = Preset("compacting", compact_whenever_asked, loop.preset.order)
+        loop.preset = Preset(
+            "compacting", compact_whenever_asked, loop.preset.compute, loop.preset.order
+        )
         moved = server.generate(requests)
         entries = list(server.device.story.entries)
         server.device.state.models["m"].kv.validate([])

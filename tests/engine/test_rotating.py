@@ -26,7 +26,7 @@ def disturb(server: InProcess, seed: int) -> RandomRotations:
     """Have its layers rotate at random from the first request on."""
     loop = server.device.loop
     policy = RandomRotations(loop.preset.device, every=0.002, rng=random.Random(seed))
-    loop.preset = Preset("random", policy, loop.preset.order)
+    loop.preset = Preset("random", policy, loop.preset.compute, loop.preset.order)
     return policy
 
 
