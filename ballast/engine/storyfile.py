@@ -152,4 +152,5 @@ def _ends_within_a_line(path: Path) -> bool:
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))
-        return file.read() not in (b"", b"\n")
+        # Others may append meanwhile, so no more than that byte.
+        return file.read(1) not in (b"", b"\n")
