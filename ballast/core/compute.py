@@ -41,9 +41,8 @@ class PromptView(NamedTuple):
     due: float
     """When its next token is due, the first or, after a preemption, another: -inf where it cannot
     keep its service level any more."""
-    first: float | None
-    """As of `DecodeView`, like what follows."""
     last: float
+    """As of `DecodeView`, like what follows."""
     outputs: int
     pace: float
 

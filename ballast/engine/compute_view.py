@@ -95,7 +95,6 @@ def _prompt(m: ModelState, r: Request) -> PromptView:
         len(r.tokens) - r.computed,
         r.computed,
         due,
-        r.first_token_at,
         _last(r),
         m.expected_outputs(r),
         slo.tpot,

@@ -71,7 +71,6 @@ def prompt(
         tokens=tokens,
         start=0,
         due=NOW + due,
-        first=None,
         last=arrival,
         outputs=outputs,
         pace=pace,
@@ -425,13 +424,11 @@ def decodes(draw: st.DrawFn) -> DecodeView:
 @st.composite
 def prompts(draw: st.DrawFn, sequence: int) -> PromptView:
     arrival = NOW - draw(st.floats(0.0, 20.0))
-    first = draw(st.one_of(st.none(), st.none(), st.just(arrival)))
     return PromptView(
         order=Order(0, arrival, sequence),
         tokens=draw(st.integers(1, 3000)),
         start=draw(st.integers(0, 500)),
         due=NOW + draw(moments),
-        first=first,
         last=arrival,
         outputs=draw(st.integers(1, 300)),
         pace=draw(paces),
