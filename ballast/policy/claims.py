@@ -14,20 +14,24 @@ LONGEST_WAIT = 10.0
 
 
 def activation_claims(view: DeviceView, patience: float) -> tuple[list[Claim], float | None]:
-    """Claims of models that are to come, or on their way, for the requests that wait for them; and
-    when the next one turns overdue.
+    """Claims of models that are to come, or have come and not run yet, for the requests that wait
+    for them; and when the next one turns overdue.
 
     An absent model's claim may undo younger work once its first request has waited for `patience`
-    of its TTFT service level. A model whose weights are being copied keeps what that request needs.
+    of its TTFT service level. A model whose weights are being copied keeps what that request needs,
+    until it is admitted, which may be a while where the order of compute lets others go first.
     """
     claims: list[Claim] = []
     wake = None
+    short = {s.request_id for s in view.shortages}
     for m in view.models:
-        if not m.waiting or m.residency not in (Residency.ABSENT, Residency.ACTIVATING):
+        if not m.waiting or not _to_come(m):
             continue
         first = m.waiting[0]
+        if first.id in short:
+            continue  # it has a claim of its own
         kv = max(0, m.first_pages - view.borrowed)
-        if m.residency is Residency.ACTIVATING:
+        if m.residency is not Residency.ABSENT:
             due = _due(m, first.order)
             claims.append(Claim(m.name, first.order, kv, may_preempt=False, due=due))
             continue
@@ -46,6 +50,13 @@ def activation_claims(view: DeviceView, patience: float) -> tuple[list[Claim], f
             )
         )
     return claims, wake
+
+
+def _to_come(m: ModelView) -> bool:
+    """Whether a model is absent or on its way, or has come and runs nothing yet."""
+    if m.residency is Residency.RESIDENT:
+        return not m.running and not m.held
+    return m.residency in (Residency.ABSENT, Residency.ACTIVATING)
 
 
 def shortage_claims(view: DeviceView, patience: float) -> tuple[list[Claim], float | None]:

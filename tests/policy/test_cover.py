@@ -171,6 +171,18 @@ def test_a_model_on_its_way_keeps_the_pages_of_its_first_request() -> None:
     assert Balloon()(device(m, free=2), None).promises == ()
 
 
+def test_a_model_that_has_come_keeps_them_until_that_request_is_admitted() -> None:
+    """Its prompt may have to wait for the decodes of others, who would take the pages meanwhile."""
+    waits = model("a", waiting=(request(1),), first=3)
+    other = model("b", kv=4, running=(request(2, arrival=2.0),))
+    assert Balloon()(device(waits, other, free=5), None).promises == (Promise("a", 0, 3),)
+    runs = model("a", waiting=(request(1),), running=(request(0),), first=3)
+    assert Balloon()(device(runs, other, free=5), None).promises == ()
+    lacks = (Shortage("a", "r1", 3, False),)
+    view = device(waits, other, free=5, shortages=lacks)
+    assert Balloon()(view, None).promises == (Promise("a", 0, 3),), "it claims them once"
+
+
 def test_promises_come_in_order_of_precedence() -> None:
     lacks = tuple(Shortage(name, f"r{i}", 4, False) for i, name in ((1, "a"), (2, "b")))
     b = model("b", kv=4, running=(request(2, arrival=2.0),))
