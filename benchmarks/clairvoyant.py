@@ -1,8 +1,9 @@
 """Orders of compute that know the future: what an order that does not know it is measured against.
 
-They know when each request will arrive and how long its answer will be, neglect requests that are
-late, and the best of several is chosen for each run once all are over. That proves no bound on what
-any order could serve; it shows what more knowledge would bring.
+They know when each request will arrive and how long its answer will be, or that alone, and neglect
+requests that are late. The best of several, the order that knows nothing among them, is chosen for
+each run once all are over. That proves no bound on what any order could serve; it shows what more
+knowledge would bring.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ballast.workload.workload import Workload, WorkloadRequest
 
 MARGINS = (0.0, 0.5, 1.0, 2.0)
 HORIZON = 2.0
-"""Seconds ahead that an order looks."""
+"""Seconds ahead that an order looks for arrivals."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,11 @@ class Clairvoyant(Deadline):
     """The order by deadline, told of the future."""
 
     future: Future | None = None
+    arrivals: bool = True
+    """Whether it knows of requests before they arrive."""
 
     def coming(self, now: float) -> Sequence[Task]:
-        return () if self.future is None else self.future.coming(now)
+        return self.future.coming(now) if self.future is not None and self.arrivals else ()
 
     def __call__(self, view: ComputeView, memo: object) -> ComputeDecision:
         assert self.future is not None
@@ -84,6 +87,8 @@ class Clairvoyant(Deadline):
         return Deadline.__call__(self, told, memo)
 
 
-def orders(future: Future) -> list[Clairvoyant]:
+def orders(future: Future) -> list[Deadline]:
     """Those of which the best counts."""
-    return [Clairvoyant(late_share=1e-6, margin=m, future=future) for m in MARGINS]
+    known = [Clairvoyant(late_share=1e-6, margin=m, future=future) for m in MARGINS]
+    lengths = Clairvoyant(future=future, arrivals=False)
+    return [Deadline(), lengths, *known]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 
@@ -56,7 +56,10 @@ def machine() -> dict[str, Any]:
 
 
 def finish(
-    args: argparse.Namespace, name: str, result: Mapping[str, Any], table: Table | None = None
+    args: argparse.Namespace,
+    name: str,
+    result: Mapping[str, Any],
+    table: RenderableType | None = None,
 ) -> None:
     """Print `table` (by default one row per number of `result`) and write the JSON if asked to.
 

@@ -18,8 +18,9 @@ virtual runs, on this machine for live ones (docs/decisions/005-service-levels-o
 The policies are told these levels. Requests ask for as many tokens as they will get, which the
 order by deadline makes use of.
 
-Live: two of the windows, `swap` and `balloon` in turns, each in the order that is better for it in
-virtual time, beside a virtual run with the live run's levels.
+Live: two of the windows, `swap` and `balloon` in turns, each in the order that is better for it
+there in virtual time with the live run's levels. Each climbs from half of its virtual rate until it
+misses the target, or descends from there until it meets it.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
+from rich import box
+from rich.console import Console, Group
 from rich.table import Table
 
+from ballast.bench.worlds import Ran
 from ballast.core.settings import Slo
 from ballast.policy.presets import Preset, resolve
 from ballast.workload.traces import load_trace
@@ -77,7 +80,7 @@ WINDOW = 60.0
 LEAST_REQUESTS = 700
 """Of a case, over its seeds, for a statement about 99 %."""
 LIVE_WINDOWS = 1, 3
-LIVE_RATES = RATES[3:9]
+LIVE_PRESETS = ("swap", "balloon")
 OTHERS = {
     "images": "gentd26_lora_requests_20241115-20241201.csv.gz",
     "agents": "claudecode_agentic_open.jsonl.gz",
@@ -186,10 +189,13 @@ class World:
     def _foreseen(self, workload: Workload) -> int:
         preset = resolve("balloon")
         future = Future(workload, self.levels, self.setting.profile.lane_costs)
-        return max(
-            self.attained("balloon", 1, workload, replace(preset, compute=order))
-            for order in orders(future)
-        )
+        most = 0
+        for order in orders(future):
+            ran = self.attained("balloon", 1, workload, replace(preset, compute=order))
+            most = max(most, ran)
+            if most == len(workload.requests):
+                break
+        return most
 
 
 def whole_bytes(setting: Setting) -> int:
@@ -250,51 +256,89 @@ def summary(curves: Mapping[str, Mapping[str, Curve]], target: float) -> dict[st
 # -- live -----------------------------------------------------------------------------------------
 
 
-def live_windows(
-    setting: Setting, found: Sequence[Case], better: Mapping[str, str], console: Console
-) -> dict[str, Any]:
+class Climb:
+    """The rates at which one live run comes after another, towards the highest that meets a target.
+
+    It begins at half of what is `expected`.
+    """
+
+    def __init__(self, expected: float, target: float, rates: Sequence[float] = RATES) -> None:
+        self._rates = sorted(rates)
+        self._target = target
+        below = [i for i, rate in enumerate(self._rates) if rate <= expected / 2]
+        self._at = self._start = below[-1] if below else 0
+        self.attained: dict[float, float] = {}
+
+    @property
+    def next_rate(self) -> float | None:
+        """Where the next run is; None: the rate is known."""
+        return self._rates[self._at] if 0 <= self._at < len(self._rates) else None
+
+    def saw(self, share: float) -> None:
+        """Of the run at the next rate, so many attained their levels."""
+        self.attained[self._rates[self._at]] = share
+        met, descends = share >= self._target, self._at < self._start
+        if met and descends:
+            self._at = len(self._rates)
+        elif met:
+            self._at += 1
+        elif descends or self._at == self._start:
+            self._at -= 1
+        else:
+            self._at = len(self._rates)
+
+
+def live_windows(setting: Setting, windows: Sequence[Case], console: Console) -> dict[str, Any]:
     """Attainment live and, with the same levels, in virtual time, over rates."""
     low = setting.workload.window(0.0, WINDOW).scale_rate(LOW_LOAD)
     first = setting.live(setting.under(TURNS, ROOMY, 1e12), low, no_levels(setting))
     levels = service_levels(first.report)
     setting = setting.with_levels(levels)
     budget = int(BUDGET * whole_bytes(setting))
-    windows = [case for case in found if case.window]
-    attained: dict[str, dict[str, dict[float, float]]] = {}
-    virtual: dict[str, dict[str, dict[float, float]]] = {}
-    for i in LIVE_WINDOWS:
-        case = windows[i]
-        for turn, rate in enumerate(LIVE_RATES):
-            rows = list(better.items())
-            for preset, row in rows if turn % 2 else rows[::-1]:
-                work = case.workloads[0].scale_rate(rate)
-                fleet = setting.under(row, budget)
-                runs = {"live": setting.live, "virtual": setting.virtual}
-                for world, run in runs.items():
-                    share = run(fleet, work, levels).report.total.attainment
-                    into = attained if world == "live" else virtual
-                    into.setdefault(preset, {}).setdefault(case.name, {})[rate] = share
-                    console.print(f"{world} {case.name}, {row}, rate {rate:.2f}: {share:.3f}")
-    seen = {"live": attained, "virtual": virtual}
-    rates = {
-        world: {
-            preset: {case: Curve(shares).rate_at(TARGET) for case, shares in of.items()}
-            for preset, of in by_preset.items()
-        }
-        for world, by_preset in seen.items()
+
+    def share(run: Callable[..., Ran], row: str, case: Case, rate: float) -> float:
+        work = case.workloads[0].scale_rate(rate)
+        return run(setting.under(row, budget), work, levels).report.total.attainment
+
+    foreseen = {
+        row: {case.name: curve(partial(share, setting.virtual, row, case)) for case in windows}
+        for preset in LIVE_PRESETS
+        for row in rows_of(preset)
     }
-    over = {world: ratios(of["balloon"], of["swap"], LIVE_RATES[0]) for world, of in rates.items()}
+    better = {p: max(rows_of(p), key=lambda row: _typical(foreseen[row])) for p in LIVE_PRESETS}
+    virtual = {p: foreseen[row] for p, row in better.items()}
+    live: dict[str, dict[str, Curve]] = {p: {} for p in LIVE_PRESETS}
+    for case in windows:
+        climbs = {p: Climb(virtual[p][case.name].rate_at(TARGET), TARGET) for p in LIVE_PRESETS}
+        while any(climb.next_rate is not None for climb in climbs.values()):
+            for preset, climb in climbs.items():
+                if (rate := climb.next_rate) is not None:
+                    seen = share(setting.live, better[preset], case, rate)
+                    climb.saw(seen)
+                    told = f"live {case.name}, {better[preset]}, rate {rate:.2f}: {seen:.3f}"
+                    console.print(f"{told}; virtual {virtual[preset][case.name].attained}")
+        for preset, climb in climbs.items():
+            live[preset][case.name] = Curve(climb.attained)
+    curves = {"live": live, "virtual": virtual}
+    rates = {
+        world: {p: {case: c.rate_at(TARGET) for case, c in of.items()} for p, of in by.items()}
+        for world, by in curves.items()
+    }
+    over = {world: ratios(of["balloon"], of["swap"]) for world, of in rates.items()}
     errors = [
-        abs(virtual_rate / live - 1) if (live := rates["live"][preset][case]) else None
+        _apart(rate, rates["live"][preset][case])
         for preset, of in rates["virtual"].items()
-        for case, virtual_rate in of.items()
+        for case, rate in of.items()
     ]
     known = [e for e in errors if e is not None]
     return {
-        "rows": dict(better),
+        "rows": better,
         "slos": _levels(levels),
         "max_rate": rates,
-        "attained": {w: {p: _plain(of) for p, of in by.items()} for w, by in seen.items()},
+        "attained": {
+            world: {p: _plain({case: c.attained for case, c in of.items()}) for p, of in by.items()}
+            for world, by in curves.items()
+        },
         "balloon_over_swap": over["live"].mean,
         "balloon_over_swap_by_case": over["live"].to_json(),
         "virtual_balloon_over_swap": over["virtual"].mean,
@@ -303,6 +347,14 @@ def live_windows(
             max(known) if known and len(known) == len(errors) else None, at_most=0.15
         ),
     }
+
+
+def _apart(virtual: float, live: float) -> float | None:
+    """By how much a virtual rate differs from the live one, as a part of that; None: one of them is
+    below the lowest rate."""
+    if virtual == live:
+        return 0.0
+    return abs(virtual / live - 1) if virtual and live else None
 
 
 def _plain(of: Mapping[str, Mapping[float, float]]) -> dict[str, dict[str, float]]:
@@ -352,7 +404,9 @@ def extra(parser: argparse.ArgumentParser) -> None:
     trace_option(parser)
     parser.add_argument("--seeds", type=int, default=1, help="assignments of models; default 1")
     parser.add_argument("--workers", type=int, default=2, help="processes of virtual runs")
-    parser.add_argument("--virtual-only", action="store_true", help="no live runs")
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument("--virtual-only", action="store_true", help="no live runs")
+    parts.add_argument("--live-only", action="store_true", help="no virtual runs beyond its own")
     parser.add_argument("--sweeps", action="store_true", help="also over budgets and links")
 
 
@@ -370,29 +424,28 @@ def main() -> None:
             console.print(
                 f"{case.name}: {case.n_requests} requests, {case.workloads[0].describe()}"
             )
-        curves = virtual_curves(world, found, args.workers, console)
-        better = {
-            p: max(rows_of(p), key=lambda r: _typical(curves[r])) for p in ("swap", "balloon")
-        }
+        curves = {} if args.live_only else virtual_curves(world, found, args.workers, console)
         live = None
         if not (args.virtual_only or args.quick):
-            live = live_windows(setting, found, better, console)
+            windows = [case for case in found if case.window]
+            live = live_windows(setting, [windows[i] for i in LIVE_WINDOWS], console)
         swept = sweeps(world, found[0]) if args.sweeps else {}
-    told = {f"{target:g}": summary(curves, target) for target in TARGETS}
-    at_target = {name: r.to_json() for name, r in told[f"{TARGET:g}"].items()}
+    told = {f"{target:g}": summary(curves, target) for target in TARGETS} if curves else {}
+    at_target = {name: r.to_json() for name, r in told.get(f"{TARGET:g}", {}).items()}
+    bound = at_target.pop("of_bound", {})
     figures = {
         **{f"{name}.{key}": of[key] for name, of in at_target.items() for key in ("mean", "worst")},
-        "of_bound": at_target["of_bound"]["mean"],
+        "of_bound": bound.get("mean"),
         "live.balloon_over_swap": live["balloon_over_swap"] if live else None,
     }
     result: dict[str, Any] = {
         "requests": {case.name: case.n_requests for case in found},
         "workloads": {case.name: case.workloads[0].describe() for case in found},
-        **{name: of for name, of in at_target.items() if name != "of_bound"},
-        "of_bound": figures["of_bound"],
-        "of_bound_by_case": at_target["of_bound"]["by_case"],
+        **at_target,
+        "of_bound": bound.get("mean"),
+        "of_bound_by_case": bound.get("by_case"),
         "goals": {
-            name: verdict(_number(figures[name]), at_least=goal) for name, goal in GOALS.items()
+            name: verdict(_number(figures.get(name)), at_least=goal) for name, goal in GOALS.items()
         },
         "max_rate": {
             f"{target:g}": {
@@ -417,7 +470,7 @@ def main() -> None:
         "slos": _levels(levels),
         **swept,
     }
-    finish(args, "fleet", result, table(result))
+    finish(args, "fleet", result, tables(result))
 
 
 def _typical(by_case: Mapping[str, Curve]) -> float:
@@ -428,23 +481,30 @@ def _number(value: object) -> float | None:
     return value if isinstance(value, float) else None
 
 
-def table(result: Mapping[str, Any]) -> Table:
-    """Rates at 99 % of every row, and the ratios with their goals."""
-    rates = result["max_rate"][f"{TARGET:g}"]
+def tables(result: Mapping[str, Any]) -> Group:
+    """Rates at 99 % of every row, and their ratios with the goals."""
     names = list(result["requests"])
-    shown = Table("", *names, title="highest rate at 99 %, as a factor on the trace's; virtual")
-    for row, by_case in rates.items():
-        cells = (f"{by_case[case]:.2f}" if case in by_case else "-" for case in names)
-        shown.add_row(row, *cells)
-    for name, of in result["ratios"][f"{TARGET:g}"].items():
-        each = of["by_case"]
-        mean = "-" if of["mean"] is None else f"{of['mean']:.2f}"
-        shown.add_row(
-            f"{name}, mean {mean}", *(f"{each[c]:.2f}" if c in each else "-" for c in names)
-        )
+    rates = _plain_table("", *names, title="highest rate at 99 %, x the trace's")
+    for row, by_case in result["max_rate"][f"{TARGET:g}"].items():
+        rates.add_row(row, *_cells(by_case, names))
+    live = result["live"]["max_rate"]["live"] if result["live"] else {}
+    for preset, by_case in live.items():
+        rates.add_row(f"live {preset}", *_cells(by_case, names))
+    of_rates = _plain_table("", *names, title="ratios of these, each preset in its better order")
+    for name, of in result["ratios"].get(f"{TARGET:g}", {}).items():
+        of_rates.add_row(name, *_cells(of["by_case"], names))
+    goals = _plain_table("", "at least", "", title="goals")
     for name, goal in GOALS.items():
-        shown.add_row(f"{name} >= {goal:g}: {result['goals'][name]}")
-    return shown
+        goals.add_row(name, f"{goal:g}", result["goals"][name])
+    return Group(rates, of_rates, goals)
+
+
+def _plain_table(*columns: str, title: str) -> Table:
+    return Table(*columns, title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+
+
+def _cells(by_case: Mapping[str, float], names: Sequence[str]) -> list[str]:
+    return [f"{by_case[case]:.2f}" if case in by_case else "-" for case in names]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,16 @@ from ballast.core.settings import Slo
 from ballast.policy.presets import resolve
 from ballast.workload.workload import Workload, WorkloadRequest
 from benchmarks.clairvoyant import HORIZON, Future
-from benchmarks.fleet import COMPARED_PRESETS, ROWS, brought_to, folded, rows_of, summary
+from benchmarks.fleet import (
+    COMPARED_PRESETS,
+    ROWS,
+    TARGET,
+    Climb,
+    brought_to,
+    folded,
+    rows_of,
+    summary,
+)
 from benchmarks.rate_curves import RATES, Curve, curve, ratios
 from tests.policy.test_deadline import COSTS, NOW, decode, prompt, work
 
@@ -36,6 +45,17 @@ def test_a_curve_ends_where_it_is_hopeless() -> None:
 
     assert curve(attainment).rate_at(0.99) < 1.0
     assert asked == [r for r in RATES if r < 1.0] + [r for r in RATES if r >= 1.0][:2]
+
+
+@pytest.mark.parametrize("highest", [0.0, 0.3, 0.5, 1.1, 3.0, 50.0])
+@pytest.mark.parametrize("expected", [0.0, 0.4, 1.0, 9.0, 60.0])
+def test_a_climb_finds_what_a_whole_curve_would(highest: float, expected: float) -> None:
+    climb = Climb(expected, TARGET)
+    while (rate := climb.next_rate) is not None:
+        assert rate not in climb.attained
+        climb.saw(1.0 if rate <= highest else 0.5)
+    whole = Curve({rate: 1.0 if rate <= highest else 0.5 for rate in RATES})
+    assert Curve(climb.attained).rate_at(TARGET) == whole.rate_at(TARGET)
 
 
 def test_ratios_say_what_they_are_bounds_of() -> None:
