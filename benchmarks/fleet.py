@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 from rich import box
 from rich.console import Console, Group
-from rich.table import Table
+from rich.table import Column, Table
 
 from ballast.bench.worlds import Ran
 from ballast.core.settings import Slo
@@ -500,7 +500,15 @@ def tables(result: Mapping[str, Any]) -> Group:
 
 
 def _plain_table(*columns: str, title: str) -> Table:
-    return Table(*columns, title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    first, *others = columns
+    return Table(
+        Column(first, no_wrap=True),
+        *others,
+        title=title,
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
 
 
 def _cells(by_case: Mapping[str, float], names: Sequence[str]) -> list[str]:
