@@ -37,8 +37,9 @@ class Phase(enum.Enum):
 def phase(
     turn: Turn, current: ModelView, now: float, quantum: float, preemptive: bool = False
 ) -> Phase:
-    """State of `current`'s turn, `quantum` being the seconds in which it may admit requests."""
-    up = now >= turn.since + quantum
+    """State of `current`'s turn, `quantum` being the seconds in which it may admit requests: those
+    that wait when it begins, however short that is."""
+    up = now >= turn.since + quantum and now > turn.since
     if current.idle or (up and (preemptive or not current.running)):
         return Phase.OVER
     return Phase.DRAINS if up else Phase.LASTS

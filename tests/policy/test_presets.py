@@ -350,6 +350,16 @@ def test_swap_brings_a_twin_before_the_other_goes() -> None:
     assert kinds(decision.actions) == ["Hold", "Evict", "Activate"]
 
 
+def test_a_turn_of_no_time_still_admits_what_waits_when_it_begins() -> None:
+    """Else models would be swapped for ever, and none would run."""
+    a = model("a", waiting=(request(1),), first=2)
+    b = model("b", ABSENT, pages=20, waiting=(request(0),), first=2)
+    begins = WholeModels(quantum=0.0)(device(a, b, free=0, now=10.0), Turn("a", 10.0))
+    assert begins.actions == ()
+    ran = WholeModels(quantum=0.0)(device(a, b, free=0, now=10.1), Turn("a", 10.0))
+    assert kinds(ran.actions) == ["Hold", "Evict", "Activate"]
+
+
 def test_swap_lets_a_turn_run_its_quantum_then_ends_what_runs() -> None:
     a = model("a", running=(request(1),), waiting=(request(2),))
     b = model("b", ABSENT, waiting=(request(3),))
