@@ -1,6 +1,7 @@
-"""Tables that a benchmark writes into a page of the documentation, between markers.
+"""Tables that a benchmark writes into the pages of the documentation, between markers.
 
-A marker names the table, and the command whose JSON it is made of::
+A table lies where its marker is, whichever page that is. The marker names the table, and the
+command whose JSON it is made of::
 
     <!-- begin NAME: COMMAND -->
     ...
@@ -39,10 +40,25 @@ def renewed(page: str, tables: Mapping[str, str]) -> str:
     return _TABLE.sub(text, page)
 
 
-def renew(name: str, tables: Mapping[str, str]) -> None:
-    """Write these tables into the page `docs/NAME`."""
-    file = DOCS / name
-    file.write_text(renewed(file.read_text(encoding="utf-8"), tables), encoding="utf-8")
+def places(docs: Path = DOCS) -> dict[str, Path]:
+    """The page of each table. Raises ValueError where a table has two markers."""
+    found: dict[str, Path] = {}
+    for page in sorted(docs.rglob("*.md")):
+        for name in marked(page.read_text(encoding="utf-8")):
+            if name in found:
+                raise ValueError(f"{name} has a marker in {found[name]} and in {page}")
+            found[name] = page
+    return found
+
+
+def renew(tables: Mapping[str, str], docs: Path = DOCS) -> None:
+    """Write each table to its place. Raises KeyError, and writes nothing, if one has none."""
+    pages = places(docs)
+    if unknown := tables.keys() - pages.keys():
+        raise KeyError(f"no marker for {', '.join(sorted(unknown))}")
+    for page in sorted({pages[name] for name in tables}):
+        here = {name: table for name, table in tables.items() if pages[name] == page}
+        page.write_text(renewed(page.read_text(encoding="utf-8"), here), encoding="utf-8")
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

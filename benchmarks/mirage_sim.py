@@ -5,7 +5,7 @@ lengths like ShareGPT's and Alpaca's; costs by the roofline, nothing measured th
 states rates: each case is run from below its knee to eight times it (`mirage_curves`). Presets that
 are compared have equal options (`contenders`); "no shortage" is recomputation on a device of twice
 the memory: what no way of finding memory can beat. `--sweeps`: also turns, chunks, links, and parts
-of `mirage` switched off. `--docs` renews the tables of docs/mirage.md.
+of `mirage` switched off. `--docs` renews the tables of docs/mirage-*.md.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument("--only", nargs="+", choices=CURVES, help="curves of some groups")
         parser.add_argument("--full", action="store_true", help="eight rates, and kvswap in shares")
         parser.add_argument("--sweeps", nargs="*", choices=list(SWEEPS), help="none named: all")
-        parser.add_argument("--docs", action="store_true", help="renew docs/mirage.md")
+        parser.add_argument("--docs", action="store_true", help="renew docs/mirage-*.md")
         parser.add_argument("--keep", type=Path, help="a file of results, to go on from")
         parser.add_argument("--seeds", type=int, default=1)
         parser.add_argument("--processes", type=int, default=1)

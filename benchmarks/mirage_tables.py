@@ -1,4 +1,4 @@
-"""Tables of docs/mirage.md, from what `mirage_sim` and `mirage_live` wrote.
+"""Tables of `docs/mirage-*.md`, from what `mirage_sim` and `mirage_live` wrote.
 
 python -m benchmarks.mirage_tables out/mirage_sim.json
 """
@@ -16,7 +16,6 @@ from benchmarks.doc_tables import markdown, ratio, row_of
 from benchmarks.mirage_curves import grid
 from benchmarks.mirage_paper import CLAIMS
 
-PAGE = "mirage.md"
 GROUPS = {
     "temporal_c1": "C1, in turns",
     "temporal_c2": "C2, in turns",
@@ -289,13 +288,13 @@ def live(result: Json) -> dict[str, str]:
 
 
 def renew(result: Json) -> None:
-    """Write the tables into docs/mirage.md."""
+    """Write the tables of a result into the documentation."""
     made = live(result) if result.get("benchmark") == "mirage_live" else tables(result)
-    doc_tables.renew(PAGE, made)
+    doc_tables.renew(made)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="renew the tables of docs/mirage.md")
+    parser = argparse.ArgumentParser(description="renew the tables of docs/mirage-*.md")
     parser.add_argument("results", nargs="+", type=Path, help="JSON of mirage_sim, mirage_live")
     for file in parser.parse_args(argv).results:
         renew(json.loads(file.read_text(encoding="utf-8")))

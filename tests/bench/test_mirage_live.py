@@ -176,5 +176,5 @@ def test_the_live_table_has_its_place_in_the_page() -> None:
         "| side by side: `mirage` | `recompute` | 2.00 | 0.50 | 0.50 | 0 | 0.0 | 0.75 |"
         in (made["mirage_live"])
     )
-    page = (DOCS / "mirage.md").read_text(encoding="utf-8")
+    page = (DOCS / "mirage-live.md").read_text(encoding="utf-8")
     assert made["mirage_live"] in renewed(page, made)

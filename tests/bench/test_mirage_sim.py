@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +22,7 @@ from ballast.workload.lengths import (
 )
 from ballast.workload.workload import Workload, WorkloadRequest
 from benchmarks.contenders import SHARINGS
-from benchmarks.doc_tables import DOCS, marked, renewed
+from benchmarks.doc_tables import DOCS, marked, places, renew, renewed
 from benchmarks.mirage_cases import AMPLE, CURVES, GROUPS, Case, canonical, ratios, slowed
 from benchmarks.mirage_curves import (
     COMPARED,
@@ -297,15 +298,20 @@ def test_sweeps_run_at_knees_that_are_known() -> None:
     assert {c.step_tokens for c in sweep_cases(["steps"], AT)} >= {256, 2048, 8192}
 
 
-def test_every_table_has_its_place_in_the_page() -> None:
+def test_every_table_has_its_place_in_the_pages(tmp_path: Path) -> None:
     made = tables(everything())
-    page = (DOCS / "mirage.md").read_text(encoding="utf-8")
-    places = {name: command for name, command in marked(page).items() if "mirage_sim" in name}
-    assert made.keys() == places.keys()
-    assert all("benchmarks.mirage_sim" in command for command in places.values())
-    again = renewed(page, made)
-    assert renewed(again, made) == again
-    assert all(table in again for table in made.values())
+    for page in DOCS.glob("mirage*.md"):
+        (tmp_path / page.name).write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
+    pages = places(tmp_path)
+    assert made.keys() == {name for name in pages if name.startswith("mirage_sim.")}
+    for page in set(pages.values()):
+        for name, command in marked(page.read_text(encoding="utf-8")).items():
+            assert f"benchmarks.{name.partition('.')[0]}" in command or name == "mirage_live"
+    renew(made, tmp_path)
+    written = {page.name: page.read_text(encoding="utf-8") for page in tmp_path.iterdir()}
+    assert all(table in written[pages[name].name] for name, table in made.items())
+    renew(made, tmp_path)
+    assert written == {p.name: p.read_text(encoding="utf-8") for p in tmp_path.iterdir()}
 
 
 def test_a_case_without_a_knee_is_shown_without_one() -> None:
@@ -326,6 +332,23 @@ def test_a_table_without_a_place_is_an_error_and_other_text_stays() -> None:
     assert renewed(page, {}) == page
     with pytest.raises(KeyError, match="no marker for c"):
         renewed(page, {"c": "new"})
+
+
+def test_a_table_is_written_where_its_marker_is(tmp_path: Path) -> None:
+    def page(name: str) -> str:
+        return f"<!-- begin {name}: some command -->\nold\n<!-- end {name} -->\n"
+
+    (tmp_path / "one.md").write_text(page("a"))
+    (tmp_path / "two.md").write_text(page("b"))
+    renew({"b": "new"}, tmp_path)
+    assert (tmp_path / "one.md").read_text() == page("a")
+    assert (tmp_path / "two.md").read_text() == page("b").replace("old", "new")
+    with pytest.raises(KeyError, match="no marker for c"):
+        renew({"a": "new", "c": "new"}, tmp_path)
+    assert (tmp_path / "one.md").read_text() == page("a")
+    (tmp_path / "three.md").write_text(page("a"))
+    with pytest.raises(ValueError, match=r"a has a marker in .*one\.md and in .*three\.md"):
+        renew({"b": "newer"}, tmp_path)
 
 
 def test_every_claim_stands_beside_what_it_speaks_of() -> None:
