@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable
 
 from ballast.core.actions import Short
@@ -161,8 +160,7 @@ class Lending:
             self.borrower.meet(event.peer, event.epoch, exported)
         except DeviceError as error:
             log.warning("%s cannot be lent to nor borrowed from: %s", event.peer, error)
-            if exported.fd is not None:
-                os.close(exported.fd)
+            exported.discard()
             return
         self._lender.meet(event.peer, event.epoch)
         self.say(HasMet(event.peer, event.epoch))

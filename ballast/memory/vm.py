@@ -70,6 +70,11 @@ class Exported:
         if self.imported is not None:
             self.imported.close()
 
+    def discard(self) -> None:
+        """Close `fd` of an export that was received from another process and is not attached."""
+        if self.fd is not None:
+            os.close(self.fd)
+
 
 def check_attach(exported: Exported, page_bytes: int, device: tuple[int, int]) -> None:
     """Raises DeviceError unless `device`, of pages of `page_bytes`, can attach those exported."""
