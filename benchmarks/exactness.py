@@ -1,4 +1,4 @@
-"""Moving memory never changes a token (DESIGN section 5, invariant 1), in float32.
+"""Moving memory never changes a token, in float32.
 
 - `families`: for each a small random model (`benchmarks/families.py`), 6 prompts at once of
   different lengths, 48 greedy tokens each, against `transformers`: once for each of `PATHS` that

@@ -1,4 +1,4 @@
-"""A model over two ranks gives the tokens of one (DESIGN section 5, invariant 1), in float32.
+"""A model over two ranks gives the tokens of one, in float32.
 
 - `greedy`: Llamas and a Qwen2 (biases, norms and all drawn at random) on one device of 2 ranks, so
   small that models are evicted and requests preempted in mid-generation, against `transformers`,

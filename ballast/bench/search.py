@@ -1,4 +1,4 @@
-"""The highest arrival rate at which a service level is met (DESIGN section 7)."""
+"""The highest arrival rate at which a service level is met."""
 
 from __future__ import annotations
 

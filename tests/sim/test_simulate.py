@@ -77,7 +77,7 @@ class Heard:
 
 
 def watch(now: float, state: DeviceState) -> None:
-    """The invariants that must hold after every turn (DESIGN section 5)."""
+    """The invariants that must hold after every turn."""
     state.pool.validate()
     for m in state.models.values():
         m.kv.validate([r.blocks for r in m.running])
