@@ -5,7 +5,7 @@ JOBS   ?= 2
 PYTHON := $(VENV)/bin/python
 READY  := $(VENV)/.ballast-ready
 
-.PHONY: setup demo serve test check bench clean
+.PHONY: setup demo serve test check docs bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make serve   serve FLEET (default $(FLEET)) over HTTP"
 	@echo "make test    run the tests, in JOBS processes (default $(JOBS))"
 	@echo "make check   the gate: format, lint, types, import contracts, tests"
+	@echo "make docs    the documentation as a site, under out/site"
 	@echo "make bench   the quick form of the benchmarks, results under out/"
 
 setup:
@@ -36,6 +37,9 @@ test: $(READY)
 
 check: $(READY)
 	@VENV=$(VENV) scripts/check -n $(JOBS) --dist loadfile
+
+docs: $(READY)
+	$(PYTHON) -m mkdocs build --strict
 
 bench: $(READY)
 	@mkdir -p out
