@@ -12,8 +12,8 @@ help:
 	@echo "make setup   create $(VENV) and install everything (quick the second time)"
 	@echo "make demo    eight small models serve a bursty workload from one memory budget"
 	@echo "make serve   serve FLEET (default $(FLEET)) over HTTP"
-	@echo "make test    run the tests, in JOBS processes (default $(JOBS))"
-	@echo "make check   the gate: format, lint, types, import contracts, tests"
+	@echo "make test    run the tests but slow ones, in JOBS processes (default $(JOBS))"
+	@echo "make check   the gate: format, lint, types, import contracts, docs, all tests, README"
 	@echo "make docs    the documentation as a site, under out/site"
 	@echo "make bench   the quick form of the benchmarks, results under out/"
 
@@ -33,7 +33,7 @@ serve: $(READY) $(FLEET)
 	$(VENV)/bin/ballast serve $(FLEET)
 
 test: $(READY)
-	$(PYTHON) -m pytest -q -n $(JOBS) --dist loadfile
+	$(PYTHON) -m pytest -q -m "not slow" -n $(JOBS) --dist loadfile
 
 check: $(READY)
 	@VENV=$(VENV) scripts/check -n $(JOBS) --dist loadfile
