@@ -1,6 +1,6 @@
 """What a GPU does with all of this: tests, exactness, and the figures of docs/gpu.md.
 
-One GPU, 9 minutes, no network; FastAPI, pyzmq, OR-Tools and msgspec are not needed. Weights are
+One GPU, 9 minutes, no network; FastAPI, pyzmq and msgspec are not needed. Weights are
 random and made on the device. Each part is a process of its own with a limit of time, and what it
 has found is written as soon as it is known. In this order; what time is too short for is listed as
 not run:
