@@ -126,3 +126,16 @@ def test_a_file_that_could_shrink_is_refused() -> None:
         vm.attach(Exported((0, 0), PAGE, 4, (0,), fd))
     vm.close()
     os.close(fd)
+
+
+def test_pages_that_were_received_and_are_not_attached_leave_no_descriptor(memfd: MemfdVm) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with ours, theirs:
+        send_pages(ours, memfd.export([1]))
+        received = receive_pages(theirs)
+    assert received.fd is not None
+    os.fstat(received.fd)
+    received.discard()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(received.fd)
+    NullVm(PAGE, 4).export([1]).discard()
