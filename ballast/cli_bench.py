@@ -42,6 +42,7 @@ def bench(
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the reports here.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the reports here.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with pictures here.")] = None,
     story: StoryTo = None,
 ) -> None:
     """Replay a workload open loop: latencies, service levels, memory by owner; presets compared."""
@@ -67,11 +68,19 @@ def bench(
     for name in presets:
         with_preset(fleet, name)
     if url is not None:
-        show_reports([replay_http(url, fleet, work)], console, json, png)
+        reports = [replay_http(url, fleet, work)]
     elif virtual:
-        show_reports(list(compare_virtual(fleet, work, presets, device, story)), console, json, png)
+        reports = list(compare_virtual(fleet, work, presets, device, story))
     else:
-        show_reports(list(compare_live(fleet, work, presets, story)), console, json, png)
+        reports = list(compare_live(fleet, work, presets, story))
+    show_reports(reports, console, json, png)
+    if html is not None:
+        from ballast.bench.page import page
+
+        html.parent.mkdir(parents=True, exist_ok=True)
+        title = f"{len(names)} models of {fleet_file.name}"
+        html.write_text(page(title, (work.describe(),), reports), encoding="utf-8")
+        console.print(f"drawn: {html}", soft_wrap=True)
 
 
 def demo(

@@ -99,7 +99,9 @@ def simulate(
 
         html.parent.mkdir(parents=True, exist_ok=True)
         title = f"{fleet_file.name} on {devices}"
-        html.write_text(page(title, (asked.described(), sizes), runs), encoding="utf-8")
+        reports = [run.report for run in runs]
+        facts = (asked.described(), sizes)
+        html.write_text(page(title, facts, reports, runs), encoding="utf-8")
         console.print(f"drawn: {html}", soft_wrap=True)
 
 

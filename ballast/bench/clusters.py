@@ -11,6 +11,7 @@ from typing import Any
 from ballast.bench.gauge import Gauge
 from ballast.bench.record import Recorder, prompts_of, submission_for, vocabularies_of
 from ballast.bench.report import Report
+from ballast.bench.sample import Decision, decisions_of
 from ballast.bench.stories import SinkOf
 from ballast.core.cost import Traffic
 from ballast.core.event import Failed, Output
@@ -18,6 +19,7 @@ from ballast.core.fleet import FleetAction, Place, Withdraw
 from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, Slo
+from ballast.engine.state import DeviceState
 from ballast.policy.fleets import Placement
 from ballast.policy.presets import Preset
 from ballast.sim.cluster import SERVED, Cluster, Kind
@@ -105,6 +107,12 @@ def run_cluster(
         moves.append(told if refused is None else {**told, "refused": refused})
 
     gauge = Gauge(workload.seconds)
+    decisions: list[Decision] = []
+
+    def watch(device: str, at: float, state: DeviceState) -> None:
+        gauge.watch(device, at, state)
+        decisions.extend(decisions_of(cluster.devices[device].story.take(), device))
+
     cluster = Cluster(
         kinds,
         specs,
@@ -113,7 +121,7 @@ def run_cluster(
         served,
         placement,
         traffic_of(workload),
-        watch=gauge.watch,
+        watch=watch,
         told=told,
         sink_of=sink_of,
     )
@@ -134,6 +142,7 @@ def run_cluster(
         slos,
         seconds,
         gauge.samples(),
+        [*decisions, *decisions_of(moves)],
         name=preset.name,
         workload=workload.describe(),
     )

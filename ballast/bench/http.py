@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 import httpx
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
 from ballast.bench.record import Recorder
 from ballast.bench.replay import TargetError
+from ballast.bench.sample import Decision, DeviceSample, decisions_of
 from ballast.core.clock import Clock
 from ballast.core.request import Submission
+from ballast.server.state import ServerNow
+
+LAST_DECISIONS = 10_000
+"""The most that `/admin/story` shows."""
 
 
 class _Choice(msgspec.Struct):
@@ -58,6 +62,10 @@ class HttpTarget:
         connect_seconds: float = 30.0,
     ) -> None:
         self._clock = clock
+        self._unix_origin: float | None = None
+        """Unix time at which `clock` showed 0; None until the server has shown its state."""
+        self._device = ""
+        """The name of the server's only device; empty where it has several."""
         self._client = httpx.AsyncClient(
             base_url=base_url.rstrip("/").removesuffix("/v1"),
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
@@ -125,30 +133,31 @@ class HttpTarget:
             details.cached_tokens or 0,
         )
 
-    async def memory(self) -> Mapping[str, int]:
-        """Bytes by owner, from the pool's gauges in `/metrics`."""
+    async def memory(self) -> Mapping[str, DeviceSample]:
+        """Each device, from `/admin/state`; empty where the server has no such route."""
         try:
-            response = await self._client.get("/metrics")
+            response = await self._client.get("/admin/state")
             response.raise_for_status()
-            return pages_of(response.text)
-        except (httpx.HTTPError, ValueError):
+            now = msgspec.json.decode(response.content, type=ServerNow)
+        except (httpx.HTTPError, msgspec.MsgspecError):
             return {}
+        self._unix_origin = now.time - self._clock.now()
+        self._device = now.devices[0].device if len(now.devices) == 1 else ""
+        return {d.device: DeviceSample.of(d) for d in now.devices}
 
-
-def pages_of(exposition: str) -> dict[str, int]:
-    """Bytes by `owner` or `owner:model` from a Prometheus text; empty if it has no such metric."""
-    pages: dict[str, float] = {}
-    page_bytes = 1.0
-    for family in text_string_to_metric_families(exposition):
-        for sample in family.samples:
-            if sample.name == "ballast:page_bytes":
-                page_bytes = sample.value
-            elif sample.name in ("ballast:free_pages", "ballast:reclaiming_pages"):
-                pages[sample.name.removeprefix("ballast:").removesuffix("_pages")] = sample.value
-            elif sample.name == "ballast:pages":
-                parts = (sample.labels.get("owner", ""), sample.labels.get("model", ""))
-                pages[":".join(part for part in parts if part)] = sample.value
-    return {owner: int(n * page_bytes) for owner, n in pages.items()}
+    async def decisions(self, origin: float) -> Sequence[Decision]:
+        """From `/admin/story`, on the server's wall clock, which `memory` has read."""
+        if self._unix_origin is None:
+            return ()
+        try:
+            response = await self._client.get("/admin/story", params={"last": LAST_DECISIONS})
+            response.raise_for_status()
+            entries = response.json()["decisions"]
+        except (httpx.HTTPError, ValueError, KeyError):
+            return ()
+        began = self._unix_origin + origin
+        timed = ({**entry, "at": entry["time"]} for entry in entries)
+        return [d for d in decisions_of(timed, self._device, began) if d.at >= 0]
 
 
 def _body(submission: Submission) -> dict[str, object]:

@@ -1,88 +1,146 @@
-"""Simulations as one page of HTML that needs nothing else: tables, and pictures as inline SVG."""
+"""Runs of one workload as a page of HTML that needs nothing else: pictures, words, tables."""
 
 from __future__ import annotations
 
-import io
+import json
 from collections.abc import Callable, Sequence
 from html import escape
-
-import matplotlib
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
+from importlib.resources import files
 
 from ballast.bench.clusters import ClusterRun
-from ballast.bench.plot import distribution, memory
-from ballast.bench.report import Served, Spread
+from ballast.bench.page_data import MARKED, devices_of, page_data
+from ballast.bench.report import Report, Served, Spread
+from ballast.bench.sample import Decision
 from ballast.bench.show import percent, seconds
+from ballast.bench.verdict import best_of, memory_text, slos_text, verdict
 from ballast.core.units import format_bytes
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; max-width: 68rem; margin: 2rem auto;
-  padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-p.what { color: #556; } svg { width: 100%; height: auto; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
-th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #e3e6ec; }
-th:first-child, td:first-child { text-align: left; } thead th { border-bottom: 2px solid #9aa5b5; }
-"""
 _LATENCIES: tuple[tuple[str, Callable[[Served], Spread | None]], ...] = (
     ("TTFT", lambda s: s.ttft),
     ("TPOT", lambda s: s.tpot),
 )
+_LISTED = 200
+"""Decisions of a run that are listed in words."""
 
 
-def page(title: str, what: Sequence[str], runs: Sequence[ClusterRun]) -> str:
-    """`what`: sentences on what was run. Equal runs give equal pages."""
-    said = "".join(f'<p class="what">{escape(line)}</p>' for line in what)
+def page(
+    title: str, facts: Sequence[str], reports: Sequence[Report], clusters: Sequence[ClusterRun] = ()
+) -> str:
+    """A whole HTML document. `facts`: sentences on what was run; `clusters`: what devices did, of
+    simulations. Equal runs give equal pages.
+    """
+    lines = [*facts, f"Service levels: {slos_text(reports[0].slos)}."]
+    if memory := next((text for r in reports if (text := memory_text(r))), ""):
+        lines.append(f"Memory: {memory}.")
     parts = [
-        f"<h1>{escape(title)}</h1>{said}",
-        "<h2>Presets side by side</h2>" + _sides(runs),
-        "<h2>Latencies: share of all requests below a time</h2>" + _latencies(runs),
-        "<h2>Share of requests in SLO, by model</h2>" + _models(runs),
-        "<h2>Memory of all devices over time</h2>" + _memories(runs),
-        *(f"<h2>Devices under {escape(r.report.name)}</h2>" + _devices(r) for r in runs),
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="verdict">{escape(verdict(reports))}</p>',
+        *(f'<p class="facts">{escape(line)}</p>' for line in lines),
+        _cards(reports),
+        _memory(reports),
+        "<h2>Presets side by side</h2>" + _sides(reports, clusters),
+        "<h2>Latencies</h2><p class='note'>Share of all requests below a time; failed requests "
+        "keep a curve below 100 %. Dashed upright lines: service levels.</p>"
+        '<div class="pair" id="latencies"></div>',
+        "<h2>Models</h2><p class='note'>Memory over time on one scale for each model (full: "
+        "weights, lighter: KV, lightest: cached prefixes), and its requests in service level.</p>"
+        '<div id="models"></div>',
+        "<details><summary>Models in numbers</summary>" + _models(reports) + "</details>",
+        *(_devices(run) for run in clusters),
+        *(_decisions(r) for r in reports if r.decisions),
     ]
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-    view = '<meta name="viewport" content="width=device-width">'
-    body = "\n".join(parts)
-    return (
-        f'<!doctype html>\n<html lang="en"><head>{head}{view}</head>\n<body>{body}</body></html>\n'
+    data = json.dumps(page_data(title, reports), separators=(",", ":")).replace("<", "\\u003c")
+    return "\n".join(
+        (
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+            f"<title>{escape(title)}</title>",
+            '<meta name="viewport" content="width=device-width">',
+            f"<style>{_file('page.css')}</style></head>\n<body><main>",
+            *parts,
+            '</main><div id="tip" role="status"></div>',
+            f'<script type="application/json" id="data">{data}</script>',
+            f"<script>{_file('page.js')}</script></body></html>\n",
+        )
     )
 
 
-def _sides(runs: Sequence[ClusterRun]) -> str:
+def _file(name: str) -> str:
+    return (files("ballast.bench") / name).read_text(encoding="utf-8")
+
+
+def _cards(reports: Sequence[Report]) -> str:
+    best = best_of(reports)
+    cards = []
+    for r in reports:
+        total = r.total
+        lines = (
+            f"{total.attained} of {total.requests} in service level",
+            f"worst model {percent(r.worst_attainment)}",
+            f"P99: TTFT {_part(total.ttft, 'p99')}, TPOT {_part(total.tpot, 'p99')}",
+        )
+        small = "".join(f"<small>{escape(line)}</small>" for line in lines)
+        kind = "card best" if r.name in best else "card"
+        share = f'<span class="share">{percent(total.attainment)}</span>'
+        cards.append(f'<div class="{kind}"><b>{escape(r.name)}</b>{share}{small}</div>')
+    return f'<div class="cards">{"".join(cards)}</div>'
+
+
+def _memory(reports: Sequence[Report]) -> str:
+    """The frame of the panels, which `page.js` draws."""
+    devices = devices_of(reports)
+    choice = ""
+    if len(devices) > 1:
+        names = "".join(f"<option>{escape(d)}</option>" for d in devices)
+        choice = f'<label>device <select id="device"><option value="">all {len(devices)}</option>'
+        choice += f"{names}</select></label>"
+    return (
+        "<h2>Memory, decisions and queue over time</h2>"
+        "<p class='note'>Weights grow from below, KV hangs from the budget (the line above); what "
+        "is between them is free. Pages that one gives up can be the other's. Point at a moment "
+        "for its values.</p>"
+        f'<div class="controls">{choice}<label>colours <select id="view">'
+        '<option value="use">by use</option><option value="model">by model</option>'
+        "</select></label></div>"
+        '<div class="legend" id="legend"></div><div id="panels"></div>'
+        "<noscript><p>Pictures are drawn by a script on this page, which is off.</p></noscript>"
+    )
+
+
+def _sides(reports: Sequence[Report], clusters: Sequence[ClusterRun]) -> str:
     rows: list[list[str]] = []
 
-    def row(name: str, cell: Callable[[ClusterRun], str]) -> None:
-        rows.append([_cell(name), *(_cell(cell(r)) for r in runs)])
+    def row(name: str, cell: Callable[[Report], str]) -> None:
+        rows.append([_cell(name), *(_cell(cell(r)) for r in reports)])
 
-    row("in SLO", lambda r: percent(r.report.total.attainment))
-    row("in SLO, worst model", lambda r: percent(r.report.worst_attainment))
-    row("answered", lambda r: str(r.report.total.answered))
-    row("failed", lambda r: str(r.report.total.failed))
-    row("output tokens/s", lambda r: f"{r.report.output_tokens_per_second:.1f}")
+    row("in SLO", lambda r: percent(r.total.attainment))
+    row("in SLO, worst model", lambda r: percent(r.worst_attainment))
+    row("answered", lambda r: str(r.total.answered))
+    row("failed", lambda r: str(r.total.failed))
+    row("output tokens/s", lambda r: f"{r.output_tokens_per_second:.1f}")
     for name, of in _LATENCIES:
         for part in ("p50", "p90", "p99"):
-            row(f"{name} {part}", lambda r, of=of, part=part: _part(of(r.report.total), part))  # type: ignore[misc]
-    for what in ("activations", "evictions", "preemptions"):
-        row(what, lambda r, what=what: str(r.total(what)))  # type: ignore[misc]
-    row("models placed", lambda r: str(r.placed))
-    row("models withdrawn", lambda r: str(r.withdrawn))
-    return _table(["", *(r.report.name for r in runs)], rows)
+            row(f"{name} {part}", lambda r, of=of, part=part: _part(of(r.total), part))  # type: ignore[misc]
+    if clusters:
+        for what in ("activations", "evictions", "preemptions"):
+            rows.append([_cell(what), *(_cell(str(c.total(what))) for c in clusters)])
+        for moved in ("placed", "withdrawn"):
+            rows.append(
+                [_cell(f"models {moved}"), *(_cell(str(getattr(c, moved))) for c in clusters)]
+            )
+    return _table(["", *(r.name for r in reports)], rows)
 
 
-def _models(runs: Sequence[ClusterRun]) -> str:
+def _models(reports: Sequence[Report]) -> str:
     """A row per model, shaded by attainment, with latencies under each preset."""
-    names = sorted(runs[0].report.models)
+    names = sorted(reports[0].models)
     head = ["model", "requests"]
-    for run in runs:
-        head += [run.report.name, "TTFT p99", "TPOT p99"]
+    for report in reports:
+        head += [report.name, "TTFT p99", "TPOT p99"]
     rows = []
     for name in names:
-        row = [_cell(name), _cell(str(runs[0].report.models[name].requests))]
-        for run in runs:
-            served = run.report.models[name]
+        row = [_cell(name), _cell(str(reports[0].models[name].requests))]
+        for report in reports:
+            served = report.models[name]
             row.append(_shaded(served) if served.requests else _cell("-"))
             row += [_cell(_part(of(served), "p99")) for _, of in _LATENCIES]
         rows.append(row)
@@ -94,40 +152,32 @@ def _devices(run: ClusterRun) -> str:
     rows = [
         [
             _cell(name),
-            _cell(format_bytes(told["memory_bytes"])),
-            _cell(format_bytes(told["weights_bytes"])),
-            *(_cell(str(told[what])) for what in counted),
-            _cell(", ".join(told["models"])),
+            _cell(format_bytes(did["memory_bytes"])),
+            _cell(format_bytes(did["weights_bytes"])),
+            *(_cell(str(did[what])) for what in counted),
+            _cell(", ".join(did["models"])),
         ]
-        for name, told in run.devices.items()
+        for name, did in run.devices.items()
     ]
-    return _table(["device", "memory", "weights of its models", *counted, "models"], rows)
+    table = _table(["device", "memory", "weights of its models", *counted, "models"], rows)
+    return f"<h2>Devices under {escape(run.report.name)}</h2>{table}"
 
 
-def _latencies(runs: Sequence[ClusterRun]) -> str:
-    figure = Figure(figsize=(11, 3.4), layout="constrained")
-    reports = [r.report for r in runs]
-    axes = figure.subplots(1, 2)
-    distribution(axes[0], reports, "time to first token, s", lambda r: r.ttft)
-    distribution(axes[1], reports, "time per output token, s", lambda r: r.tpot)
-    return _svg(figure)
+def _decisions(report: Report) -> str:
+    rows = [_decision(d) for d in report.decisions[:_LISTED]]
+    n = len(report.decisions)
+    note = f"the first {len(rows)} of {n}" if n > len(rows) else str(n)
+    if n > MARKED:
+        note += f"; pictures show the first {MARKED}"
+    head = ["at", "decision", "model", "device", "why"]
+    table = _table(head, rows).replace("<table>", '<table class="words">')
+    name = escape(report.name)
+    return f"<details><summary>Decisions under {name} ({note})</summary>{table}</details>"
 
 
-def _memories(runs: Sequence[ClusterRun]) -> str:
-    figure = Figure(figsize=(11, 2.6 * len(runs)), layout="constrained")
-    for axes, run in zip(figure.subplots(len(runs), squeeze=False)[:, 0], runs, strict=True):
-        memory(axes, run.report)
-    return _svg(figure)
-
-
-def _svg(figure: Figure) -> str:
-    """The `<svg>` element alone, with text as text, and nothing that differs between runs."""
-    FigureCanvasSVG(figure)
-    drawn = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ballast"}):
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
-    text = drawn.getvalue()
-    return text[text.index("<svg") :]
+def _decision(d: Decision) -> list[str]:
+    why = d.why if d.refused is None else f"{d.why} (not done: {d.refused})"
+    return [_cell(text) for text in (f"{d.at:.2f} s", d.action, d.model, d.device, why)]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

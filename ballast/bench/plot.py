@@ -1,120 +1,238 @@
-"""Reports as one picture: latency distributions, attainment per model, memory over time."""
+"""Runs of one workload as one picture: what each attained, above what its memory was used for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
 
-import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
-from ballast.bench.record import RequestRecord
-from ballast.bench.report import Report
+from ballast.bench import palette
+from ballast.bench.report import Report, Spread
+from ballast.bench.show import percent, seconds
+from ballast.bench.timeline import FROM_ABOVE, FROM_BELOW, Band, Timeline, stacked
+from ballast.bench.verdict import best_of, slos_text, title_of, verdict
 from ballast.core.errors import ConfigError
 from ballast.core.units import GiB, MiB
 
-POINTS = 400
-"""Of a curve."""
+# Inches.
+WIDTH = 10.0
+LEFT, RIGHT, GAP = 1.2, 0.3, 0.3
+FIGURES, MEMORY, MARKS, QUEUE = 1.18, 2.15, 0.72, 0.62
+"""Heights of the parts of a panel, from above."""
+BETWEEN, AXIS, LEGEND = 0.1, 0.42, 0.3
+DPI = 180
+IN_A_ROW = 4
+"""Panels."""
+OUTLINED = 20
+"""Models, up to which bands are set apart by white lines."""
+SHAPES = {"activations": "^", "evictions": "v", "preemptions": "x", "refused requests": "o"}
 
 
 def plot(reports: Sequence[Report], path: str | Path) -> None:
-    """Write a PNG of one or more reports, told apart by their names."""
+    """Write `figure_of` one or more reports as a PNG. Raises ConfigError where there are none."""
+    figure_of(reports).savefig(path, dpi=DPI, format="png", metadata={"Software": None})
+
+
+def figure_of(reports: Sequence[Report]) -> Figure:
+    """Title, verdict and facts; then a panel for each report, all on the same axes.
+
+    A panel shows attainment, memory (weights from below, KV from the budget down), marks and the
+    queue. Raises ConfigError where there are no reports.
+    """
     if not reports:
         raise ConfigError("reports", [], "at least one")
-    with_memory = [r for r in reports if r.memory]
-    rows = 2 + len(with_memory)
-    figure = Figure(figsize=(12, 3.6 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(rows, 3)
-    latencies: tuple[tuple[str, Callable[[RequestRecord], float | None]], ...] = (
-        ("time to first token, s", lambda r: r.ttft),
-        ("time per output token, s", lambda r: r.tpot),
-        ("end to end, s", lambda r: r.e2e),
-    )
-    for column, (label, of) in enumerate(latencies):
-        distribution(figure.add_subplot(grid[0, column]), reports, label, of)
-    _attainment(figure.add_subplot(grid[1, :]), reports)
-    for row, report in enumerate(with_memory, start=2):
-        memory(figure.add_subplot(grid[row, :]), report)
-    figure.savefig(path, dpi=110, format="png")
-
-
-def distribution(
-    axes: Axes,
-    reports: Sequence[Report],
-    label: str,
-    of: Callable[[RequestRecord], float | None],
-) -> None:
-    """Share of all requests below a latency: curves of runs with failures end below 1."""
-    for report in reports:
-        values = sorted(v for r in report.records if r.answered and (v := of(r)) is not None)
-        if values:
-            # Every one of a few, else as many as a picture can show; the last among them.
-            at = np.unique(np.linspace(0, len(values) - 1, POINTS).round().astype(int))
-            shares = (at + 1) / len(report.records)
-            shown = np.maximum(np.array(values)[at], 1e-4)
-            axes.step(shown, shares, where="post", label=report.name)
-    axes.set_xscale("log")
-    axes.tick_params(axis="x", which="both", labelsize=7, labelrotation=30)
-    axes.set_ylim(0, 1.02)
-    axes.set_xlabel(label)
-    axes.set_ylabel("share of requests")
-    axes.grid(alpha=0.3)
-    if axes.get_lines():
-        axes.legend(fontsize="small")
-
-
-def _attainment(axes: Axes, reports: Sequence[Report]) -> None:
     models = sorted({m for r in reports for m in r.models})
-    names = [*models, "all"]
-    width = 0.8 / len(reports)
-    for place, report in enumerate(reports):
-        shares = [report.models[m].attainment if m in report.models else 0.0 for m in models]
-        shares.append(report.total.attainment)
-        offset = (place - (len(reports) - 1) / 2) * width
-        axes.bar(np.arange(len(names)) + offset, shares, width, label=report.name)
-    axes.set_xticks(np.arange(len(names)), names, rotation=20, ha="right", fontsize="small")
-    axes.set_ylim(0, 1.02)
-    axes.set_ylabel("share in SLO")
-    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    timelines = [Timeline.of(r, models) for r in reports]
+    return _Picture(reports, timelines).figure
 
 
-def memory(axes: Axes, report: Report) -> None:
-    """Owners stacked over time; free memory is what is left white."""
-    owners = sorted({o for s in report.memory for o in s.owners if o != "free"}, key=_order)
-    times = [s.at for s in report.memory]
-    totals = [sum(s.owners.values()) for s in report.memory]
-    unit, size = ("GiB", GiB) if max(totals) >= 10 * GiB else ("MiB", MiB)
-    series = [[s.owners.get(o, 0) / size for s in report.memory] for o in owners]
-    axes.stackplot(times, series, labels=owners, colors=_colours(owners), step="post")
-    whole = [n / size for n in totals]
-    axes.step(times, whole, where="post", color="black", linewidth=0.8, label="all, with free")
-    axes.set_xlabel("seconds")
-    axes.set_ylabel(f"{unit}, {report.name}")
-    axes.legend(fontsize="x-small", ncols=2, loc="center left", bbox_to_anchor=(1.0, 0.5))
+class _Picture:
+    """Lays out panels, from the top left corner, in inches."""
+
+    def __init__(self, reports: Sequence[Report], timelines: Sequence[Timeline]) -> None:
+        self.reports, self.timelines = reports, timelines
+        self.columns = min(len(reports), IN_A_ROW)
+        self.best = best_of(reports)
+        self.sampled = any(t.at.size for t in timelines)
+        self.panel = FIGURES
+        if self.sampled:
+            self.panel += MEMORY + MARKS + QUEUE + 2 * BETWEEN + AXIS
+        head = self._head()
+        rows = ceil(len(reports) / self.columns)
+        self.height = sum(size for _, _, _, size in head) + rows * self.panel + 0.1
+        self.height += LEGEND if self.sampled else 0.0
+        self.figure = Figure(figsize=(WIDTH, self.height))
+        FigureCanvasAgg(self.figure)
+        self._write(head)
+        self._share_axes()
+        top = sum(size for _, _, _, size in head)
+        for i, (report, timeline) in enumerate(zip(reports, timelines, strict=True)):
+            row, column = divmod(i, self.columns)
+            self._panel(report, timeline, column, top + row * self.panel)
+        if self.sampled:
+            self._legend()
+
+    def _head(self) -> list[tuple[str, float, str, float]]:
+        """Lines: text, points, colour, inches that it takes."""
+        r = self.reports[0]
+        facts = filter(None, (r.workload, f"service levels: {slos_text(r.slos)}"))
+        return [
+            ("", 1, "", 0.12),
+            (title_of(self.reports), 17, palette.INK, 0.4),
+            *((line, 11, palette.INK, 0.24) for line in textwrap.wrap(verdict(self.reports), 116)),
+            ("", 1, "", 0.06),
+            *(
+                (line, 8.5, palette.MUTED, 0.19)
+                for fact in facts
+                for line in textwrap.wrap(fact, 138)
+            ),
+            ("", 1, "", 0.14),
+        ]
+
+    def _write(self, head: Sequence[tuple[str, float, str, float]]) -> None:
+        top = 0.0
+        for text, points, colour, size in head:
+            if text:
+                weight = "bold" if points > 15 else "normal"
+                self._text(0.2, top, text, size=points, color=colour, weight=weight, va="top")
+            top += size
+
+    def _share_axes(self) -> None:
+        """One scale for all panels."""
+        largest = max((t.budget for t in self.timelines), default=0.0)
+        self.unit, self.size = ("GiB", GiB) if largest >= 10 * GiB else ("MiB", MiB)
+        self.most_memory = max(largest / self.size, 1e-9)
+        self.last = max(r.wall_seconds for r in self.reports)
+        longest = max((float(t.waiting.max(initial=0)) for t in self.timelines), default=0.0)
+        self.most_waiting = max(longest, 1.0)
+
+    def _panel(self, report: Report, timeline: Timeline, column: int, top: float) -> None:
+        width = (WIDTH - LEFT - RIGHT - (self.columns - 1) * GAP) / self.columns
+        left = LEFT + column * (width + GAP)
+        self._figures(report, left, top)
+        if not self.sampled:
+            return
+        top += FIGURES
+        memory = self._axes(left, top, width, MEMORY)
+        top += MEMORY + BETWEEN
+        marks = self._axes(left, top, width, MARKS)
+        top += MARKS + BETWEEN
+        queue = self._axes(left, top, width, QUEUE)
+        self._memory(memory, timeline)
+        self._marks(marks, timeline, labelled=column == 0)
+        self._queue(queue, timeline)
+        for axes in (memory, marks, queue):
+            axes.set_xlim(0, self.last)
+            axes.tick_params(labelbottom=axes is queue)
+            if column:
+                axes.tick_params(labelleft=False)
+        if column == 0:
+            memory.set_ylabel(f"memory, {self.unit}", size=8.5, color=palette.INK)
+            queue.set_ylabel("waiting\nrequests", size=8.5, color=palette.INK)
+        queue.set_xlabel("seconds", size=8.5, color=palette.MUTED, labelpad=1)
+
+    def _figures(self, report: Report, left: float, top: float) -> None:
+        """Attainment as large as it matters."""
+        total, best = report.total, report.name in self.best
+        colour = palette.BEST if best else palette.INK
+        self._text(left, top, report.name, size=12, weight="bold", color=colour, va="top")
+        self._text(
+            left, top + 0.2, percent(total.attainment), size=25, weight="bold", color=colour,
+            va="top",
+        )  # fmt: skip
+        counts = f"{total.attained} of {total.requests} in service level"
+        late = f"P99: TTFT {_p99(total.ttft)}, TPOT {_p99(total.tpot)}"
+        self._text(left, top + 0.66, counts, size=8.5, color=palette.MUTED, va="top")
+        self._text(left, top + 0.83, late, size=8.5, color=palette.MUTED, va="top")
+
+    def _memory(self, axes: Axes, timeline: Timeline) -> None:
+        axes.set_facecolor(palette.EMPTY)
+        axes.set_ylim(0, self.most_memory)
+        axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+        many = len({b.model for b in (*timeline.below, *timeline.above)})
+        edge = 0.35 if many <= OUTLINED else 0.0
+        budget = timeline.budget / self.size
+
+        def fill(bands: Sequence[Band], hang: bool) -> None:
+            shades: dict[str, int] = {}
+            for band, (lower, upper) in zip(bands, stacked(bands), strict=True):
+                shade = shades[band.use] = shades.get(band.use, 0) + 1
+                colour = palette.tint(palette.USES[band.use], 0.0 if shade % 2 else 0.22)
+                bounds = [lower / self.size, upper / self.size]
+                if hang:
+                    bounds = [budget - bound for bound in bounds]
+                axes.fill_between(
+                    timeline.at, *bounds, step="post", color=colour, edgecolor="white",
+                    linewidth=edge,
+                )  # fmt: skip
+
+        fill(timeline.below, hang=False)
+        fill(timeline.above, hang=True)
+        axes.axhline(budget, color=palette.INK, linewidth=0.8)
+
+    def _marks(self, axes: Axes, timeline: Timeline, labelled: bool) -> None:
+        rows = list(palette.MARKS)
+        for row, kind in enumerate(rows):
+            times = timeline.marks[kind]
+            axes.scatter(
+                times, [row] * len(times), s=13, marker=SHAPES[kind], color=palette.MARKS[kind],
+                alpha=0.8, linewidths=0.9 if SHAPES[kind] == "x" else 0.0, clip_on=False,
+            )  # fmt: skip
+            axes.text(
+                1.0, row, f" {len(times)}", transform=axes.get_yaxis_transform(), size=7,
+                color=palette.MUTED, va="center", ha="left",
+            )  # fmt: skip
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_yticks(range(len(rows)), rows if labelled else [""] * len(rows))
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="x", visible=False)
+
+    def _queue(self, axes: Axes, timeline: Timeline) -> None:
+        axes.fill_between(
+            timeline.at, timeline.waiting, step="post", color=palette.MUTED, linewidth=0
+        )
+        axes.set_ylim(0, self.most_waiting * 1.05)
+        axes.yaxis.set_major_locator(MaxNLocator(2, integer=True))
+
+    def _legend(self) -> None:
+        there = {use for t in self.timelines for use in t.uses}
+        shown = [use for use in (*FROM_BELOW, *FROM_ABOVE) if use in there]
+        patches = [
+            Patch(facecolor=palette.USES[use], label=palette.USE_NAMES[use]) for use in shown
+        ]
+        free = Patch(facecolor=palette.EMPTY, edgecolor="#aab3bf", label=palette.USE_NAMES["free"])
+        self.figure.legend(
+            handles=[*patches, free], loc="lower center", ncols=len(patches) + 1, frameon=False,
+            fontsize=9, handlelength=1.1, handleheight=1.0, columnspacing=1.6,
+            bbox_to_anchor=(0.5, 0.08 / self.height),
+        )  # fmt: skip
+
+    def _axes(self, left: float, top: float, width: float, height: float) -> Axes:
+        box = (
+            left / WIDTH,
+            1 - (top + height) / self.height,
+            width / WIDTH,
+            height / self.height,
+        )
+        axes = self.figure.add_axes(box)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        for side in ("bottom", "left"):
+            axes.spines[side].set_color("#aab3bf")
+        axes.tick_params(labelsize=8, colors=palette.MUTED, length=2.5)
+        axes.xaxis.set_major_locator(MaxNLocator(5 if self.columns < 3 else 4, integer=True))
+        return axes
+
+    def _text(self, left: float, top: float, text: str, **style: object) -> None:
+        self.figure.text(left / WIDTH, 1 - top / self.height, text, **style)
 
 
-def _order(owner: str) -> tuple[str, int, str]:
-    """What is no model's first, then each model's weights and KV together."""
-    kind, _, model = owner.partition(":")
-    return (model, _SHADES[kind], kind) if kind in _SHADES else ("", 0, owner)
-
-
-_SHADES = {"slots": 0, "weights": 0, "kv": 1}
-"""Of a model's colour pair: weights dark, KV light."""
-
-
-def _colours(owners: Sequence[str]) -> list[tuple[float, float, float, float]]:
-    models: dict[str, int] = {}
-    colours = []
-    for n, owner in enumerate(owners):
-        kind, _, model = owner.partition(":")
-        if kind in _SHADES:
-            place = models.setdefault(model, len(models))
-            colours.append(colormaps["tab20"]((2 * place + _SHADES[kind]) % 20))
-        else:
-            colours.append(colormaps["Greys"](0.5 + 0.1 * (n % 4)))
-    return colours
+def _p99(spread: Spread | None) -> str:
+    return "-" if spread is None else seconds(spread.p99)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from ballast.core.event import Failed, Finished, Output, TokenOut
 from ballast.core.model import ModelSpec
-from ballast.core.report import DeviceReport
 from ballast.core.request import Submission
 from ballast.workload.prompts import prompt_for
 from ballast.workload.workload import WorkloadRequest
@@ -61,22 +60,6 @@ class RequestRecord:
     def e2e(self) -> float | None:
         """From `at` to the last token of a complete answer; None for a failed request."""
         return None if self.end is None or self.error is not None else self.end - self.at
-
-
-@dataclass(frozen=True, slots=True)
-class MemorySample:
-    """Who held how much at one moment."""
-
-    at: float
-    """Seconds from the start of the workload."""
-    owners: dict[str, int]
-    """Bytes by owner, `free` included where it is known."""
-
-
-def bytes_by_owner(report: DeviceReport) -> dict[str, int]:
-    """A device's memory in bytes, free and reclaiming pages included."""
-    pages = {**report.owners, "reclaiming": report.reclaiming, "free": report.free}
-    return {owner: n * report.page_bytes for owner, n in pages.items()}
 
 
 def submission_for(request: WorkloadRequest, prompt: tuple[int, ...]) -> Submission:

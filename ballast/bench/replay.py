@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,15 +11,10 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ballast.bench.record import (
-    MemorySample,
-    Prompts,
-    Recorder,
-    RequestRecord,
-    bytes_by_owner,
-    submission_for,
-)
+from ballast.bench.record import Prompts, Recorder, RequestRecord, submission_for
+from ballast.bench.sample import Decision, DeviceSample, MemorySample, decisions_of
 from ballast.core.clock import Clock
+from ballast.core.entries import Entry
 from ballast.core.errors import BallastError, BrokenPromise
 from ballast.core.event import Arrival, Cancel, Event, Output, TokenOut
 from ballast.core.report import DeviceReport
@@ -46,8 +41,12 @@ class Target(Protocol):
         Must give the request up when cancelled.
         """
 
-    async def memory(self) -> Mapping[str, int]:
-        """Bytes by owner now; empty where that is not known."""
+    async def memory(self) -> Mapping[str, DeviceSample]:
+        """Each device now; empty where that is not known."""
+
+    async def decisions(self, origin: float) -> Sequence[Decision]:
+        """Those since `origin` on its clock, with times counted from there; empty where they are
+        not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +57,7 @@ class Replayed:
     wall_seconds: float
     """From the start of the workload to the last answer."""
     memory: tuple[MemorySample, ...]
+    decisions: tuple[Decision, ...] = ()
 
 
 async def replay(
@@ -114,14 +114,15 @@ async def replay(
             watcher.cancel()
             with suppress(asyncio.CancelledError):
                 await watcher
-    return Replayed(recorder.records(), wall_seconds, tuple(samples))
+    decisions = await target.decisions(recorder.origin)
+    return Replayed(recorder.records(), wall_seconds, tuple(samples), tuple(decisions))
 
 
 async def _watch(target: Target, origin: float, samples: list[MemorySample], every: float) -> None:
     while True:
-        owners = await target.memory()
-        if owners:
-            samples.append(MemorySample(target.clock.now() - origin, dict(owners)))
+        devices = await target.memory()
+        if devices:
+            samples.append(MemorySample(target.clock.now() - origin, dict(devices)))
         await asyncio.sleep(every)
 
 
@@ -151,6 +152,7 @@ class EngineTarget:
         self._clock = clock
         self._post: Callable[[Event], None] | None = None
         self._snapshot: Callable[[], DeviceReport] | None = None
+        self._story: Sequence[Entry] = ()
         self._open: dict[str, tuple[Recorder, asyncio.AbstractEventLoop, asyncio.Event]] = {}
 
     @property
@@ -158,10 +160,14 @@ class EngineTarget:
         return self._clock
 
     def connect(
-        self, post: Callable[[Event], None], snapshot: Callable[[], DeviceReport] | None = None
+        self,
+        post: Callable[[Event], None],
+        snapshot: Callable[[], DeviceReport] | None = None,
+        story: Sequence[Entry] = (),
     ) -> None:
-        """Where events go, and where memory can be read."""
-        self._post, self._snapshot = post, snapshot
+        """Where events go, where memory can be read, and the growing list of a story's entries,
+        with times of this target's clock."""
+        self._post, self._snapshot, self._story = post, snapshot, story
 
     def outbox(self, outputs: list[Output]) -> None:
         """Records them; wakes a sender for last words only, so that tokens stay cheap."""
@@ -192,6 +198,14 @@ class EngineTarget:
         finally:
             del self._open[submission.id]
 
-    async def memory(self) -> Mapping[str, int]:
+    async def memory(self) -> Mapping[str, DeviceSample]:
         """From the device's snapshot."""
-        return {} if self._snapshot is None else bytes_by_owner(self._snapshot())
+        if self._snapshot is None:
+            return {}
+        report = self._snapshot()
+        return {report.device: DeviceSample.of(report)}
+
+    async def decisions(self, origin: float) -> Sequence[Decision]:
+        """From the device's story."""
+        device = "" if self._snapshot is None else self._snapshot().device
+        return [d for d in decisions_of(self._story, device, origin) if d.at >= 0]

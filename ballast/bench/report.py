@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ballast.bench.record import MemorySample, RequestRecord
+from ballast.bench.record import RequestRecord
+from ballast.bench.sample import Decision, MemorySample, bytes_by_use
 from ballast.core.errors import ConfigError
 from ballast.core.settings import Slo
 
@@ -104,6 +105,8 @@ class Report:
     """Seconds by which the sender was late at worst: large values make a run invalid."""
     records: tuple[RequestRecord, ...]
     memory: tuple[MemorySample, ...]
+    decisions: tuple[Decision, ...] = ()
+    """In order of time; empty where the target does not show them."""
 
     @classmethod
     def of(
@@ -112,6 +115,7 @@ class Report:
         slos: Mapping[str, Slo],
         wall_seconds: float,
         memory: Sequence[MemorySample] = (),
+        decisions: Sequence[Decision] = (),
         *,
         name: str = "run",
         workload: str = "",
@@ -140,6 +144,7 @@ class Report:
             latest_send=max((r.sent - r.at for r in records), default=0.0),
             records=tuple(records),
             memory=tuple(memory),
+            decisions=tuple(sorted(decisions, key=lambda d: (d.at, d.device))),
         )
 
     @property
@@ -159,7 +164,9 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data with stable keys; times in seconds, memory in bytes, no single records."""
-        owners = sorted({owner for s in self.memory for owner in s.owners})
+        owners = [s.owners for s in self.memory]
+        uses = [bytes_by_use(o) for o in owners]
+        done = Counter(d.action for d in self.decisions if d.refused is None)
         return {
             "name": self.name,
             "workload": self.workload,
@@ -176,14 +183,23 @@ class Report:
             "errors": self.errors,
             "memory": {
                 "at": [s.at for s in self.memory],
-                "bytes": {o: [s.owners.get(o, 0) for s in self.memory] for o in owners},
-                "peak": {o: max(s.owners.get(o, 0) for s in self.memory) for o in owners},
+                "bytes": _series(owners),
+                "uses": _series(uses),
+                "waiting": _series([s.waiting for s in self.memory]),
+                "peak": {owner: max(series) for owner, series in _series(owners).items()},
             },
+            "decisions": dict(sorted(done.items())),
         }
 
     def write_json(self, path: str | Path) -> None:
         """`to_json` as a file."""
         Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+
+
+def _series(samples: Sequence[Mapping[str, int]]) -> dict[str, list[int]]:
+    """By key, its number in each sample, 0 where it is absent."""
+    keys = sorted({key for sample in samples for key in sample})
+    return {key: [sample.get(key, 0) for sample in samples] for key in keys}
 
 
 def _served_json(served: Served) -> dict[str, Any]:

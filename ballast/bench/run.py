@@ -94,6 +94,7 @@ def replay_http(
         slos_of(fleet),
         done.wall_seconds,
         done.memory,
+        done.decisions,
         name=name,
         workload=workload.describe(),
     )

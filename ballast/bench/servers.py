@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ballast.bench.record import Recorder, bytes_by_owner, prompts_of, vocabularies_of
+from ballast.bench.record import Recorder, prompts_of, vocabularies_of
 from ballast.bench.replay import replay
 from ballast.bench.report import Report
+from ballast.bench.sample import Decision, DeviceSample, decisions_of
 from ballast.cluster.controller import Controller
 from ballast.cluster.local import COMMAND, LocalWorker
 from ballast.cluster.segments import SegmentBroker
@@ -61,13 +61,23 @@ class ServersTarget:
         finally:
             outlet.close()
 
-    async def memory(self) -> Mapping[str, int]:
-        """Of all devices together."""
-        found: Counter[str] = Counter()
+    async def memory(self) -> Mapping[str, DeviceSample]:
+        """Each device as its worker last reported it."""
+        return {
+            name: DeviceSample.of(device.report)
+            for server in self._servers
+            for name, device in server.devices.items()
+            if device.report is not None
+        }
+
+    async def decisions(self, origin: float) -> Sequence[Decision]:
+        """From the servers' books, whose times are the event loop's."""
+        found: list[Decision] = []
+        began = asyncio.get_running_loop().time() - (self._clock.now() - origin)
         for server in self._servers:
-            if server.report is not None:
-                found.update(bytes_by_owner(server.report))
-        return found
+            entries = ({"at": moment, **what} for moment, what in server.decisions)
+            found += decisions_of(entries, next(iter(server.devices)), began)
+        return [d for d in found if d.at >= 0]
 
     def _server(self, model: str) -> Controller:
         for server in self._servers:
@@ -105,6 +115,7 @@ async def run_servers(
         slos,
         done.wall_seconds,
         done.memory,
+        done.decisions,
         name=name,
         workload=workload.describe(),
     )

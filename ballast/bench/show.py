@@ -75,7 +75,7 @@ def runs_table(runs: Sequence[ClusterRun]) -> Table:
     for moved in ("placed", "withdrawn"):
         table.add_row(f"models {moved}", *(str(getattr(run, moved)) for run in runs))
     for use in ("weights", "kv"):
-        peaks = (max((s.owners[use] for s in run.report.memory), default=0) for run in runs)
+        peaks = (max((s.uses[use] for s in run.report.memory), default=0) for run in runs)
         table.add_row(f"{use} in memory, most", *(format_bytes(n) for n in peaks))
     for model in sorted({m for run in runs for m in run.rotations}):
         cells = (_loads(run.rotations.get(model)) for run in runs)

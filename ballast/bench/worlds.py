@@ -8,16 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ballast.bench.record import (
-    MemorySample,
-    Recorder,
-    bytes_by_owner,
-    prompts_of,
-    submission_for,
-    vocabularies_of,
-)
+from ballast.bench.gauge import Gauge
+from ballast.bench.record import Recorder, prompts_of, submission_for, vocabularies_of
 from ballast.bench.replay import EngineTarget, Replayed, replay
 from ballast.bench.report import Report
+from ballast.bench.sample import decisions_of
 from ballast.core.cost import StepCosts
 from ballast.core.entries import Sink, both
 from ballast.core.errors import Unavailable
@@ -26,7 +21,6 @@ from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings, Slo
 from ballast.engine.device import LiveDevice
 from ballast.engine.inbox import MonotonicClock
-from ballast.engine.report import report
 from ballast.engine.state import DeviceState
 from ballast.policy.presets import Preset
 from ballast.sim.device import Profile
@@ -62,7 +56,7 @@ def run_live(
     target = EngineTarget(clock)
     entries: list[dict[str, Any]] = []
     device = LiveDevice(fleet, target.outbox, costs=costs, clock=clock, sink=entries.extend)
-    target.connect(device.post, device.snapshot)
+    target.connect(device.post, device.snapshot, entries)
     loop = threading.Thread(target=device.run, name="loop", daemon=True)
     loop.start()
     try:
@@ -88,7 +82,6 @@ def run_virtual(
     slos: Mapping[str, Slo],
     profile: Profile,
     *,
-    memory_every: float = 0.5,
     sink: Sink | None = None,
     preset: Preset | None = None,
 ) -> Ran:
@@ -102,14 +95,13 @@ def run_virtual(
         recorder.sent(request, submission.id, request.at)
         arrivals.append(submission)
     entries: list[dict[str, Any]] = []
-    samples: list[MemorySample] = []
+    name, gauge = fleet.device.name, Gauge(workload.seconds)
 
     def said(now: float, output: Output) -> None:
         recorder.told(now, output)
 
     def observe(now: float, state: DeviceState) -> None:
-        if not samples or now >= samples[-1].at + memory_every:
-            samples.append(MemorySample(now, bytes_by_owner(report(state, fleet.device.name))))
+        gauge.watch(name, now, state)
 
     ended = simulate(
         fleet,
@@ -121,7 +113,8 @@ def run_virtual(
         observe,
         preset=preset,
     )
-    done = Replayed(recorder.records(), ended.seconds, tuple(samples))
+    decisions = decisions_of(entries, name)
+    done = Replayed(recorder.records(), ended.seconds, gauge.samples(), decisions)
     return _ran(fleet.preset, workload, slos, done, entries, ended.state)
 
 
@@ -138,6 +131,7 @@ def _ran(
         slos,
         done.wall_seconds,
         done.memory,
+        done.decisions,
         name=name,
         workload=workload.describe(),
     )

@@ -7,12 +7,10 @@ import pytest
 from ballast.bench.record import (
     Recorder,
     RequestRecord,
-    bytes_by_owner,
     prompts_of,
     submission_for,
 )
 from ballast.core.event import Cancelled, Failed, Finished, TokenOut
-from ballast.core.report import DeviceReport
 from ballast.workload.workload import WorkloadRequest
 
 
@@ -111,13 +109,3 @@ def test_submission_asks_for_exactly_the_workloads_tokens() -> None:
     assert submission.arrival == 1.0
     assert len(submission.prompt) == 4
     assert min(submission.prompt) >= 3
-
-
-def test_bytes_by_owner_adds_up_to_the_pool() -> None:
-    report = DeviceReport(
-        device="d", now=0.0, page_bytes=10, total=10, free=3, reclaiming=1,
-        owners={"weights:a": 4, "kv:a": 2}, models=(), jobs=0, draining=False,
-    )  # fmt: skip
-    told = bytes_by_owner(report)
-    assert told == {"weights:a": 40, "kv:a": 20, "reclaiming": 10, "free": 30}
-    assert sum(told.values()) == report.total * report.page_bytes

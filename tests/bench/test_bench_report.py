@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from ballast.bench.plot import plot
-from ballast.bench.record import MemorySample, RequestRecord
+from ballast.bench.record import RequestRecord
 from ballast.bench.report import Report, Served, Spread
+from ballast.bench.sample import Decision, DeviceSample, MemorySample
 from ballast.bench.show import comparison_table, percent, report_table, seconds
 from ballast.core.errors import ConfigError
 from ballast.core.settings import Slo
@@ -45,13 +46,19 @@ RECORDS = (
     record(5, "b", tokens=1),
 )
 MEMORY = (
-    MemorySample(0.0, {"weights:a": 4 * MiB, "free": 6 * MiB}),
-    MemorySample(1.0, {"weights:a": 4 * MiB, "kv:a": 5 * MiB, "free": MiB}),
+    MemorySample(0.0, {"d": DeviceSample({"weights:a": 4 * MiB, "free": 6 * MiB})}),
+    MemorySample(
+        1.0, {"d": DeviceSample({"weights:a": 4 * MiB, "kv:a": 5 * MiB, "free": MiB}, {"a": 2})}
+    ),
+)
+DECISIONS = (
+    Decision(0.5, "d", "Evict", "b", "idle", "it has requests"),
+    Decision(0.1, "d", "Activate", "a", "a request waits"),
 )
 
 
 def report(name: str = "balloon") -> Report:
-    return Report.of(RECORDS, SLOS, 10.0, MEMORY, name=name, workload="made up")
+    return Report.of(RECORDS, SLOS, 10.0, MEMORY, DECISIONS, name=name, workload="made up")
 
 
 def test_attainment_takes_both_levels_and_all_requests() -> None:
@@ -98,7 +105,7 @@ def test_json_has_stable_keys(tmp_path: Path) -> None:
     told = json.loads(path.read_text())
     assert list(told) == [
         "name", "workload", "wall_seconds", "requests_per_second", "output_tokens_per_second",
-        "worst_attainment", "latest_send", "total", "models", "errors", "memory",
+        "worst_attainment", "latest_send", "total", "models", "errors", "memory", "decisions",
     ]  # fmt: skip
     assert set(told["total"]) == {
         "attainment", "requests", "answered", "failed", "attained", "attained_ttft",
@@ -111,6 +118,9 @@ def test_json_has_stable_keys(tmp_path: Path) -> None:
     assert told["memory"]["at"] == [0.0, 1.0]
     assert told["memory"]["bytes"]["kv:a"] == [0, 5 * MiB]
     assert told["memory"]["peak"]["free"] == 6 * MiB
+    assert told["memory"]["uses"]["weights"] == [4 * MiB, 4 * MiB]
+    assert told["memory"]["waiting"] == {"a": [0, 2]}
+    assert told["decisions"] == {"Activate": 1}
 
 
 def test_an_empty_run_has_a_report(tmp_path: Path) -> None:

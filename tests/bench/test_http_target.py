@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import uvicorn
 from starlette.applications import Starlette
@@ -16,29 +17,34 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ballast.bench.http import HttpTarget, pages_of
+from ballast.bench.http import HttpTarget
 from ballast.bench.record import Recorder, RequestRecord, prompts_of, submission_for
 from ballast.bench.replay import Replayed, replay
 from ballast.core.clock import Clock
 from ballast.engine.inbox import MonotonicClock
+from ballast.server.state import DeviceNow, ServerNow
 from ballast.workload.workload import Workload, WorkloadRequest
+from tests.bench.test_bench_sample import model
 
 seen: list[dict[str, Any]] = []
 arrived = threading.Event()
 disconnected = threading.Event()
 
-METRICS = """# TYPE ballast:page_bytes gauge
-ballast:page_bytes 1024.0
-# TYPE ballast:pages gauge
-ballast:pages{owner="kv",model="a"} 3.0
-ballast:pages{owner="arena",model=""} 1.0
-# TYPE ballast:free_pages gauge
-ballast:free_pages 2.0
-# TYPE ballast:reclaiming_pages gauge
-ballast:reclaiming_pages 0.0
-# TYPE other gauge
-other 1.0
-"""
+STATE = ServerNow(
+    version="x", time=1000.0, uptime=5.0, preset="balloon", status="ok", reason=None, restarts=0,
+    open=0, device="cpu:0", page_bytes=1024, total=6, free=2, reclaiming=0, owners={}, jobs=0,
+    models=[], failed={}, decisions=[],
+    devices=[
+        DeviceNow(
+            "cpu:0", "ok", None, 0, 0, 1024, 6, 2, 0, {"kv:a": 3, "arena:lanes": 1}, 0,
+            [model("a", cached_pages=1, waiting=4)], {},
+        )
+    ],
+)  # fmt: skip
+STORY = [
+    {"time": 999.0, "action": "Activate", "model": "a"},
+    {"time": 1e9, "action": "Evict", "model": "a", "why": "idle", "refused": "it is busy"},
+]
 
 
 def event(**fields: Any) -> str:
@@ -93,8 +99,12 @@ async def completions(request: Request) -> Response:
     )
 
 
-async def metrics(request: Request) -> Response:
-    return PlainTextResponse(METRICS)
+async def state(request: Request) -> Response:
+    return Response(msgspec.json.encode(STATE))
+
+
+async def story(request: Request) -> Response:
+    return JSONResponse({"decisions": STORY})
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +112,8 @@ def base_url() -> Iterator[str]:
     app = Starlette(
         routes=[
             Route("/v1/completions", completions, methods=["POST"]),
-            Route("/metrics", metrics),
+            Route("/admin/state", state),
+            Route("/admin/story", story),
         ]
     )
     listener = socket.socket()
@@ -215,17 +226,23 @@ def test_giving_up_closes_the_connection(base_url: str) -> None:
     asyncio.run(go())
 
 
-def test_memory_from_metrics(base_url: str) -> None:
+def test_memory_and_decisions_are_the_servers(base_url: str) -> None:
     result = send(base_url, "fine")
-    assert result.memory[0].owners == {
-        "kv:a": 3072, "arena": 1024, "free": 2048, "reclaiming": 0,
+    (device,) = result.memory[0].devices.items()
+    assert device[0] == "cpu:0"
+    assert device[1].owners == {
+        "kv:a": 2048, "cached:a": 1024, "arena:lanes": 1024, "free": 2048, "reclaiming": 0,
     }  # fmt: skip
-    assert pages_of("# nothing\n") == {}
+    assert device[1].waiting == {"a": 4}
+    (decision,) = result.decisions  # the one of before the workload is none of the run's
+    assert (decision.device, decision.action, decision.model) == ("cpu:0", "Evict", "a")
+    assert (decision.why, decision.refused) == ("idle", "it is busy")
+    assert 0 <= decision.at - (1e9 - 1000) < 60, "the server was at 1000 when it showed its state"
 
 
-def test_no_memory_where_there_are_no_metrics() -> None:
+def test_no_memory_where_there_is_no_server() -> None:
     async def ask() -> object:
         async with HttpTarget("http://127.0.0.1:9", MonotonicClock()) as target:
-            return await target.memory()
+            return await target.memory(), await target.decisions(0.0)
 
-    assert asyncio.run(ask()) == {}
+    assert asyncio.run(ask()) == ({}, ())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 
 from ballast.bench.record import Prompts, Recorder, prompts_of
 from ballast.bench.replay import EngineTarget, Replayed, TargetError, replay
+from ballast.bench.sample import Decision, DeviceSample
 from ballast.core.clock import Clock, VirtualClock
 from ballast.core.errors import BrokenPromise
 from ballast.core.event import Arrival, Cancel, Event, Failed, Finished, TokenOut
@@ -65,8 +66,11 @@ class Scripted:
         recorder.token(submission.id, self._clock.now())
         recorder.finished(submission.id, self._clock.now(), 3, 2)
 
-    async def memory(self) -> Mapping[str, int]:
-        return {"kv:a": 7}
+    async def memory(self) -> Mapping[str, DeviceSample]:
+        return {"d": DeviceSample({"kv:a": 7})}
+
+    async def decisions(self, origin: float) -> Sequence[Decision]:
+        return [Decision(self._clock.now() - origin, "d", "Evict", "a", "")]
 
 
 def run(w: Workload, target: Scripted, steps: Steps, timeout: float = 600.0) -> Replayed:
@@ -82,6 +86,7 @@ def test_requests_go_out_at_their_times() -> None:
     assert all(r.answered for r in result.records)
     assert result.wall_seconds == 4.0
     assert result.memory[0].owners == {"kv:a": 7}
+    assert result.decisions == (Decision(4.0, "d", "Evict", "a", ""),)
 
 
 def test_an_unanswered_request_holds_up_nobody_and_times_out() -> None:
@@ -117,7 +122,9 @@ class ThreadedEngine:
 
     def __init__(self) -> None:
         self.target = EngineTarget(VirtualClock())
-        self.target.connect(self.post, self.snapshot)
+        story = [{"at": -1.0, "action": "Activate", "model": "a"}]
+        story += [{"at": 1.0, "event": "Timer"}, {"at": 2.0, "action": "Evict", "model": "a"}]
+        self.target.connect(self.post, self.snapshot, story)
         self.cancelled: list[str] = []
         self.silent: set[str] = set()
 
@@ -147,6 +154,7 @@ def test_engine_target_answers_from_another_thread() -> None:
     result = asyncio.run(replay(workload(0.0, 0.0, 0.0), engine.target, PROMPTS))
     assert [(r.output_tokens, r.cached_tokens) for r in result.records] == [(2, 1)] * 3
     assert result.memory[0].owners == {"kv:a": 4, "reclaiming": 0, "free": 2}
+    assert result.decisions == (Decision(2.0, "d", "Evict", "a", ""),), "that of before is not"
     assert engine.cancelled == []
 
 

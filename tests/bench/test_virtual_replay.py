@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 
-from ballast.bench.record import MemorySample, Recorder, bytes_by_owner, prompts_of, submission_for
+from ballast.bench.record import Recorder, prompts_of, submission_for
 from ballast.bench.report import Report
+from ballast.bench.sample import DeviceSample, MemorySample
 from ballast.core.cost import StepCosts, activation_bytes
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
@@ -55,7 +56,7 @@ def serve(workload: Workload, preset: str) -> Report:
     memory: list[MemorySample] = []
 
     def observe(now: float, state: DeviceState) -> None:
-        memory.append(MemorySample(now, bytes_by_owner(device_report(state, "sim"))))
+        memory.append(MemorySample(now, {"sim": DeviceSample.of(device_report(state, "sim"))}))
 
     ran = simulate(fleet, specs, submissions, profile, recorder.told, observe=observe)
     slos = dict.fromkeys(NAMES, SLO)
