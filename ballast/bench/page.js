@@ -43,7 +43,8 @@ function ticks(end, most) {
   return found;
 }
 
-const amount = (mib) => (mib >= 1024 ? `${+(mib / 1024).toPrecision(4)} GiB` : `${+mib.toPrecision(4)} MiB`);
+const amount = (mib) => (mib >= 1024 ? `${short(mib / 1024)} GiB` : `${short(mib)} MiB`);
+const short = (number) => +(number >= 100 ? number.toFixed(0) : number.toPrecision(3));
 const time = (s) => (s >= 1000 ? `${Math.round(s)} s` : `${+s.toPrecision(3)} s`);
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 const last = (sorted, value) => {
@@ -103,7 +104,7 @@ function stack(svg, run, all, x, y, end) {
         const next = base.map((v, i) => v + band.values[i]);
         const [low, high] = hangs ? [next, base].map((vs) => vs.map((v) => budget - v)) : [base, next];
         const shape = { d: area(run.at, low, high, x, y, end), fill: colour(band, nth), class: `band ${use}` };
-        if (outlined) Object.assign(shape, { stroke: "white", "stroke-width": 0.5 });
+        if (outlined && use === "weights") Object.assign(shape, { stroke: "white", "stroke-width": 0.5 });
         element("path", shape, svg);
         base = next;
       });
@@ -141,10 +142,11 @@ function panel(run, holder, scales) {
 
   element("rect", { x: left, y: y(sum(chosen(run).map((d) => d.budget))), width: x(run.end) - left,
     height: memory.bottom - y(sum(chosen(run).map((d) => d.budget))), fill: data.colours.uses.free }, svg);
+  const unit = scales.memory >= 10 * 1024 ? 1024 : 1;
   const all = bands(run);
   stack(svg, run, all, x, y, run.end);
   for (const [scale, box, labels, show] of [
-    [y, memory, ticks(scales.memory, 4), amount], [q, queue, ticks(scales.waiting, 2).filter(Number.isInteger), String]]) {
+    [y, memory, ticks(scales.memory / unit, 4).map((n) => n * unit), amount], [q, queue, ticks(scales.waiting, 2).filter(Number.isInteger), String]]) {
     element("path", { d: `M${left} ${box.top}V${box.bottom}H${right}`, class: "axis" }, svg);
     for (const value of labels) {
       element("path", { d: `M${left - 4} ${scale(value)}h4`, class: "axis" }, svg);
@@ -221,25 +223,34 @@ function hover(over, t, near, event) {
   models.sort((a, b) => b.weights + b.kv - a.weights - a.kv);
   for (const m of models.slice(0, 8)) {
     const waits = m.waiting ? `, ${m.waiting} waiting` : "";
-    row(m.name, `${amount(m.weights)} + KV ${amount(m.kv)}${waits}`, m.colour);
+    const held = m.weights + m.kv > 0 ? `${amount(m.weights)}, KV ${amount(m.kv)}` : "not here";
+    row(m.name, held + waits, m.colour);
   }
   if (models.length > 8) row(`and ${models.length - 8} more`, "");
-  const close = run.marks.filter((m) => Math.abs(m.at - t) <= near && isChosen(m));
-  for (const m of close.slice(0, 6)) html("p", "", tip, sentence(m));
-  if (close.length > 6) html("p", "", tip, `and ${close.length - 6} more here`);
+  const alike = new Map();
+  for (const m of run.marks) {
+    if (Math.abs(m.at - t) > near || !isChosen(m)) continue;
+    const key = sentence(m);
+    alike.set(key, [...(alike.get(key) ?? []), m.at]);
+  }
+  for (const [words, times] of [...alike].slice(0, 5)) {
+    html("p", "", tip, `${time(times[0])} ${words}${times.length > 1 ? ` (${times.length} times)` : ""}`);
+  }
+  if (alike.size > 5) html("p", "", tip, `and decisions of ${alike.size - 5} more kinds`);
   tip.style.visibility = "visible";
   const page = document.documentElement.clientWidth;
   const leftSide = event.clientX + 16 + tip.offsetWidth <= page;
   const at = leftSide ? event.clientX + 16 : Math.max(4, event.clientX - 16 - tip.offsetWidth);
   tip.style.left = `${Math.max(0, Math.min(at, page - tip.offsetWidth - 4)) + scrollX}px`;
-  tip.style.top = `${event.clientY + scrollY + 12}px`;
+  const lowest = Math.max(4, innerHeight - tip.offsetHeight - 4);
+  tip.style.top = `${Math.min(event.clientY + 12, lowest) + scrollY}px`;
 }
 
 function sentence(mark) {
   const model = mark.model < 0 ? "" : ` ${data.models[mark.model].name}`;
   const where = mark.device && data.devices.length > 1 ? ` on ${mark.device}` : "";
   const why = mark.why ? `: ${mark.why}` : "";
-  return `${time(mark.at)} ${mark.action}${model}${where}${why}${mark.refused ? ` (not done: ${mark.refused})` : ""}`;
+  return `${mark.action}${model}${where}${why}${mark.refused ? ` (not done: ${mark.refused})` : ""}`;
 }
 
 function legend(holder) {
@@ -296,8 +307,8 @@ function smalls(holder) {
 }
 
 // Shares of all requests that took at most so long; curves of runs with failures end below 1.
-function curves(holder, key, label) {
-  const box = html("div", "", holder), width = Math.max(260, box.clientWidth), height = 220;
+function curves(box, key, label) {
+  const width = Math.max(260, box.clientWidth), height = 220;
   const svg = element("svg", { viewBox: `0 0 ${width} ${height}`, height, width: "100%" }, box);
   const every = runs.flatMap((r) => r[key].map(([t]) => t));
   if (!every.length) return;
@@ -351,8 +362,10 @@ function draw() {
   smalls(document.getElementById("models"));
   const latencies = document.getElementById("latencies");
   latencies.replaceChildren();
-  curves(latencies, "ttft", "time to first token");
-  curves(latencies, "tpot", "time per output token");
+  // Both first: each is as wide as the other lets it be.
+  const boxes = [html("div", "", latencies), html("div", "", latencies)];
+  curves(boxes[0], "ttft", "time to first token");
+  curves(boxes[1], "tpot", "time per output token");
 }
 
 for (const [id, key] of [["device", "device"], ["view", "view"]]) {

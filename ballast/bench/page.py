@@ -12,7 +12,7 @@ from ballast.bench.page_data import MARKED, devices_of, page_data
 from ballast.bench.report import Report, Served, Spread
 from ballast.bench.sample import Decision
 from ballast.bench.show import percent, seconds
-from ballast.bench.verdict import best_of, memory_text, slos_text, verdict
+from ballast.bench.verdict import best_of, memory_text, slos_text, unbroken, verdict
 from ballast.core.units import format_bytes
 
 _LATENCIES: tuple[tuple[str, Callable[[Served], Spread | None]], ...] = (
@@ -34,7 +34,7 @@ def page(
         lines.append(f"Memory: {memory}.")
     parts = [
         f"<h1>{escape(title)}</h1>",
-        f'<p class="verdict">{escape(verdict(reports))}</p>',
+        f'<p class="verdict">{escape(unbroken(verdict(reports)))}</p>',
         *(f'<p class="facts">{escape(line)}</p>' for line in lines),
         _cards(reports),
         _memory(reports),
@@ -76,9 +76,9 @@ def _cards(reports: Sequence[Report]) -> str:
         lines = (
             f"{total.attained} of {total.requests} in service level",
             f"worst model {percent(r.worst_attainment)}",
-            f"P99: TTFT {_part(total.ttft, 'p99')}, TPOT {_part(total.tpot, 'p99')}",
+            *(f"{name} P99 {_part(of(total), 'p99')}" for name, of in _LATENCIES),
         )
-        small = "".join(f"<small>{escape(line)}</small>" for line in lines)
+        small = "".join(f"<small>{escape(unbroken(line))}</small>" for line in lines)
         kind = "card best" if r.name in best else "card"
         share = f'<span class="share">{percent(total.attainment)}</span>'
         cards.append(f'<div class="{kind}"><b>{escape(r.name)}</b>{share}{small}</div>')

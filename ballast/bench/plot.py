@@ -17,7 +17,7 @@ from ballast.bench import palette
 from ballast.bench.report import Report, Spread
 from ballast.bench.show import percent, seconds
 from ballast.bench.timeline import FROM_ABOVE, FROM_BELOW, Band, Timeline, stacked
-from ballast.bench.verdict import best_of, slos_text, title_of, verdict
+from ballast.bench.verdict import best_of, slos_text, title_of, unbroken, verdict
 from ballast.core.errors import ConfigError
 from ballast.core.units import GiB, MiB
 
@@ -86,13 +86,9 @@ class _Picture:
         return [
             ("", 1, "", 0.12),
             (title_of(self.reports), 17, palette.INK, 0.4),
-            *((line, 11, palette.INK, 0.24) for line in textwrap.wrap(verdict(self.reports), 116)),
+            *((line, 11, palette.INK, 0.24) for line in _wrapped(verdict(self.reports), 116)),
             ("", 1, "", 0.06),
-            *(
-                (line, 8.5, palette.MUTED, 0.19)
-                for fact in facts
-                for line in textwrap.wrap(fact, 138)
-            ),
+            *((line, 8.5, palette.MUTED, 0.19) for fact in facts for line in _wrapped(fact, 158)),
             ("", 1, "", 0.14),
         ]
 
@@ -153,12 +149,12 @@ class _Picture:
         self._text(left, top + 0.83, late, size=8.5, color=palette.MUTED, va="top")
 
     def _memory(self, axes: Axes, timeline: Timeline) -> None:
-        axes.set_facecolor(palette.EMPTY)
         axes.set_ylim(0, self.most_memory)
         axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
         many = len({b.model for b in (*timeline.below, *timeline.above)})
         edge = 0.35 if many <= OUTLINED else 0.0
-        budget = timeline.budget / self.size
+        budget, end = timeline.budget / self.size, timeline.at[-1:]
+        axes.fill_between([0, *end], budget, color=palette.EMPTY, linewidth=0)
 
         def fill(bands: Sequence[Band], hang: bool) -> None:
             shades: dict[str, int] = {}
@@ -170,12 +166,12 @@ class _Picture:
                     bounds = [budget - bound for bound in bounds]
                 axes.fill_between(
                     timeline.at, *bounds, step="post", color=colour, edgecolor="white",
-                    linewidth=edge,
+                    linewidth=edge if band.use == "weights" else 0.0,
                 )  # fmt: skip
 
         fill(timeline.below, hang=False)
         fill(timeline.above, hang=True)
-        axes.axhline(budget, color=palette.INK, linewidth=0.8)
+        axes.plot([0, *end], [budget] * (1 + end.size), color=palette.INK, linewidth=0.9)
 
     def _marks(self, axes: Axes, timeline: Timeline, labelled: bool) -> None:
         rows = list(palette.MARKS)
@@ -232,6 +228,10 @@ class _Picture:
 
     def _text(self, left: float, top: float, text: str, **style: object) -> None:
         self.figure.text(left / WIDTH, 1 - top / self.height, text, **style)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(unbroken(text), width)
 
 
 def _p99(spread: Spread | None) -> str:

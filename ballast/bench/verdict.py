@@ -6,6 +6,7 @@ reader sees how small it may be.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from ballast.bench.report import Report
@@ -26,11 +27,15 @@ def verdict(reports: Sequence[Report]) -> str:
         return _level(ranked)
     names = _listed([r.name for r in leaders])
     first = leaders[0].total
-    verb = "serve" if len(leaders) > 1 else "serves"
-    each = " each" if len(leaders) > 1 else ""
+    serve = "each serve" if len(leaders) > 1 else "serves"
     margins = [f"{_margin(leaders[0], r)} {r.name} ({percent(r.total.attainment)})" for r in others]
-    head = f"{names} {verb}{each} {percent(best)} of {first.requests} requests within service"
-    return f"{head} levels, {_listed(margins)}.{_waits(leaders[0], ranked[-1])}"
+    head = f"{names} {serve} {percent(best)} of {first.requests} requests within service"
+    return f"{head} levels, {_listed(margins)}.{_besides(leaders[0], ranked[-1], reports)}"
+
+
+def unbroken(text: str) -> str:
+    """`text` with spaces between numbers and their units that end no line."""
+    return re.sub(r"(?<=\d) (?=%|(?:s|ms|us)\b)", "\N{NO-BREAK SPACE}", text)
 
 
 def best_of(reports: Sequence[Report]) -> frozenset[str]:
@@ -64,10 +69,10 @@ def memory_text(report: Report) -> str:
 
 
 def title_of(reports: Sequence[Report]) -> str:
-    """As `8 models, 150MiB on cpu:0`."""
+    """As `8 models in 150MiB on cpu:0`."""
     models = len({m for r in reports for m in r.models})
     memory = next((text for r in reports if (text := memory_text(r))), "")
-    return ", ".join(filter(None, (f"{models} model{'s' * (models != 1)}", memory)))
+    return " in ".join(filter(None, (f"{models} model{'s' * (models != 1)}", memory)))
 
 
 def _alone(report: Report) -> str:
@@ -100,8 +105,14 @@ def _margin(best: Report, other: Report) -> str:
     return f"{text} more than"
 
 
-def _waits(best: Report, last: Report) -> str:
-    """The P99 of TTFT of both ends of the ranking."""
+def _besides(best: Report, last: Report, reports: Sequence[Report]) -> str:
+    """How many requests failed; if none did, P99 of TTFT of both ends of the ranking.
+
+    Latencies are those of answered requests: a run that refuses many would look fast.
+    """
+    failed = [f"{r.total.failed} under {r.name}" for r in reports if r.total.failed]
+    if failed:
+        return f" Requests that failed: {_listed(failed)}."
     a, b = best.total.ttft, last.total.ttft
     if a is None or b is None:
         return ""
