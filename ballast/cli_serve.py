@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -80,11 +81,11 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a fleet over HTTP (the OpenAI API)."""
+    from ballast.cluster.fitness import check_machine, tight
     from ballast.cluster.logs import set_up
     from ballast.fleet.source import Source
     from ballast.policy.presets import PRESETS
     from ballast.server.address import check_closed
-    from ballast.server.serve import serve as run
 
     set_up("server", log_format, log_level)
 
@@ -100,7 +101,18 @@ def serve(
 
     kept = None if no_changes else changes or fleet_file.with_suffix(".changes.json")
     source = Source(fleet_file, presets=PRESETS, changes=kept, adjust=adjust)
-    raise typer.Exit(run(source, host, port, otlp_endpoint=otlp_endpoint, watched=True))
+    reading = source.read()
+    check_machine(reading.fleet)
+    log = getLogger(__name__)
+    if (warning := tight(reading.fleet)) is not None:
+        log.warning(warning)
+    log.info("starting %s", reading.fleet.described)
+
+    # What was read is judged before this, which takes seconds.
+    from ballast.server.serve import serve as run
+
+    code = run(source, host, port, reading=reading, otlp_endpoint=otlp_endpoint, watched=True)
+    raise typer.Exit(code)
 
 
 def _with_options(

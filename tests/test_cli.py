@@ -161,7 +161,7 @@ def test_a_model_that_fits_nowhere_is_one_line_with_the_bytes(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("simulate", "--devices", "4xH1000"), "'H1000' is not allowed.* H100-80G, .*L4"),
+        (("simulate", "--devices", "4xH1000"), "'H1000': did you mean.* H100-80G, .*L4"),
         (("simulate", "--devices", "L4", "--preset", "static,swop"), "did you mean 'swap'"),
         (("simulate", "--devices", "L4", "--workload", "trace.csv"), r"trace.csv, line 3: .*'1x'"),
         (("simulate", "--devices", "L4", "--workload", "none.csv"), "a trace file, or one of"),

@@ -8,22 +8,22 @@ from dataclasses import replace
 from ballast.bench import doctor_memory
 from ballast.bench.finding import Finding, Verdict, judged
 from ballast.bench.loading import load_as_served
+from ballast.cluster.fitness import host_budget
 from ballast.cluster.member import of_rank
 from ballast.cluster.placing import homes_of
 from ballast.core.capability import Reach
 from ballast.core.errors import BallastError, ConfigError, DeviceError
-from ballast.core.model import ModelSpec, weight_bytes, weight_pages
+from ballast.core.model import ModelSpec, kv_room, weight_bytes, weight_pages
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import KiB, ceil_div, format_bytes
-from ballast.engine.build import set_aside
+from ballast.engine.build import check_room, kv_layout, pages_aside, set_aside
 from ballast.engine.never_run import WHERE, never_run
 from ballast.isolation.calls import Isolation
-from ballast.kv.layout import Layout
 from ballast.memory.cuda_devices import reach_of
 from ballast.memory.cuda_driver import CudaDriver
 from ballast.models.parallel import check_parallel
 from ballast.policy.presets import resolve
-from ballast.weights.checkpoint import read_spec
+from ballast.weights.checkpoint import clipped_context, read_spec
 from ballast.weights.manifest import fork_zygote
 
 
@@ -44,6 +44,9 @@ def _fleet(settings: FleetSettings, isolation: Isolation) -> Iterator[Finding]:
             faults.append(Finding(model.name, Verdict.FAIL, str(error), cure))
             continue
         specs.append(host.spec)
+        if (clipped := clipped_context(model, host.spec)) is not None:
+            cure = "lower `limits.context`, or leave it out"
+            faults.append(Finding(model.name, Verdict.WARN, clipped, cure))
         for name, why in host.failed.items():
             cure = "mend or replace the adapter, or take it out of the file"
             faults.append(Finding(name, Verdict.FAIL, why, cure))
@@ -58,13 +61,14 @@ def _fleet(settings: FleetSettings, isolation: Isolation) -> Iterator[Finding]:
         yield Finding("devices", Verdict.FAIL, str(error), cure)
         return
     devices = [device for device, _ in settings.devices.values()]
+    layered = resolve(settings.preset, settings.options).swapping is not None
     for i, device in enumerate(devices):
         own = [spec for spec in specs if device.name in homes[spec.name]]
         where = f" on {device.name}" if settings.others else ""
         if own and device.tensor_parallel > 1:
             yield from _group([s.name for s in own], settings, device, i, where, isolation)
         elif own:
-            yield from _device(own, device, i, where)
+            yield from _device(own, device, i, where, layered)
         if unproven := never_run(settings, device):
             cure = "do without, or expect faults"
             found = f"no GPU has ever run {'; '.join(unproven)}: see {WHERE}"
@@ -72,9 +76,10 @@ def _fleet(settings: FleetSettings, isolation: Isolation) -> Iterator[Finding]:
     if settings.others:
         yield lending(settings)
     weights = weight_bytes(specs)
-    budget = sum(device.budget_bytes for device in devices)
+    budget = host_budget(settings)
     named = "the budgets" if settings.others else "the budget"
-    yield doctor_memory.room(budget + weights, f"{named} and all weights on the host")
+    what = f"{named} and all weights on the host"
+    yield doctor_memory.room(budget + weights, what, surely=False)
 
 
 def _group(
@@ -100,7 +105,8 @@ def _group(
             cure = f"change `devices[{i}].tensor_parallel`, or place the model elsewhere"
             yield Finding(model.name + where, Verdict.FAIL, str(error), cure)
     if specs:
-        yield from _device(specs, of_rank(device), i, f"{where}, on each rank")
+        layered = resolve(settings.preset, settings.options).swapping is not None
+        yield from _device(specs, of_rank(device), i, f"{where}, on each rank", layered)
 
 
 def lending(settings: FleetSettings) -> Finding:
@@ -125,23 +131,42 @@ def _reaches(settings: FleetSettings) -> dict[str, Reach | None]:
 
 
 def _device(
-    specs: list[ModelSpec], device: DeviceSettings, i: int, where: str
+    specs: list[ModelSpec], device: DeviceSettings, i: int, where: str, layered: bool
 ) -> Iterator[Finding]:
-    """Of one device, `devices[i]`, and its models."""
-    arena = set_aside(specs, device)
-    left = device.budget_bytes // device.page_bytes - ceil_div(arena, device.page_bytes)
+    """Findings about one device, `devices[i]`, and its models, which it takes in and refuses as a
+    server does; `layered`: as of `check_room`."""
+    served: list[ModelSpec] = []
+    refused: dict[str, str] = {}
     for spec in specs:
-        yield _model(spec, device, left, i, where)
-    yield _budget(specs, device, arena, where)
+        try:
+            check_room(spec, served, device, layered=layered)
+        except ConfigError as error:
+            refused[spec.name] = str(error)
+        else:
+            served.append(spec)
+    for spec in specs:
+        there = [*(o for o in served if o is not spec), spec]
+        yield _model(spec, there, device, i, where, layered, refused.get(spec.name))
+    yield _budget(specs, device, where)
 
 
-def _model(spec: ModelSpec, device: DeviceSettings, left: int, i: int, where: str) -> Finding:
-    """`left`: pages of the device that are not kept for activations."""
+def _model(
+    spec: ModelSpec,
+    there: list[ModelSpec],
+    device: DeviceSettings,
+    i: int,
+    where: str,
+    layered: bool,
+    refused: str | None,
+) -> Finding:
+    """What a request of a model may have on a device that serves it beside the others in `there`;
+    `refused`: why the device does not."""
     page = device.page_bytes
-    layout = Layout.of(spec, page)
+    layout = kv_layout(spec, device, layered=layered)
     weights = spec.weight_pages(page)
     full = layout.pages(ceil_div(spec.max_model_len, spec.block_tokens))
-    alone = left - weights
+    left = device.budget_bytes // page - pages_aside(there, device)
+    alone = kv_room(left, [o for o in there if o.pinned or o is spec], page, None)
     tokens = max(0, alone // layout.slab_pages) * layout.blocks_per_slab * spec.block_tokens
     found = (
         f"{spec.dtype}, {format_bytes(weights * page)} of weights, "
@@ -149,20 +174,20 @@ def _model(spec: ModelSpec, device: DeviceSettings, left: int, i: int, where: st
         f"{tokens} tokens if alone"
     )
     # Exact: it is written into the fleet file.
-    least = (device.budget_bytes // page + weights + full - left) * page // KiB
+    least = (device.budget_bytes // page + full - alone) * page // KiB
     least *= device.tensor_parallel
     return judged(
         spec.name + where,
-        found,
+        found if refused is None else refused,
         f"a request of {spec.max_model_len} tokens needs a budget of {least}KiB; "
         f"raise `devices[{i}].budget` or lower `limits.context`",
-        fail=alone < layout.slab_pages,
+        fail=refused is not None,
         warn=alone < full,
     )
 
 
-def _budget(specs: list[ModelSpec], device: DeviceSettings, arena: int, where: str) -> Finding:
-    page = device.page_bytes
+def _budget(specs: list[ModelSpec], device: DeviceSettings, where: str) -> Finding:
+    page, arena = device.page_bytes, set_aside(specs, device)
     weights = weight_pages(specs, page) * page
     what = "activations and CUDA graphs" if device.graph_bytes else "activations"
     found = (

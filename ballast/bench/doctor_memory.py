@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from ballast.bench.finding import Finding, judged
 from ballast.core.clock import Clock
 from ballast.core.errors import DeviceError
 from ballast.core.units import MiB, ceil_div, format_bytes
 from ballast.memory import syscalls
+from ballast.memory.host_memory import available, installed
 from ballast.memory.vm import Range
 from ballast.memory.vm_memfd import MemfdVm
 
@@ -24,39 +23,22 @@ _SLOW_REUSE = 2e9
 _SLOW_MAP = 200e-6
 
 
-def room(wanted: int, what: str) -> Finding:
-    """Whether `wanted` more bytes can be had: machine and control group."""
+def room(wanted: int, what: str, *, surely: bool = True) -> Finding:
+    """Whether `wanted` more bytes can be had: machine and control group.
+
+    A server does not start where it could never have as much, and warns where it could not now.
+    `surely`: whether it asks for so many bytes at its start.
+    """
     left, who = available()
+    most, _ = installed()
     return judged(
         "memory",
-        f"{format_bytes(left)} available ({who}), {what} wants {format_bytes(wanted)}",
+        f"{format_bytes(left)} of {format_bytes(most)} available ({who}), {what} wants "
+        f"{format_bytes(wanted)}",
         "lower `devices[0].budget`, or serve fewer models",
-        fail=wanted > left,
+        fail=surely and wanted > most,
         warn=wanted > _TIGHT * left,
     )
-
-
-def available() -> tuple[int, str]:
-    """(bytes this process can still get, who sets that bound)."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    grants = [(free, "the machine")]
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        try:
-            most, now = Path(limit).read_text().strip(), Path(used).read_text().strip()
-        except OSError:
-            continue
-        if most != "max":
-            grants.append((max(0, int(most) - int(now)), "the control group"))
-    return min(grants)
 
 
 def mappings(budget: int, page_bytes: int) -> Finding:

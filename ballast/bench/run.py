@@ -19,7 +19,9 @@ from ballast.bench.worlds import run_live, run_virtual
 from ballast.core.errors import BallastError
 from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings
+from ballast.engine.build import check_room
 from ballast.engine.inbox import MonotonicClock
+from ballast.policy.presets import resolve
 from ballast.sim.calibrate import calibrate
 from ballast.sim.profile import DeviceProfile
 from ballast.workload.workload import Workload
@@ -64,12 +66,15 @@ def compare_virtual(
 ) -> Iterator[Report]:
     """Each preset in virtual time, on `device`; None: on this machine, measured now.
 
-    `story`: as `stories.fresh`.
+    `story`: as `stories.fresh`. Raises ConfigError where the device could not serve a model.
     """
     specs = specs_of(fleet)
     profile = calibrate(fleet) if device is None else device.of(specs)
     for preset in presets:
         chosen = replace(fleet, preset=preset, options=options_of(fleet, preset))
+        layered = resolve(preset, chosen.options).swapping is not None
+        for i, spec in enumerate(specs):
+            check_room(spec, specs[:i], fleet.device, layered=layered)
         with stories(fresh(story, preset, presets)) as sink_of:
             sink = sink_of(fleet.device.name)
             ran = run_virtual(chosen, specs, workload, slos_of(fleet), profile, sink=sink)

@@ -49,10 +49,13 @@ def brief(error: BaseException) -> str:
 
 
 class ConfigError(BallastError):
-    """A bad setting. Says which key, what it was, and what is allowed."""
+    """A bad setting. Says which key, what it was, and what would be right.
+
+    `value`: None where there is none to show: a key that is missing, or that there is not.
+    """
 
     def __init__(self, key: str, value: object, allowed: str) -> None:
-        super().__init__(f"{key}: {value!r} is not allowed; {allowed}")
+        super().__init__(f"{key}: {allowed}" if value is None else f"{key}: {value!r}: {allowed}")
         self.key, self.value, self.allowed = key, value, allowed
 
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 from ballast.core.capability import CPU, CUDA, GROUP, Capability, Lendable, Reach, capabilities
 from ballast.core.errors import ConfigError
 from ballast.core.link import LinkRates
-from ballast.core.units import KiB, MiB
+from ballast.core.units import KiB, MiB, format_bytes
 
 GPU_PAGE = 2 * MiB
 """What drivers map at once on every GPU so far; the device says if it is not enough."""
@@ -259,6 +259,14 @@ class FleetSettings:
         """All of them, by name."""
         links = (self.link, *self.other_links)
         return {d.name: (d, at) for d, at in zip((self.device, *self.others), links, strict=True)}
+
+    @property
+    def described(self) -> str:
+        """What it is, in a line: ``8 models from 512MiB of cpu:0, balloon``."""
+        n = len(self.models)
+        budgets = [f"{format_bytes(d.budget_bytes)} of {d.name}" for d, _ in self.devices.values()]
+        models = "1 model" if n == 1 else f"{n} models"
+        return f"{models} from {', '.join(budgets)}, {self.preset}"
 
     @property
     def has_gpus(self) -> bool:

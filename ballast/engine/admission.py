@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ballast.core.request import Request, Submission
-from ballast.core.units import ceil_div
+from ballast.core.units import ceil_div, format_bytes
 from ballast.core.view import Residency
 from ballast.engine.model import ModelState
 
@@ -55,9 +55,12 @@ def refusal(s: Submission, m: ModelState, adapter: int | None, room: int) -> tup
     tokens = len(s.prompt) + max(0, s.max_tokens - 1)
     pages = m.kv.most_pages(ceil_div(tokens, m.spec.block_tokens))
     if pages > room:
+        page = m.kv.layout.page_bytes
+        left = f"at most {format_bytes(room * page)}" if room > 0 else "none"
         return (
             "insufficient_memory",
-            f"needs {pages} pages of KV cache, {s.model!r} can have at most {room} here",
+            f"{tokens} tokens need {format_bytes(pages * page)} of KV cache; beside weights that "
+            f"stay and activations {s.model!r} can have {left} here",
         )
     return None
 

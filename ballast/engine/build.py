@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 from ballast.core.clock import Clock
 from ballast.core.cost import UNMEASURED, StepCosts, lane_bytes
 from ballast.core.errors import ConfigError
-from ballast.core.model import ModelSpec
+from ballast.core.model import ModelSpec, weight_pages
 from ballast.core.settings import DeviceSettings, KvLayout
-from ballast.core.units import MiB, format_bytes
+from ballast.core.units import KiB, MiB, ceil_div, format_bytes
 from ballast.engine.cost_estimator import CostEstimator
 from ballast.engine.lending import Lending
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 from ballast.kv.blocks import KvCache
+from ballast.kv.layered import LayeredLayout
+from ballast.kv.layout import Layout
 from ballast.kv.swapper import KvSwapper, MakeSwapper
 from ballast.memory.arena import Arena
 from ballast.memory.borrow import Borrower
@@ -176,14 +178,50 @@ def build_newcomer(
     return m, new
 
 
-def check_room(spec: ModelSpec, others: Iterable[ModelSpec], settings: DeviceSettings) -> None:
-    """Raise ConfigError where a model's jobs, with those of `others`, take more than the device has
-    in all."""
-    needed = set_aside([*others, spec], settings)
-    if needed > settings.budget_bytes:
-        budget = format_bytes(settings.budget_bytes)
-        allowed = f"with {spec.name} activations need {format_bytes(needed)}"
-        raise ConfigError(f"the budget of {settings.name}", budget, allowed)
+def check_room(
+    spec: ModelSpec,
+    others: Iterable[ModelSpec],
+    settings: DeviceSettings,
+    *,
+    layered: bool = False,
+    aside: int = 0,
+) -> None:
+    """Raise ConfigError where, with `spec` on the device as well, it or one of `others` could serve
+    no request however empty the device is.
+
+    A model needs its weights and the first slab of its KV cache, beside what is set aside for
+    activations and graphs and the weights of pinned models. `layered`: KV lies layer by layer,
+    whatever `settings` say; `aside`: pages that are set aside already. Sizes in the message are
+    those of one rank.
+    """
+    specs = [*others, spec]
+    page = settings.page_bytes
+    aside = max(aside, pages_aside(specs, settings))
+    for m in specs:
+        weights = weight_pages([o for o in specs if o.pinned or o is m], page)
+        kv = kv_layout(m, settings, layered=layered).whole_pages
+        least = aside + weights + kv
+        if least * page <= settings.budget_bytes:
+            continue
+        each = "" if settings.tensor_parallel == 1 else ", each of its ranks,"
+        pinned = " and of pinned models" if any(o.pinned and o is not m for o in specs) else ""
+        raise ConfigError(
+            f"the budget of {settings.name}",
+            format_bytes(settings.budget_bytes),
+            f"{m.name} needs a device{each} of at least {least * page // KiB}KiB: weights"
+            f"{pinned} {format_bytes(weights * page)}, the first blocks of KV cache "
+            f"{format_bytes(kv * page)}, with {spec.name} activations need "
+            f"{format_bytes(aside * page)}",
+        )
+
+
+def kv_layout(spec: ModelSpec, settings: DeviceSettings, *, layered: bool = False) -> Layout:
+    """How a model's KV cache lies on a device while no layer rotates; `layered`: as of
+    `check_room`."""
+    page = settings.page_bytes
+    if layered or settings.kv_layout is KvLayout.PER_LAYER:
+        return LayeredLayout.over(spec, page, settings.budget_bytes // page)
+    return Layout.of(spec, page)
 
 
 def largest_jobs(specs: Iterable[ModelSpec], settings: DeviceSettings) -> int:
@@ -208,6 +246,12 @@ def gpu_lane_bytes(lanes: int) -> int:
 def set_aside(specs: Iterable[ModelSpec], settings: DeviceSettings) -> int:
     """Bytes of a device's budget that are for neither weights nor KV."""
     return largest_jobs(specs, settings) + settings.graph_bytes
+
+
+def pages_aside(specs: Iterable[ModelSpec], settings: DeviceSettings) -> int:
+    """The same in pages: those of two arenas."""
+    page = settings.page_bytes
+    return ceil_div(largest_jobs(specs, settings), page) + ceil_div(settings.graph_bytes, page)
 
 
 def _mover(kv: KvCache, copy: CopyNow) -> Callable[[int, int], None]:

@@ -47,7 +47,7 @@ from ballast.memory.reserve import PopulatedReserve
 from ballast.memory.vm import Exported
 from ballast.memory.vm_cuda import CudaVm
 from ballast.policy.presets import Preset, resolve
-from ballast.weights.checkpoint import THREADS
+from ballast.weights.checkpoint import THREADS, clipped_context
 from ballast.weights.event_rotor import EventRotor
 from ballast.weights.host import Exchange, HostModel, HostTier
 from ballast.weights.link_rotor import LinkRotor
@@ -118,7 +118,7 @@ class LiveDevice:
             name, what = fleet.device.name, "; ".join(unproven)
             log.warning("%s uses what no GPU has ever run: %s (%s)", name, what, NEVER_RUN_WHERE)
         device = _with_parts(self.machine.device)
-        self._load(device)
+        self._load(device, layered=preset.swapping is not None)
         self.state = build_state(
             device,
             [Hosted(h.spec, h.addresses) for h in self.hosts.values()],
@@ -259,14 +259,14 @@ class LiveDevice:
         for host in self.hosts.values():
             self.machine.unload(host)
 
-    def _load(self, device: DeviceSettings) -> None:
-        """Bring the fleet's models into the host tier."""
+    def _load(self, device: DeviceSettings, *, layered: bool) -> None:
+        """Bring the fleet's models into the host tier; `layered`: as of `check_room`."""
         for settings in self.fleet.models:
             name = settings.name
             try:
                 others = [h.spec for h in self.hosts.values()]
                 host = self.hosts[name] = self.load(settings)
-                check_room(host.spec, others, device)
+                check_room(host.spec, others, device, layered=layered)
                 self.failed |= host.failed
             except Exception as error:  # noqa: BLE001 - whatever it is, the others are served
                 self._refuse(name, error)
@@ -275,7 +275,10 @@ class LiveDevice:
     def load(self, settings: ModelSettings, threads: int = THREADS) -> HostModel:
         """A model in the host tier. Raises as `load_host_model`, and what `vet` raises."""
         self._vet(settings)
-        return self.machine.load(settings, self.tier, threads)
+        host = self.machine.load(settings, self.tier, threads)
+        if (clipped := clipped_context(settings, host.spec)) is not None:
+            log.warning("%s: %s", settings.name, clipped)
+        return host
 
     def _set_up(self) -> None:
         """Make what runs each model that has been placed."""

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ballast.core.actions import Activate, Change, Evict, Join, Leave, Lend, Operation, Recall
+from ballast.core.errors import ConfigError
 from ballast.core.event import Operate, Output
-from ballast.core.model import weight_pages
 from ballast.core.story import Story
 from ballast.core.units import ceil_div
 from ballast.core.view import Residency
 from ballast.engine import turning
 from ballast.engine.apply import apply
-from ballast.engine.build import largest_jobs
+from ballast.engine.build import check_room, largest_jobs
 from ballast.engine.model import ModelState
 from ballast.engine.snapshot import model_told
 from ballast.engine.state import DeviceState
@@ -117,13 +117,12 @@ class Operations:
         present = [*state.models.values(), m]
         wanted = largest_jobs((o.spec for o in present), settings)
         arena = max(state.arena.pages, ceil_div(wanted, settings.page_bytes))
-        room = state.pool.total - arena - state.graphs.pages
-        least = weight_pages([m.spec], settings.page_bytes) + m.kv.most_pages(1)
-        if least > room:
-            return (
-                f"its weights and one block of KV cache take {least} pages; beside activations "
-                f"the device has {max(room, 0)}"
-            )
+        others = [o.spec for o in state.models.values()]
+        layered = state.make_swapper is not None
+        try:
+            check_room(m.spec, others, settings, layered=layered, aside=state.set_aside)
+        except ConfigError as error:
+            return str(error)
         if not self._grow_arena(arena):
             return (
                 f"its largest jobs take {arena - state.arena.pages} pages of activations more than "

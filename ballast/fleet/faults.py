@@ -1,9 +1,9 @@
-"""Faults in documents of settings, in our words: the key, its value, what is allowed."""
+"""Faults in documents of settings, in our words: the key, its value, what would be right."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from types import NoneType, UnionType
 from typing import Any, get_args
 
@@ -11,6 +11,9 @@ from pydantic import BaseModel, ValidationError
 
 from ballast.core.errors import ConfigError
 from ballast.fleet.document import key_path
+
+Pointer = Callable[[str], str | None]
+"""What an unknown key stands for; None: nothing that is known."""
 
 
 def unknown(word: str, known: Collection[str]) -> str:
@@ -21,21 +24,42 @@ def unknown(word: str, known: Collection[str]) -> str:
     return f"{hint}known here: {', '.join(known)}"
 
 
-def first_fault(error: ValidationError, root: type[BaseModel], *prefix: str) -> ConfigError:
-    """Of a document that `root` describes; `prefix` leads to the part that was looked at."""
-    first = error.errors(include_url=False)[0]
+def first_fault(
+    error: ValidationError,
+    root: type[BaseModel],
+    *prefix: str,
+    pointer: Pointer = lambda word: None,
+) -> ConfigError:
+    """The first fault of a document that `root` describes; `prefix` leads to the part that was
+    looked at, `pointer` from unknown keys to those that were meant."""
+    first: Mapping[str, Any] = error.errors(include_url=False)[0]  # type: ignore[assignment]
+    return fault_of(first, root, *prefix, pointer=pointer)
+
+
+def fault_of(
+    first: Mapping[str, Any],
+    root: type[BaseModel],
+    *prefix: str,
+    pointer: Pointer = lambda word: None,
+) -> ConfigError:
+    """The same of one of pydantic's errors."""
     parts = (*prefix, *first["loc"])
     key, value = key_path(parts), first["input"]
     kind, context = first["type"], first.get("ctx", {})
     if kind == "extra_forbidden":
-        return ConfigError(key, value, unknown(str(parts[-1]), _known_keys(root, parts[:-1])))
+        word, known = str(parts[-1]), _known_keys(root, parts[:-1])
+        meant = pointer(word)
+        hint = unknown(word, known) if meant is None else f"what it sets is {meant}"
+        return ConfigError(key, None, f"there is no such key; {hint}")
     if kind == "missing":
         return ConfigError(key, None, "the key is required")
     if kind == "value_error":
         return ConfigError(key, value, str(context["error"]))
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        known = ", ".join(_known_keys(root, parts)) or "any name"
-        return ConfigError(key, value, f"a mapping is needed, with keys among: {known}")
+        known = _known_keys(root, parts)
+        return ConfigError(
+            key, value, f"a mapping is needed, with keys among: {', '.join(known) or 'any name'}"
+        )
     message = first["msg"].replace("Input should", "it should")
     return ConfigError(key, value, message[:1].lower() + message[1:])
 

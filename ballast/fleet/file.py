@@ -19,6 +19,7 @@ from ballast.core.settings import (
     ModelSettings,
 )
 from ballast.fleet.document import read_document
+from ballast.fleet.elsewhere import place_of
 from ballast.fleet.faults import first_fault, unknown
 from ballast.fleet.hub import fetch, is_hub_id
 from ballast.fleet.schema import (
@@ -205,7 +206,7 @@ def _merge(under: Any, over: Any) -> Any:
 
 def _config_error(error: ValidationError, *prefix: str) -> ConfigError:
     """The first fault of `error`; what may be a secret is not told."""
-    fault = first_fault(error, FleetKeys, *prefix)
+    fault = first_fault(error, FleetKeys, *prefix, pointer=place_of)
     parts = (*prefix, *error.errors(include_url=False)[0]["loc"])
     if parts[:1] == ("server",) and fault.value is not None and not _shown(parts):
         return ConfigError(fault.key, HIDDEN, fault.allowed)
@@ -361,6 +362,16 @@ _ADAPTER = (
 """A file that the directory must have, and what the directory is."""
 
 
+def _is_gguf(hub_id: str, local: Path, file: str) -> bool:
+    """Whether a path or hub id means weights in llama.cpp's format: a file, a directory that holds
+    such files and not `file`, or a repository that is called so."""
+    if hub_id.lower().endswith(".gguf"):
+        return True
+    if os.path.exists(local):
+        return not os.path.isfile(local / file) and any(local.glob("*.gguf"))
+    return is_hub_id(hub_id) and "gguf" in hub_id.partition("@")[0].lower().split("-")
+
+
 def _directory(
     text: str,
     key: str,
@@ -375,6 +386,13 @@ def _directory(
         raise ConfigError(key, text, allowed)
     hub_id = text.removeprefix("hf:")
     local = base / os.path.expanduser(text)  # which, unlike pathlib, takes any text
+    if _is_gguf(hub_id, local, file):
+        allowed = (
+            "GGUF files are not read: give the model that this one was converted from, as a "
+            "directory or hub id with config.json and *.safetensors (hf:org/name; the GGUF's page "
+            "on the hub names it as base model)"
+        )
+        raise ConfigError(key, text, allowed)
     if text == hub_id and (os.path.exists(local) or not is_hub_id(text)):
         if not os.path.isfile(local / file):
             raise ConfigError(

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from ballast.core.actions import RECALL_SECONDS, Activate, Evict
 from ballast.core.errors import UnknownModel
 from ballast.core.model import ModelSpec
+from ballast.fleet.faults import unknown
 from ballast.fleet.levels import said
 from ballast.fleet.schema import Keys, LiveKeys, NamedModelKeys, Size
 from ballast.server.faults import Fault
@@ -46,7 +47,8 @@ def add_admin(app: FastAPI, service: Service, operating: Operating) -> None:
             for served in base.served:
                 if served.name == name:
                     return served
-        raise UnknownModel(f"there is no model {name!r}")
+        known = [s.name for base in controller.specs.values() for s in base.served]
+        raise UnknownModel(f"there is no model {name!r}; {unknown(name, known)}")
 
     async def set_pinned(name: str, pinned: bool) -> None:
         base = spec(name).base

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+from typing import Any
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Route
 
 from ballast.core.errors import BallastError
 from ballast.server.admin import add_admin
@@ -21,6 +26,9 @@ from ballast.server.reading import add_reading
 from ballast.server.responses import Model, ModelList, answered
 from ballast.server.service import Service
 from ballast.server.textroutes import add_texts
+
+_LONGEST_WORD = 40
+"""Characters at the end of a path that are compared with routes: more are no typing error."""
 
 
 def create_app(service: Service, operating: Operating) -> Gate:
@@ -53,6 +61,21 @@ def _add_reading(app: FastAPI, service: Service) -> None:
         return answered(described(service, name))
 
 
+def _near(app: FastAPI, request: Request) -> str:
+    """The word that a path ends with in a route, where the request's ends almost like it."""
+    ends = {route.path.rpartition("/")[2] for route in app.routes if isinstance(route, Route)}
+    last = request.url.path.rpartition("/")[2][:_LONGEST_WORD]
+    close = difflib.get_close_matches(last, [end for end in sorted(ends) if "{" not in end], n=1)
+    return f"; did you mean {close[0]!r}?" if close and close[0] != last else ""
+
+
+def _form(request: Request) -> Any:
+    """What the body of a request was to be; None: it has none, or it was no route's."""
+    route = request.scope.get("route")
+    bodies = route.dependant.body_params if isinstance(route, APIRoute) else []
+    return bodies[0].field_info.annotation if len(bodies) == 1 else None
+
+
 def _add_faults(app: FastAPI) -> None:
     """Every error leaves as OpenAI's error object."""
 
@@ -61,12 +84,13 @@ def _add_faults(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return Fault.of_validation(error.errors()).response()
+        content_type = request.headers.get("content-type")
+        return Fault.of_validation(error.errors(), _form(request), content_type).response()
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-        what = f"{request.method} {request.url.path}: {error.detail}"
+        what = f"{request.method} {request.url.path}: {error.detail}{_near(app, request)}"
         return Fault(error.status_code, what, code).response()
 
     for kind in (Fault, BallastError):

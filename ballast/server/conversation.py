@@ -38,7 +38,8 @@ class Message(BaseModel):
 
 
 def _bounded(messages: object) -> object:
-    """Count messages and parts before any is validated: each takes microseconds."""
+    """Count messages and parts before any is validated: each takes microseconds. Name the first
+    content that is no text: what a union of types says of it is not for people."""
     if not isinstance(messages, list):
         return messages
     if len(messages) > MOST_MESSAGES:
@@ -47,7 +48,26 @@ def _bounded(messages: object) -> object:
     parts = sum(len(content) for content in contents if isinstance(content, list))
     if parts > MOST_PARTS:
         raise ValueError(f"at most {MOST_PARTS} parts in all, not {parts}")
+    for i, message in enumerate(messages):
+        if isinstance(message, dict) and (why := _no_text(message.get("content"))) is not None:
+            raise ValueError(f"messages[{i}].content{why}")
     return messages
+
+
+def _no_text(content: object) -> str | None:
+    """Where a message's content is no text, and what it is; None: it may be one."""
+    if content is None or isinstance(content, str):
+        return None
+    if not isinstance(content, list):
+        return ' must be a text, or a list of parts like {"type": "text", "text": "..."}'
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            return f'[{i}] must be a part like {{"type": "text", "text": "..."}}'
+        if kind != "text":
+            what = f"is of type {kind[:40]!r}"
+            return f"[{i}] {what}: models are served for text alone, in parts of type 'text'"
+    return None
 
 
 Messages = Annotated[

@@ -10,6 +10,9 @@ from starlette.responses import Response
 
 from ballast.core.errors import BallastError, NotKept, RequestError, Unavailable, UnknownModel
 from ballast.core.event import Failed
+from ballast.fleet.elsewhere import place_of
+from ballast.fleet.faults import fault_of
+from ballast.fleet.schema import Keys
 from ballast.server import visit
 from ballast.server.responses import Error, ErrorBody, encode
 
@@ -67,8 +70,14 @@ class Fault(Exception):
         return cls(status, failed.reason, failed.code, retry_after=retry_after)
 
     @classmethod
-    def of_validation(cls, errors: Sequence[Any]) -> Fault:
-        """From pydantic's list: the field at fault, and what was wrong with it."""
+    def of_validation(
+        cls, errors: Sequence[Any], form: Any = None, content_type: str | None = None
+    ) -> Fault:
+        """From pydantic's list: the field at fault, and what was wrong with it.
+
+        `form`: what the body was to be; faults of settings are put as those of the fleet file are.
+        `content_type`: the request's.
+        """
         first = errors[0]
         # ("body", field, index or branch of a union ...): clients know the field.
         path = [str(part) for part in first["loc"] if part != "body"]
@@ -76,9 +85,14 @@ class Fault(Exception):
             why = first.get("ctx", {}).get("error") or first["msg"]
             return cls(400, f"the body is not JSON: {why}", "invalid_request")
         if not path:
-            return cls(400, str(first["msg"]), "invalid_request")
+            return cls(400, _of_body(first, content_type), "invalid_request")
         param = path[0]
-        return cls(400, f"{param}: {_reason(param, first)}", "invalid_request", param)
+        if isinstance(form, type) and issubclass(form, Keys) and first["loc"][0] == "body":
+            wrong = {**first, "loc": tuple(first["loc"][1:])}
+            return cls(400, str(fault_of(wrong, form, pointer=place_of)), "invalid_request", param)
+        reason = _reason(param, first)
+        where = "" if reason.startswith(f"{param}[") else f"{param}: "
+        return cls(400, where + reason, "invalid_request", param)
 
     def body(self) -> bytes:
         """As JSON. Metrics, traces and the log will name it."""
@@ -104,6 +118,26 @@ class Fault(Exception):
         return Response(self.body(), self.status, headers, "application/json")
 
 
+def _of_body(error: Any, content_type: str | None) -> str:
+    """What is wrong with a body as a whole."""
+    if error["type"] == "missing":
+        return "the body is empty: send a JSON object"
+    if isinstance(error.get("input"), bytes):  # which nobody has decoded
+        header = "no Content-Type" if not content_type else f"Content-Type {content_type[:80]!r}"
+        return f"the request has {header}: send JSON, with `Content-Type: application/json`"
+    if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return "the body must be a JSON object"
+    return _in_words(error)
+
+
+def _in_words(error: Any) -> str:
+    """pydantic's message, as a sentence that goes on."""
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    message = str(error["msg"]).replace("Input should", "it should")
+    return message[:1].lower() + message[1:]
+
+
 def _reason(param: str, error: Any) -> str:
     if param == "prompt" and error["type"] != "missing":
         return "must be a text, a list of texts, a list of token ids or a list of such lists"
@@ -112,4 +146,4 @@ def _reason(param: str, error: Any) -> str:
     if isinstance(value, str):
         value = value[:80]  # before it is escaped: it may have megabytes
     shown = "" if isinstance(value, dict | list) or value is None else f"; it was {value!r:.80}"
-    return f"{where + ': ' if where else ''}{error['msg']}{shown}"
+    return f"{where + ': ' if where else ''}{_in_words(error)}{shown}"

@@ -67,6 +67,7 @@ def serve(
     ready: Callable[[int], None] | None = None,
     *,
     otlp_endpoint: str | None = None,
+    reading: Reading | None = None,
     worker_command: Sequence[str] = COMMAND,
     watched: bool = False,
 ) -> int:
@@ -76,13 +77,13 @@ def serve(
     signal new requests are refused and those open have the settings' `drain_seconds` to finish; a
     second signal cuts that short. On SIGHUP the fleet is read again. In a thread other than the
     main one no signals are handled. Traces go to the collector at `otlp_endpoint`, or at the one
-    that the environment names, if any. `watched`: the process is ended where it hangs, also after
-    this has returned.
+    that the environment names, if any. `reading`: what `source` said, where it has been read.
+    `watched`: the process is ended where it hangs, also after this has returned.
 
     Raises ConfigError if the fleet is wrong, the address cannot be bound or the process may not
     have the files that it needs, Unavailable if no model can be served.
     """
-    reading = source.read()
+    reading = reading or source.read()
     check_files(reading.fleet)
     source.settle(reading)
     tracer = tracing(otlp_endpoint, MonotonicClock(), WallClock())

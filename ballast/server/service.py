@@ -43,6 +43,11 @@ from ballast.server.tokenizer import HUGE_TEXT, LONG_TEXT, Tokenizer, TooManyTok
 
 log = logging.getLogger(__name__)
 
+_NAME = 200
+"""Characters of an unknown model's name that an error repeats."""
+_NAMED = 20
+"""Models that an error names; `GET /v1/models` names all."""
+
 
 class Service:
     """What the routes call. `clock` measures; `wall` dates answers, in seconds since 1970."""
@@ -96,12 +101,15 @@ class Service:
         return {name: why for name, why in self.controller.failed.items() if may_use(name)}
 
     def model(self, name: str) -> ModelSpec:
-        """Raises UnknownModel, with the reason if the model is of the fleet but not served."""
-        spec = self.models.get(name)
+        """Raises UnknownModel: with the reason if the model is of the fleet but not served, and the
+        models that the caller may use."""
+        models = self.models
+        spec = models.get(name)
         if spec is None:
             why = self.failed.get(name)
-            more = f"; it could not be loaded: {why}" if why else ""
-            raise UnknownModel(f"the model {name!r} is not served here{more}")
+            more = f": it could not be loaded ({why})" if why else ""
+            shown = f"{name[:_NAME]!r}" if len(name) <= _NAME else f"{name[:_NAME]!r}..."
+            raise UnknownModel(f"the model {shown} is not served here{more}; {_served(models)}")
         return spec
 
     def tokenizer(self, name: str) -> Tokenizer:
@@ -331,3 +339,12 @@ class Service:
             if name not in self._warned and len(self._warned) < 1000:
                 self._warned.add(name)
                 log.warning("the request field %.80r is ignored", name)
+
+
+def _served(models: Iterable[str]) -> str:
+    """What can be asked for instead of a model that there is not."""
+    names = list(models)
+    if not names:
+        return "no model is served to this key"
+    more = f" and {len(names) - _NAMED} more (GET /v1/models)" if len(names) > _NAMED else ""
+    return f"served: {', '.join(names[:_NAMED])}{more}"

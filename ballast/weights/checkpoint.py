@@ -133,6 +133,16 @@ def _fill(
         return HostBytes(settings.name, manifest.segments, fill, threads, tier, origin)
 
 
+def clipped_context(settings: ModelSettings, spec: ModelSpec) -> str | None:
+    """What to say of a `limits.context` beyond the model's own; None: it is not."""
+    if settings.max_model_len is None or settings.max_model_len <= spec.max_model_len:
+        return None
+    return (
+        f"limits.context of {settings.max_model_len} is beyond the model's own context; "
+        f"{spec.max_model_len} tokens are served"
+    )
+
+
 def _spec(settings: ModelSettings, manifest: Manifest, ranks: int) -> ModelSpec:
     """Without what only bytes show: digests of segments."""
     return ModelSpec(

@@ -52,11 +52,11 @@ class BurstyGroups:
         for key in ("spell_seconds", "pause_seconds", "clump_gap_seconds", "within_seconds"):
             value = getattr(self, key)
             if not 0 < value < float("inf"):
-                raise WorkloadError(f"{key}: {value!r} is not allowed; seconds, above 0")
+                raise WorkloadError(f"{key}: {value!r}: seconds, above 0")
         if not 0 <= self.head <= 1:
-            raise WorkloadError(f"head: {self.head!r} is not allowed; 0 to 1")
+            raise WorkloadError(f"head: {self.head!r}: 0 to 1")
         if not 1 <= self.clump_requests < float("inf"):
-            raise WorkloadError(f"clump_requests: {self.clump_requests!r} is not allowed; >= 1")
+            raise WorkloadError(f"clump_requests: {self.clump_requests!r}: >= 1")
         if not (self.alpha >= 0 and self.intensity_sigma >= 0):
             raise WorkloadError("alpha and intensity_sigma must be 0 or more")
 

@@ -44,7 +44,7 @@ def gamma(rate: float, cv: float, seconds: float, rng: np.random.Generator) -> F
     """
     _check_rate(rate, seconds)
     if not 0 <= cv < float("inf"):
-        raise WorkloadError(f"cv: {cv!r} is not allowed; 0 or more")
+        raise WorkloadError(f"cv: {cv!r}: 0 or more")
     shape = 1 / cv**2 if cv > 0 else float("inf")
     times: list[Floats] = []
     at = 0.0

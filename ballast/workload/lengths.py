@@ -29,7 +29,7 @@ class Constant:
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
-            raise WorkloadError(f"length: {self.tokens!r} is not allowed; 1 or more")
+            raise WorkloadError(f"length: {self.tokens!r}: 1 or more")
 
     def sample(self, rng: np.random.Generator, n: int) -> NDArray[np.int64]:
         """(n,) times `tokens`; draws nothing."""

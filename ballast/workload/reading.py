@@ -63,7 +63,7 @@ def number(row: dict[str, str], column: str) -> float:
     except ValueError:
         raise ValueError(f"{column}: {text!r} is not a number") from None
     if not (isfinite(value) and value >= 0):
-        raise ValueError(f"{column}: {text!r} is not allowed; finite and not negative")
+        raise ValueError(f"{column}: {text!r}: finite and not negative")
     return value
 
 

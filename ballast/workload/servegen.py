@@ -45,7 +45,7 @@ class ServeGenSample:
         if not (self.start >= 0 and 0 < self.seconds < float("inf")):
             raise WorkloadError(f"servegen: no {self.seconds!r} s from {self.start!r} s on")
         if self.rate is not None and not 0 < self.rate < float("inf"):
-            raise WorkloadError(f"servegen: rate {self.rate!r} is not allowed; positive")
+            raise WorkloadError(f"servegen: rate {self.rate!r}: positive")
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ def load_trace(
         return sample_servegen(file, servegen or ServeGenSample())
     if kind == "agentic":
         return _agentic(file, session_gap)
-    raise WorkloadError(f"kind: {kind!r} is not allowed; one of {', '.join(KINDS)}")
+    raise WorkloadError(f"kind: {kind!r}: one of {', '.join(KINDS)}")
 
 
 def detect(path: Path) -> str:
@@ -198,7 +198,7 @@ class _Session(msgspec.Struct):
 
 def _agentic(path: Path, session_gap: float) -> Workload:
     if not 0 <= session_gap < float("inf"):
-        raise WorkloadError(f"session_gap: {session_gap!r} is not allowed; seconds, 0 or more")
+        raise WorkloadError(f"session_gap: {session_gap!r}: seconds, 0 or more")
     decode = msgspec.json.Decoder(_Session).decode
     requests: list[WorkloadRequest] = []
     sessions = next_block = 0

@@ -194,7 +194,7 @@ class Workload:
             "tokens": lambda r: r.prompt_tokens + r.output_tokens,
         }
         if by not in weighers:
-            raise WorkloadError(f"by: {by!r} is not allowed; {' or '.join(weighers)}")
+            raise WorkloadError(f"by: {by!r}: {' or '.join(weighers)}")
         loads: Counter[str] = Counter()
         for r in self.requests:
             loads[r.model] += weighers[by](r)
@@ -226,4 +226,4 @@ def _scaled(tokens: int, factor: float, most: int | None) -> int:
 
 def _positive(what: str, value: float) -> None:
     if not 0 < value < float("inf"):
-        raise WorkloadError(f"{what}: {value!r} is not allowed; it must be positive and finite")
+        raise WorkloadError(f"{what}: {value!r}: it must be positive and finite")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from ballast.bench.doctor import examine, table
 from ballast.bench.finding import Finding, Verdict
 from ballast.bench.inprocess import InProcess
 from ballast.bench.run import specs_of
+from ballast.core.request import Submission
 from ballast.core.units import GiB, KiB, MiB, ceil_div, format_bytes
 from ballast.engine.build import largest_jobs
 from ballast.engine.inbox import MonotonicClock
@@ -163,8 +165,35 @@ def test_a_budget_too_small_for_a_full_request_is_warned_of_with_the_one_it_need
     needed = made.models[0].weight_bytes
     finding = chat(str(needed + 64 * KiB))
     assert finding.verdict is Verdict.FAIL
+    assert "atlas-chat needs a device of at least" in finding.found
     assert "needs a budget of" in finding.cure
     assert chat(finding.cure.split("budget of ")[1].split(";")[0]).verdict is Verdict.OK
+
+
+def test_the_doctor_and_a_server_refuse_the_same_models(made: MadeFleet) -> None:
+    fleet = load_fleet(made.file, presets=("balloon",), environ={})
+    small = replace(fleet.device, budget_bytes=made.models[0].weight_bytes)
+    found = by_check(list(doctor_fleet.fleet(replace(fleet, device=small))))["atlas-chat"]
+    assert found.verdict is Verdict.FAIL
+    least = re.search(r"atlas-chat needs a device of at least (\d+)KiB", found.found)
+    assert least is not None
+    tight = replace(fleet.device, budget_bytes=int(least[1]) * KiB)
+    for short, refused in ((0, set()), (64 * KiB, {"atlas-chat"})):
+        device = replace(tight, budget_bytes=tight.budget_bytes - short)
+        verdicts = by_check(list(doctor_fleet.fleet(replace(fleet, device=device))))
+        assert {n for n, f in verdicts.items() if f.verdict is Verdict.FAIL} == refused
+        with InProcess(replace(fleet, device=device)) as server:
+            assert server.device.failed.keys() == refused
+            for name in refused:
+                assert server.device.failed[name] == verdicts[name].found
+            for name in server.device.specs:
+                asked = Submission(id=name, model=name, prompt=(1, 2), max_tokens=2)
+                assert server.generate([asked])[name].finished.reason == "length"
+            server.drain()
+            server.device.state.pool.validate()
+            for m in server.device.state.models.values():
+                m.weights.validate()
+                m.kv.validate([])
 
 
 def test_the_table_shows_cures_and_takes_brackets_literally() -> None:

@@ -15,7 +15,7 @@ from ballast.core.command import Add, Order, Outcome, Remove
 from ballast.core.event import Failed
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings, Slo
-from ballast.core.units import KiB, MiB
+from ballast.core.units import KiB, MiB, format_bytes
 from ballast.core.view import Residency
 from ballast.engine.operate import REMOVED
 from tests.engine.checkpoints import VOCAB, make_base_and_tuned, make_llama
@@ -189,7 +189,8 @@ def test_a_wider_model_gets_a_larger_arena_or_is_refused(
         host_bytes, mappings = server.device.tier.n_bytes, server.device.vm.mappings()
         outcome = ordered(server, Add(settings(paths, "wide")))
         assert outcome.code == "refused"
-        assert f"the device has {weights}" in outcome.reason
+        assert "wide needs a device of at least" in outcome.reason
+        assert f"activations need {format_bytes(wider * 64 * KiB)}" in outcome.reason
         assert server.device.tier.n_bytes == host_bytes
         assert abs(server.device.vm.mappings() - mappings) < 8
         assert server.device.state.arena.pages == arena

@@ -10,7 +10,9 @@ from ballast.core.errors import ConfigError
 from ballast.core.link import LinkRates
 from ballast.core.settings import AdapterSettings, FleetSettings, KeySettings, ServerSettings, Slo
 from ballast.core.units import KiB, MiB
+from ballast.fleet.elsewhere import KEYS, OTHERS, paths_of, place_of
 from ballast.fleet.file import load_fleet
+from ballast.fleet.schema import FleetKeys
 
 PRESETS = ("static", "swap", "balloon")
 MINIMAL = """
@@ -25,6 +27,8 @@ devices:
 def home(tmp_path: Path) -> Path:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")
+    (tmp_path / "quantized").mkdir()
+    (tmp_path / "quantized" / "model-q4_k_m.gguf").write_bytes(b"GGUF")
     return tmp_path
 
 
@@ -181,6 +185,15 @@ def test_a_value_from_the_environment_is_a_value_and_never_structure(home: Path)
         ("path: m", "path: ~nobody-at-all/m", "models[0].path", "checkpoint directory"),
         ("path: m", "path: 'hf:x'", "models[0].path", "hf:org/name"),
         ("path: m", "path: m, prio: 1", "models[0].prio", "did you mean 'priority'"),
+        ("path: m", "path: m, max_model_len: 1", "models[0].max_model_len", "`models[i].limits.c"),
+        ("path: m", "path: m, max-num-seqs: 1", "models[0].max-num-seqs", "`models[i].limits.r"),
+        ("path: m", "path: m, ttft: 1", "models[0].ttft", "sets is `models[i].slo.ttft`"),
+        ("path: m", "path: m, budget: 1", "models[0].budget", "sets is `devices[i].budget`"),
+        ("path: m", "path: m.gguf", "models[0].path", "config.json and *.safetensors"),
+        ("path: m", "path: quantized", "models[0].path", "GGUF files are not read"),
+        ("path: m", "path: org/Some-7B-GGUF", "models[0].path", "GGUF files are not read"),
+        ("path: m", "path: 'hf:org/Some-7B-GGUF@v1'", "models[0].path", "GGUF files are not read"),
+        ("models:", "port: 80\nmodels:", "port", "`ballast serve --port`"),
         ("budget: 64MiB", "budget: 64MiBs", "devices[0].budget", "512MiB"),
         ("budget: 64MiB", "budget: 0", "devices[0].budget", "greater than 0"),
         ("budget: 64MiB", "budget: true", "devices[0].budget", "512MiB"),
@@ -234,6 +247,24 @@ def test_a_fault_names_key_value_and_remedy(
     assert error.key == key
     assert says in error.allowed
     assert key in str(error)
+    assert "is not allowed" not in str(error)  # nothing here is forbidden
+
+
+def test_a_key_that_is_not_there_has_no_value(home: Path) -> None:
+    error = fault(home, MINIMAL.replace("name: a", "name: a, max_seq_len: 8"))
+    assert str(error) == (
+        "models[0].max_seq_len: there is no such key; what it sets is `models[i].limits.context`"
+    )
+    error = fault(home, MINIMAL.replace("name: a", "name: a, slo: {ttft: 0}"))
+    assert str(error) == "models[0].slo.ttft: 0: it should be greater than 0"
+
+
+def test_keys_of_other_servers_lead_to_keys_that_there_are() -> None:
+    assert set(KEYS.values()) <= set(paths_of(FleetKeys))
+    ours = {path.rpartition(".")[2] for path in paths_of(FleetKeys)}
+    assert not ours & {*KEYS, *OTHERS}
+    assert place_of("threads") == "`devices[i].threads`"
+    assert place_of("bandwith") is None
 
 
 def test_names_are_unique(home: Path) -> None:

@@ -84,7 +84,11 @@ def test_models_are_pinned_evicted_and_activated(ruled: ServerProcess) -> None:
     assert pinned(ruled)[MODEL]
     assert order(ruled, "POST", f"models/{MODEL}/unpin").status_code == 200
     assert not pinned(ruled)[MODEL]
-    assert order(ruled, "POST", "models/none/pin").json()["error"]["code"] == "model_not_found"
+    unknown = order(ruled, "POST", f"models/{MODEL[:-1]}/pin").json()["error"]
+    assert unknown["code"] == "model_not_found"
+    assert f"did you mean {MODEL!r}?" in unknown["message"]
+    mistyped = order(ruled, "POST", f"models/{MODEL}/evct").json()["error"]["message"]
+    assert mistyped.endswith("did you mean 'evict'?")
 
 
 def test_the_story_tells_decisions(ruled: ServerProcess) -> None:
@@ -119,3 +123,9 @@ def test_levels_are_changed(ruled: ServerProcess) -> None:
     ):
         told = order(ruled, "PATCH", path, json=wrong)
         assert (told.status_code, told.json()["error"]["param"]) == (400, param)
+    for wrong, says in (
+        ({"slo": {"tfft": 1}}, "slo.tfft: there is no such key; did you mean 'ttft'?"),
+        ({"max_num_seqs": 3}, "max_num_seqs: there is no such key; what it sets is `models[i].lim"),
+        ({"slo": {"ttft": 0}}, "slo.ttft: 0: it should be greater than 0"),
+    ):
+        assert order(ruled, "PATCH", path, json=wrong).json()["error"]["message"].startswith(says)

@@ -262,6 +262,9 @@ def test_a_chat_message_that_is_not_text_is_refused(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": [part]}])
     assert caught.value.param == "messages"
+    assert "messages[0].content[0] is of type 'image_url': models are served for text alone" in (
+        caught.value.message
+    )
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model=MODEL, messages=[])
     assert caught.value.param == "messages"
@@ -272,6 +275,30 @@ def test_a_body_that_is_not_json(echo: ServerProcess) -> None:
     response = echo.http.post("/v1/completions", content=b"{", headers=headers)
     assert response.status_code == 400
     assert "not JSON" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "says"),
+    [
+        (b"{}", {}, "the request has no Content-Type: send JSON, with `Content-Type: application/"),
+        (b"{}", {"content-type": "text/plain"}, "the request has Content-Type 'text/plain': send"),
+        (b"", {"content-type": "application/json"}, "the body is empty: send a JSON object"),
+        (b"[]", {"content-type": "application/json"}, "the body must be a JSON object"),
+    ],
+)
+def test_a_body_that_is_no_object(
+    echo: ServerProcess, content: bytes, headers: dict[str, str], says: str
+) -> None:
+    response = echo.http.post("/v1/chat/completions", content=content, headers=headers)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(says)
+
+
+def test_a_path_that_is_almost_one(echo: ServerProcess) -> None:
+    response = echo.http.post("/v1/chat/completion", json={"model": MODEL})
+    assert response.status_code == 404
+    assert response.json()["error"]["message"].endswith("; did you mean 'completions'?")
+    assert "mean" not in echo.http.get("/v1/zzz").json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -288,6 +315,7 @@ def test_unknown_models(client: OpenAI, name: str, why: str) -> None:
         client.completions.create(model=name, prompt="a")
     assert caught.value.code == "model_not_found"
     assert why in caught.value.message
+    assert f"; served: {MODEL}, wren-mini" in caught.value.message
 
 
 def test_unknown_routes(echo: ServerProcess) -> None:

@@ -88,6 +88,7 @@ def test_a_key_opens_what_it_may(guarded: ServerProcess) -> None:
     assert [m["id"] for m in listed] == ["wren-mini"]
     hidden = ask(guarded, "sk-part")
     assert (hidden.status_code, code(hidden)) == (404, "model_not_found")
+    assert message(hidden).endswith("; served: wren-mini")
     assert ask(guarded, "sk-part", model="wren-mini").status_code == 200
     assert guarded.http.get("/metrics", headers=part).status_code == 403
 

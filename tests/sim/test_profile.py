@@ -144,7 +144,7 @@ def test_a_file_of_the_users_own(tmp_path: Path) -> None:
         ("base = 2e-3", "base = -1.0", r"own.toml: measured\[0\].costs.base: -1.0"),
         ("base = 2e-3", 'base = "2 ms"', r"own.toml: measured\[0\].costs.base: '2 ms'"),
         ("per_token", "per_tokn", r"per_tokn: .*did you mean 'per_token'\?"),
-        ("to_device = 4e9", "", r"own.toml: link.to_device: None.*required"),
+        ("to_device = 4e9", "", r"own.toml: link.to_device: .*required"),
         ('device = "here"', "device = ", r"own.toml: .*must be TOML"),
         ("2e-3", "nan", r"measured\[0\].costs.base: nan.*finite"),
     ],

@@ -244,7 +244,7 @@ def test_empty_trace_and_unknown_kind(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", ARENA.splitlines()[0] + "\n")
     with pytest.raises(WorkloadError, match="holds no requests"):
         load_trace(path)
-    with pytest.raises(WorkloadError, match="kind: 'csv' is not allowed; one of arena"):
+    with pytest.raises(WorkloadError, match="kind: 'csv': one of arena"):
         load_trace(path, kind="csv")
     with pytest.raises(WorkloadError, match="column 'TIMESTAMP' is missing"):
         load_trace(write(tmp_path / "b.csv", ARENA), kind="azure")
