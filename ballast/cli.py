@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -28,6 +29,22 @@ def main() -> None:
         sys.exit(2)
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Many language models served from one elastic pool of device memory."""
+
+
 @app.command()
 def version() -> None:
     """Print the version."""
@@ -39,6 +56,7 @@ def version() -> None:
 for command in (
     cli_serve.doctor,
     cli_serve.serve,
+    cli_serve.ps,
     cli_serve.top,
     cli_bench.bench,
     cli_simulate.simulate,

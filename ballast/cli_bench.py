@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ballast.cli_common import FleetFile, StoryTo, load, with_preset, write_json
+from ballast.cli_common import FleetFile, StoryTo, importing, load, with_preset, write_json
 from ballast.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,16 +48,24 @@ def bench(
     """Replay a workload open loop: latencies, service levels, memory by owner; presets compared."""
     from rich.console import Console
 
-    from ballast.bench.choose import slos_of, workload_of
-    from ballast.bench.run import compare_live, compare_virtual, replay_http
-    from ballast.sim.profile import device_profile
+    from ballast.bench.others import Others, disturbance
+    from ballast.bench.progress import shown
+    from ballast.cluster.fitness import check_machine
 
     if profile is not None and not virtual:
         raise ConfigError("--profile", profile, "it goes with --virtual")
     if story is not None and url is not None:
         raise ConfigError("--story", str(story), "with --url it is the server's: `serve --story`")
-    device = None if profile is None else device_profile(profile)
     fleet = load(fleet_file)
+    measures = url is None and profile is None
+    if measures:
+        check_machine(fleet)
+    with importing():
+        from ballast.bench.choose import slos_of, workload_of
+        from ballast.bench.run import compare_live, compare_virtual, replay_http
+        from ballast.sim.profile import device_profile
+
+    device = None if profile is None else device_profile(profile)
     names = list(slos_of(fleet))
     work = workload_of(
         workload, names, rate=rate, seconds=seconds, most_tokens=most_tokens, seed=seed
@@ -67,12 +75,13 @@ def bench(
     presets = preset.split(",") if preset else [fleet.preset]
     for name in presets:
         with_preset(fleet, name)
-    if url is not None:
-        reports = [replay_http(url, fleet, work)]
-    elif virtual:
-        reports = list(compare_virtual(fleet, work, presets, device, story))
-    else:
-        reports = list(compare_live(fleet, work, presets, story))
+    with shown() as progress, Others(children=False) as others:
+        if url is not None:
+            reports = [replay_http(url, fleet, work, progress=progress)]
+        elif virtual:
+            reports = list(compare_virtual(fleet, work, presets, device, story, progress))
+        else:
+            reports = list(compare_live(fleet, work, presets, story, progress))
     show_reports(reports, console, json, png)
     if html is not None:
         from ballast.bench.page import page
@@ -81,6 +90,8 @@ def bench(
         title = f"{len(names)} models of {fleet_file.name}"
         html.write_text(page(title, (work.describe(),), reports), encoding="utf-8")
         console.print(f"drawn: {html}", soft_wrap=True)
+    if measures and (warning := disturbance(others)) is not None:
+        console.print(warning, style="yellow", soft_wrap=True)
 
 
 def demo(
@@ -109,15 +120,20 @@ def profile(
     from rich.console import Console
     from rich.table import Table
 
-    from ballast.bench.others import DISTURBED, Others
+    from ballast.bench.others import Others, disturbance
+    from ballast.bench.progress import shown
+    from ballast.cluster.fitness import check_machine
     from ballast.core.units import format_bytes
-    from ballast.sim.calibrate import calibrate
-    from ballast.sim.profile import profile_of
-    from ballast.sim.toml_file import as_toml
 
     fleet = load(fleet_file)
-    with Others() as others:
-        measured = profile_of(device, calibrate(fleet, rounds), fleet.device)
+    check_machine(fleet)
+    with importing():
+        from ballast.sim.calibrate import calibrate
+        from ballast.sim.profile import profile_of
+        from ballast.sim.toml_file import as_toml
+
+    with shown() as progress, Others() as others:
+        measured = profile_of(device, calibrate(fleet, rounds, progress=progress), fleet.device)
     to.parent.mkdir(parents=True, exist_ok=True)
     to.write_text(as_toml(measured, "Written by ballast profile."), encoding="utf-8")
     table = Table()
@@ -133,24 +149,22 @@ def profile(
     link = " to the device, ".join(f"{format_bytes(r)}/s" for r in (rates.to_device, rates.to_host))
     link += f" to the host, {format_bytes(rates.mixed)}/s both together"
     console.print(f"link {link}; {1e3 * measured.overhead_seconds:.2g} ms more at every job")
-    if others.cores > DISTURBED:
-        console.print(
-            f"other processes took {others.cores:.1f} cores meanwhile: measure again when idle"
-        )
+    if (warning := disturbance(others)) is not None:
+        console.print(warning, style="yellow", soft_wrap=True)
     console.print(f"next: ballast bench {fleet_file} --virtual --profile {to}", soft_wrap=True)
 
 
 def show_reports(
     reports: Sequence[Report], console: Console, json: Path | None, png: Path | None
 ) -> None:
-    """Tables on the console; JSON and a picture where asked for."""
+    """Tables on the console, the comparison first; JSON and a picture where asked for."""
     from ballast.bench.plot import plot
     from ballast.bench.show import comparison_table, report_table
 
-    for report in reports:
-        console.print(report_table(report))
     if len(reports) > 1:
         console.print(comparison_table(reports))
+    for report in reports:
+        console.print(report_table(report))
     if json is not None:
         write_json(json, [report.to_json() for report in reports])
     if png is not None:

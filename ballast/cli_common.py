@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from json import dumps
 from pathlib import Path
@@ -21,6 +23,16 @@ StoryTo = Annotated[
         "preset in its name.",
     ),
 ]
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Say so where imports take long."""
+    from ballast.bench.progress import shown
+
+    with shown() as progress:
+        progress("importing", 0)
+        yield
 
 
 def load(file: Path, *, simulated: bool = False) -> FleetSettings:

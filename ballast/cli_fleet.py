@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ballast.cli_common import importing
+
 if TYPE_CHECKING:
     from ballast.fleet.make import MadeFleet
 
@@ -29,19 +31,14 @@ def fleet_make(
 ) -> None:
     """Make small real-architecture models, some trained here (minutes), and their fleet file."""
     from rich.console import Console
-    from rich.progress import Progress, TaskID
 
-    from ballast.fleet.make import make_fleet
+    from ballast.bench.progress import shown
 
-    console = Console()
-    tasks: dict[str, TaskID] = {}
-    with Progress(console=console) as bar:
+    with importing():
+        from ballast.fleet.make import make_fleet
 
-        def progress(name: str, step: int, of: int, loss: float) -> None:
-            if name not in tasks:
-                tasks[name] = bar.add_task(name, total=of)
-            bar.update(tasks[name], completed=step, description=f"training {name}, loss {loss:.2f}")
-
+    with shown() as progress:
+        progress(f"making {models} models", 0)
         made = make_fleet(
             directory,
             n_models=models,
@@ -51,9 +48,11 @@ def fleet_make(
             dtype=dtype,
             budget=budget,
             force=force,
-            progress=progress,
+            progress=lambda name, step, of, loss: progress(
+                f"training {name}", step, of, f"loss {loss:.2f}"
+            ),
         )
-    _show(made, console)
+    _show(made, Console())
 
 
 def _show(made: MadeFleet, console: object) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ballast.cli_common import FleetFile, load, with_preset
+from ballast.cli_common import FleetFile, importing, load, with_preset
 from ballast.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,12 +27,19 @@ def doctor(
     """Check this machine, and optionally a fleet file; exit code 1 if something cannot work."""
     from rich.console import Console
 
-    from ballast.bench.doctor import examine, table
-    from ballast.bench.finding import Verdict
-    from ballast.engine.inbox import MonotonicClock
+    from ballast.bench.progress import shown
 
     fleet = None if fleet_file is None else load(fleet_file)
-    findings = list(examine(fleet, MonotonicClock()))
+    with importing():
+        from ballast.bench.doctor import examine, table
+        from ballast.bench.finding import Verdict
+        from ballast.engine.inbox import MonotonicClock
+
+    findings = []
+    with shown() as progress:
+        for finding in examine(fleet, MonotonicClock()):
+            findings.append(finding)
+            progress("checks done", len(findings), note=f"last {finding.check}")
     Console().print(table(findings))
     if any(finding.verdict is Verdict.FAIL for finding in findings):
         raise typer.Exit(1)
@@ -133,15 +142,43 @@ def _with_options(
     return server
 
 
+Url = Annotated[str, typer.Option(help="The server.")]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        envvar=["BALLAST_ADMIN_KEY", "BALLAST_API_KEY"],
+        help="The admin key, where there is one; else any key, where there are some.",
+    ),
+]
+HERE = "http://127.0.0.1:8000"
+
+
+def ps(
+    url: Url = HERE,
+    key: Key = None,
+    json: Annotated[bool, typer.Option("--json", help="All of the state, as one line.")] = False,
+) -> None:
+    """List a server's models: their state, memory, queues and latencies now.
+
+    Exit code 1 if the server does not answer or refuses the key.
+    """
+    import asyncio
+
+    from rich.console import Console
+
+    from ballast.dashboard import top as screen
+
+    console = Console(highlight=False)
+    with _readable(url):
+        if json:
+            asyncio.run(screen.lines(url, key, 0.0, forever=False))
+        else:
+            asyncio.run(screen.listing(url, key, console))
+
+
 def top(
-    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
-    key: Annotated[
-        str | None,
-        typer.Option(
-            envvar=["BALLAST_ADMIN_KEY", "BALLAST_API_KEY"],
-            help="The admin key, where there is one; else any key, where there are some.",
-        ),
-    ] = None,
+    url: Url = HERE,
+    key: Key = None,
     interval: Annotated[float, typer.Option(min=0.05, help="Seconds between readings.")] = 1.0,
     once: Annotated[
         bool, typer.Option("--once", help="One frame, as text; so too where there is no terminal.")
@@ -159,16 +196,24 @@ def top(
     from rich.console import Console
 
     from ballast.dashboard import top as screen
-    from ballast.dashboard.reader import Unreadable
 
     console = Console(highlight=False)
-    try:
+    with _readable(url):
         if json:
             asyncio.run(screen.lines(url, key, interval, forever=not once))
         elif once or not console.is_terminal:
             asyncio.run(screen.once(url, key, interval, console))
         else:
             asyncio.run(screen.live(url, key, interval, console))
+
+
+@contextmanager
+def _readable(url: str) -> Iterator[None]:
+    """End the command where a server does not tell its state, or its user has had enough."""
+    from ballast.dashboard.reader import Unreadable
+
+    try:
+        yield
     except Unreadable as error:
         print(f"ballast: {url}: {error}", file=sys.stderr)
         raise typer.Exit(1) from None

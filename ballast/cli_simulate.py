@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ballast.cli_common import FleetFile, StoryTo, load, write_json
+from ballast.cli_common import FleetFile, StoryTo, importing, load, write_json
 from ballast.core.errors import ConfigError
 
 Devices = Annotated[
@@ -65,18 +65,19 @@ def simulate(
     """Serve a fleet in virtual time on devices that need not be here; presets side by side."""
     from rich.console import Console
 
-    from ballast.bench.asked import Asked
-    from ballast.bench.show import runs_table, sizes_text
-    from ballast.bench.simulating import simulate_presets, simulation_json
-    from ballast.policy.fleets import placement_of
-    from ballast.sim.cluster import kinds_of
+    with importing():
+        from ballast.bench.asked import Asked
+        from ballast.bench.show import runs_table, sizes_text
+        from ballast.bench.simulating import simulate_presets, simulation_json
+        from ballast.policy.fleets import placement_of
+        from ballast.sim.cluster import kinds_of
 
     kinds, placed = kinds_of(devices, lanes), placement_of(placement)
     work = (workload, rate, seconds, most_tokens, seed)
     asked = Asked.of(load(fleet_file, simulated=True), preset, *work)
     console = Console()
     console.print(asked.described(), markup=False, highlight=False, soft_wrap=True)
-    with arrivals_bar(len(asked.workload.requests)) as progress:
+    with arrivals(len(asked.workload.requests)) as progress:
         runs = list(
             simulate_presets(
                 asked.fleet,
@@ -129,11 +130,12 @@ def plan(
     """The fewest devices with which a fleet meets its service levels, under each preset."""
     from rich.console import Console
 
-    from ballast.bench.asked import Asked
-    from ballast.bench.planning import plan_preset
-    from ballast.bench.show import plans_table
-    from ballast.policy.fleets import placement_of
-    from ballast.sim.cluster import kinds_of
+    with importing():
+        from ballast.bench.asked import Asked
+        from ballast.bench.planning import plan_preset
+        from ballast.bench.show import plans_table
+        from ballast.policy.fleets import placement_of
+        from ballast.sim.cluster import kinds_of
 
     kinds, placed = kinds_of(devices, lanes), placement_of(placement)
     if len(kinds) > 1 or kinds[0].number > 1:
@@ -142,7 +144,7 @@ def plan(
     asked = Asked.of(load(fleet_file, simulated=True), preset, *work)
     console = Console()
     console.print(asked.described(), markup=False, highlight=False, soft_wrap=True)
-    with arrivals_bar(len(asked.workload.requests)) as progress:
+    with arrivals(len(asked.workload.requests)) as progress:
         plans = [
             plan_preset(
                 asked.fleet,
@@ -173,18 +175,9 @@ def plan(
 
 
 @contextmanager
-def arrivals_bar(requests: int) -> Iterator[Callable[[str, int], None]]:
-    """A bar on a terminal's stderr for each run that is named: its requests' arrivals."""
-    from rich.console import Console
-    from rich.progress import Progress, TaskID
+def arrivals(requests: int) -> Iterator[Callable[[str, int], None]]:
+    """Show how many requests have arrived in each run that is named."""
+    from ballast.bench.progress import shown
 
-    tasks: dict[str, TaskID] = {}
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-
-        def progress(what: str, sent: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=requests)
-            bar.update(tasks[what], completed=sent)
-
-        yield progress
+    with shown() as at:
+        yield lambda what, sent: at(what, sent, requests)

@@ -30,7 +30,7 @@ def ballast(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def test_help_names_the_commands_and_loads_nothing_heavy() -> None:
     shown = ballast("--help")
     assert shown.returncode == 0
-    for command in ("doctor", "fleet", "version"):
+    for command in ("doctor", "fleet", "ps", "--version"):
         assert command in shown.stdout
     code = "import sys, ballast.cli; print(sorted({'torch', 'numba', 'zmq'} & set(sys.modules)))"
     loaded = subprocess.run(
@@ -40,7 +40,8 @@ def test_help_names_the_commands_and_loads_nothing_heavy() -> None:
 
 
 def test_version() -> None:
-    assert ballast("version").stdout.strip() == __version__
+    assert ballast("--version").stdout.strip() == __version__
+    assert invoke("version") == invoke("--version")
 
 
 def test_make_a_fleet_and_let_the_doctor_see_it(tmp_path: Path) -> None:

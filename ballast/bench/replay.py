@@ -8,9 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+from ballast.bench.progress import Progress, quiet
 from ballast.bench.record import Prompts, Recorder, RequestRecord, submission_for
 from ballast.bench.sample import Decision, DeviceSample, MemorySample, decisions_of
 from ballast.core.clock import Clock
@@ -67,53 +65,59 @@ async def replay(
     *,
     timeout: float = 600.0,
     memory_every: float = 0.5,
-    progress: bool = False,
+    progress: Progress = quiet,
+    name: str | None = None,
     sleep: Sleep = asyncio.sleep,
 ) -> Replayed:
     """Send every request at its time and wait for the answers, each at most `timeout` seconds.
 
     Prompts are made while waiting for their moment. A request that fails is recorded as failed,
-    never raised. `memory_every` is the time between memory samples, in seconds.
+    never raised. `memory_every` is the time between memory samples, in seconds. `progress` is told
+    how many requests have ended, under `name`; None: the workload's.
     """
     clock = target.clock
     recorder = Recorder(clock.now())
     samples: list[MemorySample] = []
-    with _bar(workload, progress) as bar:
-        task_id = bar.add_task(workload.name, total=len(workload.requests), failed=0)
-        failed = 0
+    ended = failed = 0
 
-        async def one(request: WorkloadRequest, prompt: tuple[int, ...]) -> None:
-            nonlocal failed
-            submission = submission_for(request, prompt)
-            recorder.sent(request, submission.id, clock.now())
-            reason = None
-            try:
-                async with asyncio.timeout(timeout):
-                    await target.run(submission, recorder)
-            except TimeoutError:
-                reason = f"no complete answer within {timeout:g} s"
-            except BrokenPromise:
-                raise
-            except BallastError as error:
-                reason = str(error)
-            if reason is not None:
-                recorder.failed(submission.id, clock.now(), reason)
-            failed += not recorder.answered(submission.id)
-            bar.update(task_id, advance=1, failed=failed)
+    def show() -> None:
+        note = f"{failed} failed" if failed else ""
+        progress(name or workload.name, ended, len(workload.requests), note)
 
-        watcher = asyncio.create_task(_watch(target, recorder.origin, samples, memory_every))
+    async def one(request: WorkloadRequest, prompt: tuple[int, ...]) -> None:
+        nonlocal ended, failed
+        submission = submission_for(request, prompt)
+        recorder.sent(request, submission.id, clock.now())
+        reason = None
         try:
-            async with asyncio.TaskGroup() as group:
-                for request in workload.requests:
-                    prompt = prompts(request)
-                    wait = recorder.origin + request.at - clock.now()
-                    await sleep(max(0.0, wait))
-                    group.create_task(one(request, prompt))
-            wall_seconds = clock.now() - recorder.origin
-        finally:
-            watcher.cancel()
-            with suppress(asyncio.CancelledError):
-                await watcher
+            async with asyncio.timeout(timeout):
+                await target.run(submission, recorder)
+        except TimeoutError:
+            reason = f"no complete answer within {timeout:g} s"
+        except BrokenPromise:
+            raise
+        except BallastError as error:
+            reason = str(error)
+        if reason is not None:
+            recorder.failed(submission.id, clock.now(), reason)
+        ended += 1
+        failed += not recorder.answered(submission.id)
+        show()
+
+    show()
+    watcher = asyncio.create_task(_watch(target, recorder.origin, samples, memory_every))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for request in workload.requests:
+                prompt = prompts(request)
+                wait = recorder.origin + request.at - clock.now()
+                await sleep(max(0.0, wait))
+                group.create_task(one(request, prompt))
+        wall_seconds = clock.now() - recorder.origin
+    finally:
+        watcher.cancel()
+        with suppress(asyncio.CancelledError):
+            await watcher
     decisions = await target.decisions(recorder.origin)
     return Replayed(recorder.records(), wall_seconds, tuple(samples), tuple(decisions))
 
@@ -124,18 +128,6 @@ async def _watch(target: Target, origin: float, samples: list[MemorySample], eve
         if devices:
             samples.append(MemorySample(target.clock.now() - origin, dict(devices)))
         await asyncio.sleep(every)
-
-
-def _bar(workload: Workload, shown: bool) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("answered or failed, {task.fields[failed]} failed"),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        disable=not shown,
-    )
 
 
 class EngineTarget:

@@ -10,6 +10,7 @@ from pathlib import Path
 from ballast.bench.choose import options_of, slos_of
 from ballast.bench.http import HttpTarget
 from ballast.bench.loading import load_as_served
+from ballast.bench.progress import Progress, quiet
 from ballast.bench.record import prompts_of, vocabularies_of
 from ballast.bench.replay import Replayed, replay
 from ballast.bench.report import Report
@@ -27,19 +28,25 @@ from ballast.sim.profile import DeviceProfile
 from ballast.workload.workload import Workload
 
 
-def specs_of(fleet: FleetSettings) -> list[ModelSpec]:
+def specs_of(fleet: FleetSettings, progress: Progress = quiet) -> list[ModelSpec]:
     """Sizes of the fleet's models as they are served on this machine, in its order; each checkpoint
     is loaded, its jobs are measured, and it is let go."""
     specs = []
-    for settings in fleet.models:
+    for i, settings in enumerate(fleet.models):
+        progress("loading models", i, len(fleet.models), settings.name)
         host = load_as_served(settings, fleet)
         specs.append(host.spec)
         host.close()
+    progress("loading models", len(specs), len(specs))
     return specs
 
 
 def compare_live(
-    fleet: FleetSettings, workload: Workload, presets: Sequence[str], story: Path | None = None
+    fleet: FleetSettings,
+    workload: Workload,
+    presets: Sequence[str],
+    story: Path | None = None,
+    progress: Progress = quiet,
 ) -> Iterator[Report]:
     """Each preset in turn, on this machine; `story`: as `stories.fresh`.
 
@@ -51,10 +58,10 @@ def compare_live(
         chosen = replace(chosen, story_path=None if file is None else str(file))
         slos = slos_of(fleet)
         if fleet.others:
-            running = run_servers([chosen], workload, slos, name=preset, progress=True)
+            running = run_servers([chosen], workload, slos, name=preset, progress=progress)
             yield asyncio.run(running).report
         else:
-            yield run_live(chosen, workload, slos, progress=True).report
+            yield run_live(chosen, workload, slos, progress=progress).report
 
 
 def compare_virtual(
@@ -63,13 +70,14 @@ def compare_virtual(
     presets: Sequence[str],
     device: DeviceProfile | None = None,
     story: Path | None = None,
+    progress: Progress = quiet,
 ) -> Iterator[Report]:
     """Each preset in virtual time, on `device`; None: on this machine, measured now.
 
     `story`: as `stories.fresh`. Raises ConfigError where the device could not serve a model.
     """
-    specs = specs_of(fleet)
-    profile = calibrate(fleet) if device is None else device.of(specs)
+    specs = specs_of(fleet, progress)
+    profile = calibrate(fleet, progress=progress) if device is None else device.of(specs)
     for preset in presets:
         chosen = replace(fleet, preset=preset, options=options_of(fleet, preset))
         layered = resolve(preset, chosen.options).swapping is not None
@@ -77,19 +85,26 @@ def compare_virtual(
             check_room(spec, specs[:i], fleet.device, layered=layered)
         with stories(fresh(story, preset, presets)) as sink_of:
             sink = sink_of(fleet.device.name)
-            ran = run_virtual(chosen, specs, workload, slos_of(fleet), profile, sink=sink)
+            slos = slos_of(fleet)
+            ran = run_virtual(chosen, specs, workload, slos, profile, sink=sink, progress=progress)
         yield ran.report
 
 
 def replay_http(
-    url: str, fleet: FleetSettings, workload: Workload, name: str = "http", key: str | None = None
+    url: str,
+    fleet: FleetSettings,
+    workload: Workload,
+    name: str = "http",
+    key: str | None = None,
+    progress: Progress = quiet,
 ) -> Report:
     """Against a server that runs already. Prompts are token ids of the fleet's vocabularies."""
-    vocabularies = vocabularies_of(specs_of(fleet))
+    vocabularies = vocabularies_of(specs_of(fleet, progress))
 
     async def run() -> Replayed:
         async with HttpTarget(url, MonotonicClock(), key) as target:
-            return await replay(workload, target, prompts_of(vocabularies), progress=True)
+            prompts = prompts_of(vocabularies)
+            return await replay(workload, target, prompts, progress=progress, name=name)
 
     done = asyncio.run(run())
     if not done.records:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ballast.bench.progress import Progress, quiet
 from ballast.bench.record import Recorder, prompts_of, vocabularies_of
 from ballast.bench.replay import replay
 from ballast.bench.report import Report
@@ -95,7 +96,7 @@ async def run_servers(
     *,
     name: str,
     timeout: float = 120.0,
-    progress: bool = False,
+    progress: Progress = quiet,
     command: Sequence[str] = COMMAND,
 ) -> ServersRun:
     """Open loop, on this machine: a server for each of `fleets`, started for the run.
@@ -103,11 +104,14 @@ async def run_servers(
     Without what a server has for longer lives: no worker waits to replace one that dies. Raises
     Unavailable where a model cannot be served.
     """
+    progress(f"{name}: starting {len(fleets)} servers", 0)
     async with _serving(fleets, command) as servers:
         target = ServersTarget(servers, MonotonicClock())
         specs = [spec for server in servers for spec in server.specs.values()]
         prompts = prompts_of(vocabularies_of(specs))
-        done = await replay(workload, target, prompts, timeout=timeout, progress=progress)
+        done = await replay(
+            workload, target, prompts, timeout=timeout, progress=progress, name=name
+        )
         devices = [d.report for server in servers for d in server.devices.values()]
         moves = [what for server in servers for _, what in server.decisions if "epoch" in what]
     told = Report.of(

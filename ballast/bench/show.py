@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ballast.bench.clusters import ClusterRun
@@ -17,14 +18,23 @@ _LATENCIES: tuple[tuple[str, Callable[[Served], Spread | None]], ...] = (
     ("TPOT", lambda s: s.tpot),
     ("end to end", lambda s: s.e2e),
 )
+_PARTS = ("p50", "p99")
+"""Percentiles that each model is shown with."""
 
 
 def report_table(report: Report) -> Table:
-    """A row per model and one for all; latencies as P50 / P90 / P99."""
-    table = Table(title=report.name, caption=_caption(report))
-    table.add_column("model")
-    for column in ("answered", "failed", "in SLO", *(name for name, _ in _LATENCIES), "tokens"):
-        table.add_column(column, justify="right")
+    """A row per model and one for all, in 80 cells; `comparison_table` has more of all together."""
+    table = Table(
+        title=report.name,
+        caption=_caption(report),
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("model", overflow="fold")
+    latencies = (f"{name} {part}" for name, _ in _LATENCIES[:2] for part in _PARTS)
+    for column in ("ok", "failed", "in SLO", *latencies, "tokens"):
+        table.add_column(column.replace(" p", "\np"), justify="right", no_wrap=True)
     for name, served in report.models.items():
         table.add_row(name, *_cells(served))
     table.add_section()
@@ -146,13 +156,13 @@ def seconds(value: float) -> str:
     """Seconds with a unit that keeps three digits."""
     if value < 1e-3:
         return f"{value * 1e6:.0f} us"
-    if value < 1:
+    if value < 0.9995:
         return f"{value * 1e3:.3g} ms"
     return f"{value:.3g} s" if value < 1000 else f"{value:.0f} s"
 
 
 def _cells(served: Served) -> list[str]:
-    latencies = [_spread(of(served)) for _, of in _LATENCIES]
+    latencies = [_part(of(served), part) for _, of in _LATENCIES[:2] for part in _PARTS]
     return [
         str(served.answered),
         str(served.failed),
@@ -164,12 +174,6 @@ def _cells(served: Served) -> list[str]:
 
 def _attained(served: Served) -> str:
     return percent(served.attainment) if served.requests else "-"
-
-
-def _spread(spread: Spread | None) -> str:
-    if spread is None:
-        return "-"
-    return " / ".join(seconds(v) for v in (spread.p50, spread.p90, spread.p99))
 
 
 def _part(spread: Spread | None, part: str) -> str:

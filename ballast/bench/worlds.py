@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ballast.bench.gauge import Gauge
+from ballast.bench.progress import Progress, quiet
 from ballast.bench.record import Recorder, prompts_of, submission_for, vocabularies_of
 from ballast.bench.replay import EngineTarget, Replayed, replay
 from ballast.bench.report import Report
@@ -16,7 +17,7 @@ from ballast.bench.sample import decisions_of
 from ballast.core.cost import StepCosts
 from ballast.core.entries import Sink, both
 from ballast.core.errors import Unavailable
-from ballast.core.event import Drain, Output, Stop
+from ballast.core.event import Drain, Output, PromptScores, Stop, TokenOut
 from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings, Slo
 from ballast.engine.device import LiveDevice
@@ -46,7 +47,7 @@ def run_live(
     costs: Mapping[str, StepCosts] | None = None,
     *,
     timeout: float = 120.0,
-    progress: bool = False,
+    progress: Progress = quiet,
 ) -> Ran:
     """Open loop, on this machine, in this process. The device is made for the run.
 
@@ -55,6 +56,8 @@ def run_live(
     clock = MonotonicClock()
     target = EngineTarget(clock)
     entries: list[dict[str, Any]] = []
+    loading = f"{fleet.preset}: loading {len(fleet.models)} models"
+    progress(loading, 0)
     device = LiveDevice(fleet, target.outbox, costs=costs, clock=clock, sink=entries.extend)
     target.connect(device.post, device.snapshot, entries)
     loop = threading.Thread(target=device.run, name="loop", daemon=True)
@@ -64,7 +67,9 @@ def run_live(
             raise Unavailable(f"{model} is not served: {why}")
         device.populate()
         prompts = prompts_of(vocabularies_of(device.specs.values()))
-        done = asyncio.run(replay(workload, target, prompts, timeout=timeout, progress=progress))
+        done = asyncio.run(
+            replay(workload, target, prompts, timeout=timeout, progress=progress, name=fleet.preset)
+        )
         device.post(Drain())
     except BaseException:
         device.post(Stop("the replay failed"))
@@ -84,9 +89,10 @@ def run_virtual(
     *,
     sink: Sink | None = None,
     preset: Preset | None = None,
+    progress: Progress = quiet,
 ) -> Ran:
     """The same workload in virtual time; `sink` gets the story as well. `preset`: policies that
-    have no name; None: the fleet's."""
+    have no name; None: the fleet's. `progress` is told how many requests have ended."""
     recorder = Recorder()
     prompts = prompts_of(vocabularies_of(specs))
     arrivals = []
@@ -97,13 +103,20 @@ def run_virtual(
     entries: list[dict[str, Any]] = []
     name, gauge = fleet.device.name, Gauge(workload.seconds)
 
+    ended = 0
+
     def said(now: float, output: Output) -> None:
+        nonlocal ended
         recorder.told(now, output)
+        if not isinstance(output, TokenOut | PromptScores):
+            ended += 1
+            progress(fleet.preset, ended, len(arrivals))
 
     def observe(now: float, state: DeviceState) -> None:
         gauge.watch(name, now, state)
 
-    ended = simulate(
+    progress(fleet.preset, 0, len(arrivals))
+    simulated = simulate(
         fleet,
         specs,
         arrivals,
@@ -114,8 +127,8 @@ def run_virtual(
         preset=preset,
     )
     decisions = decisions_of(entries, name)
-    done = Replayed(recorder.records(), ended.seconds, gauge.samples(), decisions)
-    return _ran(fleet.preset, workload, slos, done, entries, ended.state)
+    done = Replayed(recorder.records(), simulated.seconds, gauge.samples(), decisions)
+    return _ran(fleet.preset, workload, slos, done, entries, simulated.state)
 
 
 def _ran(

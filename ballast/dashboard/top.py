@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.live import Live
 
 from ballast.dashboard.reader import Rates, Reader, Unreadable
-from ballast.dashboard.view import Frame, draw
+from ballast.dashboard.view import Frame, draw, listed
 from ballast.server.state import ServerNow
 
 
@@ -28,6 +28,13 @@ async def once(url: str, key: str | None, interval: float, console: Console) -> 
         now = await reader.read()
     rates.add(now)
     console.print(draw(Frame(reader.url, now, rates), console.width, None))
+
+
+async def listing(url: str, key: str | None, console: Console) -> None:
+    """What one reading says of the server and its models. Raises Unreadable."""
+    async with Reader(url, key) as reader:
+        now = await reader.read()
+    console.print(listed(now, reader.url, console.width))
 
 
 async def lines(url: str, key: str | None, interval: float, *, forever: bool) -> None:

@@ -78,6 +78,15 @@ def draw(frame: Frame, width: int, height: int | None) -> RenderableType:
     return Group(*lines)
 
 
+def listed(now: ServerNow, url: str, width: int) -> RenderableType:
+    """One reading, for `ballast ps`: the server in a line, its models, and why some do not serve.
+    There are no rates: these take two readings."""
+    rates = Rates()
+    shown, _ = rows(now, None)
+    models = table(now, rates, shown, width, False)
+    return Group(*_head(Frame(url, now, rates)), models, *_failures(now))
+
+
 def _head(frame: Frame) -> list[Text]:
     now = frame.now
     first = _line(("ballast ", "bold"), (frame.url, "cyan"))

@@ -49,6 +49,8 @@ LAST_SECONDS = 5.0
 
 STOP_SECONDS = 6 * LAST_SECONDS
 """For all that ends with the server, beside `drain_seconds`: then the watchdog ends it."""
+ALOUD_SECONDS = 2.0
+"""Between two lines of a server that starts."""
 BEAT_SECONDS = 0.5
 """Between two beats that a watchdog gets."""
 
@@ -113,8 +115,11 @@ async def _serve(
         controller = Controller(lambda: LocalWorker(worker_command, broker))
         templates = TemplateRenderer()
         starting = asyncio.ensure_future(_start(reading.fleet, controller, templates))
+        waiting = asyncio.ensure_future(_wait_aloud())
         try:
-            if await _first(starting, asked.to_stop):
+            started = await _first(starting, asked.to_stop)
+            waiting.cancel()
+            if started:
                 service = starting.result()
                 operating = Operating(service, source, reading)
                 crowd = Crowd(
@@ -124,6 +129,7 @@ async def _serve(
             return 0
         finally:
             watchdog.end_within(STOP_SECONDS)
+            waiting.cancel()
             starting.cancel()
             await asyncio.wait({starting})
             await templates.close()
@@ -131,6 +137,15 @@ async def _serve(
             if tracer is not None:
                 await tracer.close(LAST_SECONDS)
             beating.cancel()
+
+
+async def _wait_aloud() -> None:
+    """Say every now and then that the server still starts: imports and weights take a while."""
+    seconds = 0.0
+    while True:
+        await asyncio.sleep(ALOUD_SECONDS)
+        seconds += ALOUD_SECONDS
+        log.info("starting: libraries and models are being loaded, %.0f s", seconds)
 
 
 async def _beat(watchdog: Watchdog) -> None:

@@ -6,7 +6,7 @@ import math
 import random
 import statistics
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,7 @@ def calibrate(
     rounds: int = 4,
     seed: int = 0,
     make_machine: MakeMachine = machine_of_one_rank,
+    progress: Callable[[str, int, int | None], object] = lambda what, done, total: None,
 ) -> Profile:
     """A profile of this machine for the fleet's models.
 
@@ -45,11 +46,13 @@ def calibrate(
     client: jobs that are timed alone in an idle process are up to a third shorter. In each round
     every model gets bursts of all sizes, so that measurements of a model lie apart in time: the
     speed of a machine drifts. Takes some seven seconds a round for eight small models; the
-    machine must be otherwise idle.
+    machine must be otherwise idle. `progress`: what is measured, how much of it is done, of how
+    much.
     """
-    client = _Client(random.Random(seed), rounds)
+    client = _Client(random.Random(seed), rounds, progress)
     whole = replace(fleet.device, lanes=1)
     entries: list[dict[str, Any]] = []
+    progress(f"measuring: loading {len(fleet.models)} models", 0, None)
     device = LiveDevice(
         replace(fleet, device=whole, preset="balloon", options={}),
         client.hear,
@@ -59,7 +62,8 @@ def calibrate(
     try:
         device.populate()
         link, mapping = LinkMeter(), _Mapping()
-        for _ in range(rounds):
+        for i in range(rounds):
+            progress("measuring transfers", i, rounds)
             for m in device.state.models.values():
                 link.activated(mapping.activate(device, m))
                 link.measure(device, m)
@@ -119,7 +123,12 @@ class _Mapping:
 class _Client:
     """Sends bursts of requests, each when the one before has been answered."""
 
-    def __init__(self, rng: random.Random, rounds: int) -> None:
+    def __init__(
+        self,
+        rng: random.Random,
+        rounds: int,
+        progress: Callable[[str, int, int | None], object],
+    ) -> None:
         self.device: LiveDevice | None = None
         """Before the loop runs."""
         self.served: set[str] = set()
@@ -128,6 +137,7 @@ class _Client:
         """Seconds from the beginning of a turn until its tokens were here."""
         self._rng = rng
         self._rounds = rounds
+        self._progress = progress
         self._asked = 0
         self._open: dict[str, str] = {}
         """Model by request."""
@@ -153,14 +163,17 @@ class _Client:
         device = self.device
         assert device is not None
         specs = [m.spec for m in device.state.models.values()]
-        for _ in range(self._rounds):
-            for burst in self._bursts(specs):
+        n = self._rounds * len(specs) * len(BURSTS)
+        for i in range(self._rounds):
+            for j, burst in enumerate(self._bursts(specs)):
+                self._progress("measuring jobs", i * len(specs) * len(BURSTS) + j, n)
                 for spec in burst:
                     self._post(device, spec)
                 with self._changed:
                     self._changed.wait_for(lambda: not self._open)
                     # Nothing will come: a wait that only time ends.
                     self._changed.wait(self._rng.choice(PAUSES))
+        self._progress("measuring jobs", n, n)
         device.post(Drain())
 
     def _bursts(self, specs: Sequence[ModelSpec]) -> Iterator[list[ModelSpec]]:

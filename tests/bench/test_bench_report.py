@@ -14,6 +14,7 @@ from ballast.bench.record import RequestRecord
 from ballast.bench.report import Report, Served, Spread
 from ballast.bench.sample import Decision, DeviceSample, MemorySample
 from ballast.bench.show import comparison_table, percent, report_table, seconds
+from ballast.cli_bench import show_reports
 from ballast.core.errors import ConfigError
 from ballast.core.settings import Slo
 from ballast.core.units import MiB
@@ -131,10 +132,39 @@ def test_an_empty_run_has_a_report(tmp_path: Path) -> None:
     plot([empty], tmp_path / "p.png")
 
 
-def shown(table: object) -> str:
+def shown(table: object, width: int = 160) -> str:
     written = io.StringIO()
-    Console(width=160, file=written).print(table)
+    Console(width=width, file=written).print(table)
     return written.getvalue()
+
+
+def test_the_table_of_models_fits_80_cells_and_names_its_percentiles() -> None:
+    name = "a-model-of-a-longer-name-than-most/v2"
+    slow = [record(n, name, ttft=0.0123 * n, tpot=0.0987, tokens=4567) for n in range(9)]
+    levels = {name: Slo(ttft=1.0, tpot=0.1)}
+    text = shown(report_table(Report.of(slow, levels, 1234.5, name="static")), 80)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].strip() == "static"
+    head = [line.split() for line in lines[1:4]]
+    assert ["TTFT", "TTFT", "TPOT", "TPOT"] in head
+    assert ["model", "ok", "failed", "in", "SLO", "p50", "p99", "p50", "p99", "tokens"] in head
+    assert "..." not in text
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    assert "".join(line[:14].strip() for line in lines[5:8]) == name
+    spread = Report.of(slow, levels, 1234.5).total.ttft
+    assert spread is not None
+    row = next(line for line in lines if line.split()[:1] == ["all"])
+    assert seconds(spread.p50) in row
+    assert seconds(spread.p99) in row
+
+
+def test_the_comparison_comes_before_the_tables_of_each(capsys: pytest.CaptureFixture[str]) -> None:
+    show_reports([report(), report("static")], Console(width=80), None, None)
+    text = capsys.readouterr().out
+    assert text.index("side by side") < text.index(" ok ")
+    show_reports([report()], Console(width=80), None, None)
+    assert "side by side" not in capsys.readouterr().out
 
 
 def test_tables_show_every_model_and_every_run() -> None:
@@ -153,6 +183,7 @@ def test_numbers_for_people() -> None:
     assert [seconds(s) for s in (2e-5, 0.0123, 1.234, 12345.6)] == [
         "20 us", "12.3 ms", "1.23 s", "12346 s",
     ]  # fmt: skip
+    assert [seconds(s) for s in (0.9994, 0.9996)] == ["999 ms", "1 s"]
 
 
 def test_plot_writes_a_png(tmp_path: Path) -> None:

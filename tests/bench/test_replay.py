@@ -179,9 +179,11 @@ def test_an_unconnected_engine_is_a_bug_not_a_failed_request() -> None:
     assert caught.group_contains(BrokenPromise)
 
 
-def test_progress_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_told_how_many_requests_have_ended() -> None:
     engine = ThreadedEngine()
-    asyncio.run(replay(workload(0.0), engine.target, PROMPTS, progress=True))
-    shown = capsys.readouterr()
-    assert "1/1" in shown.err
-    assert shown.out == ""
+    told: list[tuple[object, ...]] = []
+    work = workload(0.0, 0.0)
+    asyncio.run(
+        replay(work, engine.target, PROMPTS, progress=lambda *at: told.append(at), name="swap")
+    )
+    assert told == [("swap", n, 2, "") for n in range(3)]

@@ -12,7 +12,7 @@ from ballast.core.settings import Slo
 from ballast.dashboard.columns import rows
 from ballast.dashboard.memory import pool
 from ballast.dashboard.reader import Rates
-from ballast.dashboard.view import Frame, draw
+from ballast.dashboard.view import Frame, draw, listed
 from ballast.server.state import DeviceNow, ServerNow
 from ballast.server.timing import Quantiles
 from tests.dashboard.readings import present, reading, served
@@ -53,6 +53,22 @@ def fleet(count: int) -> ServerNow:
         for i in range(count)
     ]
     return reading(*models, decisions=DECISIONS)
+
+
+def test_one_reading_lists_the_server_and_its_models() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    now = reading(
+        present("chat", "resident"), failed={"broken": "it is broken"}, decisions=DECISIONS
+    )
+    console.print(listed(now, "http://here", 80))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert lines[0].startswith("ballast http://here  ● serving")
+    assert lines[1].split()[:4] == ["model", "state", "run", "wait"]
+    assert line(lines, "chat").split()[1:3] == ["●", "loaded"]
+    assert lines[-1] == "✗ broken is not served: it is broken"
+    assert "came first" not in console.file.getvalue()  # that is what `top` shows
+    assert max(map(len, lines)) <= 80
 
 
 def test_pages_of_the_pool_add_up() -> None:

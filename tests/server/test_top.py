@@ -12,7 +12,9 @@ import sys
 import time
 
 import pytest
+from typer.testing import CliRunner
 
+from ballast.cli import app
 from ballast.dashboard.reader import Reader
 from ballast.server.state import ServerNow
 from tests.server.process import DEADLINE, ServerProcess
@@ -50,6 +52,19 @@ def test_one_frame_of_a_running_server(echo: ServerProcess) -> None:
     assert "0 tokens/s" in told.stdout
     assert "✗ failed" in told.stdout
     assert "a test" in told.stdout
+
+
+def test_a_list_of_what_a_server_serves(echo: ServerProcess) -> None:
+    told = CliRunner().invoke(app, ["ps", "--url", echo.base])
+    assert told.exit_code == 0
+    assert "● serving" in told.stdout
+    for name in ("atlas-chat", "wren-mini", "✗ mute is not served"):
+        assert name in told.stdout
+    told = CliRunner().invoke(app, ["ps", "--url", echo.base, "--json"])
+    assert json.loads(told.stdout)["preset"] == "balloon"
+    gone = CliRunner().invoke(app, ["ps", "--url", "http://127.0.0.1:9"])
+    assert gone.exit_code == 1
+    assert gone.stderr.startswith("ballast: http://127.0.0.1:9: the server cannot be reached")
 
 
 def test_one_reading_as_json(echo: ServerProcess) -> None:
