@@ -158,7 +158,6 @@ def show_reports(
     reports: Sequence[Report], console: Console, json: Path | None, png: Path | None
 ) -> None:
     """Tables on the console, the comparison first; JSON and a picture where asked for."""
-    from ballast.bench.plot import plot
     from ballast.bench.show import comparison_table, report_table
 
     if len(reports) > 1:
@@ -168,6 +167,8 @@ def show_reports(
     if json is not None:
         write_json(json, [report.to_json() for report in reports])
     if png is not None:
+        from ballast.bench.plot import plot
+
         png.parent.mkdir(parents=True, exist_ok=True)
         plot(reports, png)
         console.print(f"drawn: {png}")

@@ -90,6 +90,7 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a fleet over HTTP (the OpenAI API)."""
+    from ballast.bench.progress import lines_to
     from ballast.cluster.fitness import check_machine, tight
     from ballast.cluster.logs import set_up
     from ballast.fleet.source import Source
@@ -117,10 +118,21 @@ def serve(
         log.warning(warning)
     log.info("starting %s", reading.fleet.described)
 
-    # What was read is judged before this, which takes seconds.
-    from ballast.server.serve import serve as run
+    with lines_to(lambda line: log.info("%s", line)) as lines:
+        lines.at("starting: loading libraries", 0)
+        # What was read is judged before this, which takes seconds.
+        from ballast.server.serve import serve as run
 
-    code = run(source, host, port, reading=reading, otlp_endpoint=otlp_endpoint, watched=True)
+        lines.at(f"starting: loading {len(reading.fleet.models)} models", 0)
+        code = run(
+            source,
+            host,
+            port,
+            ready=lambda port: lines.over.set(),
+            reading=reading,
+            otlp_endpoint=otlp_endpoint,
+            watched=True,
+        )
     raise typer.Exit(code)
 
 
@@ -209,7 +221,7 @@ def top(
 
 @contextmanager
 def _readable(url: str) -> Iterator[None]:
-    """End the command where a server does not tell its state, or its user has had enough."""
+    """End the command with a line where a server's state cannot be read, or at Ctrl-C."""
     from ballast.dashboard.reader import Unreadable
 
     try:

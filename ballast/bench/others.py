@@ -12,7 +12,7 @@ DISTURBED = 0.1
 
 
 def disturbance(others: Others) -> str | None:
-    """What to say of a measurement beside others; None: they took too little to be noticed."""
+    """Warning about a measurement that others disturbed; None: they took too little to show."""
     if others.cores <= DISTURBED:
         return None
     return f"other processes took {others.cores:.1f} cores meanwhile: measure again when idle"

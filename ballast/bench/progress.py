@@ -1,6 +1,6 @@
 """How far a command is, on stderr: bars on a terminal, plain lines elsewhere.
 
-Whatever a command does for longer than `EVERY` seconds is named, with how long it has taken: a
+Whatever a command does for longer than `EVERY` seconds is named, with how long it ran: a
 silent program looks like one that hangs.
 """
 
@@ -24,38 +24,46 @@ _BAR = 30
 
 
 class Progress(Protocol):
-    """Takes note of how far something is."""
+    """Shows how far something is."""
 
     def __call__(self, what: str, done: int, total: int | None = None, note: str = "") -> object:
-        """`done` parts of `total` of `what`, which begins with its first call; `total` None: nobody
-        knows how many there are. From any thread."""
+        """`done` parts of `total` of `what`, which begins with its first call; `total` None: it
+        is not known how many there are. May be called by any thread."""
 
 
 def quiet(what: str, done: int, total: int | None = None, note: str = "") -> None:
-    """Progress that is shown to nobody."""
+    """Show no progress."""
 
 
 @contextmanager
 def shown(console: Console | None = None) -> Iterator[Progress]:
-    """Show progress meanwhile, on stderr unless told otherwise."""
+    """Show progress meanwhile, on stderr by default."""
     console = console or Console(stderr=True)
     if console.is_terminal:
         with _bars(console) as bars:
             yield bars
         return
-    lines = Lines(lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))
-    over = threading.Event()
+    with lines_to(
+        lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
+    ) as lines:
+        yield lines.at
+
+
+@contextmanager
+def lines_to(write: Callable[[str], object]) -> Iterator[Lines]:
+    """Have a thread `write` lines of progress meanwhile, whenever one is due."""
+    lines = Lines(write)
 
     def tick() -> None:
-        while not over.wait(TICK):
+        while not lines.over.wait(TICK):
             lines.tick()
 
     ticking = threading.Thread(target=tick, name="progress", daemon=True)
     ticking.start()
     try:
-        yield lines.at
+        yield lines
     finally:
-        over.set()
+        lines.over.set()
         ticking.join()
 
 
@@ -80,8 +88,8 @@ def _bars(console: Console) -> Iterator[Progress]:
 
 
 class Lines:
-    """Plain lines: what is going on, at every `tick` at which it has not just been said; and what
-    took longer than that, when it is done."""
+    """Plain lines: what is going on, at every `tick` that comes `EVERY` seconds after the line
+    before; and what took longer than that, when it is done."""
 
     def __init__(
         self, write: Callable[[str], object], now: Callable[[], float] = time.monotonic
@@ -91,8 +99,10 @@ class Lines:
         self._began: dict[str, float] = {}
         self._line = ""
         self._what = ""
-        self._said = now()
-        self._over = True
+        self._written_at = now()
+        self._finished = True
+        self.over = threading.Event()
+        """Set when nothing more is to be written."""
 
     def at(self, what: str, done: int, total: int | None = None, note: str = "") -> None:
         """As of `Progress`."""
@@ -101,19 +111,20 @@ class Lines:
             count = counted(done, total, note)
             self._what, self._line = what, f"{what}: {count}" if count else what
             finished = total is not None and done >= total
-            if finished and not self._over and self._now() - began >= EVERY:
-                self._say()
-            self._over = finished
+            if finished and not self._finished and self._now() - began >= EVERY:
+                self._write_line()
+            self._finished = finished
 
     def tick(self) -> None:
         """Some time has passed."""
         with self._lock:
-            if self._what and not self._over and self._now() - self._said >= EVERY:
-                self._say()
+            settled = self._finished or self.over.is_set()
+            if self._what and not settled and self._now() - self._written_at >= EVERY:
+                self._write_line()
 
-    def _say(self) -> None:
-        self._said = self._now()
-        self._write(f"{self._line}, {self._said - self._began[self._what]:.0f} s")
+    def _write_line(self) -> None:
+        self._written_at = self._now()
+        self._write(f"{self._line}, {self._written_at - self._began[self._what]:.0f} s")
 
 
 def counted(done: int, total: int | None, note: str) -> str:

@@ -72,7 +72,7 @@ async def replay(
     """Send every request at its time and wait for the answers, each at most `timeout` seconds.
 
     Prompts are made while waiting for their moment. A request that fails is recorded as failed,
-    never raised. `memory_every` is the time between memory samples, in seconds. `progress` is told
+    never raised. `memory_every` is the time between memory samples, in seconds. `progress` gets
     how many requests have ended, under `name`; None: the workload's.
     """
     clock = target.clock

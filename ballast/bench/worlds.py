@@ -92,7 +92,7 @@ def run_virtual(
     progress: Progress = quiet,
 ) -> Ran:
     """The same workload in virtual time; `sink` gets the story as well. `preset`: policies that
-    have no name; None: the fleet's. `progress` is told how many requests have ended."""
+    have no name; None: the fleet's. `progress` gets how many requests have ended."""
     recorder = Recorder()
     prompts = prompts_of(vocabularies_of(specs))
     arrivals = []

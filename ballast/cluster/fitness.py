@@ -44,7 +44,7 @@ def host_budget(fleet: FleetSettings) -> int:
 
 
 def tight(fleet: FleetSettings, memory: Callable[[], Bound] = available) -> str | None:
-    """What to warn of where budgets exceed the memory that can be had now; None: they do not."""
+    """Warning where budgets exceed the memory that can be had now; None: they do not."""
     wanted, (left, _) = host_budget(fleet), memory()
     if wanted <= left:
         return None
@@ -64,7 +64,7 @@ def _gpu_faults(fleet: FleetSettings, gpus: Callable[[], list[int]]) -> Iterator
             continue
         if not sizes:
             cure = (
-                f"this machine has no GPU that CUDA can use ({why}): `ballast doctor` says more; "
+                f"this machine has no GPU that CUDA can use ({why}): see `ballast doctor`; "
                 "to serve on the CPU, leave `name` out"
             )
             yield ConfigError(f"devices[{i}].name", device.name, cure)

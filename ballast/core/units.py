@@ -42,7 +42,7 @@ def parse_bytes(text: str | int) -> int:
 
 def format_bytes(n: float) -> str:
     """``1536 -> '1.5KiB'``, for people; never parsed back."""
-    for unit, size in (("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+    for unit, size in (("TiB", 1024 * GiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
         if abs(n) >= size:
             return f"{n / size:.4g}{unit}"
     return f"{n:.4g}B"

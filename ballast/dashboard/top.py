@@ -31,7 +31,7 @@ async def once(url: str, key: str | None, interval: float, console: Console) -> 
 
 
 async def listing(url: str, key: str | None, console: Console) -> None:
-    """What one reading says of the server and its models. Raises Unreadable."""
+    """Print one reading of the server and its models. Raises Unreadable."""
     async with Reader(url, key) as reader:
         now = await reader.read()
     console.print(listed(now, reader.url, console.width))

@@ -191,8 +191,8 @@ def check_room(
 
     A model needs its weights and the first slab of its KV cache, beside what is set aside for
     activations and graphs and the weights of pinned models. `layered`: KV lies layer by layer,
-    whatever `settings` say; `aside`: pages that are set aside already. Sizes in the message are
-    those of one rank.
+    whatever `settings.kv_layout` is; `aside`: pages that are set aside already. Sizes in the
+    message are those of one rank.
     """
     specs = [*others, spec]
     page = settings.page_bytes
@@ -204,14 +204,18 @@ def check_room(
         if least * page <= settings.budget_bytes:
             continue
         each = "" if settings.tensor_parallel == 1 else ", each of its ranks,"
-        pinned = " and of pinned models" if any(o.pinned and o is not m for o in specs) else ""
+        pinned = (
+            ", those of pinned models among them"
+            if any(o.pinned and o is not m for o in specs)
+            else ""
+        )
         raise ConfigError(
             f"the budget of {settings.name}",
             format_bytes(settings.budget_bytes),
-            f"{m.name} needs a device{each} of at least {least * page // KiB}KiB: weights"
-            f"{pinned} {format_bytes(weights * page)}, the first blocks of KV cache "
-            f"{format_bytes(kv * page)}, with {spec.name} activations need "
-            f"{format_bytes(aside * page)}",
+            f"{m.name} needs a device{each} of at least {least * page // KiB}KiB: "
+            f"{format_bytes(weights * page)} for weights{pinned}, {format_bytes(kv * page)} for "
+            f"the first blocks of KV cache, {format_bytes(aside * page)} for activations with "
+            f"{spec.name}",
         )
 
 

@@ -32,7 +32,7 @@ def first_fault(
 ) -> ConfigError:
     """The first fault of a document that `root` describes; `prefix` leads to the part that was
     looked at, `pointer` from unknown keys to those that were meant."""
-    first: Mapping[str, Any] = error.errors(include_url=False)[0]  # type: ignore[assignment]
+    first: Mapping[str, Any] = error.errors(include_url=False)[0]
     return fault_of(first, root, *prefix, pointer=pointer)
 
 

@@ -39,7 +39,7 @@ class Message(BaseModel):
 
 def _bounded(messages: object) -> object:
     """Count messages and parts before any is validated: each takes microseconds. Name the first
-    content that is no text: what a union of types says of it is not for people."""
+    content that is no text: pydantic's words for a union of types are not for people."""
     if not isinstance(messages, list):
         return messages
     if len(messages) > MOST_MESSAGES:

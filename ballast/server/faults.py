@@ -122,7 +122,7 @@ def _of_body(error: Any, content_type: str | None) -> str:
     """What is wrong with a body as a whole."""
     if error["type"] == "missing":
         return "the body is empty: send a JSON object"
-    if isinstance(error.get("input"), bytes):  # which nobody has decoded
+    if isinstance(error.get("input"), bytes):  # not decoded
         header = "no Content-Type" if not content_type else f"Content-Type {content_type[:80]!r}"
         return f"the request has {header}: send JSON, with `Content-Type: application/json`"
     if error["type"] in ("model_type", "model_attributes_type", "dict_type"):

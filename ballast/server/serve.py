@@ -49,8 +49,6 @@ LAST_SECONDS = 5.0
 
 STOP_SECONDS = 6 * LAST_SECONDS
 """For all that ends with the server, beside `drain_seconds`: then the watchdog ends it."""
-ALOUD_SECONDS = 2.0
-"""Between two lines of a server that starts."""
 BEAT_SECONDS = 0.5
 """Between two beats that a watchdog gets."""
 
@@ -79,7 +77,7 @@ def serve(
     signal new requests are refused and those open have the settings' `drain_seconds` to finish; a
     second signal cuts that short. On SIGHUP the fleet is read again. In a thread other than the
     main one no signals are handled. Traces go to the collector at `otlp_endpoint`, or at the one
-    that the environment names, if any. `reading`: what `source` said, where it has been read.
+    that the environment names, if any. `reading`: of `source`, if it has been read.
     `watched`: the process is ended where it hangs, also after this has returned.
 
     Raises ConfigError if the fleet is wrong, the address cannot be bound or the process may not
@@ -115,11 +113,8 @@ async def _serve(
         controller = Controller(lambda: LocalWorker(worker_command, broker))
         templates = TemplateRenderer()
         starting = asyncio.ensure_future(_start(reading.fleet, controller, templates))
-        waiting = asyncio.ensure_future(_wait_aloud())
         try:
-            started = await _first(starting, asked.to_stop)
-            waiting.cancel()
-            if started:
+            if await _first(starting, asked.to_stop):
                 service = starting.result()
                 operating = Operating(service, source, reading)
                 crowd = Crowd(
@@ -129,7 +124,6 @@ async def _serve(
             return 0
         finally:
             watchdog.end_within(STOP_SECONDS)
-            waiting.cancel()
             starting.cancel()
             await asyncio.wait({starting})
             await templates.close()
@@ -137,15 +131,6 @@ async def _serve(
             if tracer is not None:
                 await tracer.close(LAST_SECONDS)
             beating.cancel()
-
-
-async def _wait_aloud() -> None:
-    """Say every now and then that the server still starts: imports and weights take a while."""
-    seconds = 0.0
-    while True:
-        await asyncio.sleep(ALOUD_SECONDS)
-        seconds += ALOUD_SECONDS
-        log.info("starting: libraries and models are being loaded, %.0f s", seconds)
 
 
 async def _beat(watchdog: Watchdog) -> None:

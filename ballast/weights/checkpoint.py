@@ -134,7 +134,7 @@ def _fill(
 
 
 def clipped_context(settings: ModelSettings, spec: ModelSpec) -> str | None:
-    """What to say of a `limits.context` beyond the model's own; None: it is not."""
+    """Warning about a `limits.context` beyond the model's own; None: it is within."""
     if settings.max_model_len is None or settings.max_model_len <= spec.max_model_len:
         return None
     return (

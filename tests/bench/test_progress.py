@@ -58,6 +58,14 @@ def test_what_is_done_is_said_once_and_what_was_quick_is_not() -> None:
     assert clocked.wait(0.5) == ["importing, 13 s"]
 
 
+def test_what_is_over_is_not_said_again() -> None:
+    clocked = Clocked()
+    clocked.lines.at("starting", 0)
+    assert clocked.wait(1.5) == ["starting, 2 s"]
+    clocked.lines.over.set()
+    assert clocked.wait(60.0) == []
+
+
 def test_a_terminal_has_bars_which_name_what_runs() -> None:
     written = io.StringIO()
     with shown(Console(file=written, force_terminal=True, width=80)) as progress:

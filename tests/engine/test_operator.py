@@ -190,7 +190,7 @@ def test_a_wider_model_gets_a_larger_arena_or_is_refused(
         outcome = ordered(server, Add(settings(paths, "wide")))
         assert outcome.code == "refused"
         assert "wide needs a device of at least" in outcome.reason
-        assert f"activations need {format_bytes(wider * 64 * KiB)}" in outcome.reason
+        assert f"{format_bytes(wider * 64 * KiB)} for activations with wide" in outcome.reason
         assert server.device.tier.n_bytes == host_bytes
         assert abs(server.device.vm.mappings() - mappings) < 8
         assert server.device.state.arena.pages == arena

@@ -47,7 +47,7 @@ def test_pinned_models_leave_their_weights_to_nobody() -> None:
     m, pinned = spec("m", pages=10), spec("pinned", pages=5, pinned=True)
     slab = kv_layout(m, device(99, [m])).whole_pages
     check_room(m, [spec("other", pages=5)], device(10 + slab, [m]))
-    with pytest.raises(ConfigError, match="weights and of pinned models"):
+    with pytest.raises(ConfigError, match="for weights, those of pinned models among them"):
         check_room(m, [pinned], device(10 + slab, [m]))
     check_room(m, [pinned], device(15 + slab, [m]))
     with pytest.raises(ConfigError, match="m needs a device of at least"):
@@ -60,5 +60,5 @@ def test_what_is_set_aside_already_is_not_there() -> None:
     settings = device(10 + slab, [m])
     aside = pages_aside([m], settings)
     check_room(m, [], settings, aside=aside)
-    with pytest.raises(ConfigError, match=f"activations need {format_bytes((aside + 1) * PAGE)}"):
+    with pytest.raises(ConfigError, match=f"{format_bytes((aside + 1) * PAGE)} for activations"):
         check_room(m, [], settings, aside=aside + 1)

@@ -16,7 +16,6 @@ import httpx
 import pytest
 
 from ballast.core.errors import ConfigError
-from ballast.server import serve
 from ballast.server.address import bound
 from tests.cluster.fake_device import DIE, HOLD, PAUSE
 from tests.server.process import DEADLINE, ServerProcess, server
@@ -185,23 +184,6 @@ def test_a_second_signal_does_not_wait(own: ServerProcess) -> None:
     held.join()
     assert held.status == 503
     assert own.wait() == 0
-
-
-def test_a_server_that_starts_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert serve.ALOUD_SECONDS <= 2.0
-    monkeypatch.setattr(serve, "ALOUD_SECONDS", 0.0)
-
-    async def three_turns() -> None:
-        waiting = asyncio.ensure_future(serve._wait_aloud())
-        for _ in range(3):
-            await asyncio.sleep(0)
-        waiting.cancel()
-
-    with caplog.at_level("INFO", "ballast"):
-        asyncio.run(three_turns())
-    assert "starting: libraries and models are being loaded, 0 s" in caplog.messages
 
 
 # -- addresses ----------------------------------------------------------------------------------
