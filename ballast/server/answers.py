@@ -1,16 +1,20 @@
-"""Pieces as OpenAI's answers: whole, or chunk by chunk."""
+"""Pieces as OpenAI's completions and chat completions: whole, or chunk by chunk."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 from msgspec import UnsetType
 
+from ballast.core.clock import Clock
+from ballast.server.faults import Fault
+from ballast.server.openai import GenerateRequest
 from ballast.server.pieces import Piece, Scored
 from ballast.server.responses import (
     UNSET,
-    Answer,
     CalledFunction,
     ChatChoice,
     ChatChunk,
@@ -31,6 +35,7 @@ from ballast.server.responses import (
     Usage,
     encode,
 )
+from ballast.server.sse import DONE, PING, event
 from ballast.server.tokenizer import Tokenizer
 from ballast.server.tools import Arguments, Began
 
@@ -40,52 +45,78 @@ _LEAST = -9999.0
 
 
 class Form(Protocol):
-    """One of the two shapes of answers."""
+    """How one API writes one answer: whole, or as a stream of events."""
 
-    def opening(self, choices: int) -> list[Chunk]:
-        """Chunks that come before any token."""
+    silence: bytes
+    """Sent when nothing else is for a while, so that nobody takes the silence for the end."""
 
-    def chunk(self, piece: Piece) -> Chunk: ...
+    def opening(self, choices: int, usage: Usage) -> bytes:
+        """Events that come before any token. `usage`: of the prompt, as far as it is known."""
 
-    def encoded(self, piece: Piece) -> bytes:
-        """Its chunk as JSON."""
+    def events(self, pieces: Iterable[Piece]) -> bytes:
+        """The events of pieces that came together; may be empty."""
 
-    def closing(self, usage: Usage) -> Chunk:
-        """The chunk without choices that tells the usage."""
+    def closing(self, usage: Usage) -> bytes:
+        """Events that come after the last token."""
 
-    def whole(self, pieces: Iterable[Piece], choices: int, usage: Usage) -> Answer: ...
+    def failed(self, fault: Fault) -> bytes:
+        """Events that end a stream which cannot be completed."""
+
+    def whole(self, pieces: Iterable[Piece], choices: int, usage: Usage) -> msgspec.Struct: ...
 
 
-class _Head:
-    """What is the same in all chunks of an answer. `created`: seconds since 1970.
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all events of an answer have in common."""
 
-    With `tells_usage`, chunks say that usage is still to come (null), as OpenAI's do.
+    answer_id: str
+    model: str
+    fingerprint: str
+    tokenizer: Tokenizer
+    wall: Clock
+    created: int
+    """Seconds since 1970."""
+
+
+class _Chunks:
+    """What chat and completions have in common.
+
+    Where usage is asked for, chunks say that it is still to come (null), as OpenAI's do.
     """
 
-    def __init__(
-        self,
-        answer_id: str,
-        created: int,
-        model: str,
-        fingerprint: str,
-        tokenizer: Tokenizer,
-        *,
-        tells_usage: bool,
-        logprobs: int | None,
-    ) -> None:
-        self._id, self._created, self._model = answer_id, created, model
-        self._fingerprint = fingerprint
-        self._tokenizer = tokenizer
-        self._usage: _Usage = None if tells_usage else UNSET
-        self._alternatives = logprobs
+    silence = PING
+
+    def __init__(self, head: Head, request: GenerateRequest) -> None:
+        self._id, self._created, self._model = head.answer_id, head.created, head.model
+        self._fingerprint = head.fingerprint
+        self._tokenizer = head.tokenizer
+        self._include_usage = request.include_usage
+        self._usage: _Usage = None if request.stream and request.include_usage else UNSET
+        self._alternatives = request.told_logprobs
         """How many are told with each token's log-probability; None: there are none."""
         self._around: dict[int, tuple[bytes, bytes]] = {}
         """By choice, what is around the text in chunks that tell nothing else."""
 
+    def opening(self, choices: int, usage: Usage) -> bytes:
+        return b""
+
+    def events(self, pieces: Iterable[Piece]) -> bytes:
+        return b"".join(event(self._encoded(piece)) for piece in pieces)
+
+    def closing(self, usage: Usage) -> bytes:
+        return (event(encode(self.usage(usage))) if self._include_usage else b"") + DONE
+
+    def failed(self, fault: Fault) -> bytes:
+        return event(fault.body()) + DONE
+
+    def usage(self, usage: Usage) -> Chunk:
+        """The chunk without choices that has the usage."""
+        raise NotImplementedError
+
     def chunk(self, piece: Piece) -> Chunk:
         raise NotImplementedError
 
-    def encoded(self, piece: Piece) -> bytes:
+    def _encoded(self, piece: Piece) -> bytes:
         """Its chunk as JSON. Most differ by their text alone."""
         if piece.finish_reason is not None or piece.calls or self._alternatives is not None:
             return encode(self.chunk(piece))
@@ -100,12 +131,13 @@ class _Head:
         return self._tokenizer.token_text(token)[0]
 
 
-class ChatForm(_Head):
+class ChatForm(_Chunks):
     """`/v1/chat/completions`."""
 
-    def opening(self, choices: int) -> list[Chunk]:
+    def opening(self, choices: int, usage: Usage) -> bytes:
         delta = Delta(role="assistant", content="")
-        return [self._chunk([ChunkChoice(i, delta)]) for i in range(choices)]
+        chunks = (self._chunk([ChunkChoice(i, delta)]) for i in range(choices))
+        return b"".join(event(encode(chunk)) for chunk in chunks)
 
     def chunk(self, piece: Piece) -> Chunk:
         says = bool(piece.text) or (piece.finish_reason is None and not piece.calls)
@@ -116,10 +148,10 @@ class ChatForm(_Head):
         )
         return self._chunk([choice])
 
-    def closing(self, usage: Usage) -> Chunk:
+    def usage(self, usage: Usage) -> Chunk:
         return self._chunk([], usage)
 
-    def whole(self, pieces: Iterable[Piece], choices: int, usage: Usage) -> Answer:
+    def whole(self, pieces: Iterable[Piece], choices: int, usage: Usage) -> ChatCompletion:
         made = [
             ChatChoice(i, _message(own), _reason(own), self._logprobs(own), _stop_reason(own))
             for i, own in enumerate(_by_choice(pieces, choices))
@@ -146,22 +178,12 @@ class ChatForm(_Head):
     def _logprobs(self, pieces: Iterable[Piece]) -> ChatLogprobs | None:
         if self._alternatives is None:
             return None
-        return ChatLogprobs([self._scored(t) for p in pieces for t in p.scored])
-
-    def _scored(self, scored: Scored) -> TokenLogprob:
-        text, raw = self._tokenizer.token_text(scored.token)
-        top = []
-        for token, logprob in scored.top[: self._alternatives]:
-            other, other_raw = self._tokenizer.token_text(token)
-            top.append(TopLogprob(other, _told(logprob), list(other_raw)))
-        return TokenLogprob(text, _told(scored.logprob), list(raw), top)
+        scored = [s for piece in pieces for s in piece.scored]
+        return ChatLogprobs(token_logprobs(scored, self._alternatives, self._tokenizer))
 
 
-class TextForm(_Head):
+class TextForm(_Chunks):
     """`/v1/completions`."""
-
-    def opening(self, choices: int) -> list[Chunk]:
-        return []
 
     def chunk(self, piece: Piece) -> Chunk:
         logprobs = self._logprobs([piece])
@@ -170,10 +192,10 @@ class TextForm(_Head):
         )
         return self._completion([choice], self._usage)
 
-    def closing(self, usage: Usage) -> Chunk:
+    def usage(self, usage: Usage) -> Chunk:
         return self._completion([], usage)
 
-    def whole(self, pieces: Iterable[Piece], choices: int, usage: Usage) -> Answer:
+    def whole(self, pieces: Iterable[Piece], choices: int, usage: Usage) -> TextCompletion:
         made = [
             TextChoice(i, _text(own), _reason(own), self._logprobs(own), _stop_reason(own))
             for i, own in enumerate(_by_choice(pieces, choices))
@@ -210,6 +232,22 @@ class TextForm(_Head):
             told.setdefault(self._token(token), _told(logprob))
         told.setdefault(self._token(scored.token), _told(scored.logprob))
         return told
+
+
+def token_logprobs(
+    scored: Iterable[Scored], alternatives: int, tokenizer: Tokenizer
+) -> list[TokenLogprob]:
+    """Tokens with their log-probabilities and `alternatives`, as chat completions and responses
+    write them."""
+    found = []
+    for s in scored:
+        text, raw = tokenizer.token_text(s.token)
+        top = []
+        for token, logprob in s.top[:alternatives]:
+            other, other_raw = tokenizer.token_text(token)
+            top.append(TopLogprob(other, _told(logprob), list(other_raw)))
+        found.append(TokenLogprob(text, _told(s.logprob), list(raw), top))
+    return found
 
 
 def _call_deltas(piece: Piece) -> list[ToolCallDelta]:

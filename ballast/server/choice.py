@@ -126,5 +126,4 @@ class Choice:
         if last:
             deltas += self._calls.flush()
         content = "".join(d.text for d in deltas if isinstance(d, Content))
-        calls = tuple(d for d in deltas if not isinstance(d, Content))
-        return replace(piece, text=content, calls=calls)
+        return replace(piece, text=content, deltas=tuple(deltas))

@@ -7,16 +7,19 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
+from ballast.server.messages_api.records import InputTokens, Message
 from ballast.server.responses import (
     ChatCompletion,
     Detokenized,
     EmbeddingList,
     ErrorBody,
+    MessagesErrorBody,
     Model,
     ModelList,
     TextCompletion,
     Tokenized,
 )
+from ballast.server.responses_api.records import ResponseRecord
 from ballast.server.state import ServerNow
 
 Responses = dict[int | str, dict[str, Any]]
@@ -25,6 +28,9 @@ Responses = dict[int | str, dict[str, Any]]
 _ANSWERS = (
     ChatCompletion,
     TextCompletion,
+    Message,
+    InputTokens,
+    ResponseRecord,
     EmbeddingList,
     Tokenized,
     Detokenized,
@@ -32,6 +38,7 @@ _ANSWERS = (
     ModelList,
     ServerNow,
     ErrorBody,
+    MessagesErrorBody,
 )
 _REFERENCES, _COMPONENTS = msgspec.json.schema_components(
     _ANSWERS, ref_template="#/components/schemas/{name}"
@@ -45,11 +52,17 @@ def _json(kind: type[msgspec.Struct]) -> dict[str, Any]:
     return {"application/json": {"schema": _SCHEMAS[kind]}}
 
 
-ERRORS: Responses = {
-    "4XX": {"description": "The request cannot be served", "content": _json(ErrorBody)},
-    "5XX": {"description": "The server failed, or cannot serve now", "content": _json(ErrorBody)},
-}
-"""Of every route."""
+def _errors(kind: type[msgspec.Struct]) -> Responses:
+    return {
+        "4XX": {"description": "The request cannot be served", "content": _json(kind)},
+        "5XX": {"description": "The server failed, or cannot serve now", "content": _json(kind)},
+    }
+
+
+ERRORS = _errors(ErrorBody)
+"""Of every route, unless it says otherwise."""
+MESSAGES_ERRORS = _errors(MessagesErrorBody)
+"""Of the Messages API."""
 
 
 def told(kind: type[msgspec.Struct], *, streams: bool = False) -> Responses:

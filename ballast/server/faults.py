@@ -14,7 +14,7 @@ from ballast.fleet.elsewhere import place_of
 from ballast.fleet.faults import fault_of
 from ballast.fleet.schema import Keys
 from ballast.server import visit
-from ballast.server.responses import Error, ErrorBody, encode
+from ballast.server.responses import Error, ErrorBody, MessagesError, MessagesErrorBody, encode
 
 _STATUS = {
     "invalid_request": 400,
@@ -27,6 +27,18 @@ _STATUS = {
     "unavailable": 503,
 }
 """By code of `Failed` or `RequestError`; any other is 500."""
+
+
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Types of errors in the Messages API, by status."""
 
 
 class Fault(Exception):
@@ -94,9 +106,18 @@ class Fault(Exception):
         where = "" if reason.startswith(f"{param}[") else f"{param}: "
         return cls(400, where + reason, "invalid_request", param)
 
+    @property
+    def text(self) -> str:
+        """The message, as Unicode: what a client sent may be quoted, and be none."""
+        return self.message.encode(errors="replace").decode()
+
     def body(self) -> bytes:
-        """As JSON. Metrics, traces and the log will name it."""
-        visit.current().code = self.code
+        """As JSON, in the envelope of the API that the client speaks. Metrics, traces and the log
+        will name it."""
+        made = visit.current()
+        made.code = self.code
+        if made.speaks_messages:
+            return self._of_messages(made.request_id)
         kind = {
             429: "rate_limit_error",
             500: "server_error",
@@ -104,9 +125,16 @@ class Fault(Exception):
             507: "server_error",
         }
         told = kind.get(self.status, "invalid_request_error")
-        # What a client sent may be quoted, and be no Unicode.
-        message = self.message.encode(errors="replace").decode()
-        return encode(ErrorBody(Error(message, told, self.param, self.code)))
+        return encode(ErrorBody(Error(self.text, told, self.param, self.code)))
+
+    def _of_messages(self, request_id: str) -> bytes:
+        """In the envelope of the Messages API, which has no place for the field at fault."""
+        message = self.text
+        if self.param is not None and not message.startswith(self.param):
+            message = f"{self.param}: {message}"
+        default = "api_error" if self.status >= 500 else "invalid_request_error"
+        kind = _MESSAGES_TYPES.get(self.status, default)
+        return encode(MessagesErrorBody(MessagesError(kind, message), request_id))
 
     def response(self) -> Response:
         """The whole response. Where trying again may help, it says when."""

@@ -1,62 +1,97 @@
-"""Routes that generate: check, ask the service, and answer whole or as a stream."""
+"""Routes that generate: check, ask the service, and answer whole or as a stream.
+
+Each API has requests of its own, which become one `GenerateRequest`, and a form of its own, in
+which the pieces of the output are written. What lies between is the same for all.
+"""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from ballast.core.errors import BallastError
-from ballast.server.answers import ChatForm, Form, TextForm
-from ballast.server.document import told
+from ballast.server import visit
+from ballast.server.answers import ChatForm, Form, Head, TextForm
+from ballast.server.document import MESSAGES_ERRORS, told
 from ballast.server.faults import Fault
 from ballast.server.generation import Generation
+from ballast.server.messages_api.form import MessageForm
+from ballast.server.messages_api.records import Message
+from ballast.server.messages_api.request import MessagesRequest, check_version
+from ballast.server.off_loop import large_body, off_loop
 from ballast.server.openai import ChatRequest, CompletionRequest, GenerateRequest
 from ballast.server.pieces import Piece
-from ballast.server.responses import ChatCompletion, TextCompletion, answered, encode
+from ballast.server.responses import ChatCompletion, TextCompletion, answered
+from ballast.server.responses_api.form import ResponseForm
+from ballast.server.responses_api.records import ResponseRecord
+from ballast.server.responses_api.request import ResponsesRequest
 from ballast.server.service import Service
-from ballast.server.sse import DONE, PING, ClientGone, EventStream, event, unless_gone
+from ballast.server.sse import ClientGone, EventStream, unless_gone
 
 
 def add_generating(app: FastAPI, service: Service) -> None:
-    """`/v1/chat/completions` and `/v1/completions`."""
+    """`/v1/chat/completions`, `/v1/completions`, `/v1/messages` and `/v1/responses`."""
 
     @app.post("/v1/chat/completions", responses=told(ChatCompletion, streams=True))
     async def chat(body: ChatRequest, request: Request) -> Response:
-        return await _answer(service, body, request)
+        return await _answer(service, body, request, "chatcmpl-", lambda h: ChatForm(h, body))
 
     @app.post("/v1/completions", responses=told(TextCompletion, streams=True))
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await _answer(service, body, request)
+        return await _answer(service, body, request, "cmpl-", lambda h: TextForm(h, body))
+
+    @app.post("/v1/messages", responses=MESSAGES_ERRORS | told(Message, streams=True))
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        check_version(request.headers)
+        service.warn(body)
+        chat = await off_loop(large_body(), body.chat)
+        with body.names():
+            return await _answer(service, chat, request, "msg_", lambda h: MessageForm(h, body))
+
+    @app.post("/v1/responses", responses=told(ResponseRecord, streams=True))
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        service.warn(body)
+        chat, repeated = await off_loop(large_body(), lambda: (body.chat(), body.repeated()))
+        with body.names():
+            return await _answer(
+                service, chat, request, "resp_", lambda h: ResponseForm(h, chat, repeated)
+            )
 
 
-async def _answer(service: Service, body: GenerateRequest, request: Request) -> Response:
-    chat = isinstance(body, ChatRequest)
-    answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-    spec = service.model(body.model)
-    generation = await service.generate(body, spec, answer_id)
-    form = (ChatForm if chat else TextForm)(
-        answer_id,
-        int(service.wall.now()),
-        spec.name,
-        f"ballast-{spec.fingerprint[:12]}",
-        service.tokenizer(spec.name),
-        tells_usage=bool(body.stream) and body.include_usage,
-        logprobs=body.told_logprobs,
-    )
+async def _answer(
+    service: Service,
+    asked: GenerateRequest,
+    request: Request,
+    prefix: str,
+    form_of: Callable[[Head], Form],
+) -> Response:
+    """The response to `asked`, in the form of its API. `prefix`: of the answer's id."""
+    answer_id = f"{prefix}{secrets.token_hex(12)}"
+    spec = service.model(asked.model)
+    generation = await service.generate(asked, spec, answer_id)
     handed_on = False
     try:
-        if not body.stream:
+        form = form_of(
+            Head(
+                answer_id,
+                spec.name,
+                f"ballast-{spec.fingerprint[:12]}",
+                service.tokenizer(spec.name),
+                service.wall,
+                int(service.wall.now()),
+            )
+        )
+        if not asked.stream:
             pieces = await unless_gone(request.receive, generation.whole())
             return answered(form.whole(pieces, generation.size, generation.usage))
         # The status waits a while for the first token: until then, an error can be told by it.
         batches = generation.batches(service.settings.ping_seconds)
         first = await unless_gone(request.receive, anext(batches))
         handed_on = True
-        chunks = _chunks(form, generation, first, batches, usage=body.include_usage)
-        return EventStream(chunks, generation.close)
+        return EventStream(_events(form, generation, first, batches), generation.close)
     except ClientGone:
         return Response(status_code=499)  # nobody reads it
     finally:
@@ -64,30 +99,25 @@ async def _answer(service: Service, body: GenerateRequest, request: Request) -> 
             generation.close()
 
 
-async def _chunks(
-    form: Form,
-    generation: Generation,
-    first: list[Piece],
-    batches: AsyncIterator[list[Piece]],
-    *,
-    usage: bool,
+async def _events(
+    form: Form, generation: Generation, first: list[Piece], batches: AsyncIterator[list[Piece]]
 ) -> AsyncIterator[bytes]:
-    """The events of a stream; one chunk per token, those that came together sent together.
+    """The events of a stream; those of tokens that came together are sent together.
 
-    A silence (an empty batch) is filled with a comment, so that nobody takes it for the end.
+    A silence (an empty batch) is filled, so that nobody takes it for the end.
     """
-    opening = form.opening(generation.size)
-    yield b"".join(event(encode(chunk)) for chunk in opening) + _told(form, first)
+    yield form.opening(generation.size, generation.usage) + _of_batch(form, first)
     try:
         async for batch in batches:
-            yield _told(form, batch)
+            if events := _of_batch(form, batch):
+                yield events
     except (Fault, BallastError) as error:
-        yield event(Fault.of(error).body()) + DONE
+        fault = Fault.of(error)
+        visit.current().code = fault.code
+        yield form.failed(fault)
         return
-    if usage:
-        yield event(encode(form.closing(generation.usage)))
-    yield DONE
+    yield form.closing(generation.usage)
 
 
-def _told(form: Form, batch: list[Piece]) -> bytes:
-    return b"".join(event(form.encoded(piece)) for piece in batch) or PING
+def _of_batch(form: Form, batch: list[Piece]) -> bytes:
+    return form.events(batch) if batch else form.silence

@@ -123,5 +123,5 @@ def _digest(key: bytes) -> bytes:
 
 
 def _unauthorized(why: str) -> Fault:
-    how = "send it as `Authorization: Bearer KEY`"
+    how = "send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
     return Fault(401, f"{why}, and no valid one was given; {how}", "invalid_api_key")

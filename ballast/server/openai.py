@@ -34,10 +34,10 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class _Generate(Body):
-    """What chat and completions have in common. None stands for the default."""
+class Sampled(Body):
+    """How tokens are chosen, and what else all requests that generate have in common. None stands
+    for the default."""
 
-    max_tokens: _Most | None = None
     min_tokens: Count | None = None
     temperature: Annotated[float, FINITE, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, FINITE, Field(gt=0, le=1)] | None = None
@@ -49,16 +49,22 @@ class _Generate(Body):
     """Bounded, so that no logit overflows."""
     logit_bias: LogitBias | None = None
     seed: Annotated[StrictInt, Field(ge=-_SEED, lt=_SEED)] | None = None
-    stop: Stop = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[StrictInt, Field(ge=1, le=MOST_CHOICES)] | None = None
     priority: Annotated[StrictInt, Field(ge=-_PRIORITY, lt=_PRIORITY)] | None = None
     """As vLLM's: a smaller one comes earlier."""
     user: Text | None = None
+
+
+class _Generate(Sampled):
+    """What chat and completions have in common."""
+
+    max_tokens: _Most | None = None
+    stop: Stop = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[StrictInt, Field(ge=1, le=MOST_CHOICES)] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
 
@@ -73,6 +79,11 @@ class _Generate(Body):
     @property
     def most_tokens(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def shortens_output(self) -> bool:
+        """Whether `max_tokens` beyond what the context leaves is lowered to that, not refused."""
+        return False
 
     @property
     def told_logprobs(self) -> int | None:

@@ -83,14 +83,16 @@ def check_fits(spec: ModelSpec, prompt_tokens: int, output_tokens: int, field: s
 
 
 def most_tokens(request: GenerateRequest, spec: ModelSpec, prompt_tokens: int) -> int:
-    """Bound on the output. Raises ContextLengthExceeded.
+    """Bound on the output, in tokens. Raises ContextLengthExceeded.
 
     A request for none asks for one, which is not told: an engine without output has no step.
     """
     asked = request.most_tokens
     field = "messages" if isinstance(request, ChatRequest) else "prompt"
+    left = spec.max_model_len - prompt_tokens
+    if asked is not None and request.shortens_output:
+        asked = max(1, min(asked, left))
     check_fits(spec, prompt_tokens, asked or 1, field)
     if asked is not None:
         return asked or 1
-    left = spec.max_model_len - prompt_tokens
     return min(left, COMPLETION_TOKENS) if isinstance(request, CompletionRequest) else left

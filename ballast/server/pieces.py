@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ballast.server.tools import Arguments, Began
+from ballast.server.tools import Arguments, Began, Content, Delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,22 @@ class Piece:
     """May be empty: of an incomplete character, or held back as the beginning of a stop string."""
     scored: tuple[Scored, ...] = ()
     """Empty where no log-probabilities are asked for."""
-    calls: tuple[Began | Arguments, ...] = ()
-    """Calls of functions that begin, or get more arguments."""
+    deltas: tuple[Delta, ...] = ()
+    """The text and calls of functions in the order of the output; empty where none can be called,
+    or where nothing comes."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     """The stop string or token that the client named, if one ended the output."""
+
+    @property
+    def calls(self) -> tuple[Began | Arguments, ...]:
+        """Calls of functions that begin, or get more arguments."""
+        return tuple(d for d in self.deltas if not isinstance(d, Content))
+
+    @property
+    def parts(self) -> tuple[Delta, ...]:
+        """Text and calls in order, whether or not functions can be called."""
+        return self.deltas or ((Content(self.text),) if self.text else ())
 
     def ended_by(self, end: Piece) -> Piece:
         """Together with the end of the same choice, which follows it."""
@@ -41,7 +52,7 @@ class Piece:
             self.choice,
             self.text + end.text,
             self.scored + end.scored,
-            self.calls + end.calls,
+            self.deltas + end.deltas,
             end.finish_reason,
             end.stop_reason,
         )

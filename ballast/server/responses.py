@@ -1,4 +1,4 @@
-"""Responses of the OpenAI API: plain records, encoded by msgspec."""
+"""Responses of the OpenAI API, and errors of all: plain records, encoded by msgspec."""
 
 from __future__ import annotations
 
@@ -156,7 +156,6 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 
 
 Chunk = TextCompletion | ChatChunk
-Answer = TextCompletion | ChatCompletion
 
 
 # -- texts --------------------------------------------------------------------------------------
@@ -229,6 +228,18 @@ class Error(msgspec.Struct):
 
 class ErrorBody(msgspec.Struct):
     error: Error
+
+
+class MessagesError(msgspec.Struct):
+    type: str
+    message: str
+
+
+class MessagesErrorBody(msgspec.Struct, tag_field="type", tag="error"):
+    """An error in the envelope of the Messages API."""
+
+    error: MessagesError
+    request_id: str
 
 
 encode = msgspec.json.Encoder().encode

@@ -159,7 +159,7 @@ class Service:
                     model=spec.name,
                     prompt=shared,
                     max_tokens=most,
-                    open_ended=request.most_tokens is None,
+                    open_ended=request.most_tokens is None or most < request.most_tokens,
                     sampling=replace(sampling, choice=c),
                     priority=spec.priority - priority,
                     stop_token_ids=stops.tokens,

@@ -13,9 +13,10 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 
 
-def event(data: bytes) -> bytes:
+def event(data: bytes, name: str = "") -> bytes:
     """One event. `data` holds no line break (JSON as msgspec writes it never does)."""
-    return b"data: " + data + b"\n\n"
+    named = f"event: {name}\n".encode() if name else b""
+    return named + b"data: " + data + b"\n\n"
 
 
 DONE = event(b"[DONE]")

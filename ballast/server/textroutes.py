@@ -8,8 +8,10 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from ballast.core.errors import InvalidRequest
-from ballast.server.document import told
-from ballast.server.off_loop import off_loop
+from ballast.server.document import MESSAGES_ERRORS, told
+from ballast.server.messages_api.records import InputTokens
+from ballast.server.messages_api.request import CountRequest, check_version
+from ballast.server.off_loop import large_body, off_loop
 from ballast.server.parameters import check_tokens
 from ballast.server.responses import Detokenized, EmbeddingList, Tokenized, answered
 from ballast.server.service import Service
@@ -22,7 +24,7 @@ MOST_DETOKENIZED = 65_536
 
 
 def add_texts(app: FastAPI, service: Service) -> None:
-    """`/tokenize`, `/detokenize` and `/v1/embeddings`."""
+    """`/tokenize`, `/detokenize`, `/v1/messages/count_tokens` and `/v1/embeddings`."""
 
     @app.post("/tokenize", responses=told(Tokenized))
     async def tokenize(body: TokenizeRequest) -> Response:
@@ -54,6 +56,16 @@ def add_texts(app: FastAPI, service: Service) -> None:
         tokenizer = service.tokenizer(spec.name)
         text = await off_loop(len(body.tokens) > LONG_TEXT, lambda: tokenizer.decode(body.tokens))
         return answered(Detokenized(text))
+
+    @app.post("/v1/messages/count_tokens", responses=MESSAGES_ERRORS | told(InputTokens))
+    async def count_tokens(body: CountRequest, request: Request) -> Response:
+        check_version(request.headers)
+        spec = service.model(body.model)
+        service.warn(body)
+        chat = await off_loop(large_body(), body.chat)
+        with body.names():
+            tokens = await service.conversation(chat, spec)
+        return answered(InputTokens(len(tokens)))
 
     @app.post("/v1/embeddings", responses=told(EmbeddingList))
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:

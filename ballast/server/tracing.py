@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from ballast.server.timing import Timing
 
 
+MESSAGES = "/v1/messages"
+"""Path of the Messages API."""
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who asks, as far as keys tell."""
@@ -98,6 +102,12 @@ class Visit:
     answer: Answering | None = None
     meter: Meter | None = None
     """What models did for it, if they were asked."""
+
+    @property
+    def speaks_messages(self) -> bool:
+        """Whether its client speaks Anthropic's Messages API: errors have another envelope there,
+        whatever refuses the request."""
+        return self.path == MESSAGES or self.path.startswith(f"{MESSAGES}/")
 
 
 _visit: ContextVar[Visit] = ContextVar("visit")

@@ -15,6 +15,8 @@ from ballast.server.metrics import Metrics
 from ballast.server.visit import Visit
 
 HEADER = b"x-request-id"
+MESSAGES_HEADER = b"request-id"
+"""The same for clients of the Messages API."""
 _SANE = re.compile(rb"[\x21-\x7e]{1,128}")
 
 Listener = Callable[[Visit], None]
@@ -71,7 +73,10 @@ class Watch:
         if dict(headers).get(b"content-type", b"").startswith(b"text/event-stream"):
             made.streamed = True
             self._metrics.open_streams.inc()
-        message["headers"] = [*headers, (HEADER, made.request_id.encode())]
+        headers.append((HEADER, made.request_id.encode()))
+        if made.speaks_messages:
+            headers.append((MESSAGES_HEADER, made.request_id.encode()))
+        message["headers"] = headers
 
     def _over(self, made: Visit, scope: Scope) -> None:
         made.ended = self._clock.now()

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: its requests become chat requests, its answers are written here."""

@@ -1,0 +1,143 @@
+"""Pieces as answers of the Messages API: whole, or event by event."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from ballast.server.answers import Head
+from ballast.server.blocks import Block, Blocks, Closed, Grown, Opened, Step
+from ballast.server.faults import Fault
+from ballast.server.messages_api.records import (
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    ContentBlock,
+    Event,
+    InputDelta,
+    Message,
+    MessageDelta,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    Ping,
+    Stopped,
+    StopReason,
+    TextBlock,
+    TextDelta,
+    ToolUseBlock,
+)
+from ballast.server.messages_api.request import MessagesRequest
+from ballast.server.pieces import Piece
+from ballast.server.responses import Usage, encode
+from ballast.server.sse import event
+
+INVALID = "INVALID_JSON"
+"""Key of arguments that are no JSON object: a model wrote them without being held to a schema, or
+was cut off. They have to be an object; Anthropic's documentation wraps them so."""
+
+
+class MessageForm:
+    """`/v1/messages`: one answer."""
+
+    def __init__(self, head: Head, request: MessagesRequest) -> None:
+        self._head = head
+        self._max_tokens = request.max_tokens
+        self._blocks = Blocks()
+        self._last: Piece | None = None
+        """The one that ended the output."""
+        self.silence = _event(Ping())
+
+    def opening(self, choices: int, usage: Usage) -> bytes:
+        return _event(MessageStart(message=self._message([], usage)))
+
+    def events(self, pieces: Iterable[Piece]) -> bytes:
+        return b"".join(
+            _event(made) for step in self._take(pieces) if (made := _of_step(step)) is not None
+        )
+
+    def closing(self, usage: Usage) -> bytes:
+        delta = MessageDelta(delta=self._stopped(usage), usage=_usage(usage))
+        return _event(delta) + _event(MessageStop())
+
+    def failed(self, fault: Fault) -> bytes:
+        return event(fault.body(), "error")
+
+    def whole(self, pieces: Iterable[Piece], choices: int, usage: Usage) -> Message:
+        for _ in self._take(pieces):
+            pass
+        return self._message([_content(block) for block in self._blocks.blocks], usage)
+
+    def _take(self, pieces: Iterable[Piece]) -> Iterator[Step]:
+        for piece in pieces:
+            if piece.finish_reason is not None:
+                self._last = piece
+            yield from self._blocks.push(piece)
+
+    def _message(self, content: list[ContentBlock], usage: Usage) -> Message:
+        stopped = self._stopped(usage)
+        return Message(
+            id=self._head.answer_id,
+            model=self._head.model,
+            content=content,
+            stop_reason=stopped.stop_reason,
+            stop_sequence=stopped.stop_sequence,
+            usage=_usage(usage),
+        )
+
+    def _stopped(self, usage: Usage) -> Stopped:
+        """Why the output ended, if it has."""
+        last = self._last
+        if last is None:
+            return Stopped(None, None)
+        reason: StopReason = "end_turn"
+        sequence = last.stop_reason
+        if last.finish_reason == "tool_calls":
+            reason, sequence = "tool_use", None
+        elif last.finish_reason == "length":
+            whole = usage.completion_tokens >= self._max_tokens
+            reason = "max_tokens" if whole else "model_context_window_exceeded"
+        elif sequence is not None:
+            reason = "stop_sequence"
+        if isinstance(sequence, int):
+            sequence = self._head.tokenizer.token_text(sequence)[0]
+        return Stopped(reason, sequence)
+
+
+def _of_step(step: Step) -> Event | None:
+    block = step.block
+    if isinstance(step, Opened):
+        return BlockStart(index=block.index, content_block=_content(block))
+    if isinstance(step, Closed):
+        return BlockStop(index=block.index)
+    assert isinstance(step, Grown)
+    if not step.fragment:
+        return None
+    if block.call is None:
+        return BlockDelta(index=block.index, delta=TextDelta(text=step.fragment))
+    return BlockDelta(index=block.index, delta=InputDelta(partial_json=step.fragment))
+
+
+def _content(block: Block) -> ContentBlock:
+    """A block as far as it has grown."""
+    if block.call is None:
+        return TextBlock(text=block.text)
+    return ToolUseBlock(id=block.call.id, name=block.call.name, input=_input(block.text))
+
+
+def _input(arguments: str) -> dict[str, object]:
+    try:
+        found = msgspec.json.decode(arguments) if arguments else {}
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {INVALID: arguments}
+
+
+def _usage(usage: Usage) -> MessageUsage:
+    cached = usage.prompt_tokens_details.cached_tokens
+    return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
+
+
+def _event(record: Event) -> bytes:
+    return event(encode(record), str(type(record).__struct_config__.tag))

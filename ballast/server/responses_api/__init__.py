@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: its requests become chat requests, its answers are written here."""

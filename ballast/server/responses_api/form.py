@@ -1,0 +1,213 @@
+"""Pieces as answers of the Responses API: whole, or event by event."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from ballast.server.answers import Head, token_logprobs
+from ballast.server.blocks import Block, Blocks, Grown, Opened, Step
+from ballast.server.faults import Fault
+from ballast.server.openai import ChatRequest
+from ballast.server.pieces import Piece, Scored
+from ballast.server.responses import TokenLogprob, Usage, encode
+from ballast.server.responses_api.records import (
+    ArgumentsDelta,
+    ArgumentsDone,
+    CachedTokens,
+    FunctionCall,
+    IncompleteDetails,
+    ItemEvent,
+    ItemStatus,
+    OutputMessage,
+    OutputText,
+    PartEvent,
+    ResponseError,
+    ResponseEvent,
+    ResponseRecord,
+    ResponseUsage,
+    TextDelta,
+    TextDone,
+)
+from ballast.server.sse import DONE, PING, event
+
+_Code = Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
+
+
+class ResponseForm:
+    """`/v1/responses`: one answer. Each block of the output is an item."""
+
+    silence = PING
+
+    def __init__(self, head: Head, request: ChatRequest, repeated: Mapping[str, Any]) -> None:
+        """`repeated`: fields of a `ResponseRecord` that the request decides."""
+        self._head = head
+        self._repeated = repeated
+        self._alternatives = request.told_logprobs
+        """How many are given with each token's log-probability; None: there are none."""
+        self._blocks = Blocks()
+        self._ids: list[str] = []
+        """Of the items, by block."""
+        self._cut = False
+        """The output was ended by `max_output_tokens`, or by the context."""
+        self._sent = 0
+        """Events."""
+
+    def opening(self, choices: int, usage: Usage) -> bytes:
+        begun = self._record("in_progress")
+        return b"".join(
+            self._event(f"response.{what}", ResponseEvent, response=begun)
+            for what in ("created", "in_progress")
+        )
+
+    def events(self, pieces: Iterable[Piece]) -> bytes:
+        return b"".join(self._of_step(step) for step in self._take(pieces))
+
+    def closing(self, usage: Usage) -> bytes:
+        return self._end(self._whole(usage))
+
+    def failed(self, fault: Fault) -> bytes:
+        codes: dict[int, _Code] = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+        error = ResponseError(codes.get(fault.status, "server_error"), fault.text)
+        return self._end(self._record("failed", error=error))
+
+    def whole(self, pieces: Iterable[Piece], choices: int, usage: Usage) -> ResponseRecord:
+        for _ in self._take(pieces):
+            pass
+        return self._whole(usage)
+
+    def _take(self, pieces: Iterable[Piece]) -> Iterator[Step]:
+        for piece in pieces:
+            self._cut = piece.finish_reason == "length"
+            yield from self._blocks.push(piece)
+
+    def _whole(self, usage: Usage) -> ResponseRecord:
+        counts = ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=CachedTokens(usage.prompt_tokens_details.cached_tokens),
+            output_tokens=usage.completion_tokens,
+            total_tokens=usage.total_tokens,
+        )
+        if self._cut:
+            details = IncompleteDetails("max_output_tokens")
+            return self._record("incomplete", usage=counts, incomplete_details=details)
+        now = int(self._head.wall.now())
+        return self._record("completed", usage=counts, completed_at=now)
+
+    def _record(self, status: str, **fields: Any) -> ResponseRecord:
+        """The response as far as it has come."""
+        blocks = self._blocks
+        output = [
+            self._item(block, last=block is blocks.blocks[-1], whole=blocks.ended and not self._cut)
+            for block in blocks.blocks
+        ]
+        return ResponseRecord(
+            id=self._head.answer_id,
+            created_at=self._head.created,
+            model=self._head.model,
+            status=status,
+            output=output,
+            **self._repeated,
+            **fields,
+        )
+
+    # -- items ------------------------------------------------------------------------------------
+
+    def _item(self, block: Block, *, last: bool, whole: bool) -> OutputMessage | FunctionCall:
+        """A block that grows no more; the last of an output is as complete as that is."""
+        status: ItemStatus = "completed" if whole or not last else "incomplete"
+        if block.call is None:
+            return OutputMessage(id=self._id(block), status=status, content=[self._part(block)])
+        return FunctionCall(
+            id=self._id(block),
+            status=status,
+            call_id=block.call.id,
+            name=block.call.name,
+            arguments=block.text,
+        )
+
+    def _begun(self, block: Block) -> OutputMessage | FunctionCall:
+        """A block that has just been opened."""
+        item_id = self._id(block)
+        if block.call is None:
+            return OutputMessage(id=item_id, status="in_progress", content=[])
+        return FunctionCall(
+            id=item_id,
+            status="in_progress",
+            call_id=block.call.id,
+            name=block.call.name,
+            arguments="",
+        )
+
+    def _id(self, block: Block) -> str:
+        if block.index == len(self._ids):
+            self._ids.append(f"{'msg' if block.call is None else 'fc'}_{secrets.token_hex(12)}")
+        return self._ids[block.index]
+
+    def _part(self, block: Block) -> OutputText:
+        return OutputText(text=block.text, logprobs=self._scores(block.scored))
+
+    def _scores(self, scored: Sequence[Scored]) -> list[TokenLogprob]:
+        if self._alternatives is None:
+            return []
+        return token_logprobs(scored, self._alternatives, self._head.tokenizer)
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def _of_step(self, step: Step) -> bytes:
+        block = step.block
+        where = {"item_id": self._id(block), "output_index": block.index}
+        text = block.call is None
+        if isinstance(step, Opened):
+            item = self._begun(block)
+            made = self._event("response.output_item.added", ItemEvent, block.index, item)
+            if text:
+                part = OutputText(text="")
+                made += self._event("response.content_part.added", PartEvent, part=part, **where)
+            return made
+        if isinstance(step, Grown):
+            if text:
+                scores = self._scores(step.scored)
+                return self._event(
+                    "response.output_text.delta",
+                    TextDelta,
+                    delta=step.fragment,
+                    logprobs=scores,
+                    **where,
+                )
+            name = "response.function_call_arguments.delta"
+            return self._event(name, ArgumentsDelta, delta=step.fragment, **where)
+        if text:
+            part = self._part(block)
+            made = self._event(
+                "response.output_text.done",
+                TextDone,
+                text=part.text,
+                logprobs=part.logprobs,
+                **where,
+            )
+            made += self._event("response.content_part.done", PartEvent, part=part, **where)
+        else:
+            assert block.call is not None
+            made = self._event(
+                "response.function_call_arguments.done",
+                ArgumentsDone,
+                name=block.call.name,
+                arguments=block.text,
+                **where,
+            )
+        item = self._item(block, last=step.last, whole=not self._cut)
+        return made + self._event("response.output_item.done", ItemEvent, block.index, item)
+
+    def _end(self, response: ResponseRecord) -> bytes:
+        return self._event(f"response.{response.status}", ResponseEvent, response=response) + DONE
+
+    def _event(
+        self, name: str, record: Callable[..., msgspec.Struct], *values: Any, **fields: Any
+    ) -> bytes:
+        made = record(name, self._sent, *values, **fields)
+        self._sent += 1
+        return event(encode(made), name)
