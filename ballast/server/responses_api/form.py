@@ -206,8 +206,8 @@ class ResponseForm:
         return self._event(f"response.{response.status}", ResponseEvent, response=response) + DONE
 
     def _event(
-        self, name: str, record: Callable[..., msgspec.Struct], *values: Any, **fields: Any
+        self, kind: str, record: Callable[..., msgspec.Struct], /, *values: Any, **fields: Any
     ) -> bytes:
-        made = record(name, self._sent, *values, **fields)
+        made = record(kind, self._sent, *values, **fields)
         self._sent += 1
-        return event(encode(made), name)
+        return event(encode(made), kind)
