@@ -16,9 +16,15 @@ import httpx
 from tests.server.process import DEADLINE
 
 CONNECTIONS = 8
+MESSAGES_ERROR = ("error", {"type", "message"})
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{"}}
+BLOCK = {
+    "role": "assistant",
+    "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}],
+}
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": 1}]}
 NASTY: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2, 7, 2**31, 2**53, 2**63, -(2**63) - 1, 2**64, 10**300),
     *(0.0, 0.5, 1.0, -0.1, 2.0001, 1e308, 5e-324, float("nan"), float("inf")),
@@ -29,6 +35,12 @@ NASTY: tuple[Any, ...] = (
     *([{"role": "user"}], [{"role": "user", "content": [{"type": "image_url"}]}], [{"role": ""}]),
     *([{"role": "assistant", "content": None, "tool_calls": [CALL]}], [{"role": "tool"}]),
     *([{"content": "x"}], [{"role": "user", "content": "x", "tool_calls": 5}], [[{}]]),
+    *([{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}], [{"type": []}]),
+    *([{"role": "user", "content": [{"type": "image"}]}], [{"type": "input_text", "text": "x"}]),
+    *([{"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f"}]}], [BLOCK]),
+    *([{"role": "user", "content": [RESULT]}], [{"name": "f", "input_schema": {"type": "x"}}]),
+    *({"type": "any"}, {"type": "tool"}, {"type": "allowed_tools", "mode": "auto", "tools": [1]}),
+    *({"format": {"type": "json_schema"}}, {"format": 1}, [{"type": "function", "name": "\ud800"}]),
     *([TOOL], [TOOL] * 300, [{**TOOL, "type": "other"}], [{"type": "function"}]),
     *({"type": "function", "function": {"name": "g"}}, {"type": "function"}),
     *({"type": "json_object"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": 1}),
@@ -226,16 +238,20 @@ def _sound(hit: Hit) -> bool:
         return False
     if hit.status >= 400:
         return hit.shot.method == "HEAD" or _explained(hit.text)
-    if hit.text.startswith(("data: ", ": ping")):
+    if hit.text.startswith("event: message_start"):
+        return hit.text.endswith('{"type":"message_stop"}\n\n')
+    if hit.text.startswith(("data: ", "event: response", ": ping")):
         *events, end, last = hit.text.split("\n\n")
         return (end, last) == ("data: [DONE]", "") and all('"error"' not in e[:12] for e in events)
     return True
 
 
 def _explained(text: str) -> bool:
-    """Whether a body is an error as OpenAI's are."""
+    """Whether a body is an error as OpenAI's are, or as Anthropic's."""
     try:
-        error = json.loads(text)["error"]
+        body = json.loads(text)
+        error = body["error"]
     except (ValueError, KeyError, TypeError):
         return False
-    return bool(error["message"]) and {"type", "param", "code"} <= set(error)
+    named = {"type", "param", "code"} <= set(error)
+    return bool(error["message"]) and (named or (body.get("type"), set(error)) == MESSAGES_ERROR)

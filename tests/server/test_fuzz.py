@@ -74,6 +74,34 @@ CHAT: dict[str, Any] = {
     "priority": 0,
     "user": "u",
 }
+SAMPLED = {
+    name: CHAT[name]
+    for name in ("model", "temperature", "top_p", "top_k", "seed", "stop_token_ids", "stream")
+}
+MESSAGES: dict[str, Any] = {
+    **SAMPLED,
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "What floats?"}]}],
+    "system": "Be brief.",
+    "max_tokens": 4,
+    "stop_sequences": ["x"],
+    "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+    "tool_choice": {"type": "auto"},
+    "output_config": {"effort": "low"},
+}
+RESPONSES: dict[str, Any] = {
+    **SAMPLED,
+    "input": [{"role": "user", "content": "What floats?"}],
+    "instructions": "Be brief.",
+    "max_output_tokens": 4,
+    "text": {"format": {"type": "text"}},
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+    "tool_choice": "auto",
+    "include": ["message.output_text.logprobs"],
+    "top_logprobs": 2,
+    "metadata": {"k": "v"},
+    "store": False,
+    "previous_response_id": None,
+}
 LEVELS: dict[str, Any] = {
     "slo": {"ttft": 1.0, "tpot": 0.1},
     "priority": 1,
@@ -84,6 +112,9 @@ LEVELS: dict[str, Any] = {
 SOUND: dict[str, dict[str, Any]] = {
     "POST /v1/chat/completions": CHAT,
     "POST /v1/completions": {**CHAT, "model": MODELS[0], "prompt": "A ship", "echo": False},
+    "POST /v1/messages": MESSAGES,
+    "POST /v1/messages/count_tokens": MESSAGES,
+    "POST /v1/responses": RESPONSES,
     "POST /v1/embeddings": {"model": MODELS[1], "input": "A ship", "encoding_format": "float"},
     "POST /tokenize": {"model": MODELS[0], "prompt": "A ship", "add_special_tokens": True},
     "POST /detokenize": {"model": MODELS[0], "tokens": [40, 41]},
@@ -210,7 +241,8 @@ def test_ten_thousand_odd_requests_are_answered_and_none_hurts(own: ServerProces
 
 def test_hundreds_of_them_before_real_models(real: ServerProcess) -> None:
     worker = real.worker_pid
-    marksman = Marksman(SOUND, SEED + 1, max_tokens=2, max_completion_tokens=2, n=1)
+    bounds = {"max_tokens": 2, "max_completion_tokens": 2, "max_output_tokens": 2, "n": 1}
+    marksman = Marksman(SOUND, SEED + 1, **bounds)
     hits = fire(real.http.base_url, marksman.shots(REAL))
     check_answered(hits, real)
     assert Counter(h.status for h in hits)[200] > REAL // 10

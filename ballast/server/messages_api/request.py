@@ -24,15 +24,16 @@ from ballast.server.translation import (
     turn,
 )
 
-VERSION = "2023-06-01"
-"""Of the API, as the header `anthropic-version` names it."""
+OUTDATED = ("2023-01-01",)
+"""Versions of the API, as the header `anthropic-version` names them, whose streams differ. Those
+since differ in what requests may hold: here they may hold what any of them allows."""
 
 
 def check_version(headers: Mapping[str, str]) -> None:
-    """Raises Fault where a client expects another version of the API than this one."""
-    wanted = headers.get("anthropic-version", VERSION)
-    if wanted != VERSION:
-        why = f"anthropic-version: {wanted[:80]!r} is not known here, only {VERSION}"
+    """Raises Fault where a client expects streams of another form."""
+    wanted = headers.get("anthropic-version")
+    if wanted in OUTDATED:
+        why = f"anthropic-version: {wanted} is not supported, only 2023-06-01 and later"
         raise Fault(400, why, "invalid_request", "anthropic-version")
 
 

@@ -29,6 +29,7 @@ from ballast.server.responses_api.records import (
     ResponseEvent,
     ResponseRecord,
     ResponseUsage,
+    Status,
     TextDelta,
     TextDone,
 )
@@ -97,7 +98,7 @@ class ResponseForm:
         now = int(self._head.wall.now())
         return self._record("completed", usage=counts, completed_at=now)
 
-    def _record(self, status: str, **fields: Any) -> ResponseRecord:
+    def _record(self, status: Status, **fields: Any) -> ResponseRecord:
         """The response as far as it has come."""
         blocks = self._blocks
         output = [

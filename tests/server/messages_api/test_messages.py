@@ -146,17 +146,21 @@ CHAT_CALL = {
     [
         (
             {
-                "system": [{"type": "text", "text": "Be", "cache_control": {}}, *[
-                    {"type": "text", "text": " brief."}
-                ]],
+                "system": [
+                    {"type": "text", "text": "Be", "cache_control": {}},
+                    *[{"type": "text", "text": " brief."}],
+                ],
                 "messages": [
                     {"role": "user", "content": "a"},
                     {"role": "assistant", "content": [{"type": "thinking"}, USE]},
-                    {"role": "user", "content": [
-                        {**RESULT, "content": [{"type": "text", "text": "rain"}]},
-                        {**RESULT, "content": "sun", "is_error": True},
-                        {"type": "text", "text": "So?"},
-                    ]},
+                    {
+                        "role": "user",
+                        "content": [
+                            {**RESULT, "content": [{"type": "text", "text": "rain"}]},
+                            {**RESULT, "content": "sun", "is_error": True},
+                            {"type": "text", "text": "So?"},
+                        ],
+                    },
                 ],
                 "max_tokens": 7,
                 "stop_sequences": ["x", "<|user|>"],
@@ -310,8 +314,9 @@ def test_other_versions_and_methods_are_refused(echo: ServerProcess) -> None:
         old = echo.http.post(path, json=ASKED, headers={"anthropic-version": "2023-01-01"})
         assert old.status_code == 400
         assert "2023-06-01" in old.json()["error"]["message"]
-        now = echo.http.post(path, json=ASKED, headers={"anthropic-version": "2023-06-01"})
-        assert now.status_code == 200
+        for version in ("2023-06-01", "2026-10-21"):
+            now = echo.http.post(path, json=ASKED, headers={"anthropic-version": version})
+            assert now.status_code == 200
     wrong = echo.http.get("/v1/messages")
     assert (wrong.status_code, wrong.json()["type"]) == (405, "error")
     lost = echo.http.post("/v1/messages/batches", json=ASKED)

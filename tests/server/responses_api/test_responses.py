@@ -24,11 +24,7 @@ FUNCTIONS = [
 ]
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 REQUIRED = set(
-    "id object created_at completed_at status incomplete_details model previous_response_id "
-    "instructions output error tools tool_choice truncation parallel_tool_calls text top_p "
-    "presence_penalty frequency_penalty top_logprobs temperature reasoning user usage "
-    "max_output_tokens max_tool_calls store background service_tier metadata safety_identifier "
-    "prompt_cache_key".split()
+    ["id", "object", "created_at", "completed_at", "status", "incomplete_details", "model", "previous_response_id", "instructions", "output", "error", "tools", "tool_choice", "truncation", "parallel_tool_calls", "text", "top_p", "presence_penalty", "frequency_penalty", "top_logprobs", "temperature", "reasoning", "user", "usage", "max_output_tokens", "max_tool_calls", "store", "background", "service_tier", "metadata", "safety_identifier", "prompt_cache_key"]
 )
 """Of a response, by the specification of Open Responses."""
 BEGUN = ["response.created", "response.in_progress"]
@@ -211,7 +207,12 @@ def test_a_stream_that_breaks_ends_with_a_failed_response(echo: ServerProcess) -
 
 # -- requests -----------------------------------------------------------------------------------
 
-CALLED = {"type": "function_call", "call_id": "c", "name": "forecast", "arguments": '{"city": "Rom"}'}
+CALLED = {
+    "type": "function_call",
+    "call_id": "c",
+    "name": "forecast",
+    "arguments": '{"city": "Rom"}',
+}
 HISTORY = [
     {"role": "developer", "content": "Be brief."},
     {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
@@ -270,13 +271,24 @@ CHAT_HISTORY = [
             },
         ),
         (
-            {"input": "a", "text": {"format": {
-                "type": "json_schema", "name": "s", "schema": SCHEMA, "strict": True,
-            }}},
-            {"messages": [{"role": "user", "content": "a"}], "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "s", "schema": SCHEMA, "strict": True},
-            }},
+            {
+                "input": "a",
+                "text": {
+                    "format": {
+                        "type": "json_schema",
+                        "name": "s",
+                        "schema": SCHEMA,
+                        "strict": True,
+                    }
+                },
+            },
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "s", "schema": SCHEMA, "strict": True},
+                },
+            },
         ),
         (
             {"input": "a", "text": {"format": {"type": "json_object"}, "verbosity": "low"}},
@@ -315,10 +327,12 @@ CHAT_HISTORY = [
         ),
         (
             {"input": [{"role": "user", "content": "a"}, CALLED, {**CALLED, "call_id": "d"}]},
-            {"messages": [
-                {"role": "user", "content": "a"},
-                {"role": "assistant", "tool_calls": [CHAT_CALL, {**CHAT_CALL, "id": "d"}]},
-            ]},
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "tool_calls": [CHAT_CALL, {**CHAT_CALL, "id": "d"}]},
+                ]
+            },
         ),
     ],
 )
