@@ -58,4 +58,5 @@ def _known(settings: ModelSettings) -> ModelSpec:
         max_waiting=settings.max_waiting,
         queue_seconds=settings.queue_seconds,
         pinned=settings.pinned,
+        ttl=settings.ttl,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -160,6 +160,18 @@ class Controller(Routing):
         """An operator has said where a model is: as if the fleet file named these devices."""
         models = (
             replace(m, devices=tuple(devices)) if m.name == model else m for m in self.fleet.models
+        )
+        self.fleet = replace(self.fleet, models=tuple(models))
+
+    def name_aliases(self, aliases: Mapping[str, tuple[str, ...]]) -> None:
+        """Replace the aliases of all models and adapters, by own name; none where it has none."""
+        models = (
+            replace(
+                m,
+                aliases=aliases.get(m.name, ()),
+                adapters=tuple(replace(a, aliases=aliases.get(a.name, ())) for a in m.adapters),
+            )
+            for m in self.fleet.models
         )
         self.fleet = replace(self.fleet, models=tuple(models))
 

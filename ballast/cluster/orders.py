@@ -49,7 +49,7 @@ class PendingOrders:
 
 
 def names_of(fleet: FleetSettings) -> set[str]:
-    """Of its models and their adapters."""
+    """Own names of its models and their adapters."""
     return {m.name for m in fleet.models} | {a.name for m in fleet.models for a in m.adapters}
 
 
@@ -58,12 +58,11 @@ def refusal(fleet: FleetSettings, served: Collection[str], order: Order) -> str 
     if isinstance(order, Remove) and set(served) == {order.model}:
         return f"{order.model!r} is the only model that is served; add another one first"
     if isinstance(order, Add):
-        names = {order.settings.name, *(a.name for a in order.settings.adapters)}
         for model in fleet.models:
             if model.name != order.settings.name:
-                taken = names & {model.name, *(a.name for a in model.adapters)}
-                if taken:
-                    return f"there is a model {min(taken)!r} already"
+                both = order.settings.names & model.names
+                if both:
+                    return f"there is a model {min(both)!r} already"
     return None
 
 
@@ -108,6 +107,7 @@ def _changed(model: ModelSettings, c: Change) -> ModelSettings:
             max_waiting=c.max_waiting,
             queue_seconds=c.queue_seconds,
             pinned=c.pinned,
+            ttl=c.ttl,
         )
     adapters = tuple(
         replace(

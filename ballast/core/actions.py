@@ -177,6 +177,8 @@ class Change:
     """This and what follows: of a model only, an adapter has its base's."""
     max_running: int = 64
     pinned: bool = False
+    ttl: float | None = field(default=None, metadata=OMITTED)
+    """Seconds; None, 0: idle, it stays."""
     why: str = ""
 
 

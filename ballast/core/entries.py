@@ -98,7 +98,7 @@ def describe(event: Event) -> Entry:
             "event": kind,
             "id": event.id,
             "operation": type(wanted).__name__,
-            **dataclasses.asdict(wanted),
+            **describe_action(wanted),
         }
     if isinstance(event, Lent | AskedBack | Returned):
         return {"event": kind, **describe_lease(event.lease)}

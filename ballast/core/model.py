@@ -79,6 +79,8 @@ class ModelSpec:
     embeds: bool = False
     """The checkpoint is of an embedding model: the last token's hidden state stands for a text."""
     pinned: bool = False
+    ttl: float | None = None
+    """Idle time to live, in seconds; None, 0: idle, it stays until others need its memory."""
     ranks: int = 1
     """Ranks of a tensor-parallel group that share it. Heads, intermediate, segments and what
     follows from them are then one rank's part; `hidden` and `vocab` are whole."""

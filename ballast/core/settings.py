@@ -41,6 +41,8 @@ class AdapterSettings:
     """Most requests for this adapter queued; more are refused."""
     queue_seconds: float | None = None
     """A request that waited so long without being admitted fails; None: the base's."""
+    aliases: tuple[str, ...] = ()
+    """Further names by which clients may ask for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,8 @@ class ModelSettings:
     block_tokens: int = 16
     pinned: bool = False
     """A pinned model is never evicted."""
+    ttl: float | None = None
+    """Idle time to live: seconds without a request after which it is evicted; None, 0: never."""
     model_impl: str = "auto"
     """Code that runs it: `generic` (any family), `fused` (Llama-shaped ones, faster), or `auto`."""
     linear: str = "auto"
@@ -77,6 +81,14 @@ class ModelSettings:
     """How it writes tool calls (a name of `ballast.server.tools`); `auto`: by its template."""
     devices: tuple[str, ...] = ()
     """Devices that serve it, each of them all of it; none: one that is chosen by its size."""
+    aliases: tuple[str, ...] = ()
+    """Further names by which clients may ask for it."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every name by which clients may ask for the model or one of its adapters."""
+        served = (self, *self.adapters)
+        return frozenset(name for s in served for name in (s.name, *s.aliases))
 
 
 class KvLayout(StrEnum):
@@ -198,6 +210,8 @@ class ServerSettings:
     """None: no key is asked for."""
     admin_key: str | None = field(default=None, repr=False)
     """None: there are no admin routes."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins (`scheme://host[:port]`, or `*`: any) whose pages browsers let read responses."""
     most_open: int = 4096
     """Most generating requests open at a time; more are refused (429)."""
     most_connections: int = 8192
@@ -267,6 +281,12 @@ class FleetSettings:
         budgets = [f"{format_bytes(d.budget_bytes)} of {d.name}" for d, _ in self.devices.values()]
         models = "1 model" if n == 1 else f"{n} models"
         return f"{models} from {', '.join(budgets)}, {self.preset}"
+
+    @property
+    def aliases(self) -> dict[str, tuple[str, ...]]:
+        """Further names of each model and adapter that has any, by its own name."""
+        served = (s for m in self.models for s in (m, *m.adapters))
+        return {s.name: s.aliases for s in served if s.aliases}
 
     @property
     def has_gpus(self) -> bool:

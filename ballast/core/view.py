@@ -112,6 +112,9 @@ class ModelView:
     lacks pages: dropping them makes it lack as many more."""
     frozen: bool = False
     """No job of the model starts; running requests keep their KV."""
+    idle_since: float | None = None
+    """When its last request ended, or it became resident if that was later, in seconds; None: it
+    is not resident, or has requests, paused ones included."""
 
     @property
     def name(self) -> str:

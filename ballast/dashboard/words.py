@@ -125,9 +125,9 @@ def _decided(decision: Mapping[str, Any]) -> Decided:
         pages = decision["pages"]
         unbounded = "all" if verb == "recall" else "no bound"
         details.append(unbounded if pages is None else counted(pages, "page"))
-    by = decision.get("by")
-    if by and f"by an {by}" not in details:  # as the reason, where it has no other
-        details.append(f"by an {by}")
+    operator = "by an operator"
+    if decision.get("by") == "operator" and operator not in details:  # any other has a reason
+        details.append(operator)
     return Decided(
         time=float(decision.get("time", 0.0)),
         verb=verb,

@@ -12,6 +12,7 @@ from ballast.core.event import Event, Operate, Output, Timer
 from ballast.core.job import Job, SequenceWork
 from ballast.core.request import Request, State
 from ballast.core.story import Story
+from ballast.core.view import DeviceView
 from ballast.engine.apply import apply
 from ballast.engine.compute_view import compute_view, could_run, runnable
 from ballast.engine.events import handle
@@ -24,6 +25,7 @@ from ballast.engine.vacate import vacate
 from ballast.engine.views import device_view
 from ballast.policy.presets import Preset
 from ballast.policy.stuck import sacrifice
+from ballast.policy.ttl import expire
 
 ROUNDS = 8
 """Most times that one turn asks the policy about shortages found while forming a job."""
@@ -77,6 +79,9 @@ class Loop:
         """What the compute policy remembers."""
         self._memo: object = None
         self._wake_at: float | None = None
+        """When the policy wished to be asked again."""
+        self._expires_at: float | None = None
+        """When the next idle model's time to live is over."""
         self._jobs = 0
         self._rounds = 0
         """Times that forming jobs may still ask the policy in this turn."""
@@ -118,7 +123,8 @@ class Loop:
     @property
     def until(self) -> float | None:
         """When it turns next, on its clock, if no event comes before."""
-        return _earliest(self._wake_at, self.state.patience.next, self.state.lending.next)
+        state = self.state
+        return _earliest(self._wake_at, self._expires_at, state.patience.next, state.lending.next)
 
     def leapt(self, job: Job, following: ModelState, steps: int) -> None:
         """In virtual time: `job` and those after it, `steps` in all, have ended. They only decoded;
@@ -201,15 +207,18 @@ class Loop:
 
     def _decide(self, outputs: list[Output]) -> bool:
         """Ask the policy and do what it says; whether anything has changed by it."""
-        self.state.asking = False
         view = device_view(self.state)
+        expired = self._expire(view, outputs)
+        if expired:
+            view = device_view(self.state)
+        self.state.asking = False
         decision = self.preset.device(view, self._memo)
         self._memo = decision.memo
         later = decision.wake_at is not None and decision.wake_at > view.now
         self._wake_at = decision.wake_at if later else None
         before = self.state.promises.stated
         self.state.promises.withdraw()
-        done = False
+        done = expired
         for action in decision.actions:
             refused = apply(self.state, action, outputs)
             self.story.decision(view.now, action, refused)
@@ -220,6 +229,16 @@ class Loop:
             self.story.promises(view.now, self.state.promises.stated)
             return True
         return done
+
+    def _expire(self, view: DeviceView, outputs: list[Output]) -> bool:
+        """Evict models whose time to live is over, before the policy is asked; whether there were
+        any."""
+        expiry = expire(view)
+        self._expires_at = expiry.wake_at
+        for eviction in expiry.evictions:
+            refused = apply(self.state, eviction, outputs)
+            self.story.decision(self.state.now, eviction, refused, by="ttl")
+        return bool(expiry.evictions)
 
     def _dispatch(self, outputs: list[Output]) -> None:
         """Start jobs on idle lanes where models have any; ask about new shortages first."""

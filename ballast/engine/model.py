@@ -51,6 +51,8 @@ class ModelState:
     """(request, epoch of freed memory) at which the first waiting request last found no room."""
     last_run: float = float("-inf")
     last_used: float = float("-inf")
+    resident_since: float = float("-inf")
+    """When it became resident last, on the device's clock."""
     lane_seconds: float = 0.0
     """Of the whole device, that its jobs have taken so far: on a part of it, so much less."""
     activations: int = 0
@@ -80,6 +82,13 @@ class ModelState:
     output_tokens: int = 0
     view: ModelView | None = None
     """The snapshot, dropped (None) by whatever changes the model."""
+
+    @property
+    def idle_since(self) -> float | None:
+        """When it became idle, on the device's clock; None: it is not resident, or has requests."""
+        if self.residency is not Residency.RESIDENT or self.waiting or self.running or self.paused:
+            return None
+        return max(self.last_used, self.resident_since)
 
     @property
     def rotation(self) -> Rotation:

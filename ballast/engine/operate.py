@@ -156,6 +156,7 @@ class Operations:
                 max_waiting=c.max_waiting,
                 queue_seconds=c.queue_seconds,
                 pinned=c.pinned,
+                ttl=c.ttl,
             )
         else:
             changed = replace(

@@ -230,6 +230,8 @@ class DeviceState:
     def become(self, m: ModelState, residency: Residency) -> None:
         """The model's residency, once its weights are so. Who shares segments with it sees that."""
         m.residency = residency
+        if residency is Residency.RESIDENT:
+            m.resident_since = self.now
         self.touch(m)
         if m.weights.shared:
             for other in self.models.values():

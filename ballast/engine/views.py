@@ -85,6 +85,7 @@ def _model_view(state: DeviceState, m: ModelState) -> ModelView:
             kv_layer_pages=m.kv.layer_pages,
             first_cached_pages=_first_cached_pages(m),
             frozen=m.frozen,
+            idle_since=m.idle_since,
         )
     return m.view
 

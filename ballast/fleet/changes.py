@@ -160,6 +160,10 @@ def merged(file: Sequence[NamedModelKeys], changes: Changes) -> Entries:
         if any(entry.name == other.name for _, other in entries):
             notes.append(f"{entry.name} was added; the fleet file's entry counts instead")
             continue
+        if both := {n for _, other in entries for n in other.names}.intersection(entry.names):
+            why = f"the fleet file has a model that is called {min(both)}, too"
+            notes.append(f"{entry.name} was added; {why}")
+            continue
         added.append(entry)
         entries.append((f"{entry.name} (added by an operator)", entry))
     kept = _made(removed, tuple(added), changes.changed, changes.homes)

@@ -11,7 +11,7 @@ from ballast.fleet.levels import levels_of, with_levels
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """From one fleet to another; empty where they are equal, but for `server`."""
+    """From one fleet to another; empty where they are equal, but for `server` and for aliases."""
 
     added: tuple[ModelSettings, ...]
     removed: tuple[str, ...]
@@ -73,7 +73,7 @@ def _unlike(a: ModelSettings, b: ModelSettings) -> tuple[str, ...]:
     found = [
         _MODEL.get(f.name, f.name)
         for f in fields(ModelSettings)
-        if f.name != "adapters" and getattr(a, f.name) != getattr(b, f.name)
+        if f.name not in ("adapters", "aliases") and getattr(a, f.name) != getattr(b, f.name)
     ]
     if {x.name: x.path for x in a.adapters} != {x.name: x.path for x in b.adapters}:
         found.append("adapters")

@@ -227,11 +227,12 @@ def _check_names(keys: FleetKeys, presets: Collection[str]) -> None:
         raise ConfigError("preset", keys.preset, unknown(keys.preset, presets))
     seen: dict[str, int] = {}
     for i, model in enumerate(keys.models):
-        if model.name in seen:
-            raise ConfigError(
-                f"models[{i}].name", model.name, f"models[{seen[model.name]}] has that name already"
-            )
-        seen[model.name] = i
+        for name in model.names:
+            if name in seen:
+                key = "name" if name == model.name else "aliases"
+                allowed = f"models[{seen[name]}] has that name already"
+                raise ConfigError(f"models[{i}].{key}", name, allowed)
+        seen |= dict.fromkeys(model.names, i)
     _check_api_keys(keys.server)
     bases = [model.name for model in keys.models if model.adapter is None]
     for i, model in enumerate(keys.models):

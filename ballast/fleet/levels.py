@@ -25,6 +25,7 @@ _FIELDS = {
     "limits.waiting": ("max_waiting",),
     "limits.queue_seconds": ("queue_seconds",),
     "pinned": ("pinned",),
+    "ttl": ("ttl",),
 }
 """Where settings have them."""
 
@@ -85,4 +86,10 @@ def change_to(model: ModelSettings | AdapterSettings) -> Change:
     )
     if isinstance(model, AdapterSettings):
         return common
-    return replace(common, share=model.share, max_running=model.max_running, pinned=model.pinned)
+    return replace(
+        common,
+        share=model.share,
+        max_running=model.max_running,
+        pinned=model.pinned,
+        ttl=model.ttl,
+    )

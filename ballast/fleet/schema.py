@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 
 from ballast.core.settings import (
     GPU_PAGE,
@@ -22,6 +31,7 @@ from ballast.core.settings import (
 from ballast.core.units import parse_bytes
 
 OS_PAGE = 4096
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]+")
 
 
 def _size(value: Any) -> int:
@@ -49,6 +59,12 @@ def _secret(value: Any) -> str:
     return value
 
 
+def _origin(value: str) -> str:
+    if value != "*" and not _ORIGIN.fullmatch(value):
+        raise ValueError("an origin reads https://host or https://host:port, without a path; or *")
+    return value
+
+
 def _page(value: Any) -> int:
     size = _size(value)
     if size < OS_PAGE or size & (size - 1):
@@ -64,6 +80,7 @@ Bandwidth = Annotated[float, BeforeValidator(_bandwidth), Field(gt=0, allow_inf_
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$", max_length=128)]
 DeviceName = Annotated[str, Field(min_length=1, max_length=128)]
+Origin = Annotated[str, AfterValidator(_origin)]
 Secret = Annotated[str, BeforeValidator(_secret)]
 
 
@@ -104,6 +121,8 @@ class LiveKeys(Keys):
     share: Positive = 1.0
     limits: LiveLimitKeys = LiveLimitKeys()
     pinned: bool = False
+    ttl: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Seconds without a request after which the model is evicted; None, 0: never."""
 
 
 class ModelKeys(LiveKeys):
@@ -119,7 +138,7 @@ class ModelKeys(LiveKeys):
     """Those that serve it; none: one, chosen by its size."""
 
 
-ADAPTER_KEYS = ("name", "adapter", "base", "slo", "priority", "limits")
+ADAPTER_KEYS = ("name", "adapter", "base", "slo", "priority", "limits", "aliases")
 """What may be said of an adapter; the rest is its base's."""
 ADAPTER_LIMITS = ("waiting", "queue_seconds")
 """The same, of `limits`."""
@@ -129,9 +148,23 @@ class NamedModelKeys(ModelKeys):
     """One entry of `models`: a checkpoint (`path`), or an adapter of another entry."""
 
     name: Name
+    aliases: Annotated[tuple[Name, ...], Field(strict=False)] = ()
     path: Annotated[str | None, Field(min_length=1)] = None
     adapter: Annotated[str | None, Field(min_length=1)] = None
     base: str | None = None
+
+    @field_validator("aliases")
+    @classmethod
+    def _named_once(cls, aliases: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        for i, alias in enumerate(aliases):
+            if alias in (info.data.get("name"), *aliases[:i]):
+                raise ValueError(f"the model would have the name {alias!r} twice; keep one")
+        return aliases
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name by which clients may ask for it, its own first."""
+        return (self.name, *self.aliases)
 
     def adapter_settings(self, directory: str) -> AdapterSettings:
         """With `directory` in place of a path or hub id."""
@@ -142,6 +175,7 @@ class NamedModelKeys(ModelKeys):
             priority=self.priority,
             max_waiting=self.limits.waiting,
             queue_seconds=self.limits.queue_seconds,
+            aliases=self.aliases,
         )
 
     def settings(self, directory: str, adapters: tuple[AdapterSettings, ...]) -> ModelSettings:
@@ -159,11 +193,13 @@ class NamedModelKeys(ModelKeys):
             queue_seconds=self.limits.queue_seconds,
             block_tokens=self.block_tokens,
             pinned=self.pinned,
+            ttl=self.ttl,
             model_impl=self.model_impl,
             linear=self.linear,
             adapters=adapters,
             tool_parser=self.tool_parser,
             devices=self.devices,
+            aliases=self.aliases,
         )
 
 
@@ -249,6 +285,7 @@ class ServerKeys(Keys):
 
     keys: list[ApiKeyKeys] = Field(default_factory=list)
     admin_key: Secret | None = Field(default=None, repr=False)
+    cors_origins: Annotated[tuple[Origin, ...], Field(strict=False)] = ()
     most_open: Count = ServerSettings().most_open
     most_connections: Count = ServerSettings().most_connections
     most_body: Size = ServerSettings().most_body_bytes
@@ -266,6 +303,7 @@ class ServerKeys(Keys):
         return ServerSettings(
             keys=tuple(key.settings() for key in self.keys),
             admin_key=self.admin_key,
+            cors_origins=self.cors_origins,
             most_open=self.most_open,
             most_connections=self.most_connections,
             most_body_bytes=self.most_body,

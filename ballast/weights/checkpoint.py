@@ -172,6 +172,7 @@ def _spec(settings: ModelSettings, manifest: Manifest, ranks: int) -> ModelSpec:
         queue_seconds=settings.queue_seconds,
         embeds=manifest.embeds,
         pinned=settings.pinned,
+        ttl=settings.ttl,
     )
 
 

@@ -224,3 +224,12 @@ def test_live_keys_refuse_what_is_not_live() -> None:
         LiveKeys.model_validate({"dtype": "float32"})
     with pytest.raises(ValueError, match="context"):
         LiveKeys.model_validate({"limits": {"context": 3}})
+
+
+def test_an_added_model_gives_way_to_the_names_that_the_file_has_by_now() -> None:
+    changes = Changes().adding(entry("c", aliases=["gpt-4o"]), ())
+    assert served(changes) == ["a", "a-lora", "b", "c"]
+    result = merged((*FILE, entry("d", aliases=["gpt-4o"])), changes)
+    assert [e.name for _, e in result.entries] == ["a", "a-lora", "b", "d"]
+    assert result.changes == Changes(version=1)
+    assert result.notes == ("c was added; the fleet file has a model that is called gpt-4o, too",)

@@ -272,6 +272,45 @@ def test_names_are_unique(home: Path) -> None:
     assert error.key == "models[1].name"
 
 
+@pytest.mark.parametrize(
+    ("entry", "key", "value"),
+    [
+        ("name: b, path: m, aliases: [c, a]", "models[1].aliases", "a"),
+        ("name: b, path: m, aliases: [gpt-4o]", "models[1].aliases", "gpt-4o"),
+        ("name: gpt-4o, path: m", "models[1].name", "gpt-4o"),
+        ("name: x, adapter: lora, base: a, aliases: [gpt-4o]", "models[1].aliases", "gpt-4o"),
+        ("name: b, path: m, aliases: [b]", "models[1].aliases", ["b"]),
+        ("name: b, path: m, aliases: [c, c]", "models[1].aliases", ["c", "c"]),
+    ],
+)
+def test_an_alias_is_the_name_of_one_model(
+    with_adapter: Path, entry: str, key: str, value: object
+) -> None:
+    named = MINIMAL.replace("name: a", "name: a, aliases: [gpt-4o, org/name]")
+    error = fault(with_adapter, named.replace("devices", f"  - {{{entry}}}\ndevices"))
+    assert (error.key, error.value) == (key, value)
+    fleet = load(with_adapter, named)
+    assert fleet.aliases == {"a": ("gpt-4o", "org/name")}
+    assert fleet.models[0].names == {"a", "gpt-4o", "org/name"}
+
+
+def test_a_model_has_the_time_to_live_of_the_defaults_or_its_own(home: Path) -> None:
+    text = "defaults: {ttl: 300}\n" + MINIMAL.lstrip().replace(
+        "devices", "  - {name: b, path: m, ttl: 0}\ndevices"
+    )
+    assert [m.ttl for m in load(home, text).models] == [300.0, 0.0]
+    assert fault(home, text.replace("ttl: 0", "ttl: -1")).key == "models[1].ttl"
+
+
+@pytest.mark.parametrize("origin", ["https://a.example/", "a.example", "https://", "**"])
+def test_an_origin_is_a_scheme_and_a_host(home: Path, origin: str) -> None:
+    allowed = ["*", "https://a.example", "http://127.0.0.1:3000", "http://[::1]:80"]
+    fleet = load(home, MINIMAL + f"server: {{cors_origins: {allowed!r}}}\n")
+    assert fleet.server.cors_origins == tuple(allowed)
+    error = fault(home, MINIMAL + f"server: {{cors_origins: [{origin!r}]}}\n")
+    assert (error.key, error.value) == ("server.cors_origins[0]", origin)
+
+
 ADAPTERS = """
 defaults: {dtype: float32, priority: 1, limits: {context: 64, waiting: 7, queue_seconds: 3}}
 models:
