@@ -10,8 +10,10 @@ from pydantic import Field
 from starlette.responses import Response
 
 from ballast.core.actions import RECALL_SECONDS, Activate, Evict
-from ballast.core.errors import UnknownModel
+from ballast.core.errors import Unavailable, UnknownModel
 from ballast.core.model import ModelSpec
+from ballast.core.report import ModelReport
+from ballast.core.view import Residency
 from ballast.fleet.faults import unknown
 from ballast.fleet.levels import said
 from ballast.fleet.schema import Keys, LiveKeys, NamedModelKeys, Size
@@ -38,23 +40,35 @@ class RecallKeys(Keys):
     seconds: Annotated[float, Field(ge=0, le=3600)] = RECALL_SECONDS
 
 
+_HERE = (Residency.RESIDENT.value, Residency.ACTIVATING.value)
+
+
 def add_admin(app: FastAPI, service: Service, operating: Operating) -> None:
     """Add the routes."""
     controller = service.controller
 
     def spec(name: str) -> ModelSpec:
+        own = service.own_name(name)
         for base in controller.specs.values():
             for served in base.served:
-                if served.name == name:
+                if served.name == own:
                     return served
         known = [s.name for base in controller.specs.values() for s in base.served]
         raise UnknownModel(f"there is no model {name!r}; {unknown(name, known)}")
 
     async def set_pinned(name: str, pinned: bool) -> None:
-        base = spec(name).base
-        if base is not None:
-            raise Fault(409, f"{name} is an adapter; ask for its base, {base}", "refused")
-        await operating.change(name, {"pinned": pinned})
+        model = spec(name)
+        if model.base is not None:
+            raise Fault(409, f"{name} is an adapter; ask for its base, {model.base}", "refused")
+        await operating.change(model.name, {"pinned": pinned})
+
+    async def evict_resident(model: ModelReport) -> str | None:
+        """Why it was not evicted, if it was not."""
+        try:
+            await operating.order(Evict(model.name, "by an operator"))
+        except (Fault, Unavailable) as error:
+            return str(error)
+        return None
 
     @app.get("/admin/models")
     async def models() -> Response:
@@ -70,17 +84,15 @@ def add_admin(app: FastAPI, service: Service, operating: Operating) -> None:
 
     @app.patch("/admin/models/{name:path}")
     async def change(name: str, levels: LiveKeys) -> Response:
-        spec(name)
-        await operating.change(name, said(levels))
+        await operating.change(spec(name).name, said(levels))
         return answered({"name": name, "status": "changed"})
 
     @app.delete("/admin/models/{name:path}")
     async def remove(
         name: str, patience: Annotated[float, Query(ge=0, le=3600)] = PATIENCE
     ) -> Response:
-        if name not in controller.failed:
-            spec(name)
-        await operating.remove(name, patience)
+        own = service.own_name(name)
+        await operating.remove(own if own in controller.failed else spec(own).name, patience)
         return answered({"name": name, "status": "removed"})
 
     @app.post("/admin/models/{name:path}/pin")
@@ -92,6 +104,16 @@ def add_admin(app: FastAPI, service: Service, operating: Operating) -> None:
     async def unpin(name: str) -> Response:
         await set_pinned(name, False)
         return answered({"name": name, "status": "unpinned"})
+
+    @app.post("/admin/models/evict")
+    async def evict_all() -> Response:
+        report = controller.report
+        here = [] if report is None else [m for m in report.models if m.residency in _HERE]
+        found = await asyncio.gather(*map(evict_resident, here))
+        outcomes = {m.name: why for m, why in zip(here, found, strict=True)}
+        refused = {name: why for name, why in outcomes.items() if why is not None}
+        evicted = [name for name in outcomes if name not in refused]
+        return answered({"evicted": evicted, "refused": refused})
 
     @app.post("/admin/models/{name:path}/evict")
     async def evict(name: str, device: str | None = None) -> Response:
@@ -129,4 +151,5 @@ def add_admin(app: FastAPI, service: Service, operating: Operating) -> None:
     async def story(
         last: Annotated[int, Query(ge=0, le=10_000)] = 100, model: str | None = None
     ) -> Response:
-        return answered({"decisions": decisions(service, last, model)})
+        own = None if model is None else service.own_name(model)
+        return answered({"decisions": decisions(service, last, own)})

@@ -12,10 +12,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ballast import __version__
 from ballast.core.errors import BallastError
 from ballast.server.admin import add_admin
 from ballast.server.bodies import JsonRoute
-from ballast.server.catalogue import described, listed
+from ballast.server.catalogue import described, listed, resident
 from ballast.server.document import ERRORS, document, told
 from ballast.server.faults import Fault
 from ballast.server.gate import Gate
@@ -23,7 +24,7 @@ from ballast.server.generating import add_generating
 from ballast.server.health import add_health
 from ballast.server.operating import Operating
 from ballast.server.reading import add_reading
-from ballast.server.responses import Model, ModelList, answered
+from ballast.server.responses import Model, ModelList, RunningList, Version, answered
 from ballast.server.service import Service
 from ballast.server.textroutes import add_texts
 
@@ -59,6 +60,14 @@ def _add_reading(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{name:path}", responses=told(Model))
     async def model(name: str) -> Response:
         return answered(described(service, name))
+
+    @app.get("/running", responses=told(RunningList))
+    async def running() -> Response:
+        return answered(RunningList(running=resident(service)))
+
+    @app.get("/version", responses=told(Version))
+    async def version() -> Response:
+        return answered(Version(version=__version__))
 
 
 def _near(app: FastAPI, request: Request) -> str:

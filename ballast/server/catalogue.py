@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from ballast.core.errors import UnknownModel
 from ballast.core.model import ModelSpec
 from ballast.core.view import Residency
-from ballast.server.responses import Model, ModelStatus
+from ballast.server.responses import Model, ModelStatus, RunningModel
 from ballast.server.service import Service
 
 _STATUS = {
@@ -16,6 +18,13 @@ _STATUS = {
     Residency.FAILED: ModelStatus("failed", "its weights could not be brought in"),
 }
 
+_RUNNING: dict[Residency, Literal["ready", "starting", "stopping"]] = {
+    Residency.RESIDENT: "ready",
+    Residency.ACTIVATING: "starting",
+    Residency.EVICTING: "stopping",
+}
+"""As llama-swap names them."""
+
 
 def status_of(residency: str) -> ModelStatus:
     """What clients are told of a value of `Residency`."""
@@ -23,30 +32,72 @@ def status_of(residency: str) -> ModelStatus:
 
 
 def listed(service: Service) -> list[Model]:
-    """Those that serve, in the fleet's order, and then those that failed to."""
+    """Those that serve, in the fleet's order, each before its aliases, and then those that failed
+    to."""
+    models, aliases = service.models, service.controller.fleet.aliases
     return [
-        *(_serving(service, spec) for spec in service.models.values()),
+        *(
+            _serving(service, spec, name)
+            for spec in models.values()
+            for name in (spec.name, *aliases.get(spec.name, ()))
+            if name == spec.name or name not in models
+        ),
         *(_failed(service, name) for name in service.failed),
     ]
 
 
 def described(service: Service, name: str) -> Model:
     """One of those listed. Raises UnknownModel."""
-    spec = service.models.get(name)
+    own = service.own_name(name)
+    spec = service.models.get(own)
     if spec is not None:
-        return _serving(service, spec)
-    if name in service.failed:
-        return _failed(service, name)
+        return _serving(service, spec, name)
+    if own in service.failed:
+        return _failed(service, own)
     raise UnknownModel(f"there is no model {name!r}")
 
 
-def _serving(service: Service, spec: ModelSpec) -> Model:
+def resident(service: Service) -> list[RunningModel]:
+    """Models whose weights are on a device, or on their way there or away, in the fleet's order."""
+    report, models = service.controller.report, service.models
+    found: list[RunningModel] = []
+    for m in () if report is None else report.models:
+        spec, state = models.get(m.name), _RUNNING.get(Residency(m.residency))
+        if spec is None or state is None:
+            continue
+        found.append(
+            RunningModel(
+                model=m.name,
+                state=state,
+                ttl=0.0 if spec.pinned else spec.ttl or 0.0,
+                waiting=m.waiting,
+                running=m.running,
+                memory=_memory(service, m.name),
+            )
+        )
+    return found
+
+
+def _memory(service: Service, name: str) -> int:
+    """Bytes of a model's weights and KV cache, those that it shares included, on all devices."""
+    reports = (d.report for d in service.controller.devices.values())
+    return sum(
+        (m.weight_pages + m.kv_pages) * report.page_bytes
+        for report in reports
+        if report is not None
+        for m in report.models
+        if m.name == name
+    )
+
+
+def _serving(service: Service, spec: ModelSpec, name: str) -> Model:
+    """A model under its own name or an alias."""
     base = spec.base or spec.name
     report = service.controller.report
     reports = report.models if report is not None else ()
     where = next((m.residency for m in reports if m.name == base), Residency.ABSENT.value)
     return Model(
-        id=spec.name,
+        id=name,
         created=service.started,
         root=base,
         parent=spec.base,

@@ -16,8 +16,10 @@ from ballast.server.responses import (
     MessagesErrorBody,
     Model,
     ModelList,
+    RunningList,
     TextCompletion,
     Tokenized,
+    Version,
 )
 from ballast.server.responses_api.records import ResponseRecord
 from ballast.server.state import ServerNow
@@ -36,6 +38,8 @@ _ANSWERS = (
     Detokenized,
     Model,
     ModelList,
+    RunningList,
+    Version,
     ServerNow,
     ErrorBody,
     MessagesErrorBody,

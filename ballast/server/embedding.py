@@ -54,8 +54,9 @@ class Embedding:
         """By text; None where it has not ended."""
         return [self._reasons.get(s.id) for s in self._submissions]
 
-    async def whole(self, encoding: str) -> EmbeddingList:
-        """The answer; `encoding` is `float` or `base64`. Raises Fault."""
+    async def whole(self, encoding: str, name: str) -> EmbeddingList:
+        """The answer, of the model under this name; `encoding` is `float` or `base64`. Raises
+        Fault."""
         values: dict[str, bytes] = {}
         while len(self._reasons) < len(self._submissions):
             for output in await self._outlet.take():
@@ -74,7 +75,7 @@ class Embedding:
                 EmbeddingItem(index=i, embedding=_told(values[s.id], encoding))
                 for i, s in enumerate(self._submissions)
             ],
-            model=self.model,
+            model=name,
             usage=EmbeddingUsage(prompt_tokens=count, total_tokens=count),
         )
 

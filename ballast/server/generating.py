@@ -77,7 +77,7 @@ async def _answer(
         form = form_of(
             Head(
                 answer_id,
-                spec.name,
+                asked.model,
                 f"ballast-{spec.fingerprint[:12]}",
                 service.tokenizer(spec.name),
                 service.wall,

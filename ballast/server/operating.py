@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Container, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from ballast.cluster.orders import names_of, refusal
@@ -62,7 +63,7 @@ class Operating:
         Taken after `_models`."""
         self._died = False
         """No worker was there for something that the fleet file asked for."""
-        warn_of_keys(reading.fleet.server, names_of(reading.fleet))
+        warn_of_keys(reading.fleet.server, _all_names(reading.fleet))
 
     @property
     def changes(self) -> Changes:
@@ -211,10 +212,13 @@ class Operating:
                     if model.name not in failed:
                         what = f"changing the levels of {model.name}"
                         await self._try(what, self.order(change_to(model)))
-            # First they come, and then they go: one is always there.
+            # First they come, and then they go: one is always there. An alias that moves goes
+            # over once its new model serves, unless it is that model's own name.
+            self._controller.name_aliases(_without(self._controller.fleet, names_of(reading.fleet)))
             for new in reading.fleet.models:
                 if new in found.added or new.name in failed:
                     await self._try(f"adding {new.name}", self._load(new))
+            self._controller.name_aliases(reading.fleet.aliases)
             await self._drop(found.removed)
         self._tell(found, failed)
 
@@ -227,7 +231,8 @@ class Operating:
     async def _load(self, model: ModelSettings) -> None:
         adding = model.name not in self._controller.specs
         if adding:
-            await self.order(Add(model))
+            adapters = tuple(replace(a, aliases=()) for a in model.adapters)
+            await self.order(Add(replace(model, aliases=(), adapters=adapters)))
         try:
             tokenizer = await self._tokenizer(model)
         except Fault:
@@ -276,7 +281,7 @@ class Operating:
         """Keys, quotas and limits of the server; the next worker is watched by the new ones."""
         self._service.configure(fleet.server)
         self._controller.configure(fleet.server)
-        warn_of_keys(fleet.server, names_of(fleet))
+        warn_of_keys(fleet.server, _all_names(fleet))
 
     # -- records ----------------------------------------------------------------------------------
 
@@ -317,6 +322,19 @@ def _done(outcome: Outcome) -> Outcome:
     if outcome.code is not None:
         raise Fault(_STATUS.get(outcome.code, 500), outcome.reason, outcome.code)
     return outcome
+
+
+def _all_names(fleet: FleetSettings) -> set[str]:
+    """Every name, own or alias, by which clients may ask for a model of the fleet."""
+    return {name for model in fleet.models for name in model.names}
+
+
+def _without(fleet: FleetSettings, names: set[str]) -> dict[str, tuple[str, ...]]:
+    """The aliases of a fleet except `names`."""
+    return {
+        name: tuple(alias for alias in aliases if alias not in names)
+        for name, aliases in fleet.aliases.items()
+    }
 
 
 def _prepared(entry: NamedModelKeys, home: Path) -> ModelSettings:

@@ -219,6 +219,29 @@ class ModelList(msgspec.Struct, kw_only=True):
     data: list[Model]
 
 
+class RunningModel(msgspec.Struct, kw_only=True):
+    """A model whose weights are on a device, or on their way: an entry of llama-swap's list."""
+
+    model: str
+    state: Literal["ready", "starting", "stopping"]
+    ttl: float
+    """Seconds without a request after which it is evicted; 0: never."""
+    waiting: int
+    """Requests that wait to be admitted."""
+    running: int
+    """Requests admitted."""
+    memory: int
+    """Bytes that its weights and its KV cache take on all devices."""
+
+
+class RunningList(msgspec.Struct, kw_only=True):
+    running: list[RunningModel]
+
+
+class Version(msgspec.Struct, kw_only=True):
+    version: str
+
+
 class Error(msgspec.Struct):
     message: str
     type: str

@@ -28,6 +28,7 @@ from ballast.server.address import bound, is_loopback
 from ballast.server.app import create_app
 from ballast.server.chat_template import TemplateRenderer
 from ballast.server.connection import new_loop, protocol
+from ballast.server.cors import Cors
 from ballast.server.crowd import Crowd, limited
 from ballast.server.files import OTHER_FILES, check_files
 from ballast.server.keys import Guard
@@ -213,7 +214,7 @@ async def _answer(
     http = HttpServer(
         uvicorn.Config(
             Watch(
-                Guard(gate, service.keys),
+                Cors(Guard(gate, service.keys), lambda: service.settings),
                 service.metrics,
                 service.clock,
                 [log_request] if tracer is None else [log_request, tracer],

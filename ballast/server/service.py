@@ -84,9 +84,19 @@ class Service:
     def models(self) -> dict[str, ModelSpec]:
         """The models that serve and that the caller may use, in the fleet's order, each before
         its adapters."""
-        may_use = visit.current().caller.may_use
         served = (spec for base in self.controller.specs.values() for spec in base.served)
-        return {s.name: s for s in served if s.name in self._tokenizers and may_use(s.name)}
+        return {s.name: s for s in served if s.name in self._tokenizers and self._may_use(s.name)}
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """The further names of the fleet's models and adapters, each with the own name that it
+        stands for."""
+        return {a: name for name, known in self.controller.fleet.aliases.items() for a in known}
+
+    def _may_use(self, name: str) -> bool:
+        """Whether the caller's key, which may list own names and aliases, is for this model."""
+        may_use = visit.current().caller.may_use
+        return may_use(name) or any(map(may_use, self.controller.fleet.aliases.get(name, ())))
 
     @property
     def most_weight(self) -> int:
@@ -97,16 +107,20 @@ class Service:
     @property
     def failed(self) -> dict[str, str]:
         """The fleet's models that do not serve, with the reason; those that the caller may use."""
-        may_use = visit.current().caller.may_use
-        return {name: why for name, why in self.controller.failed.items() if may_use(name)}
+        return {name: why for name, why in self.controller.failed.items() if self._may_use(name)}
+
+    def own_name(self, name: str) -> str:
+        """The own name of the model that a client asks for by its own name or by an alias."""
+        known = name in self._tokenizers or name in self.controller.failed
+        return name if known else self.aliases.get(name, name)
 
     def model(self, name: str) -> ModelSpec:
-        """Raises UnknownModel: with the reason if the model is of the fleet but not served, and the
-        models that the caller may use."""
-        models = self.models
-        spec = models.get(name)
+        """The model of that name or alias. Raises UnknownModel: with the reason if the model is of
+        the fleet but not served, and the models that the caller may use."""
+        models, own = self.models, self.own_name(name)
+        spec = models.get(own)
         if spec is None:
-            why = self.failed.get(name)
+            why = self.failed.get(own)
             more = f": it could not be loaded ({why})" if why else ""
             shown = f"{name[:_NAME]!r}" if len(name) <= _NAME else f"{name[:_NAME]!r}..."
             raise UnknownModel(f"the model {shown} is not served here{more}; {_served(models)}")

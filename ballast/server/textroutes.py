@@ -72,7 +72,9 @@ def add_texts(app: FastAPI, service: Service) -> None:
         embedding = await service.embed(body, f"embd-{secrets.token_hex(12)}")
         try:
             encoding = body.encoding_format or "float"
-            return answered(await unless_gone(request.receive, embedding.whole(encoding)))
+            return answered(
+                await unless_gone(request.receive, embedding.whole(encoding, body.model))
+            )
         except ClientGone:
             return Response(status_code=499)  # nobody reads it
         finally:
