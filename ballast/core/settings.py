@@ -87,7 +87,7 @@ class ModelSettings:
     @property
     def names(self) -> frozenset[str]:
         """Every name by which clients may ask for the model or one of its adapters."""
-        served = (self, *self.adapters)
+        served: tuple[ModelSettings | AdapterSettings, ...] = (self, *self.adapters)
         return frozenset(name for s in served for name in (s.name, *s.aliases))
 
 
@@ -285,7 +285,9 @@ class FleetSettings:
     @property
     def aliases(self) -> dict[str, tuple[str, ...]]:
         """Further names of each model and adapter that has any, by its own name."""
-        served = (s for m in self.models for s in (m, *m.adapters))
+        served: list[ModelSettings | AdapterSettings] = []
+        for model in self.models:
+            served += (model, *model.adapters)
         return {s.name: s.aliases for s in served if s.aliases}
 
     @property

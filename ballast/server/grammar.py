@@ -21,7 +21,10 @@ MOST_DEPTH = 100
 """Nesting of a schema; llguidance reads at most 128."""
 MOST_CHOICES = 10_000
 WHITESPACE = r"[ \n\r\t]{1,20}"
-"""Between the parts of JSON. Bounded: small models indent for ever where they may."""
+"""Between the parts of JSON, where a request allows any. Bounded: small models indent for ever
+where they may."""
+_SPACING = ("disable_any_whitespace", "whitespace_pattern")
+"""Keys of `structured_outputs` that say which white space JSON may have."""
 
 
 def of_response_format(value: object, param: str = "response_format") -> str:
@@ -49,21 +52,29 @@ def of_response_format(value: object, param: str = "response_format") -> str:
 
 def of_structured_outputs(value: object, param: str = "structured_outputs") -> str:
     """The grammar of vLLM's `structured_outputs`, one of `json`, `json_object`, `regex`, `choice`
-    and `grammar` (Lark as llguidance knows it); empty for none. Raises InvalidRequest."""
+    and `grammar` (Lark as llguidance knows it), and of which white space JSON may have; empty for
+    none. Raises InvalidRequest."""
     if value is None:
         return ""
     if not isinstance(value, Mapping):
         raise InvalidRequest("an object", param)
+    spacing = {k: value[k] for k in _SPACING if value.get(k) is not None}
     given = {k: v for k, v in value.items() if v is not None and v is not False}
+    given = {k: v for k, v in given.items() if k not in _SPACING}
     if len(given) != 1:
         raise InvalidRequest("exactly one of json, json_object, regex, choice, grammar", param)
     [(kind, said)] = given.items()
     where = f"{param}.{kind}"
+    if spacing and kind not in ("json", "json_object"):
+        raise InvalidRequest(
+            "only json and json_object have white space", f"{param}.{next(iter(spacing))}"
+        )
+    whitespace = _whitespace(spacing, param)
     match kind:
         case "json":
-            return _of_schema(_parsed(said, where), where, lenient=True)
+            return _of_schema(_parsed(said, where), where, lenient=True, whitespace=whitespace)
         case "json_object":
-            return _of_schema({"type": "object"}, where, lenient=False)
+            return _of_schema({"type": "object"}, where, lenient=False, whitespace=whitespace)
         case "regex":
             return checked(LLMatcher.grammar_from_regex(_text(said, where)), where)
         case "choice":
@@ -73,15 +84,19 @@ def of_structured_outputs(value: object, param: str = "structured_outputs") -> s
     raise InvalidRequest("one of json, json_object, regex, choice, grammar", where)
 
 
-def prepared(schema: object, param: str, *, lenient: bool) -> Mapping[str, Any]:
+def prepared(
+    schema: object, param: str, *, lenient: bool, whitespace: str = ""
+) -> Mapping[str, Any]:
     """A JSON schema, within bounds, with how llguidance is to read it. Raises InvalidRequest.
 
     `lenient`: keywords that llguidance does not know have no effect, instead of being refused.
+    `whitespace`: a pattern of what may stand between the parts of JSON; empty: nothing may.
     """
     if not isinstance(schema, Mapping):
         raise InvalidRequest("a JSON schema is an object", param)
     _bounded(schema, param)
-    return {**schema, "x-guidance": {"lenient": lenient, "whitespace_pattern": WHITESPACE}}
+    spacing = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
+    return {**schema, "x-guidance": {"lenient": lenient, **spacing}}
 
 
 def of_schema(schema: Mapping[str, Any], param: str) -> str:
@@ -93,10 +108,22 @@ def of_schema(schema: Mapping[str, Any], param: str) -> str:
     return checked(grammar, param)
 
 
-def _of_schema(schema: object, param: str, *, lenient: bool) -> str:
+def _of_schema(schema: object, param: str, *, lenient: bool, whitespace: str = "") -> str:
     if schema is True:
         schema = {}
-    return of_schema(prepared(schema, param, lenient=lenient), param)
+    return of_schema(prepared(schema, param, lenient=lenient, whitespace=whitespace), param)
+
+
+def _whitespace(spacing: Mapping[str, object], param: str) -> str:
+    """The pattern that a request asks for; empty: JSON is compact. Raises InvalidRequest."""
+    compact, pattern = (spacing.get(key) for key in _SPACING)
+    if compact is not None and not isinstance(compact, bool):
+        raise InvalidRequest("true or false", f"{param}.disable_any_whitespace")
+    if pattern is None:
+        return WHITESPACE if compact is False else ""
+    if compact:
+        raise InvalidRequest("any white space is disabled", f"{param}.whitespace_pattern")
+    return _text(pattern, f"{param}.whitespace_pattern")
 
 
 def checked(grammar: str, param: str) -> str:

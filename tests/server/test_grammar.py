@@ -173,8 +173,32 @@ def test_plain_text_has_no_grammar(value: object) -> None:
 def test_json_object(tokenizer: Any) -> None:
     matcher = LLMatcher(from_tokenizer(tokenizer), of_response_format({"type": "json_object"}))
     assert not matcher.validate_tokens(tokenizer.encode("[1]"))
-    ids = tokenizer.encode('{"a": [1, null], "b": {"c": "d"}}')
+    ids = tokenizer.encode('{"a":[1,null],"b":{"c":"d e"}}')
     assert matcher.validate_tokens(ids) == len(ids)
+
+
+COMPACT, SPACED, INDENTED = '{"a":1,"b":[2]}', '{"a": 1, "b": [2]}', '{\n\t"a": 1,\n\t"b": [2]\n}'
+
+
+@pytest.mark.parametrize(
+    ("spacing", "allowed"),
+    [
+        ({}, [COMPACT]),
+        ({"disable_any_whitespace": True}, [COMPACT]),
+        ({"disable_any_whitespace": False}, [COMPACT, SPACED, INDENTED]),
+        ({"whitespace_pattern": " ?"}, [COMPACT, SPACED]),
+    ],
+)
+@pytest.mark.parametrize("kind", ["json", "json_object"])
+def test_json_is_compact_unless_a_request_allows_white_space(
+    tokenizer: Any, spacing: dict[str, object], allowed: list[str], kind: str
+) -> None:
+    schema = {"json": {"type": "object"}, "json_object": True}[kind]
+    grammar = of_structured_outputs({kind: schema, **spacing})
+    for text in (COMPACT, SPACED, INDENTED):
+        ids = tokenizer.encode(text)
+        matcher = LLMatcher(from_tokenizer(tokenizer), grammar)
+        assert (matcher.validate_tokens(ids) == len(ids)) == (text in allowed), text
 
 
 @pytest.mark.parametrize(
@@ -250,6 +274,13 @@ def test_structured_outputs(tokenizer: Any, value: object, outputs: set[str]) ->
         ({"choice": ["\ud800"]}, ".choice"),
         ({"grammar": "start: <|nowhere|>"}, ".grammar"),
         ({"json": "{"}, ".json"),
+        ({"json": {}, "disable_any_whitespace": "no"}, ".disable_any_whitespace"),
+        ({"json": {}, "whitespace_pattern": 1}, ".whitespace_pattern"),
+        (
+            {"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True},
+            ".whitespace_pattern",
+        ),
+        ({"regex": "a", "whitespace_pattern": " "}, ".whitespace_pattern"),
         ({"json": "[" * 100_000}, ".json"),
     ],
 )
