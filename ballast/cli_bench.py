@@ -85,10 +85,10 @@ def bench(
     show_reports(reports, console, json, png)
     if html is not None:
         from ballast.bench.page import page
+        from ballast.bench.verdict import title_of
 
         html.parent.mkdir(parents=True, exist_ok=True)
-        title = f"{len(names)} models of {fleet_file.name}"
-        html.write_text(page(title, (work.describe(),), reports), encoding="utf-8")
+        html.write_text(page(title_of(reports), (work.describe(),), reports), encoding="utf-8")
         console.print(f"drawn: {html}", soft_wrap=True)
     if measures and (warning := disturbance(others)) is not None:
         console.print(warning, style="yellow", soft_wrap=True)

@@ -102,7 +102,10 @@ def test_a_measured_profile_drives_a_simulation(tmp_path: Path) -> None:
     assert profile.costs("atlas-chat").prefill_seconds(128) > 0
 
     work = ("bench", fleet, "--seconds", 5, "--profile", file, "--json", report)
-    ballast(*work, "--virtual", "--story", tmp_path / "story")
+    pictures = ("--png", tmp_path / "out" / "a.png", "--html", tmp_path / "out" / "a.html")
+    ballast(*work, "--virtual", "--story", tmp_path / "story", *pictures)
+    assert pictures[1].read_bytes().startswith(b"\x89PNG")
+    assert "1 model in 32MiB on cpu:0" in pictures[3].read_text()
     assert json.loads(report.read_text())[0]["total"]["failed"] == 0
     assert ballast("story", "replay", tmp_path / "story").endswith("the same\n")
     with pytest.raises(ConfigError, match="it goes with --virtual"):

@@ -142,11 +142,11 @@ function panel(run, holder, scales) {
 
   element("rect", { x: left, y: y(sum(chosen(run).map((d) => d.budget))), width: x(run.end) - left,
     height: memory.bottom - y(sum(chosen(run).map((d) => d.budget))), fill: data.colours.uses.free }, svg);
-  const unit = scales.memory >= 10 * 1024 ? 1024 : 1;
+  const [unit, word] = scales.memory >= 10 * 1024 ? [1024, "GiB"] : [1, "MiB"];
   const all = bands(run);
   stack(svg, run, all, x, y, run.end);
   for (const [scale, box, labels, show] of [
-    [y, memory, ticks(scales.memory / unit, 4).map((n) => n * unit), amount], [q, queue, ticks(scales.waiting, 2).filter(Number.isInteger), String]]) {
+    [y, memory, ticks(scales.memory / unit, 4).map((n) => n * unit), (n) => `${short(n / unit)} ${word}`], [q, queue, ticks(scales.waiting, 2).filter(Number.isInteger), String]]) {
     element("path", { d: `M${left} ${box.top}V${box.bottom}H${right}`, class: "axis" }, svg);
     for (const value of labels) {
       element("path", { d: `M${left - 4} ${scale(value)}h4`, class: "axis" }, svg);
@@ -166,7 +166,7 @@ function panel(run, holder, scales) {
   });
   const waiting = run.at.map((_, i) => sum(chosen(run).map((device) => sum(Object.values(device.waiting).map((w) => w[i])))));
   element("path", { d: area(run.at, waiting.map(() => 0), waiting, x, q, run.end), fill: "#5b6675", class: "queue" }, svg);
-  element("text", { x: left - 30, y: queue.top + 20, "text-anchor": "end" }, svg, "waiting");
+  element("text", { x: 0, y: queue.top + 20 }, svg, "waiting");
   for (const t of ticks(scales.seconds, width < 700 ? 6 : 12)) {
     element("text", { x: x(t), y: queue.bottom + 15, "text-anchor": "middle" }, svg, +t.toPrecision(6));
   }

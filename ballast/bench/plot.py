@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -161,11 +162,11 @@ class _Picture:
             for band, (lower, upper) in zip(bands, stacked(bands), strict=True):
                 shade = shades[band.use] = shades.get(band.use, 0) + 1
                 colour = palette.tint(palette.USES[band.use], 0.0 if shade % 2 else 0.22)
-                bounds = [lower / self.size, upper / self.size]
+                low, high = lower / self.size, upper / self.size
                 if hang:
-                    bounds = [budget - bound for bound in bounds]
+                    low, high = budget - high, budget - low
                 axes.fill_between(
-                    timeline.at, *bounds, step="post", color=colour, edgecolor="white",
+                    timeline.at, low, high, step="post", color=colour, edgecolor="white",
                     linewidth=edge if band.use == "weights" else 0.0,
                 )  # fmt: skip
 
@@ -226,7 +227,7 @@ class _Picture:
         axes.xaxis.set_major_locator(MaxNLocator(5 if self.columns < 3 else 4, integer=True))
         return axes
 
-    def _text(self, left: float, top: float, text: str, **style: object) -> None:
+    def _text(self, left: float, top: float, text: str, **style: Any) -> None:
         self.figure.text(left / WIDTH, 1 - top / self.height, text, **style)
 
 

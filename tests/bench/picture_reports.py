@@ -35,7 +35,7 @@ def device(first: int, at: int) -> DeviceSample:
         owners[f"kv:{MODELS[i]}"] = ((at + i) % 6) * MiB if present else 0
         owners[f"cached:{MODELS[i]}"] = (i % 3) * MiB // 2 if present else 0
     owners["free"] = BUDGET * MiB - sum(owners.values())
-    return DeviceSample(owners, {MODELS[first]: at % 7})
+    return DeviceSample(owners, {MODELS[first]: 100 * (at % 7)})
 
 
 def report(name: str, late: int = 0, failed: int = 0) -> Report:

@@ -98,7 +98,7 @@ def test_stacks_are_weights_from_below_and_kv_from_above() -> None:
     free.append(free[-1])
     assert line.at[-1] == report("balloon").wall_seconds, "the last sample holds until the end"
     assert np.array_equal(held + free, np.full(line.at.size, line.budget))
-    assert line.waiting[6] == 2 * 6
+    assert line.waiting[6] == 2 * 600
 
 
 def test_marks_are_decisions_that_were_done_and_requests_that_failed() -> None:
@@ -256,6 +256,13 @@ seen.outside = all("#panels text, #latencies text").filter((t) => {
   const text = size(t), svg = size(t.closest("svg"));
   return text.left < svg.left - 1 || text.right > svg.right + 1;
 }).map((t) => t.textContent);
+seen.crossing = all("#panels svg").flatMap((svg) => {
+  const texts = [...svg.querySelectorAll("text")], boxes = texts.map(size);
+  return boxes.flatMap((a, i) => boxes.slice(i + 1).map((b, n) => [a, b, i, i + 1 + n]))
+    .filter(([a, b]) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+      && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3)
+    .map(([, , i, n]) => [texts[i].textContent, texts[n].textContent]);
+});
 const cut = (e) => e.scrollWidth > e.clientWidth && getComputedStyle(e).overflowX === "visible";
 seen.cut = all(".card, .card *, h3, p").filter(cut).map((e) => e.textContent);
 seen.bands = all("#panels svg .band").length;
@@ -313,6 +320,7 @@ def test_a_browser_draws_the_page(width: int, tmp_path: Path) -> None:
     assert len(seen["panels"]) == 4
     assert all(width - 80 < panel < width for panel in seen["panels"]) or width == 1400
     assert seen["outside"] == [], "text that a picture cuts off"
+    assert seen["crossing"] == [], "text over text"
     assert seen["cut"] == [], "text that leaves its box"
     assert seen["text"] >= 11
     assert seen["bands"] == 4 * (1 + 10 + 10 + 6)
