@@ -111,14 +111,14 @@ def serve(
 
     kept = None if no_changes else changes or fleet_file.with_suffix(".changes.json")
     source = Source(fleet_file, presets=PRESETS, changes=kept, adjust=adjust)
-    reading = source.read()
-    check_machine(reading.fleet)
     log = getLogger(__name__)
-    if (warning := tight(reading.fleet)) is not None:
-        log.warning(warning)
-    log.info("starting %s", reading.fleet.described)
-
     with lines_to(lambda line: log.info("%s", line)) as lines:
+        lines.at("starting: reading the fleet file", 0)
+        reading = source.read()
+        check_machine(reading.fleet)
+        if (warning := tight(reading.fleet)) is not None:
+            log.warning(warning)
+        log.info("starting %s", reading.fleet.described)
         lines.at("starting: loading libraries", 0)
         # What was read is judged before this, which takes seconds.
         from ballast.server.serve import serve as run

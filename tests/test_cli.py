@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from ballast import __version__
+from ballast.bench.report import Report
 from ballast.cli import app
 from ballast.core.errors import BallastError, ConfigError
+from ballast.core.settings import Slo
 from ballast.fleet.make import make_fleet
 from ballast.fleet.source import Source
 from ballast.sim.profile import device_profile
@@ -147,6 +150,32 @@ def test_simulate_compares_presets_on_devices_that_are_not_here(tmp_path: Path) 
     assert told["presets"][0]["name"] == "static"
     assert told["presets"][0]["devices"] == 2
     assert "fewest devices" in shown
+
+
+def test_bench_warns_where_others_disturbed_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "fleet.yaml").write_text(
+        "models: [{name: a, path: .}]\ndevices: [{budget: 1MiB}]\n"
+    )
+    empty = Report.of((), {"a": Slo()}, 1.0, name="balloon")
+    presets = []
+
+    def live(fleet: object, work: object, names: list[str], *more: object) -> list[Report]:
+        presets.extend(names)
+        return [replace(empty, name=name) for name in names]
+
+    monkeypatch.setattr("ballast.bench.run.compare_live", live)
+    monkeypatch.setattr("ballast.bench.run.compare_virtual", lambda *given: [empty])
+    monkeypatch.setattr("ballast.bench.run.replay_http", lambda *given, **more: empty)
+    monkeypatch.setattr("ballast.bench.others.disturbance", lambda others: "others were busy")
+    shown = invoke("bench", tmp_path / "fleet.yaml", "--preset", "static,balloon")
+    assert presets == ["static", "balloon"]
+    assert shown.rstrip().endswith("others were busy")
+    assert "others were busy" in invoke("bench", tmp_path / "fleet.yaml", "--virtual")
+    for option in (("--virtual", "--profile", "L4"), ("--url", "http://127.0.0.1:9")):
+        assert "busy" not in invoke("bench", tmp_path / "fleet.yaml", *option)  # measured elsewhere
 
 
 def test_a_server_that_starts_says_so(

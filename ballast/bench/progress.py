@@ -26,7 +26,7 @@ _BAR = 30
 class Progress(Protocol):
     """Shows how far something is."""
 
-    def __call__(self, what: str, done: int, total: int | None = None, note: str = "") -> object:
+    def __call__(self, what: str, done: int, total: int | None = None, note: str = "") -> None:
         """`done` parts of `total` of `what`, which begins with its first call; `total` None: it
         is not known how many there are. May be called by any thread."""
 

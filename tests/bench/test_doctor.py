@@ -22,6 +22,7 @@ from ballast.engine.build import largest_jobs
 from ballast.engine.inbox import MonotonicClock
 from ballast.fleet.file import load_fleet
 from ballast.fleet.make import MadeFleet, make_fleet
+from ballast.memory.host_memory import available
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def test_this_machine_can_run_ballast() -> None:
 
 
 def test_a_budget_beyond_the_machine_fails() -> None:
-    left, _ = doctor_memory.available()
+    left, _ = available()
     assert doctor_memory.room(left // 2, "it").verdict is Verdict.OK
     assert doctor_memory.room(left - MiB, "it").verdict is not Verdict.OK
     finding = doctor_memory.room(100 * left, "it")

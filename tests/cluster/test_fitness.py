@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -84,6 +85,29 @@ def test_the_driver_is_asked_in_a_process_of_its_own() -> None:
         gpu_bytes("libnone.so.7")
     with pytest.raises(DeviceError, match="cuInit"):
         gpu_bytes("libc.so.6")  # a library that has no such function
+
+
+DRIVER = """
+#include <stddef.h>
+int cuInit(unsigned flags) { return %d; }
+int cuGetErrorString(int code, const char **why) { *why = "no device"; return 0; }
+int cuDeviceGetCount(int *count) { *count = 2; return 0; }
+int cuDeviceGet(int *device, int ordinal) { *device = ordinal + 7; return 0; }
+int cuDeviceTotalMem_v2(size_t *size, int device) { *size = ((size_t)80 << 30) + device; return 0; }
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler for a driver's stand-in")
+def test_what_a_driver_answers(tmp_path: Path) -> None:
+    def driver(code: int) -> str:
+        source, library = tmp_path / f"{code}.c", tmp_path / f"{code}.so"
+        source.write_text(DRIVER % code)
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+        return str(library)
+
+    assert gpu_bytes(driver(0)) == [80 * GiB + 7, 80 * GiB + 8]
+    with pytest.raises(DeviceError, match=r"cuInit: no device \(100\)"):
+        gpu_bytes(driver(100))
 
 
 def test_memory_is_bounded_by_the_machine_and_the_control_group(tmp_path: Path) -> None:
