@@ -23,8 +23,13 @@ FUNCTIONS = [
     {"type": "function", "name": "now"},
 ]
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-REQUIRED = set(
-    ["id", "object", "created_at", "completed_at", "status", "incomplete_details", "model", "previous_response_id", "instructions", "output", "error", "tools", "tool_choice", "truncation", "parallel_tool_calls", "text", "top_p", "presence_penalty", "frequency_penalty", "top_logprobs", "temperature", "reasoning", "user", "usage", "max_output_tokens", "max_tool_calls", "store", "background", "service_tier", "metadata", "safety_identifier", "prompt_cache_key"]
+REQUIRED = frozenset(
+    {"id", "object", "created_at", "completed_at", "status", "incomplete_details", "model"}
+    | {"previous_response_id", "instructions", "output", "error", "tools", "tool_choice"}
+    | {"truncation", "parallel_tool_calls", "text", "top_p", "presence_penalty", "temperature"}
+    | {"frequency_penalty", "top_logprobs", "reasoning", "user", "usage", "max_output_tokens"}
+    | {"max_tool_calls", "store", "background", "service_tier", "metadata", "safety_identifier"}
+    | {"prompt_cache_key"}
 )
 """Of a response, by the specification of Open Responses."""
 BEGUN = ["response.created", "response.in_progress"]
