@@ -4,6 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Tokens of a job: upper bounds of the buckets in which jobs are counted, vLLM's."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """Jobs of a model since start, by the number of tokens that each computed."""
+
+    counts: tuple[int, ...] = (0,) * (len(STEP_BOUNDS) + 1)
+    """By bucket: of jobs within each of `STEP_BOUNDS` and above the one before; last, above all."""
+    total: int = 0
+    """Tokens of all of them."""
+
+    def __add__(self, other: StepTokens) -> StepTokens:
+        counts = tuple(a + b for a, b in zip(self.counts, other.counts, strict=True))
+        return StepTokens(counts, self.total + other.total)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelReport:
@@ -52,6 +69,7 @@ class ModelReport:
     """Of these loads on the link."""
     stall_seconds: float = 0.0
     """In which its jobs waited for them."""
+    steps: StepTokens = StepTokens()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

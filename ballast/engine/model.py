@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from ballast.core.cost import StepCosts
 from ballast.core.job import Job, Load
 from ballast.core.model import ModelSpec
+from ballast.core.report import STEP_BOUNDS
 from ballast.core.request import Request
 from ballast.core.rotation import Rotation
 from ballast.core.settings import Slo
@@ -80,6 +82,10 @@ class ModelState:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    step_counts: list[int] = field(default_factory=lambda: [0] * (len(STEP_BOUNDS) + 1))
+    """Its jobs, by the number of tokens that each computed (`ballast.core.report.StepTokens`)."""
+    step_tokens: int = 0
+    """Tokens of all of them."""
     view: ModelView | None = None
     """The snapshot, dropped (None) by whatever changes the model."""
 
@@ -102,7 +108,10 @@ class ModelState:
         return (slots.rotation.lent - self.rotation.lent) * slots.layer_pages
 
     def took(self, seconds: float, load: Load) -> None:
-        """A job of it has ended that took so long, without waiting for layers."""
+        """Note a job that has ended: its `seconds` without waiting for layers, and its tokens."""
+        tokens = load.prefill_tokens + load.decode_sequences
+        self.step_counts[bisect_left(STEP_BOUNDS, tokens)] += 1
+        self.step_tokens += tokens
         if load.prefill_chunks:
             self.prefill_seconds = seconds
         else:

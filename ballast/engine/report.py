@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ballast.core.report import DeviceReport, GraphReport, ModelReport
+from ballast.core.report import DeviceReport, GraphReport, ModelReport, StepTokens
 from ballast.core.view import Residency
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
@@ -75,6 +75,7 @@ def _model(m: ModelState, now: float) -> ModelReport:
         loaded_bytes=loads.n_bytes,
         copy_seconds=loads.copy_seconds,
         stall_seconds=loads.stall_seconds,
+        steps=StepTokens(tuple(m.step_counts), m.step_tokens),
     )
 
 

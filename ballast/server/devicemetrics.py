@@ -5,14 +5,21 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from itertools import accumulate
 from typing import Protocol
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from ballast.core.clock import Clock
 from ballast.core.model import ModelSpec
-from ballast.core.report import DeviceReport, ModelReport
+from ballast.core.report import STEP_BOUNDS, DeviceReport, ModelReport
 from ballast.core.view import Residency
 
 log = logging.getLogger(__name__)
@@ -215,6 +222,14 @@ def _models(report: DeviceReport) -> Iterator[Metric]:
         for m in report.models:
             counter.add_metric((m.name,), getattr(m, field))
         yield counter
+    steps = HistogramMetricFamily(
+        "vllm:iteration_tokens_total", "Tokens that a job computed", labels=label
+    )
+    bounds = [*map(floatToGoString, STEP_BOUNDS), "+Inf"]
+    for m in report.models:
+        within = zip(bounds, map(float, accumulate(m.steps.counts)), strict=True)
+        steps.add_metric((m.name,), list(within), m.steps.total)
+    yield steps
     residency = GaugeMetricFamily(
         "ballast:residency", "1: where its weights are", labels=("model_name", "residency")
     )

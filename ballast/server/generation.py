@@ -137,7 +137,7 @@ class Generation:
     def _count(self, request_id: str, reason: str, now: float) -> None:
         choice, timing = self._choices[request_id], self._timings[request_id]
         tokens = (choice.prompt_tokens, choice.output_tokens)
-        self._metrics.finished(self.model, timing, *tokens, reason, now)
+        self._metrics.finished(self.model, timing, *tokens, reason, now, choice.cached_tokens)
 
     def _fault(self, output: Failed | Cancelled) -> Fault:
         if isinstance(output, Failed):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import (
@@ -10,6 +10,8 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    Metric,
+    ProcessCollector,
     disable_created_metrics,
     generate_latest,
 )
@@ -38,6 +40,25 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
+_ENGINE = {"engine": "0"}
+"""vLLM's label for the number of a data-parallel engine. Devices are summed: there is one."""
+_WITHOUT_ENGINE = ("vllm:lora_requests_info",)
+"""As in vLLM: gateways read it without."""
+
+
+class _WithEngine:
+    """What a registry collects, with the label `engine` where vLLM's metrics have it."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            if metric.name.startswith("vllm:") and metric.name not in _WITHOUT_ENGINE:
+                metric.samples = [s._replace(labels=s.labels | _ENGINE) for s in metric.samples]
+            yield metric
+
+
 @dataclass(slots=True)
 class _OfModel:
     """The series of one model, found once: a token must cost next to nothing."""
@@ -59,6 +80,7 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.registry.register(device)
+        ProcessCollector(registry=self.registry)
         self._clock = clock
         self._models: dict[str, _OfModel] = {}
 
@@ -107,6 +129,7 @@ class Metrics:
         sizes = {
             "request_prompt_tokens": "Tokens of a prompt",
             "request_generation_tokens": "Tokens of an output",
+            "request_prefill_kv_computed_tokens": "Tokens of a prompt that no cached prefix had",
             "request_params_max_tokens": "`max_tokens`, where the client named it",
         }
         self._sizes = {
@@ -160,9 +183,14 @@ class Metrics:
         output_tokens: int,
         reason: str,
         now: float,
+        cached_tokens: int = 0,
     ) -> None:
-        """A request has ended well, or (`abort`) its client left it."""
+        """A request has ended well, or (`abort`) its client left it. `cached_tokens`: of its
+        prompt, those found in the prefix cache."""
         self._success.labels(model, reason).inc()
+        if reason != "abort":
+            computed = prompt_tokens - cached_tokens
+            self._sizes["request_prefill_kv_computed_tokens"].labels(model).observe(computed)
         self._sizes["request_prompt_tokens"].labels(model).observe(prompt_tokens)
         self._sizes["request_generation_tokens"].labels(model).observe(output_tokens)
         tpot = timing.tpot(output_tokens)
@@ -208,7 +236,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """All of it, as Prometheus reads it. From any thread: it takes a while."""
-        return generate_latest(self.registry)
+        return generate_latest(_WithEngine(self.registry))  # type: ignore[arg-type]
 
     def _time(self, name: str, model: str, seconds: float) -> None:
         self._times[name].labels(model).observe(max(0.0, seconds))

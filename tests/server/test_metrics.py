@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from ballast.cluster.together import together
 from ballast.core.clock import VirtualClock
 from ballast.core.model import AdapterSpec, ModelSpec
-from ballast.core.report import DeviceReport, ModelReport
+from ballast.core.report import STEP_BOUNDS, DeviceReport, ModelReport, StepTokens
 from ballast.server.devicemetrics import DeviceCollector
 from ballast.server.metrics import Metrics
 from ballast.server.timing import Timing
@@ -80,7 +82,7 @@ def test_a_request_from_its_arrival_to_its_end() -> None:
     told.metrics.token("a", timing, 5, 12.0, 0.5)
     for now in (12.25, 13.0):
         told.metrics.token("a", timing, 5, now)
-    told.metrics.finished("a", timing, 5, 3, "stop", 13.0)
+    told.metrics.finished("a", timing, 5, 3, "stop", 13.0, cached_tokens=4)
     assert told.one("vllm:prompt_tokens_total", model_name="a") == 5
     assert told.one("vllm:generation_tokens_total", model_name="a") == 3
     assert told.one("vllm:request_success_total", finished_reason="stop") == 1
@@ -96,10 +98,12 @@ def test_a_request_from_its_arrival_to_its_end() -> None:
         "vllm:request_inference_time_seconds": 2.5,
         "vllm:request_prompt_tokens": 5,
         "vllm:request_generation_tokens": 3,
+        "vllm:request_prefill_kv_computed_tokens": 1,
         "vllm:request_params_n": 2,
         "vllm:request_params_max_tokens": 8,
     }
     assert {name: told.one(f"{name}_sum", model_name="a") for name in sums} == sums
+    assert {told.samples(f"{name}_sum")[0][0]["engine"] for name in sums} == {"0"}
     assert told.one("vllm:inter_token_latency_seconds_count") == 2
     assert told.one("vllm:time_per_output_token_seconds_bucket", le="0.2") == 0
     assert told.one("vllm:time_per_output_token_seconds_bucket", le="0.3") == 1
@@ -226,3 +230,25 @@ def test_without_a_worker_and_with_a_strange_report_there_is_still_an_answer(
     object.__setattr__(told.facts.report, "owners", None)
     assert told.one("vllm:num_requests_running", model_name="a") == 0
     assert "cannot be told" in caplog.text
+
+
+def test_jobs_are_counted_by_their_tokens_on_all_devices_together() -> None:
+    def steps(**by_bound: int) -> StepTokens:
+        counts = [by_bound.get(f"at_most_{n}", 0) for n in (*STEP_BOUNDS, "none")]
+        return StepTokens(tuple(counts), 1000)
+
+    here = replace(model("a"), steps=steps(at_most_1=2, at_most_16=3))
+    there = replace(model("a"), steps=steps(at_most_16=1, at_most_none=4))
+    both = together([device(here), device(there)])
+    told = Told(Facts(both, spec("a")))
+    name = "vllm:iteration_tokens_total"
+    found = {labels["le"]: n for labels, n in told.samples(f"{name}_bucket")}
+    assert [found[le] for le in ("1.0", "8.0", "16.0", "16384.0", "+Inf")] == [2, 2, 6, 6, 10]
+    assert told.one(f"{name}_count", model_name="a", engine="0") == 10
+    assert told.one(f"{name}_sum", model_name="a", engine="0") == 2000
+
+
+def test_the_server_process_is_measured() -> None:
+    told = Told()
+    for name in ("resident_memory_bytes", "cpu_seconds_total", "open_fds", "start_time_seconds"):
+        assert told.one(f"process_{name}") > 0

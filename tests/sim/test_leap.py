@@ -71,6 +71,8 @@ def books(done: Simulated) -> dict[str, Any]:
                 m.preemptions,
                 m.output_tokens,
                 m.cached_tokens,
+                m.step_counts,
+                m.step_tokens,
                 m.kv.pages,
                 m.kv.cached_pages,
                 m.kv.cached_blocks,
