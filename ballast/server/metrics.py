@@ -236,7 +236,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """All of it, as Prometheus reads it. From any thread: it takes a while."""
-        return generate_latest(_WithEngine(self.registry))  # type: ignore[arg-type]
+        return generate_latest(_WithEngine(self.registry))
 
     def _time(self, name: str, model: str, seconds: float) -> None:
         self._times[name].labels(model).observe(max(0.0, seconds))
