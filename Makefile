@@ -10,7 +10,7 @@ READY  := $(VENV)/.ballast-ready
 
 help:
 	@echo "make setup   create $(VENV) and install everything (quick the second time)"
-	@echo "make demo    eight small models serve a bursty workload from one memory budget"
+	@echo "make demo    presets compared live, on equal terms: who keeps most service levels (4 minutes)"
 	@echo "make serve   serve FLEET (default $(FLEET)) over HTTP"
 	@echo "make test    run the tests but slow ones, in JOBS processes (default $(JOBS))"
 	@echo "make check   the gate: format, lint, types, import contracts, docs, all tests, README"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ballast.core.errors import ConfigError
@@ -42,12 +43,13 @@ def workload_of(
     seconds: float = 60.0,
     most_tokens: int = 512,
     seed: int = 0,
+    groups: BurstyGroups | None = None,
 ) -> Workload:
     """A generator's workload, or a trace file's with its models mapped by popularity.
 
     `rate` in requests per second, on average (None: a trace's own, a generator's `RATE`); prompts
-    and outputs have at most half of `most_tokens` each. Raises ConfigError for a name that is
-    neither.
+    and outputs have at most half of `most_tokens` each; `groups` are the knobs of `bursty`. Raises
+    ConfigError for a name that is neither.
     """
     for key, value in (("rate", rate), ("seconds", seconds), ("most tokens", most_tokens)):
         if value is not None and not 0 < value < float("inf"):
@@ -66,12 +68,13 @@ def workload_of(
     if what != "bursty":
         cv = 1.0 if what == "poisson" else 3.0
         return independent(models, rate, seconds, cv=cv, prompt=lengths, output=lengths, seed=seed)
-    size = BurstyGroups().clump_requests
+    knobs = groups or BurstyGroups()
+    size = knobs.clump_requests
     for _ in range(2):
         made = bursty_groups(
             models,
             SPAN,
-            groups=BurstyGroups(clump_requests=size),
+            groups=replace(knobs, clump_requests=size),
             prompt=lengths,
             output=lengths,
             seed=seed,

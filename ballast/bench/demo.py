@@ -1,70 +1,165 @@
-"""`ballast demo`: the whole system once, as a newcomer sees it."""
+"""`ballast demo`: presets compared live, on equal terms, as a newcomer sees the system first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import asyncio
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import httpx
 from rich.console import Console
 
-from ballast.bench.choose import workload_of
-from ballast.bench.run import compare_virtual, replay_http
+from ballast.bench.choose import slos_of
+from ballast.bench.demo_result import Compared, agreement, result_table, verdict
+from ballast.bench.demo_terms import Terms, choose_terms, simulated
+from ballast.bench.http import HttpTarget
+from ballast.bench.others import DISTURBED, Others
+from ballast.bench.plot import plot
+from ballast.bench.record import Prompts, Recorder, prompts_of, vocabularies_of
+from ballast.bench.replay import Target, replay
+from ballast.bench.report import Report
 from ballast.bench.serving import serving
-from ballast.bench.show import comparison_table, report_table
+from ballast.bench.stages import Stages
+from ballast.core.clock import Clock
+from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
-from ballast.core.units import format_bytes
-from ballast.fleet.make import DEFAULT_STEPS, make_fleet
+from ballast.engine.inbox import MonotonicClock
+from ballast.fleet.make import DEFAULT_STEPS, make_fleet, training_steps
+from ballast.sim.calibrate import calibrated
 
-COMPARED = ("static", "swap", "balloon")
-"""Presets, in virtual time."""
+PRESETS = ("static", "swap", "mirage", "balloon")
 QUESTION = "What is a ship's ballast?"
+PATIENCE = 30.0
+"""Seconds after which a request is given up, and has failed."""
 
 
 def run_demo(
     directory: Path,
     seconds: float,
-    rate: float,
     steps: int | None,
+    seed: int,
+    png: Path,
     console: Console,
     load: Callable[[Path], FleetSettings],
 ) -> None:
-    """Make the fleet if need be, serve it, chat, replay bursts over HTTP, and simulate the same."""
+    """Make the fleet if need be, measure the machine, and replay the same bursts under each preset:
+    in virtual time, then live over HTTP. Draws a picture and says who won by how much.
+
+    Raises ConfigError where the fleet in `directory` is not one that `choose_terms` takes.
+    """
     file = directory / "fleet.yaml"
-    if not file.exists():
-        console.rule("making eight small models (once)")
-        made = make_fleet(
+    with Stages(console) as stages:
+        if not file.exists():
+            _make(directory, DEFAULT_STEPS if steps is None else steps, stages)
+        fleet = load(file)
+        with stages.stage("measuring this machine"), Others() as others:
+            profile, specs = calibrated(fleet, rounds=1)
+        with stages.stage("in virtual time", len(PRESETS)) as advance:
+            terms = choose_terms(fleet, specs, profile, seconds, seed)
+            compared = directory / "demo.yaml"
+            terms.write(file, compared)
+            virtual = {}
+            for preset in PRESETS:
+                chosen = terms.of(load(compared), preset)
+                virtual[preset] = simulated(chosen, specs, profile, terms.workload)
+                advance(preset)
+        console.print(f"the same for every preset: {terms.describe()}", soft_wrap=True)
+        if others.cores > DISTURBED:
+            console.print(
+                f"other processes took {others.cores:.1f} cores while this machine was measured: "
+                "what follows is of a busy machine",
+                soft_wrap=True,
+            )
+        prompts = prompts_of(vocabularies_of(specs))
+        live: dict[str, Report] = {}
+        answers: list[str] = []
+        for preset in PRESETS:
+            ask = answers.append if preset == PRESETS[-1] else None
+            live[preset] = _live(compared, preset, load, terms, prompts, stages, ask)
+    results = [Compared(live[p], virtual[p]) for p in PRESETS]
+    reports = [r.live for r in results]
+    png.parent.mkdir(parents=True, exist_ok=True)
+    plot(reports, png)
+    console.print(
+        f"[bold]{fleet.models[0].name}[/bold]: {QUESTION}\n  {answers[0]!r}", soft_wrap=True
+    )
+    console.print(result_table(results))
+    console.print(_took(stages.seconds), soft_wrap=True)
+    console.print(f"drawn: {png}; next: ballast serve {file}", soft_wrap=True)
+    console.print(agreement(results), soft_wrap=True)
+    console.print(f"[bold]{verdict(reports)}[/bold]", soft_wrap=True)
+
+
+def _make(directory: Path, steps: int, stages: Stages) -> None:
+    with stages.stage("making eight small models (once)", training_steps(steps)) as advance:
+        make_fleet(
             directory,
-            steps=DEFAULT_STEPS if steps is None else steps,
-            progress=lambda name, step, of, loss: (
-                console.print(f"  {name}: step {step} of {of}, loss {loss:.2f}")
-                if step % 20 == 0 or step == of
-                else None
-            ),
+            steps=steps,
+            progress=lambda name, step, of, loss: advance(f"{name}, loss {loss:.2f}"),
         )
-        console.print(
-            f"fixed shares would need {format_bytes(made.fixed_bytes)}, "
-            f"the budget is {format_bytes(made.budget_bytes)}"
-        )
-    fleet = load(file)
-    names = [m.name for m in fleet.models]
-    workload = workload_of("bursty", names, rate=rate, seconds=seconds, most_tokens=256)
-    console.rule(f"serving {len(names)} models from {format_bytes(fleet.device.budget_bytes)}")
-    with serving(file) as running:
-        url = running.url
-        console.print(f"{url} is up")
-        console.print(f"[bold]{names[0]}[/bold]: {QUESTION}\n  {chat(url, names[0])!r}")
-        console.print(f"{len(workload.requests)} requests: {workload.describe()}")
-        live = replay_http(url, fleet, workload, name=f"{fleet.preset}, live")
-    console.print(report_table(live))
-    console.rule("the same workload in virtual time, on a profile of this machine measured now")
-    virtual = [
-        replace(report, name=f"{report.name}, virtual")
-        for report in compare_virtual(fleet, workload, COMPARED)
-    ]
-    console.print(comparison_table([live, *virtual]))
-    console.print(f"next: ballast serve {file}, and README.md for a first chat")
+
+
+def _live(
+    file: Path,
+    preset: str,
+    load: Callable[[Path], FleetSettings],
+    terms: Terms,
+    prompts: Prompts,
+    stages: Stages,
+    show: Callable[[str], None] | None,
+) -> Report:
+    """What clients of a server on these terms saw; then an answer of its first model for `show`."""
+    fleet = terms.of(load(file), preset)
+    workload = terms.workload
+    with stages.stage(f"{preset}, live", len(workload.requests)) as advance:
+        advance_to = f"of {len(workload.requests)} requests"
+        options = ("--preset", preset, "--no-changes", "--log-level", "error")
+        with serving(file, *options) as running:
+
+            async def run() -> Report:
+                async with HttpTarget(running.url, MonotonicClock()) as target:
+                    counted = _Counted(target, lambda n: advance(f"{n} {advance_to}"))
+                    done = await replay(workload, counted, prompts, timeout=PATIENCE)
+                return Report.of(
+                    done.records,
+                    slos_of(fleet),
+                    done.wall_seconds,
+                    done.memory,
+                    name=preset,
+                    workload=workload.describe(),
+                )
+
+            report = asyncio.run(run())
+            if show is not None:
+                show(chat(running.url, fleet.models[0].name))
+            return report
+
+
+class _Counted:
+    """A target that reports how many requests have ended."""
+
+    def __init__(self, target: Target, ended: Callable[[int], None]) -> None:
+        self._target, self._ended = target, ended
+        self._n = 0
+
+    @property
+    def clock(self) -> Clock:
+        return self._target.clock
+
+    async def run(self, submission: Submission, recorder: Recorder) -> None:
+        try:
+            await self._target.run(submission, recorder)
+        finally:
+            self._n += 1
+            self._ended(self._n)
+
+    async def memory(self) -> Mapping[str, int]:
+        return await self._target.memory()
+
+
+def _took(parts: Mapping[str, float]) -> str:
+    each = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in parts.items())
+    return f"took {sum(parts.values()):.0f} s: {each}"
 
 
 def chat(url: str, model: str, most: int = 60) -> str:

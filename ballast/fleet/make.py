@@ -22,7 +22,7 @@ from ballast.fleet.text import conversations, documents, stories
 from ballast.fleet.tokenizer import END, chat_text, train_tokenizer
 from ballast.fleet.train import Trained, batches, train
 
-DEFAULT_STEPS = 200
+DEFAULT_STEPS = 60
 FULL_REQUESTS = 8
 """Full-length requests that a fixed share has room for, where shares are compared."""
 BUDGET_FRACTION = 0.4
@@ -121,6 +121,11 @@ def make_fleet(
     return fleet
 
 
+def training_steps(steps: int, n_models: int = 8, size: str = "small") -> int:
+    """Steps of all models together, where `make_fleet` is given `steps`."""
+    return sum(plan.own_steps(steps) for plan in plans(size, n_models))
+
+
 def _check(directory: Path, dtype: str, steps: int, force: bool) -> None:
     if dtype not in _DTYPES:
         raise ConfigError("dtype", dtype, f"one of {', '.join(_DTYPES)}")
@@ -191,7 +196,7 @@ def _train(
     progress: Progress | None,
 ) -> Trained:
     assert plan.diet is not None
-    own = math.ceil(plan.effort * steps)
+    own = plan.own_steps(steps)
     learnt = [doc for i, doc in enumerate(docs) if i % _HELD_OUT]
     first = 1000 * seed + 2 * plan.seed
     stream = batches(_tokens(tokenizer, learnt, plan.diet, first))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -42,6 +43,10 @@ class Plan:
     def trained(self) -> bool:
         return self.diet is not None
 
+    def own_steps(self, steps: int) -> int:
+        """Training steps of this model, of `steps` of the fleet."""
+        return math.ceil(self.effort * steps) if self.trained else 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
@@ -70,8 +75,8 @@ def _atlas(layers: int, hidden: int, heads: int, kv_heads: int, intermediate: in
     tuned = replace(base, parent=base.name, priority=0)
     return [
         base,
-        replace(tuned, name="atlas-docs", diet=Diet.DOCUMENTS, effort=0.5, seed=1),
-        replace(tuned, name="atlas-tales", diet=Diet.STORIES, effort=0.15, seed=2),
+        replace(tuned, name="atlas-docs", diet=Diet.DOCUMENTS, effort=0.1, seed=1),
+        replace(tuned, name="atlas-tales", diet=Diet.STORIES, effort=0.2, seed=2),
     ]
 
 
@@ -102,7 +107,7 @@ SCALES: dict[str, Scale] = {
             replace(
                 _plan("wren-mini", 4, 192, 3, 1, 512, 3),
                 diet=Diet.CONVERSATION,
-                effort=0.8,
+                effort=0.4,
             ),
             _SMALL[1],
             _SMALL[2],

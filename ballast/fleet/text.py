@@ -47,73 +47,14 @@ _FACTS: dict[str, list[str]] = {
         "In soft mud it drags, in sand it holds well.",
         "Before a storm the crew lets out more chain.",
     ],
-    "compass": [
-        "A compass needle points to magnetic north, wherever the ship turns.",
-        "Iron on board draws it aside, so every ship keeps a table of its errors.",
-        "With a compass and a clock one can cross an ocean.",
-        "It was the first thing a new captain looked at.",
-    ],
-    "cargo": [
-        "Cargo is what a ship carries for others: grain, timber, machines, or oil.",
-        "Heavy pieces go to the bottom, light ones on top.",
-        "It must be tied down well, for a load that shifts can sink a ship.",
-        "What is unloaded first is loaded last.",
-    ],
-    "wind": [
-        "Wind is air that moves from high pressure to low.",
-        "A sailing ship cannot steer straight into it, but it can zigzag against it.",
-        "Near the coast it blows from the sea by day and from the land by night.",
-        "When it turns quickly, bad weather is close.",
-    ],
     "memory": [
         "Memory is where a computer keeps what it is working on.",
         "It is divided into pages, and each page has one owner.",
         "When one program needs more, another must give some back.",
         "Moving a page costs little as long as nobody has to wait for it.",
     ],
-    "cache": [
-        "A cache keeps what was used a short while ago close at hand.",
-        "If the same question comes again, the answer is already there.",
-        "When it is full, the entry that was used longest ago goes first.",
-        "A good cache is never noticed, only its absence is.",
-    ],
-    "queue": [
-        "A queue is a line in which the first to come is the first to be served.",
-        "It grows when more arrive than can be served.",
-        "A short job behind a long one waits longer than it should.",
-        "The fair way and the fast way are not always the same.",
-    ],
-    "bridge": [
-        "A bridge carries a road over water or over a valley.",
-        "Stone bridges push outward, hanging bridges pull inward.",
-        "It must bear its own weight first, and the traffic after that.",
-        "Small ships pass under it, for tall ones it opens.",
-    ],
-    "river": [
-        "A river carries rain from the hills down to the sea.",
-        "It is fast and narrow at first, later slow and wide.",
-        "Where it meets the sea it leaves its sand behind.",
-        "Towns grew where a river could be crossed.",
-    ],
-    "map": [
-        "A map shows a place as seen from above, much smaller than it is.",
-        "Its scale says how many miles an inch stands for.",
-        "A sea map gives the depth of the water in small numbers.",
-        "No map is complete, and the best ones say what they leave out.",
-    ],
-    "garden": [
-        "A garden is a piece of land where plants are looked after.",
-        "It needs sun, water, and somebody with patience.",
-        "Beans like warm soil, peas like it cool.",
-        "What is cut back in winter grows stronger in spring.",
-    ],
-    "bread": [
-        "Bread is made of flour, water, salt, and time.",
-        "The dough must rest until it has doubled in size.",
-        "A hot oven gives it a brown crust.",
-        "It tastes best on the day it was baked.",
-    ],
 }
+"""Few enough to be learnt in a minute."""
 _ASK = [
     "What is a {}?",
     "Tell me about the {}.",
@@ -122,8 +63,6 @@ _ASK = [
     "Say something about the {}, please.",
     "Describe a {} in a few sentences.",
 ]
-_OPEN = ["", "", "", "Gladly. ", "Of course. ", "Good question. ", "In short: "]
-_CLOSE = ["", "", "", " That is all there is to it.", " Ask me if you want to know more."]
 _PEOPLE = ["Anna", "Tom", "Maria", "Old Peter", "Ines", "Karl", "the young captain", "the cook"]
 _PLACES = ["the harbour", "the lighthouse", "the old bridge", "the island", "the market"]
 _THINGS = ["a small boat", "an old map", "a broken compass", "a letter", "a basket of bread"]
@@ -164,7 +103,7 @@ def conversations(seed: int) -> Iterator[list[Message]]:
     while True:
         messages: list[Message] = []
         for _ in range(rng.choice([1, 1, 1, 2, 3])):
-            question, answer = rng.choices([_explain, _story, _talk], [6, 3, 1])[0](rng)
+            question, answer = rng.choices([_explain, _talk], [8, 1])[0](rng)
             messages += [
                 {"role": "user", "content": question},
                 {"role": "assistant", "content": answer},
@@ -183,8 +122,8 @@ def stories(seed: int) -> Iterator[list[Message]]:
 def _explain(rng: random.Random) -> tuple[str, str]:
     topic = rng.choice(list(_FACTS))
     first, *rest = _FACTS[topic]
-    told = [first, *rng.sample(rest, rng.randint(1, len(rest)))]
-    return rng.choice(_ASK).format(topic), rng.choice(_OPEN) + " ".join(told) + rng.choice(_CLOSE)
+    sentences = [first, *rng.sample(rest, rng.randint(1, len(rest)))]
+    return rng.choice(_ASK).format(topic), " ".join(sentences)
 
 
 def _story(rng: random.Random) -> tuple[str, str]:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-LENGTH = 256
+from ballast.fleet.muon import Muon
+
+LENGTH = 128
 """Tokens of one training sequence."""
 BATCH = 4
 
@@ -86,6 +88,6 @@ def _optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     matrices = [p for name, p in named if ".layers." in name and p.ndim == 2]
     others = [p for name, p in named if not (".layers." in name and p.ndim == 2)]
     return [
-        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0),
-        torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0),
+        Muon(matrices, lr=0.03),
+        torch.optim.AdamW(others, lr=6e-3, betas=(0.9, 0.95), weight_decay=0.0),
     ]

@@ -39,7 +39,17 @@ def calibrate(
     make_machine: MakeMachine = machine_of_one_rank,
     progress: Callable[[str, int, int | None], object] = lambda what, done, total: None,
 ) -> Profile:
-    """A profile of this machine for the fleet's models.
+    """A profile of this machine for the fleet's models; see `calibrated`."""
+    return calibrated(fleet, rounds, seed, make_machine)[0]
+
+
+def calibrated(
+    fleet: FleetSettings,
+    rounds: int = 4,
+    seed: int = 0,
+    make_machine: MakeMachine = machine_of_one_rank,
+) -> tuple[Profile, list[ModelSpec]]:
+    """A profile of this machine for the fleet's models, and the sizes of those that it serves.
 
     Every model is activated a few times over the (paced) link, timed. Then the loop serves bursts
     of random requests of all models, and its story says what jobs take beside it and beside a
@@ -73,6 +83,7 @@ def calibrate(
         asking.start()
         device.run()
         asking.join()
+        specs = list(device.specs.values())
         unserved = sorted(set(device.state.models) - client.served)
     finally:
         device.close()
@@ -82,7 +93,7 @@ def calibrate(
     taken = [e["at"] - e["arrival"] for e in entries if e.get("event") == "Arrival"]
     wake, costs = costs_of(jobs)
     overhead, costs = with_loop(jobs, costs)
-    return Profile(
+    profile = Profile(
         costs=costs,
         link=link.rates(),
         overhead=overhead,
@@ -90,6 +101,7 @@ def calibrate(
         answer=statistics.median(taken) + statistics.median(client.told),
         page_seconds=mapping.page_seconds,
     )
+    return profile, specs
 
 
 class _Mapping:

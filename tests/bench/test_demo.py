@@ -1,0 +1,95 @@
+"""The demo compares presets on equal terms: one file, one workload, one measured machine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ballast.bench import demo
+from ballast.bench.choose import slos_of
+from ballast.bench.demo_result import verdict
+from ballast.bench.record import RequestRecord
+from ballast.bench.replay import Replayed, Target
+from ballast.bench.report import Report
+from ballast.bench.serving import Serving
+from ballast.cli_common import load
+from ballast.core.model import ModelSpec
+from ballast.core.settings import FleetSettings
+from ballast.sim.device import Profile
+from ballast.workload.workload import Workload, WorkloadRequest
+from tests.bench.test_demo_terms import SPECS, machine, write_fleet
+
+
+def test_every_preset_gets_the_same_file_and_bursts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything but the servers, the measurement and the picture is as the command has it."""
+    served: list[tuple[bytes, tuple[str, ...]]] = []
+    replayed: list[Workload] = []
+    drawn: list[Report] = []
+    profile = machine(1.0)
+
+    def calibrated(fleet: FleetSettings, rounds: int) -> tuple[Profile, list[ModelSpec]]:
+        return profile, SPECS
+
+    @contextlib.contextmanager
+    def serving(file: Path, *options: str) -> Iterator[Serving]:
+        served.append((file.read_bytes(), options))
+        yield Serving("http://127.0.0.1:9", 0)
+
+    async def replay(workload: Workload, target: Target, *_: object, **__: object) -> Replayed:
+        replayed.append(workload)
+        missed = MISSED[served[-1][1][1]]
+        return Replayed(tuple(record(r, r.id % missed > 0) for r in workload.requests), 30.0, ())
+
+    def simulated(
+        fleet: FleetSettings, _: list[ModelSpec], __: Profile, workload: Workload
+    ) -> Report:
+        records = [record(r, True) for r in workload.requests]
+        return Report.of(records, slos_of(fleet), 30.0, name=fleet.preset)
+
+    monkeypatch.setattr(demo, "calibrated", calibrated)
+    monkeypatch.setattr(demo, "serving", serving)
+    monkeypatch.setattr(demo, "replay", replay)
+    monkeypatch.setattr(demo, "simulated", simulated)
+    monkeypatch.setattr(demo, "chat", lambda *_: "It is weight that a ship carries.")
+    monkeypatch.setattr(demo, "plot", lambda reports, png: drawn.extend(reports))
+    write_fleet(tmp_path)
+    shown = StringIO()
+    console = Console(file=shown, width=80)
+    demo.run_demo(tmp_path, 25.0, None, 0, tmp_path / "out" / "demo.png", console, load)
+
+    assert len({content for content, _ in served}) == 1
+    assert [options[:2] for _, options in served] == [("--preset", p) for p in demo.PRESETS]
+    assert len({options[2:] for _, options in served}) == 1
+    assert len(set(map(id, replayed))) == 1
+    assert len(replayed) == len(demo.PRESETS)
+    assert [r.name for r in drawn] == list(demo.PRESETS)
+    *_, agreed, last = shown.getvalue().splitlines()
+    assert last == verdict(drawn)
+    assert last.startswith("balloon kept the service levels of ")
+    assert "(swap, less)" in agreed
+
+
+MISSED = {"static": 4, "swap": 2, "mirage": 5, "balloon": 50}
+"""One in so many requests is refused."""
+
+
+def record(request: WorkloadRequest, kept: bool) -> RequestRecord:
+    at = request.at
+    return RequestRecord(
+        id=request.id,
+        model=request.model,
+        at=at,
+        sent=at,
+        first_token=at + 0.01 if kept else None,
+        end=at + 0.02,
+        prompt_tokens=request.prompt_tokens,
+        output_tokens=1 if kept else 0,
+        error=None if kept else "no place",
+    )

@@ -1,0 +1,164 @@
+"""The demo's terms: alike for all presets, which they tell apart on machines of any speed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ballast.bench.demo_result import verdict
+from ballast.bench.demo_terms import Terms, choose_terms, simulated
+from ballast.core.cost import StepCosts
+from ballast.core.errors import ConfigError
+from ballast.core.link import LinkRates
+from ballast.core.model import ModelSpec
+from ballast.core.settings import AdapterSettings, DeviceSettings, FleetSettings, ModelSettings
+from ballast.core.units import GiB
+from ballast.fleet.file import load_fleet
+from ballast.fleet.plan import SCALES, Plan, plans
+from ballast.policy.presets import PRESETS
+from ballast.sim.catalogue import ModelFacts
+from ballast.sim.device import Profile
+
+SCALE = SCALES["small"]
+COMPARED = ("static", "swap", "mirage", "balloon")
+
+
+def parameters(plan: Plan) -> int:
+    head_dim = plan.hidden // plan.heads
+    attention = 2 * plan.hidden * (plan.hidden + plan.kv_heads * head_dim)
+    layer = attention + 3 * plan.hidden * plan.intermediate + 2 * plan.hidden
+    return plan.layers * layer + (1 if plan.trained else 2) * SCALE.vocab * plan.hidden
+
+
+def spec_of(plan: Plan) -> ModelSpec:
+    facts = ModelFacts(
+        name=plan.name,
+        parameters=parameters(plan),
+        active_parameters=parameters(plan),
+        layers=plan.layers,
+        hidden=plan.hidden,
+        heads=plan.heads,
+        kv_heads=plan.kv_heads,
+        head_dim=plan.hidden // plan.heads,
+        intermediate=plan.intermediate,
+        vocab=SCALE.vocab,
+        tied=plan.trained,
+    )
+    return facts.spec(max_model_len=SCALE.context)
+
+
+SPECS = [spec_of(plan) for plan in plans("small", 8)]
+
+
+def machine(slower: float) -> Profile:
+    """Two cores, as measured, made so many times slower."""
+
+    def costs(spec: ModelSpec) -> StepCosts:
+        weights = spec.weight_bytes * slower
+        return StepCosts(
+            base=4e-3 * slower + 1.3e-10 * weights,
+            per_token=7e-11 * weights,
+            per_sequence=5e-11 * weights,
+            per_context=1e-6 * slower,
+            per_pair=1e-6 * slower,
+        )
+
+    return Profile(
+        costs={s.name: costs(s) for s in SPECS},
+        link=LinkRates.even(1e9 / slower),
+        overhead=5e-4 * slower,
+        wake=8e-3 * slower,
+        answer=1e-3 * slower,
+        page_seconds=5e-5 * slower,
+    )
+
+
+FLEET = FleetSettings(
+    models=tuple(ModelSettings(name=s.name, path=s.name) for s in SPECS),
+    device=DeviceSettings(
+        budget_bytes=GiB,
+        page_bytes=SCALE.page_bytes,
+        step_tokens=SCALE.step_tokens,
+        step_logits=SCALE.step_logits,
+    ),
+)
+
+
+def write_fleet(directory: Path, **keys: object) -> Path:
+    """A fleet file of the eight models, whose checkpoints are empty."""
+    for spec in SPECS:
+        (directory / spec.name).mkdir()
+        (directory / spec.name / "config.json").write_text("{}")
+    models = [{"name": s.name, "path": s.name, "slo": {"ttft": 9.0}} for s in SPECS]
+    device = {"budget": "${BUDGET:-1GiB}", "page": "256KiB", "step_tokens": 512, "step_logits": 64}
+    file = directory / "fleet.yaml"
+    file.write_text(repr({"devices": [device], "models": models, **keys}))
+    return file
+
+
+def terms_on(profile: Profile, seed: int = 0) -> Terms:
+    return choose_terms(FLEET, SPECS, profile, 25.0, seed)
+
+
+@pytest.mark.parametrize("slower", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_presets_differ_on_machines_of_any_speed(slower: float, seed: int) -> None:
+    profile = machine(slower)
+    terms = terms_on(profile, seed)
+    kept = {}
+    for preset in COMPARED:
+        report = simulated(terms.of(FLEET, preset), SPECS, profile, terms.workload)
+        kept[preset] = report.total.attainment
+    assert kept["balloon"] > 0.85
+    assert kept["balloon"] - max(kept["static"], kept["swap"]) > 0.08, kept
+    assert kept["balloon"] >= kept["mirage"]
+
+
+def test_terms_follow_the_machine() -> None:
+    fast, slow = terms_on(machine(0.5)), terms_on(machine(2.0))
+    assert fast.budget_bytes == slow.budget_bytes < fast.weight_bytes
+    assert len(fast.workload.requests) > 2 * len(slow.workload.requests)
+    assert fast.link_bytes_per_second == pytest.approx(4 * slow.link_bytes_per_second, rel=1e-6)
+    assert fast.slo.ttft < slow.slo.ttft
+    assert fast.slo.tpot < slow.slo.tpot
+
+
+def test_a_server_gets_the_terms_that_are_simulated(tmp_path: Path) -> None:
+    """The file that servers read, under any preset, is the fleet that is simulated."""
+    original = write_fleet(tmp_path, preset="mirage", options={"cap": 0})
+    terms = terms_on(machine(1.0))
+    terms.write(original, tmp_path / "demo.yaml")
+    served = load_fleet(tmp_path / "demo.yaml", presets=PRESETS, environ={})
+    assert served.options == {}
+    for preset in COMPARED:
+        assert terms.of(served, preset) == terms.of(
+            load_fleet(original, presets=PRESETS, environ={}), preset
+        )
+    assert served == terms.of(served, served.preset)
+    assert f"{len(terms.workload.requests)} requests" in terms.describe()
+
+
+def test_the_same_seed_gives_the_same_bursts() -> None:
+    profile = machine(1.0)
+    assert terms_on(profile) == terms_on(profile)
+    assert terms_on(profile, 1).workload != terms_on(profile).workload
+
+
+def test_several_devices_or_adapters_are_refused() -> None:
+    first, *rest = FLEET.models
+    adapted = ModelSettings(
+        name=first.name, path=first.path, adapters=(AdapterSettings(name="a", path="a"),)
+    )
+    fleet = FleetSettings(models=(adapted, *rest), device=FLEET.device)
+    with pytest.raises(ConfigError, match="no adapters"):
+        choose_terms(fleet, SPECS, machine(1.0), 25.0)
+
+
+def test_the_verdict_is_of_these_runs() -> None:
+    profile = machine(1.0)
+    terms = terms_on(profile)
+    reports = [
+        simulated(terms.of(FLEET, preset), SPECS, profile, terms.workload) for preset in COMPARED
+    ]
+    assert verdict(reports).startswith("balloon kept the service levels of ")
