@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -15,13 +16,11 @@ from ballast.bench.demo_terms import Terms, choose_terms, simulated
 from ballast.bench.http import HttpTarget
 from ballast.bench.others import DISTURBED, Others
 from ballast.bench.plot import plot
-from ballast.bench.record import Prompts, Recorder, prompts_of, vocabularies_of
-from ballast.bench.replay import Target, replay
+from ballast.bench.record import Prompts, prompts_of, vocabularies_of
+from ballast.bench.replay import replay
 from ballast.bench.report import Report
 from ballast.bench.serving import serving
 from ballast.bench.stages import Stages
-from ballast.core.clock import Clock
-from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.engine.inbox import MonotonicClock
 from ballast.fleet.make import DEFAULT_STEPS, make_fleet, training_steps
@@ -57,7 +56,7 @@ def run_demo(
         with stages.stage("in virtual time", len(PRESETS)) as advance:
             terms = choose_terms(fleet, specs, profile, seconds, seed)
             compared = directory / "demo.yaml"
-            terms.write(file, compared)
+            terms.write(file, compared, secrets.token_hex())
             virtual = {}
             for preset in PRESETS:
                 chosen = terms.of(load(compared), preset)
@@ -112,19 +111,22 @@ def _live(
     fleet = terms.of(load(file), preset)
     workload = terms.workload
     with stages.stage(f"{preset}, live", len(workload.requests)) as advance:
-        advance_to = f"of {len(workload.requests)} requests"
         options = ("--preset", preset, "--no-changes", "--log-level", "error")
         with serving(file, *options) as running:
 
+            def count(what: str, done: int, total: int | None = None, note: str = "") -> None:
+                advance(f"{done} of {total} requests")
+
             async def run() -> Report:
-                async with HttpTarget(running.url, MonotonicClock()) as target:
-                    counted = _Counted(target, lambda n: advance(f"{n} {advance_to}"))
-                    done = await replay(workload, counted, prompts, timeout=PATIENCE)
+                key = fleet.server.admin_key
+                async with HttpTarget(running.url, MonotonicClock(), key) as target:
+                    done = await replay(workload, target, prompts, timeout=PATIENCE, progress=count)
                 return Report.of(
                     done.records,
                     slos_of(fleet),
                     done.wall_seconds,
                     done.memory,
+                    done.decisions,
                     name=preset,
                     workload=workload.describe(),
                 )
@@ -133,28 +135,6 @@ def _live(
             if show is not None:
                 show(chat(running.url, fleet.models[0].name))
             return report
-
-
-class _Counted:
-    """A target that reports how many requests have ended."""
-
-    def __init__(self, target: Target, ended: Callable[[int], None]) -> None:
-        self._target, self._ended = target, ended
-        self._n = 0
-
-    @property
-    def clock(self) -> Clock:
-        return self._target.clock
-
-    async def run(self, submission: Submission, recorder: Recorder) -> None:
-        try:
-            await self._target.run(submission, recorder)
-        finally:
-            self._n += 1
-            self._ended(self._n)
-
-    async def memory(self) -> Mapping[str, int]:
-        return await self._target.memory()
 
 
 def _took(parts: Mapping[str, float]) -> str:

@@ -52,7 +52,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
     if matrix.shape[0] > matrix.shape[1]:
         return orthogonal(matrix.T).T
     a, b, c = _QUINTIC
-    x = matrix / matrix.norm().clamp(min=1e-7)
+    x: Tensor = matrix / matrix.norm().clamp(min=1e-7)
     for _ in range(ITERATIONS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

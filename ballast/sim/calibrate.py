@@ -40,7 +40,7 @@ def calibrate(
     progress: Callable[[str, int, int | None], object] = lambda what, done, total: None,
 ) -> Profile:
     """A profile of this machine for the fleet's models; see `calibrated`."""
-    return calibrated(fleet, rounds, seed, make_machine)[0]
+    return calibrated(fleet, rounds, seed, make_machine, progress)[0]
 
 
 def calibrated(
@@ -48,6 +48,7 @@ def calibrated(
     rounds: int = 4,
     seed: int = 0,
     make_machine: MakeMachine = machine_of_one_rank,
+    progress: Callable[[str, int, int | None], object] = lambda what, done, total: None,
 ) -> tuple[Profile, list[ModelSpec]]:
     """A profile of this machine for the fleet's models, and the sizes of those that it serves.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -128,13 +129,13 @@ def test_a_server_gets_the_terms_that_are_simulated(tmp_path: Path) -> None:
     """The file that servers read, under any preset, is the fleet that is simulated."""
     original = write_fleet(tmp_path, preset="mirage", options={"cap": 0})
     terms = terms_on(machine(1.0))
-    terms.write(original, tmp_path / "demo.yaml")
+    terms.write(original, tmp_path / "demo.yaml", "key")
     served = load_fleet(tmp_path / "demo.yaml", presets=PRESETS, environ={})
     assert served.options == {}
     for preset in COMPARED:
-        assert terms.of(served, preset) == terms.of(
-            load_fleet(original, presets=PRESETS, environ={}), preset
-        )
+        simulated = terms.of(load_fleet(original, presets=PRESETS, environ={}), preset)
+        assert terms.of(served, preset) == replace(simulated, server=served.server)
+    assert served.server.admin_key == "key"
     assert served == terms.of(served, served.preset)
     assert f"{len(terms.workload.requests)} requests" in terms.describe()
 
