@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Query
+from fastapi import Depends, FastAPI, Query, Request
 from pydantic import Field
 from starlette.responses import Response
 
@@ -40,7 +40,24 @@ class RecallKeys(Keys):
     seconds: Annotated[float, Field(ge=0, le=3600)] = RECALL_SECONDS
 
 
+_NAME = 100
+"""Characters of a parameter's name that an error repeats."""
 _HERE = (Residency.RESIDENT.value, Residency.ACTIVATING.value)
+
+
+async def _check_parameters(request: Request) -> None:
+    """Raise Fault (400) for a parameter of the query that the route does not take: an order that
+    ignores its `device`, say, would reach all of them."""
+    known = [field.alias for field in request.scope["route"].dependant.query_params]
+    for name in request.query_params:
+        if name not in known:
+            hint = unknown(name[:_NAME], known) if known else "the route takes none"
+            why = f"{name[:_NAME]}: there is no such parameter; {hint}"
+            raise Fault(400, why, "invalid_request", name[:_NAME])
+
+
+CHECKED: dict[str, Any] = {"dependencies": [Depends(_check_parameters)]}
+"""For every route: what it is asked for is looked at whole."""
 
 
 def add_admin(app: FastAPI, service: Service, operating: Operating) -> None:
@@ -70,24 +87,24 @@ def add_admin(app: FastAPI, service: Service, operating: Operating) -> None:
             return str(error)
         return None
 
-    @app.get("/admin/models")
+    @app.get("/admin/models", **CHECKED)
     async def models() -> Response:
         kept = operating.changes.model_dump(mode="json", exclude_unset=True)
         now = await asyncio.to_thread(models_now, service)
         told = {"models": now, "failed": controller.failed, "changes": kept}
         return answered(told)
 
-    @app.post("/admin/models", status_code=201)
+    @app.post("/admin/models", status_code=201, **CHECKED)
     async def add(entry: NamedModelKeys) -> Response:
         name = await operating.add(entry)
         return answered({"name": name, "status": "added"}, 201)
 
-    @app.patch("/admin/models/{name:path}")
+    @app.patch("/admin/models/{name:path}", **CHECKED)
     async def change(name: str, levels: LiveKeys) -> Response:
         await operating.change(spec(name).name, said(levels))
         return answered({"name": name, "status": "changed"})
 
-    @app.delete("/admin/models/{name:path}")
+    @app.delete("/admin/models/{name:path}", **CHECKED)
     async def remove(
         name: str, patience: Annotated[float, Query(ge=0, le=3600)] = PATIENCE
     ) -> Response:
@@ -95,17 +112,17 @@ def add_admin(app: FastAPI, service: Service, operating: Operating) -> None:
         await operating.remove(own if own in controller.failed else spec(own).name, patience)
         return answered({"name": name, "status": "removed"})
 
-    @app.post("/admin/models/{name:path}/pin")
+    @app.post("/admin/models/{name:path}/pin", **CHECKED)
     async def pin(name: str) -> Response:
         await set_pinned(name, True)
         return answered({"name": name, "status": "pinned"})
 
-    @app.post("/admin/models/{name:path}/unpin")
+    @app.post("/admin/models/{name:path}/unpin", **CHECKED)
     async def unpin(name: str) -> Response:
         await set_pinned(name, False)
         return answered({"name": name, "status": "unpinned"})
 
-    @app.post("/admin/models/evict")
+    @app.post("/admin/models/evict", **CHECKED)
     async def evict_all() -> Response:
         report = controller.report
         here = [] if report is None else [m for m in report.models if m.residency in _HERE]
@@ -115,39 +132,39 @@ def add_admin(app: FastAPI, service: Service, operating: Operating) -> None:
         evicted = [name for name in outcomes if name not in refused]
         return answered({"evicted": evicted, "refused": refused})
 
-    @app.post("/admin/models/{name:path}/evict")
+    @app.post("/admin/models/{name:path}/evict", **CHECKED)
     async def evict(name: str, device: str | None = None) -> Response:
         await operating.order(Evict(spec(name).name, "by an operator"), device)
         return answered({"name": name, "status": "evicted"})
 
-    @app.post("/admin/models/{name:path}/activate")
+    @app.post("/admin/models/{name:path}/activate", **CHECKED)
     async def activate(name: str, device: str | None = None) -> Response:
         await operating.order(Activate(spec(name).name, "by an operator"), device)
         return answered({"name": name, "status": "activated"})
 
-    @app.post("/admin/models/{name:path}/place")
+    @app.post("/admin/models/{name:path}/place", **CHECKED)
     async def place(name: str, device: str) -> Response:
         await operating.place(spec(name).name, device)
         return answered({"name": name, "device": device, "status": "placed"})
 
-    @app.post("/admin/models/{name:path}/withdraw")
+    @app.post("/admin/models/{name:path}/withdraw", **CHECKED)
     async def withdraw(
         name: str, device: str, patience: Annotated[float, Query(ge=0, le=3600)] = PATIENCE
     ) -> Response:
         await operating.withdraw(spec(name).name, device, patience)
         return answered({"name": name, "device": device, "status": "withdrawn"})
 
-    @app.post("/admin/devices/{name:path}/lend")
+    @app.post("/admin/devices/{name:path}/lend", **CHECKED)
     async def lend(name: str, wanted: LendKeys) -> Response:
         await operating.lend(name, wanted.to, wanted.memory)
         return answered({"name": name, "to": wanted.to, "status": "lent"})
 
-    @app.post("/admin/devices/{name:path}/recall")
+    @app.post("/admin/devices/{name:path}/recall", **CHECKED)
     async def recall(name: str, wanted: RecallKeys) -> Response:
         await operating.recall(name, wanted.to, wanted.memory, wanted.seconds)
         return answered({"name": name, "to": wanted.to, "status": "recalled"})
 
-    @app.get("/admin/story")
+    @app.get("/admin/story", **CHECKED)
     async def story(
         last: Annotated[int, Query(ge=0, le=10_000)] = 100, model: str | None = None
     ) -> Response:

@@ -87,6 +87,9 @@ def test_models_are_pinned_evicted_and_activated(ruled: ServerProcess) -> None:
     unknown = order(ruled, "POST", f"models/{MODEL[:-1]}/pin").json()["error"]
     assert unknown["code"] == "model_not_found"
     assert f"did you mean {MODEL!r}?" in unknown["message"]
+    elsewhere = order(ruled, "POST", f"models/{MODEL}/evict?devise=cpu:1")
+    assert (elsewhere.status_code, elsewhere.json()["error"]["param"]) == (400, "devise")
+    assert "did you mean 'device'?" in elsewhere.json()["error"]["message"]
     mistyped = order(ruled, "POST", f"models/{MODEL}/evct").json()["error"]["message"]
     assert mistyped.endswith("did you mean 'evict'?")
 
