@@ -12,8 +12,6 @@ from starlette.responses import Response
 from ballast.core.actions import RECALL_SECONDS, Activate, Evict
 from ballast.core.errors import Unavailable, UnknownModel
 from ballast.core.model import ModelSpec
-from ballast.core.report import ModelReport
-from ballast.core.view import Residency
 from ballast.fleet.faults import unknown
 from ballast.fleet.levels import said
 from ballast.fleet.schema import Keys, LiveKeys, NamedModelKeys, Size
@@ -42,7 +40,6 @@ class RecallKeys(Keys):
 
 _NAME = 100
 """Characters of a parameter's name that an error repeats."""
-_HERE = (Residency.RESIDENT.value, Residency.ACTIVATING.value)
 
 
 async def _check_parameters(request: Request) -> None:
@@ -79,10 +76,10 @@ def add_admin(app: FastAPI, service: Service, operating: Operating) -> None:
             raise Fault(409, f"{name} is an adapter; ask for its base, {model.base}", "refused")
         await operating.change(model.name, {"pinned": pinned})
 
-    async def evict_resident(model: ModelReport) -> str | None:
-        """Why it was not evicted, if it was not."""
+    async def evicted(name: str) -> str | None:
+        """Evict a model, if it is there; returns why it was not evicted, if it was not."""
         try:
-            await operating.order(Evict(model.name, "by an operator"))
+            await operating.order(Evict(name, "by an operator"))
         except (Fault, Unavailable) as error:
             return str(error)
         return None
@@ -124,13 +121,11 @@ def add_admin(app: FastAPI, service: Service, operating: Operating) -> None:
 
     @app.post("/admin/models/evict", **CHECKED)
     async def evict_all() -> Response:
-        report = controller.report
-        here = [] if report is None else [m for m in report.models if m.residency in _HERE]
-        found = await asyncio.gather(*map(evict_resident, here))
-        outcomes = {m.name: why for m, why in zip(here, found, strict=True)}
-        refused = {name: why for name, why in outcomes.items() if why is not None}
-        evicted = [name for name in outcomes if name not in refused]
-        return answered({"evicted": evicted, "refused": refused})
+        names = list(controller.specs)
+        outcomes = await asyncio.gather(*map(evicted, names))
+        refused = {name: why for name, why in zip(names, outcomes, strict=True) if why is not None}
+        gone = [name for name in names if name not in refused]
+        return answered({"evicted": gone, "refused": refused})
 
     @app.post("/admin/models/{name:path}/evict", **CHECKED)
     async def evict(name: str, device: str | None = None) -> Response:

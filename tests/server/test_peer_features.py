@@ -101,6 +101,12 @@ def test_every_route_takes_an_alias_and_answers_name_what_was_asked_for(
         chunks = client.completions.create(model=ALIAS, prompt="abc", max_tokens=2, stream=True)
         assert {chunk.model for chunk in chunks} == {ALIAS}
     assert complete(peers, MODEL).json()["model"] == MODEL
+    for path, prompt in (
+        ("messages", {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 2}),
+        ("responses", {"input": "abc", "max_output_tokens": 16}),
+    ):
+        answer = peers.http.post(f"/v1/{path}", json={"model": ALIAS, **prompt})
+        assert answer.json()["model"] == ALIAS
     encoded = peers.http.post("/tokenize", json={"model": ALIAS, "prompt": "abc"}).json()
     tokens = {"model": ALIAS, "tokens": encoded["tokens"]}
     assert peers.http.post("/detokenize", json=tokens).json()["prompt"] == "abc"
@@ -165,6 +171,7 @@ def test_an_idle_model_is_evicted_after_its_ttl_and_returns_when_asked(
         return [d for d in found if d.get("by") == "ttl"]
 
     assert complete(peers, "wren-mini").status_code == 200
+    until(lambda: "wren-mini" in running(peers))  # its report is on its way
     assert running(peers)["wren-mini"]["ttl"] == 0
     assert not expiries()
     assert admin(peers, "PATCH", "models/wren-mini", json={"ttl": 0.05}).status_code == 200
@@ -188,7 +195,7 @@ def test_running_models_are_listed_and_all_can_be_evicted(peers: ServerProcess) 
     assert told["refused"] == {MODEL: f"{MODEL} is pinned"}
     assert admin(peers, "POST", f"models/{MODEL}/unpin").status_code == 200
     told = admin(peers, "POST", "models/evict").json()
-    assert (told["evicted"], told["refused"]) == ([MODEL], {})
+    assert (set(told["evicted"]), told["refused"]) == ({MODEL, "wren-mini"}, {})
     until(lambda: not running(peers))
     assert complete(peers, MODEL).status_code == 200
 
