@@ -30,7 +30,7 @@ FIGURES, MEMORY, MARKS, QUEUE = 1.18, 2.15, 0.72, 0.62
 BETWEEN, AXIS, LEGEND = 0.1, 0.42, 0.3
 DPI = 180
 IN_A_ROW = 4
-"""Panels."""
+"""Panels, at most; rows are filled evenly."""
 OUTLINED = 20
 """Models, up to which bands are set apart by white lines."""
 SHAPES = {"activations": "^", "evictions": "v", "preemptions": "x", "refused requests": "o"}
@@ -59,14 +59,14 @@ class _Picture:
 
     def __init__(self, reports: Sequence[Report], timelines: Sequence[Timeline]) -> None:
         self.reports, self.timelines = reports, timelines
-        self.columns = min(len(reports), IN_A_ROW)
+        rows = ceil(len(reports) / IN_A_ROW)
+        self.columns = ceil(len(reports) / rows)
         self.best = best_of(reports)
         self.sampled = any(t.at.size for t in timelines)
         self.panel = FIGURES
         if self.sampled:
             self.panel += MEMORY + MARKS + QUEUE + 2 * BETWEEN + AXIS
         head = self._head()
-        rows = ceil(len(reports) / self.columns)
         self.height = sum(size for _, _, _, size in head) + rows * self.panel + 0.1
         self.height += LEGEND if self.sampled else 0.0
         self.figure = Figure(figsize=(WIDTH, self.height))

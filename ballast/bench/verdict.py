@@ -25,10 +25,13 @@ def verdict(reports: Sequence[Report]) -> str:
     others = ranked[len(leaders) :]
     if not others:
         return _level(ranked)
-    names = _listed([r.name for r in leaders])
+    called = _names(reports)
+    names = _listed([called[r.name] for r in leaders])
     first = leaders[0].total
     serve = "each serve" if len(leaders) > 1 else "serves"
-    margins = [f"{_margin(leaders[0], r)} {r.name} ({percent(r.total.attainment)})" for r in others]
+    margins = [
+        f"{_margin(leaders[0], r)} {called[r.name]} ({percent(r.total.attainment)})" for r in others
+    ]
     head = f"{names} {serve} {percent(best)} of {first.requests} requests within service"
     return f"{head} levels, {_listed(margins)}.{_besides(leaders[0], ranked[-1], reports)}"
 
@@ -84,13 +87,14 @@ def _alone(report: Report) -> str:
         return text + "."
     name, worst = min(asked.items(), key=lambda item: item[1].attainment)
     if worst.attainment == max(served.attainment for served in asked.values()):
-        return f"{text}, of every model the same share."
+        return f"{text}, the same share of every model's."
     return f"{text}; least of {name}, {percent(worst.attainment)}."
 
 
 def _level(reports: Sequence[Report]) -> str:
     total = reports[0].total
-    names = _listed([r.name for r in reports])
+    called = _names(reports)
+    names = _listed([called[r.name] for r in reports])
     text = f"No difference: {names} each serve {percent(total.attainment)} of {total.requests}"
     return f"{text} requests within service levels. This load does not tell them apart."
 
@@ -110,14 +114,24 @@ def _besides(best: Report, last: Report, reports: Sequence[Report]) -> str:
 
     Latencies are those of answered requests: a run that refuses many would look fast.
     """
-    failed = [f"{r.total.failed} under {r.name}" for r in reports if r.total.failed]
+    called = _names(reports)
+    failed = [f"{r.total.failed} under {called[r.name]}" for r in reports if r.total.failed]
     if failed:
         return f" Requests that failed: {_listed(failed)}."
     a, b = best.total.ttft, last.total.ttft
     if a is None or b is None:
         return ""
-    text = f" P99 of the time to the first token: {best.name} {seconds(a.p99)}"
-    return f"{text}, {last.name} {seconds(b.p99)}."
+    text = f" P99 of the time to the first token: {called[best.name]} {seconds(a.p99)}"
+    return f"{text}, {called[last.name]} {seconds(b.p99)}."
+
+
+def _names(reports: Sequence[Report]) -> dict[str, str]:
+    """How a sentence calls each run: names like `balloon, live` without what all have in common,
+    and otherwise in quotes, since their commas would divide a list."""
+    parts = {r.name: r.name.partition(", ") for r in reports}
+    if len({how for *_, how in parts.values()}) == 1:
+        return {name: preset for name, (preset, *_) in parts.items()}
+    return {name: f"“{name}”" if how else name for name, (*_, how) in parts.items()}
 
 
 def _range(values: Sequence[float]) -> str:
