@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 import httpx
 import msgspec
@@ -14,9 +15,6 @@ from ballast.bench.sample import Decision, DeviceSample, decisions_of
 from ballast.core.clock import Clock
 from ballast.core.request import Submission
 from ballast.server.state import ServerNow
-
-LAST_DECISIONS = 10_000
-"""The most that `/admin/story` shows."""
 
 
 class _Choice(msgspec.Struct):
@@ -64,6 +62,8 @@ class HttpTarget:
         self._clock = clock
         self._unix_origin: float | None = None
         """Unix time at which `clock` showed 0; None until the server has shown its state."""
+        self._decided: dict[bytes, dict[str, Any]] = {}
+        """Decisions seen so far: the same one is shown by many samples."""
         self._device = ""
         """The name of the server's only device; empty where it has several."""
         self._client = httpx.AsyncClient(
@@ -143,21 +143,20 @@ class HttpTarget:
             return {}
         self._unix_origin = now.time - self._clock.now()
         self._device = now.devices[0].device if len(now.devices) == 1 else ""
+        self._decided |= {msgspec.json.encode(entry): entry for entry in now.decisions}
         return {d.device: DeviceSample.of(d) for d in now.devices}
 
     async def decisions(self, origin: float) -> Sequence[Decision]:
-        """From `/admin/story`, on the server's wall clock, which `memory` has read."""
+        """Those that `/admin/state` has shown: at each sample the last 50, on its wall clock.
+
+        `/admin/story` shows more, but only to whom has the admin key.
+        """
+        await self.memory()
         if self._unix_origin is None:
             return ()
-        try:
-            response = await self._client.get("/admin/story", params={"last": LAST_DECISIONS})
-            response.raise_for_status()
-            entries = response.json()["decisions"]
-        except (httpx.HTTPError, ValueError, KeyError):
-            return ()
-        began = self._unix_origin + origin
-        timed = ({**entry, "at": entry["time"]} for entry in entries)
-        return [d for d in decisions_of(timed, self._device, began) if d.at >= 0]
+        timed = ({**entry, "at": entry["time"]} for entry in self._decided.values())
+        found = decisions_of(timed, self._device, self._unix_origin + origin)
+        return [d for d in found if d.at >= 0]
 
 
 def _body(submission: Submission) -> dict[str, object]:

@@ -30,10 +30,14 @@ seen: list[dict[str, Any]] = []
 arrived = threading.Event()
 disconnected = threading.Event()
 
+DECIDED = [
+    {"time": 999.0, "action": "Activate", "model": "a"},
+    {"time": 1e9, "action": "Evict", "model": "a", "why": "idle", "refused": "it is busy"},
+]
 STATE = ServerNow(
     version="x", time=1000.0, uptime=5.0, preset="balloon", status="ok", reason=None, restarts=0,
     open=0, device="cpu:0", page_bytes=1024, total=6, free=2, reclaiming=0, owners={}, jobs=0,
-    models=[], failed={}, decisions=[],
+    models=[], failed={}, decisions=DECIDED,
     devices=[
         DeviceNow(
             "cpu:0", "ok", None, 0, 0, 1024, 6, 2, 0, {"kv:a": 3, "arena:lanes": 1}, 0,
@@ -41,10 +45,6 @@ STATE = ServerNow(
         )
     ],
 )  # fmt: skip
-STORY = [
-    {"time": 999.0, "action": "Activate", "model": "a"},
-    {"time": 1e9, "action": "Evict", "model": "a", "why": "idle", "refused": "it is busy"},
-]
 
 
 def event(**fields: Any) -> str:
@@ -103,17 +103,12 @@ async def state(request: Request) -> Response:
     return Response(msgspec.json.encode(STATE))
 
 
-async def story(request: Request) -> Response:
-    return JSONResponse({"decisions": STORY})
-
-
 @pytest.fixture(scope="module")
 def base_url() -> Iterator[str]:
     app = Starlette(
         routes=[
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/admin/state", state),
-            Route("/admin/story", story),
         ]
     )
     listener = socket.socket()
