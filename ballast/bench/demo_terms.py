@@ -18,6 +18,7 @@ from ballast.bench.report import Report
 from ballast.bench.worlds import run_virtual
 from ballast.core.cost import StepCosts
 from ballast.core.errors import ConfigError
+from ballast.core.job import Load
 from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.settings import FleetSettings, Slo
 from ballast.core.units import ceil_div, format_bytes
@@ -42,7 +43,9 @@ TPOT_SCALE = 20.0
 """Level over a decode step of one sequence, on average of the models: what is compared is who has
 memory, and steps wait for other models' prompts under every preset."""
 MOST_TOKENS = 256
-"""Longest prompt and output together; their means are an eighth of it each."""
+"""Longest prompt and output together."""
+MEAN_TOKENS = MOST_TOKENS // 8
+"""Of prompts, and of outputs."""
 GROUPS = BurstyGroups(head=0.0, alpha=0.0, spell_seconds=80, pause_seconds=500)
 """No model is preferred: all but one come and go, with clumps of the same mean size; spells for
 eight models as docs/workloads.md has them."""
@@ -125,7 +128,7 @@ def choose_terms(
     )
     beside = max(int(BUDGET_SHARE * whole), largest)
     budget = ceil_div(set_aside(specs, fleet.device) + beside, page) * page
-    link = float(round(pace(specs, profile.costs, LINK_RATIO)))
+    link = float(round(pace(specs, profile.lane_costs)))
     names = [s.name for s in specs]
     sample = bursts(names, 2.0, seconds, seed)
     rate = LOAD / seconds_alone(sample, profile.lane_costs)
@@ -152,17 +155,23 @@ def bursts(names: Sequence[str], rate: float, seconds: float, seed: int) -> Work
     )
 
 
-def pace(specs: Sequence[ModelSpec], costs: Mapping[str, StepCosts], ratio: float) -> float:
-    """Bytes per second at which copying a model takes `ratio` decode steps of one sequence."""
-    step = sum(costs[s.name].base + costs[s.name].per_sequence for s in specs)
-    return sum(s.weight_bytes for s in specs) / (ratio * step)
+def step_seconds(costs: StepCosts) -> float:
+    """A decode step of one sequence amid a mean request: where jobs were measured, and not at an
+    empty context, which measurements extrapolate to."""
+    return costs.of(Load(0, 0, 0, 1, MEAN_TOKENS + MEAN_TOKENS // 2))
+
+
+def pace(specs: Sequence[ModelSpec], costs: Mapping[str, StepCosts]) -> float:
+    """Bytes per second at which copying a model takes `LINK_RATIO` of its decode steps."""
+    steps = sum(step_seconds(costs[s.name]) for s in specs)
+    return sum(s.weight_bytes for s in specs) / (LINK_RATIO * steps)
 
 
 def seconds_alone(workload: Workload, costs: Mapping[str, StepCosts]) -> float:
     """Mean seconds of compute of a request that shares no step with others."""
 
     def alone(model: str, prompt: int, output: int) -> float:
-        step = costs[model].base + costs[model].per_sequence
+        step = step_seconds(costs[model])
         return costs[model].prefill_seconds(prompt) + (output - 1) * step
 
     every = [alone(r.model, r.prompt_tokens, r.output_tokens) for r in workload.requests]
@@ -171,9 +180,8 @@ def seconds_alone(workload: Workload, costs: Mapping[str, StepCosts]) -> float:
 
 def levels(specs: Sequence[ModelSpec], costs: Mapping[str, StepCosts], link: float) -> Slo:
     """Service levels, rounded to two digits; `link` in bytes per second."""
-    prompt = MOST_TOKENS // 8
-    first = [s.weight_bytes / link + costs[s.name].prefill_seconds(prompt) for s in specs]
-    step = [costs[s.name].base + costs[s.name].per_sequence for s in specs]
+    first = [s.weight_bytes / link + costs[s.name].prefill_seconds(MEAN_TOKENS) for s in specs]
+    step = [step_seconds(costs[s.name]) for s in specs]
 
     def scaled(scale: float, values: list[float]) -> float:
         return float(f"{scale * sum(values) / len(values):.2g}")
