@@ -31,9 +31,9 @@ BUDGET_SHARE = 0.63
 """Device memory beside activations, over the weights of all models: not all of them fit at once.
 There `static` is at its best: between the sizes at which one more model just has a place, and the
 KV shares of all are too small for their requests."""
-LOAD = 0.65
-"""Arriving work over time, if every request were served alone: batches keep it below the
-machine's capacity, so that memory is the bound."""
+LOAD = 0.35
+"""Arriving work over time, if every request were served alone: memory is the bound also on a
+machine that is half as fast live as it was measured."""
 LINK_RATIO = 9.4
 """Seconds to copy a model over seconds of its decode step of one sequence, as on a GH200 (4000 GB/s
 of memory, 427 GB/s of link). Unpaced, a CPU copies from its own memory."""

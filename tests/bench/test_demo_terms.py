@@ -107,13 +107,13 @@ def terms_on(profile: Profile, seed: int = 0) -> Terms:
 def test_presets_differ_on_machines_of_any_speed(slower: float, seed: int) -> None:
     profile = machine(slower)
     terms = terms_on(profile, seed)
-    kept = {}
-    for preset in COMPARED:
-        report = simulated(terms.of(FLEET, preset), SPECS, profile, terms.workload)
-        kept[preset] = report.total.attainment
-    assert kept["balloon"] > 0.85
-    assert kept["balloon"] - max(kept["static"], kept["swap"]) > 0.08, kept
-    assert kept["balloon"] >= kept["mirage"]
+    for live in (profile, machine(2 * slower)):  # as measured, and half as fast as that
+        kept = {}
+        for preset in COMPARED:
+            report = simulated(terms.of(FLEET, preset), SPECS, live, terms.workload)
+            kept[preset] = report.total.attainment
+        assert kept["balloon"] > max(kept["static"], kept["mirage"]) + 0.04, kept
+        assert kept["balloon"] >= kept["swap"], kept
 
 
 def test_terms_follow_the_machine() -> None:
