@@ -149,8 +149,11 @@ def _ends_within_a_line(path: Path) -> bool:
     """Whether the process that wrote to the file before died doing so."""
     if not path.is_file():
         return False
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 1))
-        # Others may append meanwhile, so no more than that byte.
-        return file.read(1) not in (b"", b"\n")
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            # Others may append meanwhile, so no more than that byte.
+            return file.read(1) not in (b"", b"\n")
+    except FileNotFoundError:  # another device has just made a part of it
+        return False

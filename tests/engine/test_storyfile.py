@@ -164,6 +164,18 @@ def test_several_devices_rotate_one_file_and_lose_nothing(tmp_path: Path) -> Non
     assert not first_part_is_gone(path)
 
 
+def test_a_file_that_another_device_rotates_while_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "story"
+    with monkeypatch.context() as looked:
+        looked.setattr(Path, "is_file", lambda self: True)  # it was there a moment ago
+        file = StoryFile(path, "cpu:0")
+    file.write([{"at": 1}])
+    file.close()
+    assert lines(path) == [{"device": "cpu:0", "at": 1}]
+
+
 def test_a_file_that_cannot_be_rotated_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -189,7 +189,7 @@ def living(parent: int) -> set[int]:
     """Children of a process, but for those that have ended and wait to be noticed."""
     found = set()
     for child in children_of(parent):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
                 found.add(child)
     return found

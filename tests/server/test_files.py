@@ -30,7 +30,8 @@ def test_too_few_files_are_one_line_and_exit_code_2(fleet_file: Path, files: int
         check=False,
     )
     assert ended.returncode == 2
-    [line] = ended.stderr.splitlines()
+    *progress, line = ended.stderr.splitlines()
+    assert all(": starting " in entry for entry in progress)
     assert f"open files: {files}: this fleet needs" in line
     assert "ulimit -Hn" in line
 

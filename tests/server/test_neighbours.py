@@ -79,6 +79,7 @@ def test_a_port_that_another_server_has_is_said_in_a_line(
     )
     assert refused.returncode == 2
     assert refused.stdout == ""
-    [line] = refused.stderr.splitlines()
+    *progress, line = refused.stderr.splitlines()
+    assert all(": starting " in entry for entry in progress)
     assert line.startswith(f"ballast: port: {port}")
     assert real.http.get("/health").status_code == 200
