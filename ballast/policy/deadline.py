@@ -85,12 +85,15 @@ class Deadline:
     Requests that cannot keep their level any more come after those that can, and have `late_share`
     of the lane's time while there are any, the one that waited longest first. `longest_wait`: no
     service level counts as longer than so many seconds to the first token, or between two tokens.
+    `longest_gap`: a stream, late or with however much slack, gets its next token after so many
+    seconds, or after twice what a step of every model takes where that is longer, and one job.
     `margin`: headroom that is left for what is not foreseen, as a multiple of the longest job that
     could run.
     """
 
     late_share: float = 0.05
     longest_wait: float = 10.0
+    longest_gap: float = 0.2
     margin: float = 2.0
 
     def __call__(self, view: ComputeView, memo: object) -> ComputeDecision:
@@ -104,6 +107,9 @@ class Deadline:
                 return ComputeDecision(r.model, memo=Turn(turn.model, view.now, turn.credit))
         works = [view.work_of(r.model) for r in view.runnable]
         batches = [self._batch(view.now, w) for w in works if w.decodes]
+        pausing = self._pausing(view.now, batches)
+        if pausing and pausing[0][0] <= 0:
+            return self._run(pausing[0][1], 0, turn)
         prompts = [p for w in works for p in self._prompts(view, w)]
         demand, begun = self._demand(batches, prompts, self.coming(view.now))
         late = self._latest(view, batches, prompts, begun)
@@ -121,10 +127,13 @@ class Deadline:
         for option in options:
             spare = option.others - reserve - option.seconds
             if spare >= 0:
-                until = view.now + spare
+                pause = min(
+                    (left for left, o in pausing if o.work is not option.work), default=spare
+                )
+                until = view.now + min(spare, pause)
                 if late is not None and self.late_share > 0:
                     until = min(until, view.now + (late.seconds - credit) / self.late_share)
-                n = self._chunk(view, option, option.others - reserve)
+                n = self._chunk(view, option, min(option.others - reserve, pause))
                 return self._run(option, n, turn, until)
         if options:
             urgent = min(options, key=lambda o: (o.due, o.work.model))
@@ -155,6 +164,16 @@ class Deadline:
                 steps = max(steps, d.outputs)
         task = None if due == math.inf else Task(due - now, seconds, pace, steps)
         return _Batch(work, seconds, task, min(d.last for d in decodes))
+
+    def _pausing(self, now: float, batches: Sequence[_Batch]) -> list[tuple[float, _Option]]:
+        """How long each batch may still pause, and its next step; the longest pause first."""
+        gap = max(self.longest_gap, 2 * sum(b.seconds for b in batches))
+        found = []
+        for b in batches:
+            last = min((d.last for d in b.work.decodes if d.first is not None), default=math.inf)
+            step = _Option(b.work, math.inf, math.inf, b.seconds)
+            found.append((last + gap - b.seconds - now, step))
+        return sorted(found, key=lambda entry: entry[0])
 
     def _keeps(self, now: float, d: DecodeView, step: float) -> bool:
         """Whether a request keeps its level if it decodes without a pause from now on."""
