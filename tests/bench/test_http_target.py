@@ -113,6 +113,7 @@ def base_url() -> Iterator[str]:
     )
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
+    listener.listen()  # now, so that the first request need not wait for the thread
     server = uvicorn.Server(uvicorn.Config(app, ws="none", lifespan="off", log_level="error"))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()

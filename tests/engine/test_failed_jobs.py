@@ -13,13 +13,14 @@ from ballast.bench.inprocess import Answer, InProcess
 from ballast.core.actions import Change, SwapKv
 from ballast.core.event import Failed, Result
 from ballast.core.job import SequenceWork
+from ballast.core.report import DeviceReport
 from ballast.core.request import Sampling, Submission
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.settings import FleetSettings, Slo
 from ballast.engine.apply import apply
 from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
-from tests.engine.test_live import asked, fleet, need, paths  # noqa: F401
+from tests.engine.test_live import asked, fleet, for_one, need, paths  # noqa: F401
 from tests.engine.test_operator import ordered
 from tests.engine.test_requests import GRAMMAR, path  # noqa: F401
 from tests.engine.test_requests import fleet as fleet_of_one
@@ -115,21 +116,45 @@ def test_jobs_that_fail_in_company_only_end(paths: Paths) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_failures_under_pressure_change_no_token_and_replay(
+def test_failures_beside_evictions_change_no_token_and_replay(
     paths: Paths,  # noqa: F811
     temperature: float,
     tmp_path: Path,
 ) -> None:
-    rng = random.Random(7)
     requests = asked(5, temperature)
     # A request that shares a prefix shares blocks with those that fail beside it.
     requests += [replace(r, id=f"{r.id}-twin", max_tokens=30) for r in requests[9:]]
     expected = undisturbed(fleet(paths), requests)
-    settings = replace(fleet(paths, need(paths)), story_path=str(tmp_path / "story"))
+    report = failing(fleet(paths, need(paths)), requests, expected, tmp_path / "story")
+    assert sum(m.evictions for m in report.models) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_failures_beside_preemptions_change_no_token_and_replay(
+    paths: Paths,  # noqa: F811
+    temperature: float,
+    tmp_path: Path,
+) -> None:
+    requests = asked(5, temperature, models=("c",))
+    expected = undisturbed(fleet({"c": paths["c"]}), requests)
+    report = failing(for_one(paths), requests, expected, tmp_path / "story")
+    assert sum(m.preemptions for m in report.models) > 0
+
+
+def failing(
+    settings: FleetSettings,
+    requests: Sequence[Submission],
+    expected: dict[str, Answer],
+    story: Path,
+) -> DeviceReport:
+    """Serve the requests while jobs of several fail at random: their tokens are the expected ones,
+    and the story, written at `story`, replays."""
+    rng = random.Random(7)
+    settings = replace(settings, story_path=str(story))
     with InProcess(settings) as server:
         fragile = [
-            Fragile(server, name, lambda work: len(work) > 1 and rng.random() < 0.3)
-            for name in paths
+            Fragile(server, m.name, lambda work: len(work) > 1 and rng.random() < 0.3)
+            for m in settings.models
         ]
         answers = server.generate(requests)
         report = server.device.snapshot()
@@ -137,13 +162,13 @@ def test_failures_under_pressure_change_no_token_and_replay(
     for each in fragile:
         each.check()
         assert any(failed for _, failed in each.jobs)
-    assert sum(m.preemptions for m in report.models) > 0
     for id, answer in answers.items():
         assert answer.tokens == expected[id].tokens, id
-    (life,) = read_lives(tmp_path / "story")
+    (life,) = read_lives(story)
     found = replay(life)
     assert (found.difference, found.stray) == (None, None)
     assert any(entry.get("event") == "JobFailed" for entry in life.entries)
+    return report
 
 
 def test_more_running_requests_than_at_load_keep_their_grammars(path: Path) -> None:  # noqa: F811

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,14 @@ DEADLINE = 240.0
 
 
 HELD_WORKER = "held_worker.py"
+
+
+def error_line(stderr: str) -> str:
+    """The last line of `stderr`. Before it are only lines of progress: how many depends on how
+    slow the machine is, and "importing, 2 s" comes before there is a log."""
+    *progress, line = stderr.splitlines()
+    assert all(": starting " in p or re.fullmatch(r".+, \d+ s", p) for p in progress), stderr
+    return line
 
 
 class ServerProcess:

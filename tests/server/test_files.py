@@ -14,7 +14,7 @@ import pytest
 from ballast.core.errors import ConfigError
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.server.files import LEAST_CONNECTIONS, OTHER_FILES, SPARE, check_files
-from tests.server.process import DEADLINE
+from tests.server.process import DEADLINE, error_line
 
 BARE = OTHER_FILES + SPARE + LEAST_CONNECTIONS
 
@@ -30,8 +30,7 @@ def test_too_few_files_are_one_line_and_exit_code_2(fleet_file: Path, files: int
         check=False,
     )
     assert ended.returncode == 2
-    *progress, line = ended.stderr.splitlines()
-    assert all(": starting " in entry for entry in progress)
+    line = error_line(ended.stderr)
     assert f"open files: {files}: this fleet needs" in line
     assert "ulimit -Hn" in line
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from tests.server.process import DEADLINE, ServerProcess
+from tests.server.process import DEADLINE, ServerProcess, error_line
 from tests.server.test_api import MODEL
 from tests.server.test_lifetime import until
 
@@ -79,7 +79,6 @@ def test_a_port_that_another_server_has_is_said_in_a_line(
     )
     assert refused.returncode == 2
     assert refused.stdout == ""
-    *progress, line = refused.stderr.splitlines()
-    assert all(": starting " in entry for entry in progress)
+    line = error_line(refused.stderr)
     assert line.startswith(f"ballast: port: {port}")
     assert real.http.get("/health").status_code == 200
