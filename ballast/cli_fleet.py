@@ -32,7 +32,7 @@ def fleet_make(
     """Make small real-architecture models, some trained here (minutes), and their fleet file."""
     from rich.console import Console
 
-    from ballast.bench.progress import shown
+    from ballast.bench.progress import shown, training
 
     with importing():
         from ballast.fleet.make import make_fleet
@@ -48,9 +48,7 @@ def fleet_make(
             dtype=dtype,
             budget=budget,
             force=force,
-            progress=lambda name, step, of, loss: progress(
-                f"training {name}", step, of, f"loss {loss:.2f}"
-            ),
+            progress=training(progress),
         )
     _show(made, Console())
 

@@ -40,6 +40,7 @@ from rich import box
 from rich.console import Console, Group
 from rich.table import Column, Table
 
+from ballast.bench.demo_terms import LINK_RATIO, pace
 from ballast.bench.worlds import Ran
 from ballast.core.settings import Slo
 from ballast.policy.presets import Preset, resolve
@@ -50,7 +51,6 @@ from benchmarks.common import finish, options, verdict
 from benchmarks.contenders import defaults
 from benchmarks.rate_curves import RATES, TARGETS, Curve, Ratios, best, curve, ratios
 from benchmarks.setting import (
-    LINK_RATIO,
     MOST_OUTPUT,
     MOST_PROMPT,
     OUTPUT_FACTOR,
@@ -58,7 +58,6 @@ from benchmarks.setting import (
     ROOMY,
     Setting,
     no_levels,
-    pace,
     prepare,
     service_levels,
     trace_option,

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from ballast.bench.choose import workload_of
+from ballast.bench.demo_terms import LINK_RATIO, pace
 from ballast.bench.report import Report
 from ballast.bench.run import specs_of
 from ballast.bench.worlds import Ran, run_live, run_virtual
-from ballast.core.cost import StepCosts
 from ballast.core.model import ModelSpec
 from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, Slo
 from ballast.core.units import GiB, KiB
@@ -32,9 +32,6 @@ PROMPT_FACTOR, OUTPUT_FACTOR = 0.5, 0.1
 MOST_PROMPT, MOST_OUTPUT = 512, 96
 FULL_REQUESTS = 8
 """Longest requests at once that peak KV, and so a fixed share without want, has room for."""
-LINK_RATIO = 9.4
-"""Time to copy a layer over time to run it in a decode step of one sequence: a GH200's memory
-bandwidth over that of its host link (4000 / 427 GB/s). PCIe 5 beside an H100: 60."""
 TTFT_SCALE, TPOT_SCALE = 5.0, 2.0
 ROOMY = 2 * GiB
 
@@ -130,12 +127,6 @@ def arrivals(trace: Path, names: list[str], seconds: float) -> Workload:
         .scale_lengths(PROMPT_FACTOR, OUTPUT_FACTOR, MOST_PROMPT, MOST_OUTPUT)
         .window(0.0, seconds)
     )
-
-
-def pace(specs: list[ModelSpec], costs: Mapping[str, StepCosts], ratio: float) -> float:
-    """Bytes per second at which copying a model takes `ratio` decode steps of one sequence."""
-    step = sum(costs[s.name].base + costs[s.name].per_sequence for s in specs)
-    return sum(s.weight_bytes for s in specs) / (ratio * step)
 
 
 def service_levels(report: Report) -> dict[str, Slo]:

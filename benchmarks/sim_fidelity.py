@@ -38,6 +38,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ballast.bench.demo_terms import LINK_RATIO, pace
 from ballast.bench.others import DISTURBED, Others
 from ballast.bench.report import Report, Spread
 from ballast.bench.run import specs_of
@@ -53,7 +54,7 @@ from ballast.workload.workload import Workload
 from benchmarks.common import MET, NOT_STATED, finish, options, verdict, write_json
 from benchmarks.contenders import defaults
 from benchmarks.seam import write_story
-from benchmarks.setting import LINK_RATIO, Setting, arrivals, fleet_in, pace, trace_option
+from benchmarks.setting import Setting, arrivals, fleet_in, trace_option
 
 BUDGET = 0.4
 """Of all weights and peak KV."""

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import secrets
-from collections.abc import Callable, Mapping
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import httpx
 from rich.console import Console
 
 from ballast.bench.choose import slos_of
-from ballast.bench.demo_result import Compared, agreement, result_table, verdict
+from ballast.bench.demo_result import Compared, agreement, result_table
 from ballast.bench.demo_terms import Terms, choose_terms, simulated
-from ballast.bench.http import HttpTarget
 from ballast.bench.others import DISTURBED, Others
 from ballast.bench.plot import plot
+from ballast.bench.progress import Progress, shown, training
 from ballast.bench.record import Prompts, prompts_of, vocabularies_of
-from ballast.bench.replay import replay
 from ballast.bench.report import Report
+from ballast.bench.run import report_http
 from ballast.bench.serving import serving
-from ballast.bench.stages import Stages
+from ballast.bench.verdict import verdict
 from ballast.core.settings import FleetSettings
-from ballast.engine.inbox import MonotonicClock
-from ballast.fleet.make import DEFAULT_STEPS, make_fleet, training_steps
+from ballast.fleet.make import DEFAULT_STEPS, make_fleet
 from ballast.sim.calibrate import calibrated
 
 PRESETS = ("static", "swap", "mirage", "balloon")
@@ -47,21 +46,28 @@ def run_demo(
     Raises ConfigError where the fleet in `directory` is not one that `choose_terms` takes.
     """
     file = directory / "fleet.yaml"
-    with Stages(console) as stages:
+    parts: dict[str, float] = {}
+    with shown() as progress:
         if not file.exists():
-            _make(directory, DEFAULT_STEPS if steps is None else steps, stages)
+            with _timed(parts, "making eight small models (once)"):
+                make_fleet(
+                    directory,
+                    steps=DEFAULT_STEPS if steps is None else steps,
+                    progress=training(progress),
+                )
         fleet = load(file)
-        with stages.stage("measuring this machine"), Others() as others:
-            profile, specs = calibrated(fleet, rounds=1)
-        with stages.stage("in virtual time", len(PRESETS)) as advance:
+        with _timed(parts, "measuring this machine"), Others() as others:
+            profile, specs = calibrated(fleet, rounds=1, progress=progress)
+        with _timed(parts, "in virtual time"):
             terms = choose_terms(fleet, specs, profile, seconds, seed)
             compared = directory / "demo.yaml"
-            terms.write(file, compared, secrets.token_hex())
+            terms.write(file, compared)
             virtual = {}
-            for preset in PRESETS:
+            for i, preset in enumerate(PRESETS):
+                progress("in virtual time", i, len(PRESETS), preset)
                 chosen = terms.of(load(compared), preset)
                 virtual[preset] = simulated(chosen, specs, profile, terms.workload)
-                advance(preset)
+            progress("in virtual time", len(PRESETS), len(PRESETS))
         console.print(f"the same for every preset: {terms.describe()}", soft_wrap=True)
         if others.cores > DISTURBED:
             console.print(
@@ -73,8 +79,10 @@ def run_demo(
         live: dict[str, Report] = {}
         answers: list[str] = []
         for preset in PRESETS:
-            ask = answers.append if preset == PRESETS[-1] else None
-            live[preset] = _live(compared, preset, load, terms, prompts, stages, ask)
+            with _timed(parts, f"{preset}, live"):
+                chosen = terms.of(load(compared), preset)
+                ask = answers.append if preset == PRESETS[-1] else None
+                live[preset] = _live(compared, chosen, terms, prompts, progress, ask)
     results = [Compared(live[p], virtual[p]) for p in PRESETS]
     reports = [r.live for r in results]
     png.parent.mkdir(parents=True, exist_ok=True)
@@ -83,58 +91,44 @@ def run_demo(
         f"[bold]{fleet.models[0].name}[/bold]: {QUESTION}\n  {answers[0]!r}", soft_wrap=True
     )
     console.print(result_table(results))
-    console.print(_took(stages.seconds), soft_wrap=True)
+    console.print(_took(parts), soft_wrap=True)
     console.print(f"drawn: {png}; next: ballast serve {file}", soft_wrap=True)
     console.print(agreement(results), soft_wrap=True)
     console.print(f"[bold]{verdict(reports)}[/bold]", soft_wrap=True)
 
 
-def _make(directory: Path, steps: int, stages: Stages) -> None:
-    with stages.stage("making eight small models (once)", training_steps(steps)) as advance:
-        make_fleet(
-            directory,
-            steps=steps,
-            progress=lambda name, step, of, loss: advance(f"{name}, loss {loss:.2f}"),
-        )
-
-
 def _live(
     file: Path,
-    preset: str,
-    load: Callable[[Path], FleetSettings],
+    fleet: FleetSettings,
     terms: Terms,
     prompts: Prompts,
-    stages: Stages,
+    progress: Progress,
     show: Callable[[str], None] | None,
 ) -> Report:
-    """What clients of a server on these terms saw; then an answer of its first model for `show`."""
-    fleet = terms.of(load(file), preset)
-    workload = terms.workload
-    with stages.stage(f"{preset}, live", len(workload.requests)) as advance:
-        options = ("--preset", preset, "--no-changes", "--log-level", "error")
-        with serving(file, *options) as running:
+    """What clients of a server on these terms saw; then an answer of its first model for `show`,
+    which not every preset has a place for."""
+    preset = fleet.preset
+    progress(f"{preset}, live: starting", 0)
+    with serving(file, "--preset", preset, "--no-changes", "--log-level", "error") as running:
+        report = report_http(
+            running.url,
+            terms.workload,
+            prompts,
+            slos_of(fleet),
+            name=preset,
+            timeout=PATIENCE,
+            progress=progress,
+        )
+        if show is not None:
+            show(chat(running.url, fleet.models[0].name))
+        return report
 
-            def count(what: str, done: int, total: int | None = None, note: str = "") -> None:
-                advance(f"{done} of {total} requests")
 
-            async def run() -> Report:
-                key = fleet.server.admin_key
-                async with HttpTarget(running.url, MonotonicClock(), key) as target:
-                    done = await replay(workload, target, prompts, timeout=PATIENCE, progress=count)
-                return Report.of(
-                    done.records,
-                    slos_of(fleet),
-                    done.wall_seconds,
-                    done.memory,
-                    done.decisions,
-                    name=preset,
-                    workload=workload.describe(),
-                )
-
-            report = asyncio.run(run())
-            if show is not None:
-                show(chat(running.url, fleet.models[0].name))
-            return report
+@contextlib.contextmanager
+def _timed(parts: dict[str, float], name: str) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    parts[name] = time.monotonic() - began
 
 
 def _took(parts: Mapping[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""What a demo showed: presets side by side, live and in virtual time, and who won by how much."""
+"""What a demo showed: presets side by side, live and in virtual time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from rich.table import Table
 
 from ballast.bench.report import Report
 from ballast.bench.show import percent, seconds
+from ballast.bench.verdict import listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +26,7 @@ class Compared:
     @property
     def difference(self) -> float:
         """Attainment live less that in virtual time, in percentage points."""
-        return points(self.live.total.attainment - self.virtual.total.attainment)
-
-
-def points(share: float) -> float:
-    """A difference of shares in percentage points."""
-    return 100 * share
+        return 100 * (self.live.total.attainment - self.virtual.total.attainment)
 
 
 def result_table(results: Sequence[Compared]) -> Table:
@@ -56,32 +52,10 @@ def result_table(results: Sequence[Compared]) -> Table:
     return table
 
 
-def verdict(reports: Sequence[Report]) -> str:
-    """One sentence: the preset that kept most service levels, and by how much.
-
-    Two reports or more, of the same requests.
-    """
-    ranked = sorted(reports, key=lambda r: -r.total.attained)
-    most = ranked[0].total
-    winners = [r for r in ranked if r.total.attained == most.attained]
-    others = ranked[len(winners) :]
-    names = _and([r.name for r in winners])
-    text = f"{names} kept the service levels of {_whole(winners[0])} of {most.requests} requests"
-    if not others:
-        return f"{text}: nobody won."
-    text += " each" if len(winners) > 1 else ""
-    gaps = [
-        f"{points(most.attainment - r.total.attainment):.0f} points more than {r.name} "
-        f"({_whole(r)})"
-        for r in others
-    ]
-    return f"{text}: {_and(gaps)}."
-
-
 def agreement(results: Sequence[Compared]) -> str:
     """One sentence: by how much live and virtual differ, and which pairs they rank otherwise."""
     worst = max(results, key=lambda r: abs(r.difference))
-    shares = _and([f"{r.preset} {_whole(r.virtual)}" for r in results])
+    shares = listed([f"{r.preset} {_whole(r.virtual)}" for r in results])
     text = f"In virtual time: {shares}; "
     if worst.difference == 0:
         text += "live is the same"
@@ -98,7 +72,7 @@ def agreement(results: Sequence[Compared]) -> str:
         * (a.virtual.total.attained - b.virtual.total.attained)
         < 0
     ]
-    order = f"in another order: {_and(swapped)}" if swapped else "in the same order"
+    order = f"in another order: {listed(swapped)}" if swapped else "in the same order"
     return f"{text}, {order}."
 
 
@@ -107,7 +81,3 @@ def _whole(report: Report) -> str:
     share = report.total.attainment
     shown = round(100 * share)
     return f"{min(shown, 99) if share < 1 else shown} %"
-
-
-def _and(texts: Sequence[str]) -> str:
-    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"

@@ -86,11 +86,10 @@ class Terms:
             models=tuple(replace(m, slo=self.slo) for m in fleet.models),
         )
 
-    def write(self, fleet_file: Path, to: Path, admin_key: str) -> None:
+    def write(self, fleet_file: Path, to: Path) -> None:
         """Write `fleet_file`, which has one device, with these terms and no preset of its own.
 
-        Both files belong into one directory: paths of models are relative to it. `admin_key`: with
-        which the server's memory and decisions can be read.
+        Both files belong into one directory: paths of models are relative to it.
         """
         document: dict[str, Any] = yaml.safe_load(fleet_file.read_text(encoding="utf-8"))
         for key in ("preset", "options"):
@@ -102,7 +101,6 @@ class Terms:
         }
         for model in document["models"]:
             model.pop("slo", None)
-        document["server"] = document.get("server", {}) | {"admin_key": admin_key}
         text = "# Written by `ballast demo` on terms measured on this machine.\n"
         text += yaml.safe_dump(document, sort_keys=False)
         to.write_text(text, encoding="utf-8")

@@ -35,6 +35,15 @@ def quiet(what: str, done: int, total: int | None = None, note: str = "") -> Non
     """Show no progress."""
 
 
+def training(progress: Progress) -> Callable[[str, int, int, float], None]:
+    """Show, by `progress`, how far `ballast.fleet.make` has trained each model."""
+
+    def show(name: str, step: int, of: int, loss: float) -> None:
+        progress(f"training {name}", step, of, f"loss {loss:.2f}")
+
+    return show
+
+
 @contextmanager
 def shown(console: Console | None = None) -> Iterator[Progress]:
     """Show progress meanwhile, on stderr by default."""

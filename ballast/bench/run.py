@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from ballast.bench.choose import options_of, slos_of
 from ballast.bench.http import HttpTarget
 from ballast.bench.loading import load_as_served
 from ballast.bench.progress import Progress, quiet
-from ballast.bench.record import prompts_of, vocabularies_of
+from ballast.bench.record import Prompts, prompts_of, vocabularies_of
 from ballast.bench.replay import Replayed, replay
 from ballast.bench.report import Report
 from ballast.bench.servers import run_servers
@@ -19,7 +19,7 @@ from ballast.bench.stories import fresh, stories
 from ballast.bench.worlds import run_live, run_virtual
 from ballast.core.errors import BallastError
 from ballast.core.model import ModelSpec
-from ballast.core.settings import FleetSettings
+from ballast.core.settings import FleetSettings, Slo
 from ballast.engine.build import check_room
 from ballast.engine.inbox import MonotonicClock
 from ballast.policy.presets import resolve
@@ -99,19 +99,37 @@ def replay_http(
     progress: Progress = quiet,
 ) -> Report:
     """Against a server that runs already. Prompts are token ids of the fleet's vocabularies."""
-    vocabularies = vocabularies_of(specs_of(fleet, progress))
+    prompts = prompts_of(vocabularies_of(specs_of(fleet, progress)))
+    slos = slos_of(fleet)
+    return report_http(url, workload, prompts, slos, name=name, key=key, progress=progress)
+
+
+def report_http(
+    url: str,
+    workload: Workload,
+    prompts: Prompts,
+    slos: Mapping[str, Slo],
+    *,
+    name: str,
+    key: str | None = None,
+    timeout: float = 600.0,
+    progress: Progress = quiet,
+) -> Report:
+    """As `replay_http`, with prompts and service levels that are known already; a request fails
+    that is not answered after `timeout` seconds."""
 
     async def run() -> Replayed:
         async with HttpTarget(url, MonotonicClock(), key) as target:
-            prompts = prompts_of(vocabularies)
-            return await replay(workload, target, prompts, progress=progress, name=name)
+            return await replay(
+                workload, target, prompts, timeout=timeout, progress=progress, name=name
+            )
 
     done = asyncio.run(run())
     if not done.records:
         raise BallastError("the workload has no requests")
     return Report.of(
         done.records,
-        slos_of(fleet),
+        slos,
         done.wall_seconds,
         done.memory,
         done.decisions,

@@ -26,14 +26,14 @@ def verdict(reports: Sequence[Report]) -> str:
     if not others:
         return _level(ranked)
     called = _names(reports)
-    names = _listed([called[r.name] for r in leaders])
+    names = listed([called[r.name] for r in leaders])
     first = leaders[0].total
     serve = "each serve" if len(leaders) > 1 else "serves"
     margins = [
         f"{_margin(leaders[0], r)} {called[r.name]} ({percent(r.total.attainment)})" for r in others
     ]
     head = f"{names} {serve} {percent(best)} of {first.requests} requests within service"
-    return f"{head} levels, {_listed(margins)}.{_besides(leaders[0], ranked[-1], reports)}"
+    return f"{head} levels, {listed(margins)}.{_besides(leaders[0], ranked[-1], reports)}"
 
 
 def unbroken(text: str) -> str:
@@ -94,7 +94,7 @@ def _alone(report: Report) -> str:
 def _level(reports: Sequence[Report]) -> str:
     total = reports[0].total
     called = _names(reports)
-    names = _listed([called[r.name] for r in reports])
+    names = listed([called[r.name] for r in reports])
     text = f"No difference: {names} each serve {percent(total.attainment)} of {total.requests}"
     return f"{text} requests within service levels. This load does not tell them apart."
 
@@ -117,7 +117,7 @@ def _besides(best: Report, last: Report, reports: Sequence[Report]) -> str:
     called = _names(reports)
     failed = [f"{r.total.failed} under {called[r.name]}" for r in reports if r.total.failed]
     if failed:
-        return f" Requests that failed: {_listed(failed)}."
+        return f" Requests that failed: {listed(failed)}."
     a, b = best.total.ttft, last.total.ttft
     if a is None or b is None:
         return ""
@@ -139,6 +139,7 @@ def _range(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _listed(parts: Sequence[str]) -> str:
+def listed(parts: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
     *head, last = parts
     return f"{', '.join(head)} and {last}" if head else last

@@ -121,11 +121,6 @@ def make_fleet(
     return fleet
 
 
-def training_steps(steps: int, n_models: int = 8, size: str = "small") -> int:
-    """Steps of all models together, where `make_fleet` is given `steps`."""
-    return sum(plan.own_steps(steps) for plan in plans(size, n_models))
-
-
 def _check(directory: Path, dtype: str, steps: int, force: bool) -> None:
     if dtype not in _DTYPES:
         raise ConfigError("dtype", dtype, f"one of {', '.join(_DTYPES)}")

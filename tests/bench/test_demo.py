@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ballast.bench import demo
+from ballast.bench import demo, run
 from ballast.bench.choose import slos_of
-from ballast.bench.demo_result import verdict
 from ballast.bench.record import RequestRecord
 from ballast.bench.replay import Replayed, Target
 from ballast.bench.report import Report
 from ballast.bench.serving import Serving
+from ballast.bench.verdict import verdict
 from ballast.cli_common import load
 from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings
@@ -34,7 +34,9 @@ def test_every_preset_gets_the_same_file_and_bursts(
     drawn: list[Report] = []
     profile = machine(1.0)
 
-    def calibrated(fleet: FleetSettings, rounds: int) -> tuple[Profile, list[ModelSpec]]:
+    def calibrated(
+        fleet: FleetSettings, rounds: int, progress: object
+    ) -> tuple[Profile, list[ModelSpec]]:
         return profile, SPECS
 
     @contextlib.contextmanager
@@ -55,7 +57,7 @@ def test_every_preset_gets_the_same_file_and_bursts(
 
     monkeypatch.setattr(demo, "calibrated", calibrated)
     monkeypatch.setattr(demo, "serving", serving)
-    monkeypatch.setattr(demo, "replay", replay)
+    monkeypatch.setattr(run, "replay", replay)
     monkeypatch.setattr(demo, "simulated", simulated)
     monkeypatch.setattr(demo, "chat", lambda *_: "It is weight that a ship carries.")
     monkeypatch.setattr(demo, "plot", lambda reports, png: drawn.extend(reports))
@@ -72,7 +74,7 @@ def test_every_preset_gets_the_same_file_and_bursts(
     assert [r.name for r in drawn] == list(demo.PRESETS)
     *_, agreed, last = shown.getvalue().splitlines()
     assert last == verdict(drawn)
-    assert last.startswith("balloon kept the service levels of ")
+    assert last.startswith("balloon serves ")
     assert "(swap, less)" in agreed
 
 

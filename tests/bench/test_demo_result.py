@@ -1,4 +1,4 @@
-"""The demo's sentences: who won by how much, and by how much live and virtual differ."""
+"""The demo's table, and by how much live and virtual time differ in it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from ballast.bench.demo_result import Compared, agreement, result_table, verdict
+from ballast.bench.demo_result import Compared, agreement, result_table
 from ballast.bench.record import RequestRecord
 from ballast.bench.report import Report
 from ballast.core.settings import Slo
@@ -33,30 +33,6 @@ def report(name: str, kept: int, of: int = 50) -> Report:
 
 def compared(preset: str, live: int, virtual: int) -> Compared:
     return Compared(report(preset, live), report(preset, virtual))
-
-
-def test_the_winner_and_its_margins() -> None:
-    assert verdict([report("swap", 30), report("static", 40), report("balloon", 49)]) == (
-        "balloon kept the service levels of 98 % of 50 requests: 18 points more than static (80 %) "
-        "and 38 points more than swap (60 %)."
-    )
-
-
-def test_several_winners() -> None:
-    text = verdict([report("swap", 30), report("mirage", 49), report("balloon", 49)])
-    assert text == (
-        "mirage and balloon kept the service levels of 98 % of 50 requests each: "
-        "38 points more than swap (60 %)."
-    )
-
-
-def test_nobody_wins_where_all_are_equal() -> None:
-    text = verdict([report("swap", 50), report("balloon", 50)])
-    assert text == ("swap and balloon kept the service levels of 100 % of 50 requests: nobody won.")
-
-
-def test_all_but_one_is_not_all() -> None:
-    assert "of 99 % of 1000 requests" in verdict([report("a", 999, 1000), report("b", 1, 1000)])
 
 
 def test_how_far_live_and_virtual_are_apart() -> None:
