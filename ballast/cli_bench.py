@@ -98,7 +98,7 @@ def demo(
     directory: Annotated[Path, typer.Option(help="Where the fleet is, or will be made.")] = Path(
         "fleets/demo"
     ),
-    seconds: Annotated[float, typer.Option(min=1, help="Length of the bursts.")] = 20.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Length of the bursts.")] = 16.0,
     steps: Annotated[int | None, typer.Option(help="Training steps, where it is made.")] = None,
     seed: Annotated[int, typer.Option(help="Of the bursts.")] = 0,
     png: Annotated[Path, typer.Option(help="Draw the comparison here.")] = Path("out/demo.png"),

@@ -29,7 +29,7 @@ class Curve:
                 if met is None:
                     return 0.0
                 part = (met[1] - target) / (met[1] - share)
-                return met[0] * (rate / met[0]) ** part
+                return float(met[0] * (rate / met[0]) ** part)
             met = rate, share
         return met[0] if met is not None else 0.0
 

@@ -80,7 +80,11 @@ def config(**values: Any) -> Callable[[Path], None]:
 
 def text(name: str, content: str) -> Callable[[Path], None]:
     """Write a file of the checkpoint anew."""
-    return lambda directory: (directory / name).write_text(content) and None
+
+    def change(directory: Path) -> None:
+        (directory / name).write_text(content)
+
+    return change
 
 
 def generation(**values: Any) -> Callable[[Path], None]:

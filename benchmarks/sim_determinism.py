@@ -60,7 +60,7 @@ def written(seed: int, seconds: float) -> str:
         runs = list(simulate_presets(fleet, *asking, story=story))
         stories = b"".join(file.read_bytes() for file in sorted(story.parent.iterdir()))
     told = dumps(simulation_json(kinds, asked.specs, asked.workload, PLACED, runs))
-    told += page("a page", [asked.described()], runs)
+    told += page("a page", [asked.described()], [run.report for run in runs], runs)
     return hashlib.sha256(told.encode() + stories).hexdigest()
 
 

@@ -42,6 +42,8 @@ TTFT_SCALE = 6.0
 TPOT_SCALE = 20.0
 """Level over a decode step of one sequence, on average of the models: what is compared is who has
 memory, and steps wait for other models' prompts under every preset."""
+SPARE_WORKER = False
+"""No worker is killed in a demo, and to prepare a spare one would disturb what is measured."""
 MOST_TOKENS = 256
 """Longest prompt and output together."""
 MEAN_TOKENS = MOST_TOKENS // 8
@@ -84,6 +86,7 @@ class Terms:
             device=replace(fleet.device, budget_bytes=self.budget_bytes),
             link=replace(fleet.link, bytes_per_second=link, mixed_bytes_per_second=None),
             models=tuple(replace(m, slo=self.slo) for m in fleet.models),
+            server=replace(fleet.server, spare_worker=SPARE_WORKER),
         )
 
     def write(self, fleet_file: Path, to: Path) -> None:
@@ -101,6 +104,7 @@ class Terms:
         }
         for model in document["models"]:
             model.pop("slo", None)
+        document["server"] = document.get("server", {}) | {"spare_worker": SPARE_WORKER}
         text = "# Written by `ballast demo` on terms measured on this machine.\n"
         text += yaml.safe_dump(document, sort_keys=False)
         to.write_text(text, encoding="utf-8")
@@ -159,10 +163,12 @@ def step_seconds(costs: StepCosts) -> float:
     return costs.of(Load(0, 0, 0, 1, MEAN_TOKENS + MEAN_TOKENS // 2))
 
 
-def pace(specs: Sequence[ModelSpec], costs: Mapping[str, StepCosts]) -> float:
-    """Bytes per second at which copying a model takes `LINK_RATIO` of its decode steps."""
+def pace(
+    specs: Sequence[ModelSpec], costs: Mapping[str, StepCosts], ratio: float = LINK_RATIO
+) -> float:
+    """Bytes per second at which copying a model takes as long as `ratio` of its decode steps."""
     steps = sum(step_seconds(costs[s.name]) for s in specs)
-    return sum(s.weight_bytes for s in specs) / (LINK_RATIO * steps)
+    return sum(s.weight_bytes for s in specs) / (ratio * steps)
 
 
 def seconds_alone(workload: Workload, costs: Mapping[str, StepCosts]) -> float:

@@ -27,6 +27,7 @@ _BUCKETS_TOKEN = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
     *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
+_BUCKETS_PREFILL = tuple(m * 10.0**e for e in range(-5, 0) for m in (1, 2, 5))
 _BUCKETS_ALL = (
     *(0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
@@ -115,6 +116,11 @@ class Metrics:
             "Mean time per output token after the first, by request",
             _BUCKETS_TOKEN,
         )
+        self._per_prefill_token = histogram(
+            "vllm:time_per_prefill_token_request_seconds",
+            "Time from admission to first token, per prompt token that no cached prefix had",
+            _BUCKETS_PREFILL,
+        )
         times = {
             "e2e_request_latency": "From arrival to last token",
             "request_queue_time": "From arrival at the device to admission",
@@ -188,8 +194,8 @@ class Metrics:
         """A request has ended well, or (`abort`) its client left it. `cached_tokens`: of its
         prompt, those found in the prefix cache."""
         self._success.labels(model, reason).inc()
+        computed = prompt_tokens - cached_tokens
         if reason != "abort":
-            computed = prompt_tokens - cached_tokens
             self._sizes["request_prefill_kv_computed_tokens"].labels(model).observe(computed)
         self._sizes["request_prompt_tokens"].labels(model).observe(prompt_tokens)
         self._sizes["request_generation_tokens"].labels(model).observe(output_tokens)
@@ -206,6 +212,9 @@ class Metrics:
                 admitted = timing.arrived + timing.queued
                 self._time("request_queue_time", model, timing.queued)
                 self._time("request_prefill_time", model, timing.first - admitted)
+                if reason != "abort" and computed > 0:
+                    each = max(0.0, timing.first - admitted) / computed
+                    self._per_prefill_token.labels(model).observe(each)
                 self._time("request_inference_time", model, timing.last - admitted)
 
     def failed(self, model: str, code: str) -> None:

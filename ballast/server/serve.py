@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import gc
 import logging
@@ -234,7 +235,8 @@ async def _answer(
     running = asyncio.ensure_future(http.serve(sockets=[listener]))
     if await _first(running, http.up):
         running.result()  # it has ended: say why
-    gc.freeze()  # what was loaded stays: no collection need look at it, the last one neither
+    gc.freeze()  # what was loaded stays: no collection need look at it
+    atexit.register(gc.unfreeze)  # but the last one: libraries report what it has not collected
     _announce(service, host, port)
     if ready is not None:
         ready(port)

@@ -171,6 +171,16 @@ def test_a_budget_too_small_for_a_full_request_is_warned_of_with_the_one_it_need
     assert chat(finding.cure.split("budget of ")[1].split(";")[0]).verdict is Verdict.OK
 
 
+def test_a_context_beyond_the_models_own_is_warned_of(made: MadeFleet) -> None:
+    fleet = load_fleet(made.file, presets=("balloon",), environ={})
+    chat = next(m for m in fleet.models if m.name == "atlas-chat")
+    others = tuple(m for m in fleet.models if m is not chat)
+    asked = replace(fleet, models=(replace(chat, max_model_len=10**6), *others))
+    beyond = "limits.context of 1000000 is beyond the model's own context"
+    (finding,) = (f for f in examine(asked, MonotonicClock()) if f.found.startswith(beyond))
+    assert (finding.check, finding.verdict) == ("atlas-chat", Verdict.WARN)
+
+
 def test_the_doctor_and_a_server_refuse_the_same_models(made: MadeFleet) -> None:
     fleet = load_fleet(made.file, presets=("balloon",), environ={})
     small = replace(fleet.device, budget_bytes=made.models[0].weight_bytes)

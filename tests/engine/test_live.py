@@ -134,6 +134,24 @@ def test_eviction_changes_no_token(paths: dict[str, Path], preset: str, layout: 
         check(path, [r for r in requests if r.model == name], answers)
 
 
+def test_a_context_beyond_the_models_own_is_said_and_the_models_own_counts(
+    paths: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = fleet({"a": paths["a"]})
+    (model,) = settings.models
+    with InProcess(settings) as server:
+        own = server.device.state.models["a"].spec.max_model_len
+    assert not caplog.messages
+    for context in (own, own + 1):
+        asked = replace(settings, models=(replace(model, max_model_len=context),))
+        with InProcess(asked) as server:
+            assert server.device.state.models["a"].spec.max_model_len == own
+    (said,) = caplog.messages
+    assert said == (
+        f"a: limits.context of {own + 1} is beyond the model's own context; {own} tokens are served"
+    )
+
+
 @pytest.mark.parametrize("layout", KvLayout)
 def test_preemption_changes_no_token(paths: dict[str, Path], layout: KvLayout) -> None:
     requests = asked(5, models=("c",))

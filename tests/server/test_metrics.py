@@ -94,6 +94,7 @@ def test_a_request_from_its_arrival_to_its_end() -> None:
         "vllm:e2e_request_latency_seconds": 3.0,
         "vllm:request_queue_time_seconds": 0.5,
         "vllm:request_prefill_time_seconds": 1.5,
+        "vllm:time_per_prefill_token_request_seconds": 1.5,  # of the one token that was computed
         "vllm:request_decode_time_seconds": 1.0,
         "vllm:request_inference_time_seconds": 2.5,
         "vllm:request_prompt_tokens": 5,

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
+from openresponses_types import types as openresponses
+from pydantic import BaseModel, TypeAdapter
 
 from tests.cluster.fake_device import BREAK, REFUSE
 from tests.server.messages_api.test_messages import CHAT_CALL, submission
@@ -23,15 +24,13 @@ FUNCTIONS = [
     {"type": "function", "name": "now"},
 ]
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-REQUIRED = frozenset(
-    {"id", "object", "created_at", "completed_at", "status", "incomplete_details", "model"}
-    | {"previous_response_id", "instructions", "output", "error", "tools", "tool_choice"}
-    | {"truncation", "parallel_tool_calls", "text", "top_p", "presence_penalty", "temperature"}
-    | {"frequency_penalty", "top_logprobs", "reasoning", "user", "usage", "max_output_tokens"}
-    | {"max_tool_calls", "store", "background", "service_tier", "metadata", "safety_identifier"}
-    | {"prompt_cache_key"}
-)
-"""Of a response, by the specification of Open Responses."""
+SPECIFIED: dict[str, type[BaseModel]] = {
+    kind.value: found
+    for name, found in vars(openresponses).items()
+    if name.endswith("StreamingEvent")
+    for kind in found.model_fields["type"].annotation
+}
+"""Events by type, as the specification of Open Responses has them."""
 BEGUN = ["response.created", "response.in_progress"]
 TEXT = [
     "response.output_item.added",
@@ -54,14 +53,14 @@ def post(to: ServerProcess, **fields: Any) -> Any:
 
 
 def answer(to: ServerProcess, **fields: Any) -> Any:
-    """As OpenAI's types read it, and nothing that Open Responses requires is missing."""
+    """As OpenAI's types read it, and as Open Responses specifies it."""
     found = post(to, **fields)
     assert found.status_code == 200, found.text
     return checked(found.json())
 
 
 def checked(response: Any) -> Any:
-    assert set(response) >= REQUIRED
+    openresponses.ResponseResource.model_validate(response)
     Response.model_validate(response, strict=True)
     items = [item["id"] for item in response["output"]]
     assert len(set(items)) == len(items)
@@ -69,7 +68,8 @@ def checked(response: Any) -> Any:
 
 
 def events(to: ServerProcess, **fields: Any) -> list[Any]:
-    """Of a stream: named by their types, numbered, and each as OpenAI's types have it."""
+    """Of a stream: named by their types, numbered, and each as OpenAI's types have it and as Open
+    Responses specifies it."""
     body = ASKED | fields | {"stream": True}
     with to.http.stream("POST", "/v1/responses", json=body) as streamed:
         assert streamed.headers["content-type"].startswith("text/event-stream")
@@ -82,6 +82,7 @@ def events(to: ServerProcess, **fields: Any) -> list[Any]:
         found.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {found[-1]['type']}"
         EVENT.validate_python(found[-1])
+        SPECIFIED[found[-1]["type"]].model_validate(found[-1])
     assert [e["sequence_number"] for e in found] == list(range(len(found)))
     for each in (found[0], found[1], found[-1]):
         checked(each["response"])
