@@ -41,7 +41,9 @@ def specs_of(n: int) -> list[ModelSpec]:
     known = [m for m in catalogue().values() if SMALLEST < m.parameters < LARGEST]
     names = [f"{known[i % len(known)].name}.{i}" for i in range(n)]
     return [
-        replace(known[i % len(known)].spec(max_model_len=8192), name=name, fingerprint=name)
+        replace(
+            known[i % len(known)].spec(max_model_len=8192, slo=SLO), name=name, fingerprint=name
+        )
         for i, name in enumerate(names)
     ]
 
