@@ -141,10 +141,16 @@ def fit_decode(points: Points, least_per_context: float = 0.0) -> Decode:
 
 
 def fit_linear(terms: Vector, seconds: Vector, least: Vector) -> list[float]:
-    """Coefficients, each at least `least`, of `terms` (points, coefficients)."""
-    start = np.maximum(_line(terms, seconds, seconds), least)
-    found = _soft_l1(lambda p: terms @ p, lambda p: terms, start, least, seconds)
-    return _at_least(found.x, least)
+    """Coefficients, each at least `least`, of `terms` (points, coefficients).
+
+    One whose terms are all 0, of which the points say nothing, is its `least`.
+    """
+    known = terms.any(axis=0)
+    some, bounds = terms[:, known], least[known]
+    start = np.maximum(_line(some, seconds, seconds), bounds)
+    found = np.array(least, dtype=np.float64)
+    found[known] = _soft_l1(lambda p: some @ p, lambda p: some, start, bounds, seconds).x
+    return _at_least(found, least)
 
 
 def pair_seconds(points: Points) -> float:

@@ -61,13 +61,16 @@ def costs_of(jobs: Sequence[Timed]) -> tuple[float, dict[str, StepCosts]]:
     """Seconds that a cold job takes longer, the same for all; and by model the costs of its jobs.
 
     Non-negative coefficients with the least soft-L1 of the relative error over jobs that are not
-    cold, and the median of what the cold take beyond that. Then everything is scaled so that all
+    cold (all, of a model whose prompts only cold ones computed), and the median of what the cold
+    take beyond that. Then everything is scaled so that all
     together take what they took: a queue feels means, of a distribution that leans to the right.
     """
     costs = {}
     for model in dict.fromkeys(job.model for job in jobs):
         own = [job for job in jobs if job.model == model]
-        own = [job for job in own if not job.cold] or own
+        warm = [job for job in own if not job.cold]
+        if _kinds(warm) == _kinds(own):
+            own = warm
         terms = np.array([_terms(job.load) for job in own])
         seconds = np.array([job.seconds for job in own])
         costs[model] = StepCosts(*fit_linear(terms, seconds, np.zeros(terms.shape[1])))
@@ -114,6 +117,14 @@ def _handled(job: Timed) -> tuple[float, float, float]:
     assert job.before is not None
     ended = job.before.decode_sequences + job.before.prefill_chunks
     return 1.0, ended, job.load.prefill_chunks
+
+
+def _kinds(jobs: Sequence[Timed]) -> tuple[bool, bool]:
+    """Whether there are prefills among them, and whether decodes."""
+    return (
+        any(job.load.prefill_chunks for job in jobs),
+        any(job.load.decode_sequences for job in jobs),
+    )
 
 
 def _terms(n: Load) -> tuple[float, ...]:

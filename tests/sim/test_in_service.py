@@ -83,6 +83,27 @@ def test_noise_and_stalls_shift_no_mean(seed: int) -> None:
     assert found == pytest.approx(1.1 * expected, rel=0.06)
 
 
+def test_a_model_whose_prompts_were_all_computed_by_cold_jobs(jobs: list[Timed]) -> None:
+    """As in short measurements. Its prompts cost what they took, and no other model's costs move."""
+    some = [j for j in jobs if j.model == "a" or j.cold or not j.load.prefill_chunks]
+    assert any(j.model == "b" and j.load.prefill_chunks for j in some)
+    _, costs = costs_of(some)
+    for model, truth in TRUTH.items():
+        for load in (*DECODES, *PREFILLS):
+            most = 0.02 * truth.of(load) + (
+                WAKE * max(1, load.prefill_chunks) if model == "b" else 0.0
+            )
+            assert abs(costs[model].of(load) - truth.of(load)) <= most, (model, load)
+
+
+def test_what_no_job_tells_costs_nothing(jobs: list[Timed]) -> None:
+    _, costs = costs_of([j for j in jobs if not j.load.prefill_chunks])
+    for model, truth in TRUTH.items():
+        assert (costs[model].per_token, costs[model].per_pair, costs[model].per_chunk) == (0, 0, 0)
+        for load in DECODES:
+            assert costs[model].of(load) == pytest.approx(truth.of(load), rel=1e-3)
+
+
 def test_only_jobs_that_end_count() -> None:
     assert jobs_of([{"at": 0.0, "event": "Arrival"}, {"at": 1.0, "event": "Leap"}]) == []
 
