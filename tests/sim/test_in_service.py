@@ -84,7 +84,7 @@ def test_noise_and_stalls_shift_no_mean(seed: int) -> None:
 
 
 def test_a_model_whose_prompts_were_all_computed_by_cold_jobs(jobs: list[Timed]) -> None:
-    """As in short measurements. Its prompts cost what they took, and no other model's costs move."""
+    """As in short measurements: its prompts cost what they took, and others' costs do not move."""
     some = [j for j in jobs if j.model == "a" or j.cold or not j.load.prefill_chunks]
     assert any(j.model == "b" and j.load.prefill_chunks for j in some)
     _, costs = costs_of(some)
