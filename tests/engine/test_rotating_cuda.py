@@ -6,6 +6,8 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from ballast.bench.inprocess import InProcess
 from ballast.core.actions import Remap
 from ballast.core.units import MiB
@@ -22,6 +24,7 @@ BANDWIDTH = 1e13
 """Bytes a second, on the stand-in's clock: stalls are there, and nothing beside real seconds."""
 
 
+@pytest.mark.slow
 def test_rotating_layers_change_no_token_on_a_gpu(paths: dict[str, Path]) -> None:  # noqa: F811
     requests = asked(2)
     with InProcess(with_path(fleet(paths), "generic", "plain")) as server:
