@@ -56,6 +56,8 @@ RUNS = (
     Run("fleet"),
     Run("devices"),
     Run("mirage_sim", ("--sweeps",)),
+    Run("overload_presets"),
+    Run("policy_cost"),
     Run("seam", ("--quick",)),
     Run("sim_fidelity"),
     Run("sim_profiles"),

@@ -38,6 +38,8 @@ BUDGET = 72 << 30
 PROMPT, OUTPUT, CONTEXT = 300, 2000, 4096
 LONGEST = 120.0
 """Virtual seconds in which all requests have begun."""
+BUILT_UNDER = {"swap": "recompute"}
+"""By preset: another one that brings the device to this point; `swap` has one model there."""
 GOAL_MEDIAN_MS, GOAL_P99_MS = 0.2, 1.0
 
 
@@ -63,7 +65,8 @@ class Overload:
         settings = replace(SERVED, name="d", budget_bytes=BUDGET)
         self._preset = resolve(self.preset)
         profile = device_profile(DEVICE).of(served)
-        self._device = SimDevice(settings, served, self._preset, profile, lambda *_: None)
+        before = resolve(BUILT_UNDER.get(self.preset, self.preset))
+        self._device = SimDevice(settings, served, before, profile, lambda *_: None)
         for i in range(self.running):
             prompt = tuple((i * 7 + k) % 1000 for k in range(PROMPT))
             self._device.submit(
@@ -97,8 +100,10 @@ class Overload:
         for i in range(self.short):
             m = models[i % len(models)]
             r = m.running[i // len(models)]
-            pages = m.kv.layout.slab_pages
-            m.shortages.append(Shortage(m.spec.name, r.id, pages, limited=False, blocks=1))
+            pages, wanted = m.kv.layout.slab_pages, m.kv.at_hand + 1
+            m.shortages.append(
+                Shortage(m.spec.name, r.id, pages, limited=False, blocks=1, wanted=wanted)
+            )
         for m in models:
             self.state.touch(m)
 

@@ -80,7 +80,7 @@ def compare_virtual(
     profile = calibrate(fleet, progress=progress) if device is None else device.of(specs)
     for preset in presets:
         chosen = replace(fleet, preset=preset, options=options_of(fleet, preset))
-        layered = resolve(preset, chosen.options).swapping is not None
+        layered = resolve(preset, chosen.options).requires.kv_swapping
         for i, spec in enumerate(specs):
             check_room(spec, specs[:i], fleet.device, layered=layered)
         with stories(fresh(story, preset, presets)) as sink_of:

@@ -65,7 +65,7 @@ class Devices:
     @property
     def lending(self) -> tuple[Capability, ...]:
         """Which devices can lend pages to which, as far as their workers have told."""
-        swapping = resolve(self.fleet.preset, self.fleet.options).swapping is not None
+        swapping = resolve(self.fleet.preset, self.fleet.options).requires.kv_swapping
         return self.fleet.lending({name: d.reach for name, d in self.devices.items()}, swapping)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -227,16 +227,22 @@ class Offer:
     indivisible."""
     later: bool = False
     """Its pages do not come with the action, but with an event that follows."""
+    upto: Callable[[int], Action] | None = None
+    """Of an offer whose action replaces the one for a smaller part: the action for so many
+    pages."""
 
-    def part(self, pages: int) -> Offer:
-        """The least part of a divisible offer that has `pages`; all of it where it has fewer."""
-        n = min(self.pages, ceil_div(pages, self.grain) * self.grain)
+    def part(self, pages: int, taken: int = 0) -> Offer:
+        """The least part of a divisible offer that has `pages` beside those `taken` before; all
+        that is left where it has fewer."""
+        n = min(self.pages - taken, ceil_div(pages, self.grain) * self.grain)
         if n == self.pages:
             return self
-        assert isinstance(self.action, DropCache | Compact | Recall)
-        return replace(
-            self, pages=n, price=self.price * n / self.pages, action=replace(self.action, pages=n)
-        )
+        if self.upto is not None:
+            action = self.upto(taken + n)
+        else:
+            assert isinstance(self.action, DropCache | Compact | Recall)
+            action = replace(self.action, pages=n)
+        return replace(self, pages=n, price=self.price * n / self.pages, action=action)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
 
 from ballast.core.cost import StepCosts
 from ballast.core.model import ModelSpec
 from ballast.core.request import Order
 from ballast.core.rotation import WHOLE, Rotation
+
+T = TypeVar("T")
 
 
 class Residency(enum.Enum):
@@ -167,9 +172,9 @@ class Shortage:
     """Blocks that it asked for, those included for which there was room."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeviceView:
-    """One device."""
+    """One device. It does not change, so what follows from it is worked out once (`derived`)."""
 
     now: float
     page_bytes: int
@@ -200,4 +205,21 @@ class DeviceView:
         return self.free + self.reclaiming + self.recalled - self.promised
 
     def model(self, name: str) -> ModelView:
-        return next(m for m in self.models if m.name == name)
+        """Raises KeyError where the device has no such model."""
+        return self.by_name[name]
+
+    @cached_property
+    def by_name(self) -> Mapping[str, ModelView]:
+        """Models by name."""
+        return {m.name: m for m in self.models}
+
+    def derived(self, fact: Callable[[DeviceView], T]) -> T:
+        """`fact(self)`, a pure function of the view, worked out once."""
+        if fact not in self._derived:
+            self._derived[fact] = fact(self)
+        found: T = self._derived[fact]
+        return found
+
+    @cached_property
+    def _derived(self) -> dict[Callable[[DeviceView], Any], Any]:
+        return {}

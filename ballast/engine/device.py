@@ -118,7 +118,7 @@ class LiveDevice:
             name, what = fleet.device.name, "; ".join(unproven)
             log.warning("%s uses what no GPU has ever run: %s (%s)", name, what, NEVER_RUN_WHERE)
         device = _with_parts(self.machine.device)
-        self._load(device, layered=preset.swapping is not None)
+        self._load(device, layered=preset.requires.kv_swapping)
         self.state = build_state(
             device,
             [Hosted(h.spec, h.addresses) for h in self.hosts.values()],
@@ -128,7 +128,7 @@ class LiveDevice:
             self.machine.copy,
             costs,
             # Layers wait for one thing or the other.
-            None if preset.swapping else self.machine.make_rotor(self.clock, self.post),
+            None if preset.requires.kv_swapping else self.machine.make_rotor(self.clock, self.post),
             self._make_swapper(preset),
             self._refuse,
         )
@@ -304,9 +304,9 @@ class LiveDevice:
 
     def _make_swapper(self, preset: Preset) -> MakeSwapper | None:
         """None: the preset swaps no KV. Raises ConfigError where this machine cannot."""
-        if preset.swapping is None:
+        if not preset.requires.kv_swapping:
             return None
-        made = self.machine.make_swapper(self.clock, bool(preset.swapping.dirty))
+        made = self.machine.make_swapper(self.clock, preset.requires.dirty)
         if made is None:
             raise ConfigError("preset", preset.name, "devices of one rank can swap KV so far")
         return made

@@ -24,6 +24,6 @@ def never_run(fleet: FleetSettings, device: DeviceSettings) -> tuple[str, ...]:
         GROUPS: device.tensor_parallel > 1,
         GREEN: device.lanes > 1,
         ADAPTERS: any(model.adapters for model in fleet.models),
-        SWAPPING: resolve(fleet.preset, fleet.options).swapping is not None,
+        SWAPPING: resolve(fleet.preset, fleet.options).requires.kv_swapping,
     }
     return tuple(feature for feature in FEATURES if on[feature])

@@ -70,10 +70,9 @@ def shortage_claims(view: DeviceView, patience: float) -> tuple[list[Claim], flo
     short = [s for s in view.shortages if not s.limited]
     if not short:
         return claims, wake
-    models = {m.name: m for m in view.models}
-    running = {r.id: r for m in view.models for r in m.running}
     for s in short:
-        m, r = models[s.model], running.get(s.request_id)
+        m = view.model(s.model)
+        r = next((r for r in m.running if r.id == s.request_id), None)
         urgent = r is not None
         if r is None and m.waiting and m.waiting[0].id == s.request_id:
             r = m.waiting[0]

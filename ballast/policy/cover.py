@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from copy import copy
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any, TypeVar
 
-from ballast.core.actions import Action, Activate, Evict, Offer, Preempt, Promise, Recall, Remap
+from ballast.core.actions import (
+    Action,
+    Activate,
+    Evict,
+    ModelAction,
+    Offer,
+    Preempt,
+    Promise,
+    Recall,
+    Remap,
+)
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView
 from ballast.policy.offers import Claim, Source
 
-_REMAP = (Remap.__name__, "")
+K = TypeVar("K")
+V = TypeVar("V")
+_ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A moment to which a ground can be taken back."""
+
+    changes: int
+    coming: int
+    free: int
+    borrowed: int
 
 
 class Ground:
@@ -22,16 +45,42 @@ class Ground:
         self.free = view.free - view.promised
         self.borrowed = view.borrowed
         """For KV only."""
-        self.taken: dict[str, dict[tuple[str, str], int]] = {}
-        """Pages taken of each model, by kind of action and request."""
+        self.taken: dict[tuple[str, str, str], int] = {}
+        """Pages taken, by model, kind of action and request."""
+        self.taken_of: dict[str, int] = {}
+        """The same, by model."""
         self.recalled: dict[str, int] = {}
         """Pages recalled from each device."""
         self.blocks: dict[str, int] = {}
         """Blocks that each model gets back on pages that it keeps."""
-        self.evicted: set[str] = set()
-        self.holders = {s.owner: set(s.holders) for m in view.models for s in m.shared}
+        self.evicted: dict[str, bool] = {}
+        """Models that go."""
+        self.holders = view.derived(_holders).copy()
         """Models that use each shared segment."""
-        self._models = {m.name: m for m in view.models}
+        self._models = view.by_name
+        self._changes: list[tuple[dict[Any, Any], Any, Any]] = []
+        """Dictionaries that have changed: which, at which key, what was there before."""
+
+    def mark(self) -> Mark:
+        """This moment."""
+        return Mark(len(self._changes), self.coming, self.free, self.borrowed)
+
+    def undo(self, mark: Mark) -> None:
+        """Take back what has happened since."""
+        while len(self._changes) > mark.changes:
+            table, key, before = self._changes.pop()
+            if before is _ABSENT:
+                del table[key]
+            else:
+                table[key] = before
+        self.coming, self.free, self.borrowed = mark.coming, mark.free, mark.borrowed
+
+    def _set(self, table: dict[K, V], key: K, value: V) -> None:
+        self._changes.append((table, key, table.get(key, _ABSENT)))
+        table[key] = value
+
+    def _add(self, table: dict[K, int], key: K, more: int) -> None:
+        self._set(table, key, table.get(key, 0) + more)
 
     def needs(self, claim: Claim) -> int:
         """Pages of the claim, given who has come and gone since the view was taken."""
@@ -61,34 +110,36 @@ class Ground:
             return offer
         if taken >= offer.pages:
             return None
-        return offer.part(min(pages, offer.pages - taken))
+        return offer.part(pages, taken)
 
     def take(self, offer: Offer) -> int:
         """Use an offer up; how many pages that adds to those taken before."""
         action = offer.action
         if isinstance(action, Recall):
-            self.recalled[action.to] = self.recalled.get(action.to, 0) + offer.pages
+            self._add(self.recalled, action.to, offer.pages)
             return offer.pages
         model = action.model
         if model in self.evicted:
             return 0
-        taken = self.taken.setdefault(model, {})
         if isinstance(action, Evict):
-            return max(0, self._evict(self._models[model]) - sum(taken.values()))
+            return max(0, self._evict(self._models[model]) - self.taken_of.get(model, 0))
+        key = _key(action)
+        before = self.taken.get(key)
         if isinstance(action, Remap):
             m = self._models[model]
-            before = taken.get(_REMAP, 0)
-            taken[_REMAP] = max(before, action.rotation.lent * m.layer_pages - m.lent_pages)
-            return taken[_REMAP] - before
-        key = _key(action)
+            pages = action.rotation.lent * m.layer_pages - m.lent_pages - (before or 0)
+            return self._took(key, max(0, pages))
         if offer.grain:
-            taken[key] = taken.get(key, 0) + offer.pages
-            return offer.pages
-        if key in taken:
+            return self._took(key, offer.pages)
+        if before is not None:
             return 0
-        taken[key] = offer.pages
-        self.blocks[model] = self.blocks.get(model, 0) + offer.blocks
-        return offer.pages
+        self._add(self.blocks, model, offer.blocks)
+        return self._took(key, offer.pages)
+
+    def _took(self, key: tuple[str, str, str], pages: int) -> int:
+        self._add(self.taken, key, pages)
+        self._add(self.taken_of, key[0], pages)
+        return pages
 
     def gain(self, offer: Offer) -> int:
         """Use an offer up; how many pages come by it that would not have come before."""
@@ -106,8 +157,8 @@ class Ground:
         needs -= lent
         self.coming -= needs
         self.free -= needs
-        left = self.blocks.get(claim.model, 0) - claim.blocks
-        self.blocks[claim.model] = max(0, left)
+        if blocks := self.blocks.get(claim.model, 0):
+            self._set(self.blocks, claim.model, max(0, blocks - claim.blocks))
         return needs
 
     def hold(self, claim: Claim) -> int:
@@ -120,7 +171,7 @@ class Ground:
     def _taken_of(self, offer: Offer) -> int:
         if isinstance(offer.action, Recall):
             return self.recalled.get(offer.action.to, 0)
-        return self.taken.get(offer.action.model, {}).get(_key(offer.action), 0)
+        return self.taken.get(_key(offer.action), 0)
 
     def _borrowable(self, claim: Claim) -> int:
         """Pages of other devices that the claim may be given, in whole slabs."""
@@ -130,7 +181,7 @@ class Ground:
     def activate(self, claim: Claim) -> None:
         """The claim's model comes; segments that it shares with others stay as long as it."""
         for s in self._models[claim.model].shared:
-            self.holders[s.owner].add(claim.model)
+            self._set(self.holders, s.owner, self.holders[s.owner] | {claim.model})
 
     def in_vain(self, claim: Claim, evicted: str) -> bool:
         """Whether evicting a model has freed nothing that the claim's own model would not need."""
@@ -139,30 +190,25 @@ class Ground:
         freed = (s for s in m.shared if m.name in s.holders and not self.holders[s.owner])
         return all(s.owner in wanted for s in freed)
 
-    def copy(self) -> Ground:
-        """As it is now, to go back to."""
-        twin = copy(self)
-        twin.taken = {model: dict(taken) for model, taken in self.taken.items()}
-        twin.recalled = dict(self.recalled)
-        twin.blocks = dict(self.blocks)
-        twin.evicted = set(self.evicted)
-        twin.holders = {owner: set(holders) for owner, holders in self.holders.items()}
-        return twin
-
     def _evict(self, m: ModelView) -> int:
         """The model goes; pages of its weights and KV that are free then."""
-        self.evicted.add(m.name)
+        self._set(self.evicted, m.name, True)
         pages = m.own_pages - m.lent_pages + m.kv_pages
         for s in m.shared:
             if self.holders[s.owner] == {m.name}:
                 pages += s.pages
-            self.holders[s.owner].discard(m.name)
+            self._set(self.holders, s.owner, self.holders[s.owner] - {m.name})
         return pages
 
 
-def _key(action: Action) -> tuple[str, str]:
-    """What tells actions on one model apart of which each can be taken once."""
-    return type(action).__name__, action.request_id if isinstance(action, Preempt) else ""
+def _holders(view: DeviceView) -> dict[str, frozenset[str]]:
+    return {s.owner: frozenset(s.holders) for m in view.models for s in m.shared}
+
+
+def _key(action: ModelAction) -> tuple[str, str, str]:
+    """What tells actions apart of which each can be taken once."""
+    request = action.request_id if isinstance(action, Preempt) else ""
+    return action.model, type(action).__name__, request
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +242,11 @@ def cover_on(
     actions: list[Action] = []
     promises: list[Promise] = []
     for claim in sorted(claims, key=lambda c: c.precedence):
-        covered = _cover_one(view, claim, sources, ground, frozenset())
-        if covered is None:
+        chosen = _cover_one(view, claim, sources, ground, frozenset())
+        if chosen is None:
             if claim.overdue and not claim.may_preempt:
-                ground = ground.copy()
                 promises += _promised(claim, ground.hold(claim))
             continue
-        ground, chosen = covered
         actions += chosen
         activates = claim.activate and ground.needs(claim) <= ground.free
         promises += _promised(claim, ground.use(claim))
@@ -240,46 +284,47 @@ def _cover_one(
     view: DeviceView,
     claim: Claim,
     sources: Sequence[Source],
-    before: Ground,
+    ground: Ground,
     spared: frozenset[str],
-) -> tuple[Ground, list[Action]] | None:
-    """What covers one claim, and the ground after it; None where nothing does.
+) -> list[Action] | None:
+    """What covers one claim, taken from the ground; None, and nothing taken, where nothing does.
 
     A model whose weights others share may free nothing alone and much with them, so it is evicted
     on trial; what turns out to have been in vain is `spared` in another try.
     """
-    ground = before.copy()
+    lacked = ground.lacks(claim)
+    if lacked <= 0:
+        return []
+    before = ground.mark()
     chosen: list[Action] = []
     trials: list[str] = []
-    lacked = ground.lacks(claim)
-    for source in sources:
+    for whole in chain.from_iterable(source(view, claim) for source in sources):
+        evicts = whole.action.model if isinstance(whole.action, Evict) else None
+        if evicts is not None and (evicts in spared or evicts in ground.evicted):
+            continue
+        offer = ground.left_of(whole, lacked)
+        if offer is None:
+            continue
+        ground.gain(offer)
+        lacks = ground.lacks(claim)
+        gained = lacks < lacked
+        lacked = lacks
+        for_itself = (
+            offer.blocks > 0
+            and isinstance(offer.action, Preempt)
+            and offer.action.model == claim.model
+        )
+        if gained or evicts is not None or for_itself:
+            chosen.append(offer.action)
+        if evicts is not None and not gained:
+            trials.append(evicts)
         if lacked <= 0:
             break
-        for whole in source(view, claim):
-            evicts = whole.action.model if isinstance(whole.action, Evict) else None
-            if evicts is not None and evicts in spared | ground.evicted:
-                continue
-            offer = ground.left_of(whole, lacked)
-            if offer is None:
-                continue
-            ground.gain(offer)
-            lacks = ground.lacks(claim)
-            gained = lacks < lacked
-            lacked = lacks
-            for_itself = (
-                offer.blocks > 0
-                and isinstance(offer.action, Preempt)
-                and offer.action.model == claim.model
-            )
-            if gained or evicts is not None or for_itself:
-                chosen.append(offer.action)
-            if evicts is not None and not gained:
-                trials.append(evicts)
-            if lacked <= 0:
-                break
-    if lacked > 0:
+    else:
+        ground.undo(before)
         return None
     vain = frozenset(model for model in trials if ground.in_vain(claim, model))
     if vain:
-        return _cover_one(view, claim, sources, before, spared | vain)
-    return ground, chosen
+        ground.undo(before)
+        return _cover_one(view, claim, sources, ground, spared | vain)
+    return chosen

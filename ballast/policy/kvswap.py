@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ballast.core.actions import Action, Decision, DropCache, Offer, Promise, SwapKv
 from ballast.core.job import Load
@@ -17,6 +18,7 @@ from ballast.policy.claims import earliest, kv_claims
 from ballast.policy.cover import cover
 from ballast.policy.offers import (
     Claim,
+    Source,
     cached_prefixes,
     lent_pages,
     loose_blocks,
@@ -25,6 +27,7 @@ from ballast.policy.offers import (
     younger_requests,
 )
 from ballast.policy.recompute import PATIENCE, Standing, hold, pooled, served, stand, turns_of
+from ballast.policy.requirements import Requirements
 from ballast.policy.static import cover_within, placed, shares
 
 LEAST_KEPT = 4
@@ -65,6 +68,10 @@ class KvSwap:
     reserve: float = 0.1
     mixed: float = 0.43
 
+    @property
+    def requires(self) -> Requirements:
+        return Requirements(kv_swapping=True, dirty=bool(self.dirty))
+
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         before = memo if isinstance(memo, Standing) else None
         turns = turns_of(self.temporal, self.quantum, self.preemptive)
@@ -73,13 +80,14 @@ class KvSwap:
         turning = {m.name for m in view.models if m.kv_turning}
         found, overdue_at = kv_claims(view, waiting=True, patience=PATIENCE)
         claims = [c for c in found if c.model not in turning]
+        layers = partial(self.offers, plans={})
         promises: tuple[Promise, ...] = ()
         if self.pooled:
-            sources = [
+            sources: list[Source] = [
                 cached_prefixes,
                 loose_blocks,
                 lent_pages,
-                self.offers,
+                layers,
                 younger_requests,
                 own_prefix,
             ]
@@ -89,8 +97,8 @@ class KvSwap:
             # Within a share whoever waits keeps nothing from those that run.
             running = [c for c in claims if c.may_preempt]
             waiting = [c for c in claims if not c.may_preempt]
-            freeing = cover_within(view, running, [self.offers, own_younger_requests])
-            freeing = freeing or cover_within(view, waiting, [self.offers])
+            freeing = cover_within(view, running, [layers, own_younger_requests])
+            freeing = freeing or cover_within(view, waiting, [layers])
         ended = hold(whole, standing, turns, promises, freed=bool(freeing or turning))
         actions += [*ended.holds, *freeing]
         if not view.shortages:
@@ -98,14 +106,21 @@ class KvSwap:
         wake = earliest(overdue_at if self.pooled else None, ended.up_at)
         return Decision(tuple(actions), ended.standing, wake, ended.promises)
 
-    def offers(self, view: DeviceView, claim: Claim) -> Iterator[Offer]:
-        """Pages that KV would free if more of its layers rotated: the claim's own model's first."""
-        for m in sorted(view.models, key=lambda m: (m.name != claim.model, m.name)):
-            if m.residency is not Residency.RESIDENT or m.kv_turning or not m.kv_layer_pages:
-                continue
+    def offers(
+        self, view: DeviceView, claim: Claim, plans: dict[tuple[str, int], Plan | None]
+    ) -> Iterator[Offer]:
+        """Pages that KV would free if more of its layers rotated: the claim's own model's first.
+
+        `plans`: those known of this decision, by model and pages wanted.
+        """
+        models = view.derived(_swappable)
+        for m in sorted(models, key=lambda m: m.name != claim.model):
+            assert m.kv_rotation is not None, "its KV can rotate"
             wanted = max(claim.pages, round(self.ahead * m.kv_pages))
-            plan = self._more(view, m, wanted)
-            if plan is None or m.kv_rotation is None:
+            if (m.name, wanted) not in plans:
+                plans[m.name, wanted] = self._more(view, m, wanted)
+            plan = plans[m.name, wanted]
+            if plan is None:
                 continue
             pages = (plan.rotation.lent - m.kv_rotation.lent) * m.kv_layer_pages
             price = max(0.0, plan.seconds - step_seconds(m)) * len(m.running)
@@ -191,6 +206,19 @@ class KvSwap:
             actions.append(SwapKv(m.name, rotation, why))
             free += m.cached_pages - (now.lent - rotation.lent) * layer
         return actions
+
+
+def _swappable(view: DeviceView) -> Sequence[ModelView]:
+    """Models of whose KV more layers may rotate, by name."""
+    found = [
+        m
+        for m in view.models
+        if m.residency is Residency.RESIDENT
+        and not m.kv_turning
+        and m.kv_layer_pages
+        and m.kv_rotation is not None
+    ]
+    return sorted(found, key=lambda m: m.name)
 
 
 def step_seconds(m: ModelView) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from math import floor, log2
 
 from ballast.core.actions import Offer, Remap
 from ballast.core.cost import copy_seconds
 from ballast.core.job import Load
+from ballast.core.request import Order
 from ballast.core.rotation import WHOLE, Rotation, best, most, stall
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.offers import Claim
@@ -19,7 +20,7 @@ PROMPT = 512
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """What models give up of their layers, in one decision.
+    """What models give up of their layers, in one decision, for which one is made.
 
     A model whose turn it is, or that has requests where there are no turns, is active; it lends
     what its decode steps hide, the others what their next prefill does.
@@ -40,6 +41,12 @@ class Layers:
     """Whether the KV of all models comes from one pool."""
     seconds: float = 1.0
     """So long layers of an active model are expected to stay lent."""
+    _most: dict[int, tuple[ModelView, int]] = field(default_factory=dict, init=False, compare=False)
+    """What `most` has found, by the identity of the model's view, which is kept alive here."""
+    _order: dict[tuple[int, bool], tuple[Sequence[ModelView], list[ModelView]]] = field(
+        default_factory=dict, init=False, compare=False
+    )
+    """What `order` has found, likewise."""
 
     def of_inactive(self, view: DeviceView, claim: Claim) -> Iterator[Offer]:
         """Layers of inactive models, the least important first, each up to its cap."""
@@ -57,12 +64,12 @@ class Layers:
 
         What was accepted is answered, also where a cap has become lower since.
         """
-        rivals = view.models if self.pooled else (view.model(claim.model),)
-        running = [r.order for m in rivals for r in m.running]
-        if min(running, default=claim.order) < claim.order:
+        own = view.model(claim.model)
+        oldest = view.derived(_oldest_running) if self.pooled else _oldest([own])
+        if oldest is not None and oldest < claim.order:
             return
-        first = view.model(claim.model).waiting[:1]
-        if not claim.may_preempt and (running or not first or first[0].order != claim.order):
+        first = own.waiting[:1]
+        if not claim.may_preempt and (oldest or not first or first[0].order != claim.order):
             return  # it waits for others to end
         for active in (False, True):
             for m in self.order(view.models, active=active):
@@ -75,6 +82,12 @@ class Layers:
 
     def order(self, models: Sequence[ModelView], *, active: bool) -> list[ModelView]:
         """Models with layers to lend, who lends first coming first."""
+        known = self._order.get((id(models), active))
+        if known is None:
+            known = self._order[id(models), active] = models, self._sorted(models, active)
+        return known[1]
+
+    def _sorted(self, models: Sequence[ModelView], active: bool) -> list[ModelView]:
         rank = {name: i if self.lru else -i for i, name in enumerate(self.recent)}
         never = -1 if self.lru else 1
         able = [
@@ -93,6 +106,12 @@ class Layers:
 
     def most(self, view: DeviceView, m: ModelView) -> int:
         """Most layers that a model lends so that a pass can hide their loads."""
+        known = self._most.get(id(m))
+        if known is None:
+            known = self._most[id(m)] = m, self._hidden(view, m)
+        return known[1]
+
+    def _hidden(self, view: DeviceView, m: ModelView) -> int:
         bound = self.bound(m)
         if not self.cap:
             return bound
@@ -121,11 +140,17 @@ class Layers:
         return replace(remap, rotation=plan)
 
     def _offers(self, view: DeviceView, claim: Claim, m: ModelView, top: int) -> Iterator[Offer]:
-        harm = self._harm(view, m, m.rotation.lent)
-        for alpha in range(m.rotation.lent + 1, top + 1):
-            before, harm = harm, self._harm(view, m, alpha)
-            remap = self.lending(m, alpha, f"{claim.model} needs pages")
-            yield Offer(m.layer_pages, harm - before, remap, later=True)
+        """Its layers up to `top`, as one offer of which any number can be taken."""
+        lent, why = m.rotation.lent, f"{claim.model} needs pages"
+        if top > lent:
+            yield Offer(
+                (top - lent) * m.layer_pages,
+                self._harm(view, m, top) - self._harm(view, m, lent),
+                self.lending(m, top, why),
+                grain=m.layer_pages,
+                later=True,
+                upto=lambda pages: self.lending(m, lent + pages // m.layer_pages, why),
+            )
 
     def _harm(self, view: DeviceView, m: ModelView, alpha: int) -> float:
         """Seconds of delay expected where a model lends `alpha` layers: to the steps while it does,
@@ -161,6 +186,15 @@ class Layers:
 def _rounded(ratio: float) -> float:
     """Down, by less than a tenth."""
     return float(2.0 ** (floor(8 * log2(ratio)) / 8))
+
+
+def _oldest_running(view: DeviceView) -> Order | None:
+    return _oldest(view.models)
+
+
+def _oldest(models: Iterable[ModelView]) -> Order | None:
+    """Order of the oldest request that runs, if any does."""
+    return min((m.running[0].order for m in models if m.running), default=None)
 
 
 def lendable(m: ModelView, portion: float = 1.0, slots: int | None = None) -> int:

@@ -74,7 +74,7 @@ def cached_prefixes(view: DeviceView, claim: Claim) -> list[Offer]:
     """Cached prefixes nobody uses now, longest unused model first; not the one that the claim's own
     request goes on from."""
     found = []
-    for m in sorted(view.models, key=lambda m: (m.last_used, m.name)):
+    for m in view.derived(_with_cache):
         # Weights cannot lie on borrowed pages.
         pages = m.cached_pages + (0 if claim.activate else m.cached_borrowed)
         own = m.first_cached_pages if _is_first_of(m, claim) else 0
@@ -82,6 +82,12 @@ def cached_prefixes(view: DeviceView, claim: Claim) -> list[Offer]:
             spare = m.waiting[0].id if own else ""
             found.append(_dropping(view, m, pages - own, claim, spare))
     return found
+
+
+def _with_cache(view: DeviceView) -> Sequence[ModelView]:
+    """Models that have cached prefixes, longest unused first."""
+    found = [m for m in view.models if m.cached_pages or m.cached_borrowed]
+    return sorted(found, key=lambda m: (m.last_used, m.name))
 
 
 def own_prefix(view: DeviceView, claim: Claim) -> list[Offer]:
@@ -113,31 +119,42 @@ def loose_blocks(view: DeviceView, claim: Claim) -> list[Offer]:
     A copy within the device is priced as one over the link, which is the slower.
     """
     found = []
-    for m in view.models:
-        if m.loose_pages > 0 and not m.busy:
-            price = copy_seconds(m.loose_pages * view.page_bytes, view.link_bytes_per_second)
-            action = Compact(m.name, m.loose_pages, why=f"{claim.model} needs pages")
-            offer = Offer(m.loose_pages, price, action, grain=m.slab_pages)
-            found.append((-m.loose_pages, m.name, offer))
-    return [offer for *_, offer in sorted(found, key=lambda entry: entry[:2])]
+    for m in view.derived(_with_loose_blocks):
+        price = copy_seconds(m.loose_pages * view.page_bytes, view.link_bytes_per_second)
+        action = Compact(m.name, m.loose_pages, why=f"{claim.model} needs pages")
+        found.append(Offer(m.loose_pages, price, action, grain=m.slab_pages))
+    return found
 
 
-def idle_models(view: DeviceView, claim: Claim) -> list[Offer]:
+def _with_loose_blocks(view: DeviceView) -> Sequence[ModelView]:
+    """Models whose blocks can be moved together now, those that gain most first."""
+    found = [m for m in view.models if m.loose_pages > 0 and not m.busy]
+    return sorted(found, key=lambda m: (-m.loose_pages, m.name))
+
+
+def idle_models(view: DeviceView, claim: Claim) -> Iterator[Offer]:
     """Models without a request (Prism, section 4: idle models are evicted), cheapest first.
 
     The next request of an evicted model waits for the copy. That harms it by as much of its TTFT
     service level as the copy eats, and the longer a model has been idle, the less likely it is
     soon: so the cheapest is a model idle for long whose copy is short beside its service level.
     """
+    for price, _, m in view.derived(_idle):
+        if m.name != claim.model:
+            idle = max(0.0, view.now - m.last_used)
+            action = Evict(m.name, why=f"idle for {idle:.1f} s, {claim.model} needs pages")
+            yield Offer(m.evictable_pages, price, action)
+
+
+def _idle(view: DeviceView) -> Sequence[tuple[float, str, ModelView]]:
+    """Models that may be evicted and have no request, with the price of that; cheapest first."""
     found = []
     for m in view.models:
-        if evictable(m, claim) and m.idle:
+        if _evictable(m) and m.idle:
             idle = max(0.0, view.now - m.last_used)
             copy = reload_seconds(view, m)
-            price = copy * (copy / m.spec.slo.ttft) / (1.0 + idle)
-            action = Evict(m.name, why=f"idle for {idle:.1f} s, {claim.model} needs pages")
-            found.append((price, m.name, Offer(m.evictable_pages, price, action)))
-    return [offer for *_, offer in sorted(found, key=lambda entry: entry[:2])]
+            found.append((copy * (copy / m.spec.slo.ttft) / (1.0 + idle), m.name, m))
+    return sorted(found, key=lambda entry: entry[:2])
 
 
 def lent_pages(view: DeviceView, claim: Claim) -> list[Offer]:
@@ -159,54 +176,63 @@ def younger_requests(view: DeviceView, claim: Claim) -> Iterator[Offer]:
 
     One whose blocks share all their pages with others' frees no page, but blocks for its model.
     """
-    return _younger(view.models, claim)
+    return _younger(view.derived(_youngest_running), claim)
 
 
 def own_younger_requests(view: DeviceView, claim: Claim) -> Iterator[Offer]:
     """As `younger_requests`, of the claim's own model only: for memory that is not shared."""
-    return _younger([view.model(claim.model)], claim)
+    return _younger(_running_of([view.model(claim.model)]), claim)
 
 
-def _younger(models: Sequence[ModelView], claim: Claim) -> Iterator[Offer]:
+def _youngest_running(view: DeviceView) -> Sequence[tuple[RequestView, ModelView]]:
+    """Running requests of resident models with what is theirs, youngest first."""
+    return _running_of(view.models)
+
+
+def _running_of(models: Sequence[ModelView]) -> Sequence[tuple[RequestView, ModelView]]:
+    there = (m for m in models if m.residency is Residency.RESIDENT)
+    found = [(r, m) for m in there for r in m.running if r.pages > 0 or r.blocks > 0]
+    found.sort(key=lambda pair: pair[0].order, reverse=True)
+    return found
+
+
+def _younger(running: Sequence[tuple[RequestView, ModelView]], claim: Claim) -> Iterator[Offer]:
     if not claim.may_preempt:
         return
-    younger: list[tuple[RequestView, ModelView]] = []
-    for m in models:
-        if m.residency is Residency.RESIDENT:
-            for r in reversed(m.running):
-                if r.order <= claim.order:
-                    break
-                if r.pages > 0 or (r.blocks > 0 and m.name == claim.model):
-                    younger.append((r, m))
-    younger.sort(key=lambda pair: pair[0].order, reverse=True)
-    for r, m in younger:
-        price = recompute_seconds(m, r)
-        yield Offer(r.pages, price, Preempt(m.name, r.id, f"{claim.model} comes first"), r.blocks)
+    for r, m in running:
+        if r.order <= claim.order:
+            return
+        if r.pages > 0 or m.name == claim.model:
+            price = recompute_seconds(m, r)
+            why = f"{claim.model} comes first"
+            yield Offer(r.pages, price, Preempt(m.name, r.id, why), r.blocks)
 
 
-def younger_models(view: DeviceView, claim: Claim) -> list[Offer]:
+def younger_models(view: DeviceView, claim: Claim) -> Iterator[Offer]:
     """Models all of whose requests came after the claim's: weights, KV and all, youngest first."""
     if not claim.may_preempt:
-        return []
-    younger = [
-        (oldest(m), m)
-        for m in view.models
-        if evictable(m, claim) and not m.idle and oldest(m) > claim.order
-    ]
-    younger.sort(key=lambda pair: pair[0], reverse=True)
-    return [
-        Offer(
-            m.evictable_pages,
-            reload_seconds(view, m) + sum(recompute_seconds(m, r) for r in m.running),
-            Evict(m.name, why=f"{claim.model} comes first"),
-        )
-        for _, m in younger
-    ]
+        return
+    for first, m in view.derived(_busy_evictable):
+        if first <= claim.order:
+            return
+        if m.name != claim.model:
+            yield Offer(
+                m.evictable_pages,
+                reload_seconds(view, m) + sum(recompute_seconds(m, r) for r in m.running),
+                Evict(m.name, why=f"{claim.model} comes first"),
+            )
 
 
-def evictable(m: ModelView, claim: Claim) -> bool:
-    """Whether a model's weights may go for this claim."""
-    return m.residency is Residency.RESIDENT and not m.spec.pinned and m.name != claim.model
+def _busy_evictable(view: DeviceView) -> Sequence[tuple[Order, ModelView]]:
+    """Models that may be evicted and have requests, with the order of the oldest; youngest
+    first."""
+    found = [(oldest(m), m) for m in view.models if _evictable(m) and not m.idle]
+    return sorted(found, key=lambda pair: pair[0], reverse=True)
+
+
+def _evictable(m: ModelView) -> bool:
+    """Whether a model's weights may go."""
+    return m.residency is Residency.RESIDENT and not m.spec.pinned
 
 
 def oldest(m: ModelView) -> Order:

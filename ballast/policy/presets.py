@@ -15,6 +15,7 @@ from ballast.policy.kvswap import KvSwap
 from ballast.policy.mirage import Mirage
 from ballast.policy.order import RoundRobin
 from ballast.policy.recompute import Recompute
+from ballast.policy.requirements import Requirements
 from ballast.policy.static import FixedShares
 from ballast.policy.swap import WholeModels
 
@@ -46,9 +47,9 @@ class Preset:
         return {name: getattr(p, name) for p in policies for name in _fields(type(p))}
 
     @property
-    def swapping(self) -> KvSwap | None:
-        """The policy that swaps KV layer by layer, if this is it."""
-        return self.device if isinstance(self.device, KvSwap) else None
+    def requires(self) -> Requirements:
+        """What its memory policy declares as `requires`."""
+        return getattr(self.device, "requires", Requirements())
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,11 +98,11 @@ class SimDevice:
         moving = profile.moving(settings.page_bytes)
         link = SimLink(self._heap, self.clock, moving, profile.link.to_device)
         self._rotors = SimRotors(self._heap, self.clock, link, profile.link)
-        swapping = preset.swapping
-        if swapping is not None and settings.lanes > 1:
+        requires = preset.requires
+        if requires.kv_swapping and settings.lanes > 1:
             allowed = f"preset {preset.name!r} is simulated on devices of one lane"
             raise ConfigError("lanes", settings.lanes, allowed)
-        swappers = None if swapping is None else SimSwappers(profile.link, bool(swapping.dirty))
+        swappers = SimSwappers(profile.link, requires.dirty) if requires.kv_swapping else None
         vm = NullVm(settings.page_bytes, settings.budget_bytes // settings.page_bytes)
         self.state = build_state(
             settings,

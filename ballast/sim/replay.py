@@ -122,7 +122,7 @@ class _Replay:
             copy_nothing,
             costs,
             (lambda spec, copies: Rotor()) if told.rotates else None,
-            make_swapper=None if preset.swapping is None else carry_nothing,
+            make_swapper=carry_nothing if preset.requires.kv_swapping else None,
         )
         self._loop = Loop(
             state,
