@@ -96,6 +96,7 @@ def serve(
     from ballast.fleet.source import Source
     from ballast.policy.presets import PRESETS
     from ballast.server.address import check_closed
+    from ballast.server.without_torch import forgo_torch
 
     set_up("server", log_format, log_level)
 
@@ -120,6 +121,7 @@ def serve(
             log.warning(warning)
         log.info("starting %s", reading.fleet.described)
         lines.at("starting: loading libraries", 0)
+        forgo_torch()
         # What was read is judged before this, which takes seconds.
         from ballast.server.serve import serve as run
 

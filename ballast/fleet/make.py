@@ -22,7 +22,7 @@ from ballast.fleet.text import conversations, documents, stories
 from ballast.fleet.tokenizer import END, chat_text, train_tokenizer
 from ballast.fleet.train import Trained, batches, train
 
-DEFAULT_STEPS = 45
+DEFAULT_STEPS = 40
 FULL_REQUESTS = 8
 """Full-length requests that a fixed share has room for, where shares are compared."""
 BUDGET_FRACTION = 0.4

@@ -1,0 +1,17 @@
+"""Keep PyTorch out of a process that only tokenizes: it would be most of its memory and start."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def forgo_torch() -> None:
+    """Have this process import no PyTorch: `transformers` then brings what it can without, which
+    includes all tokenizers and configurations.
+
+    Has no effect where PyTorch has been imported already.
+    """
+    if "torch" not in sys.modules:
+        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # it would advise to install it
+        sys.modules["torch"] = None  # type: ignore[assignment] # "not to be found", says Python
