@@ -96,7 +96,6 @@ def serve(
     from ballast.fleet.source import Source
     from ballast.policy.presets import PRESETS
     from ballast.server.address import check_closed
-    from ballast.server.without_torch import forgo_torch
 
     set_up("server", log_format, log_level)
 
@@ -121,7 +120,6 @@ def serve(
             log.warning(warning)
         log.info("starting %s", reading.fleet.described)
         lines.at("starting: loading libraries", 0)
-        forgo_torch()
         # What was read is judged before this, which takes seconds.
         from ballast.server.serve import serve as run
 
@@ -133,7 +131,7 @@ def serve(
             ready=lambda port: lines.over.set(),
             reading=reading,
             otlp_endpoint=otlp_endpoint,
-            watched=True,
+            own_process=True,
         )
     raise typer.Exit(code)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ballast.core.rotation import Rotation
 from ballast.core.settings import Slo
@@ -213,12 +213,12 @@ Operation = Activate | Evict | Change | Join | Leave | Lend | Recall
 """What only operators may ask for, and what they may beside policies."""
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """`pages` that `action` would free for all, at `price` seconds of expected harm to requests."""
 
     pages: int
-    price: float
+    price: Callable[[], float]
+    """Worked out when asked for: papers' orders do without."""
     action: Action
     blocks: int = 0
     """Beside the pages: blocks that only the model itself can use."""
@@ -242,7 +242,7 @@ class Offer:
         else:
             assert isinstance(self.action, DropCache | Compact | Recall)
             action = replace(self.action, pages=n)
-        return replace(self, pages=n, price=self.price * n / self.pages, action=action)
+        return self._replace(pages=n, price=lambda: self.price() * n / self.pages, action=action)
 
 
 @dataclass(frozen=True, slots=True)

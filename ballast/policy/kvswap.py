@@ -123,7 +123,7 @@ class KvSwap:
             if plan is None:
                 continue
             pages = (plan.rotation.lent - m.kv_rotation.lent) * m.kv_layer_pages
-            price = max(0.0, plan.seconds - step_seconds(m)) * len(m.running)
+            price = partial(_slowing, plan.seconds, m)
             why = f"{claim.model} needs pages"
             yield Offer(pages, price, SwapKv(m.name, plan.rotation, why))
 
@@ -219,6 +219,11 @@ def _swappable(view: DeviceView) -> Sequence[ModelView]:
         and m.kv_rotation is not None
     ]
     return sorted(found, key=lambda m: m.name)
+
+
+def _slowing(seconds: float, m: ModelView) -> float:
+    """What all running requests wait longer in a step that takes so many seconds."""
+    return max(0.0, seconds - step_seconds(m)) * len(m.running)
 
 
 def step_seconds(m: ModelView) -> float:

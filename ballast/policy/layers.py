@@ -145,7 +145,7 @@ class Layers:
         if top > lent:
             yield Offer(
                 (top - lent) * m.layer_pages,
-                self._harm(view, m, top) - self._harm(view, m, lent),
+                lambda: self._harm(view, m, top) - self._harm(view, m, lent),
                 self.lending(m, top, why),
                 grain=m.layer_pages,
                 later=True,

@@ -8,7 +8,8 @@ be concatenated (a fixed order of remedies) or merged by price.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from ballast.core.actions import (
     RECALL_SECONDS,
@@ -27,8 +28,7 @@ REUSE = 0.05
 """Share of dropped cached prefixes assumed to be asked for again; an assumption, not measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(NamedTuple):
     """A need for pages on behalf of a request: `pages` beyond what its model holds."""
 
     model: str
@@ -63,6 +63,16 @@ Source = Callable[[DeviceView, Claim], Iterable[Offer]]
 def reload_seconds(view: DeviceView, m: ModelView) -> float:
     """To copy a model's weights from the host again; of shared segments, its part."""
     return copy_seconds(round(m.fair_pages * view.page_bytes), view.link_bytes_per_second)
+
+
+def _undoing_seconds(view: DeviceView, m: ModelView) -> float:
+    """To copy a model's weights again, and to compute its running requests' KV."""
+    return reload_seconds(view, m) + sum(recompute_seconds(m, r) for r in m.running)
+
+
+def _copy_seconds(view: DeviceView, pages: int) -> float:
+    """To copy so many pages over the link."""
+    return copy_seconds(pages * view.page_bytes, view.link_bytes_per_second)
 
 
 def recompute_seconds(m: ModelView, r: RequestView) -> float:
@@ -108,9 +118,8 @@ def _is_first_of(m: ModelView, claim: Claim) -> bool:
 def _dropping(view: DeviceView, m: ModelView, pages: int, claim: Claim, spare: str) -> Offer:
     """So many pages of what `m` has cached."""
     tokens = pages * view.page_bytes // m.spec.kv_bytes_per_token
-    price = REUSE * m.costs.prefill_seconds(tokens)
     action = DropCache(m.name, pages, why=f"{claim.model} needs pages", spare=spare)
-    return Offer(pages, price, action, grain=m.slab_pages)
+    return Offer(pages, lambda: REUSE * m.costs.prefill_seconds(tokens), action, grain=m.slab_pages)
 
 
 def loose_blocks(view: DeviceView, claim: Claim) -> list[Offer]:
@@ -120,7 +129,7 @@ def loose_blocks(view: DeviceView, claim: Claim) -> list[Offer]:
     """
     found = []
     for m in view.derived(_with_loose_blocks):
-        price = copy_seconds(m.loose_pages * view.page_bytes, view.link_bytes_per_second)
+        price = partial(_copy_seconds, view, m.loose_pages)
         action = Compact(m.name, m.loose_pages, why=f"{claim.model} needs pages")
         found.append(Offer(m.loose_pages, price, action, grain=m.slab_pages))
     return found
@@ -143,7 +152,7 @@ def idle_models(view: DeviceView, claim: Claim) -> Iterator[Offer]:
         if m.name != claim.model:
             idle = max(0.0, view.now - m.last_used)
             action = Evict(m.name, why=f"idle for {idle:.1f} s, {claim.model} needs pages")
-            yield Offer(m.evictable_pages, price, action)
+            yield Offer(m.evictable_pages, partial(float, price), action)
 
 
 def _idle(view: DeviceView) -> Sequence[tuple[float, str, ModelView]]:
@@ -162,7 +171,7 @@ def lent_pages(view: DeviceView, claim: Claim) -> list[Offer]:
     return [
         Offer(
             pages,
-            copy_seconds(pages * view.page_bytes, view.link_bytes_per_second),
+            partial(_copy_seconds, view, pages),
             Recall(device, pages, RECALL_SECONDS, why=f"{claim.model} needs pages"),
             grain=1,
             later=True,
@@ -181,19 +190,21 @@ def younger_requests(view: DeviceView, claim: Claim) -> Iterator[Offer]:
 
 def own_younger_requests(view: DeviceView, claim: Claim) -> Iterator[Offer]:
     """As `younger_requests`, of the claim's own model only: for memory that is not shared."""
-    return _younger(_running_of([view.model(claim.model)]), claim)
+    return _younger(_running_of(view.model(claim.model)), claim)
 
 
 def _youngest_running(view: DeviceView) -> Sequence[tuple[RequestView, ModelView]]:
     """Running requests of resident models with what is theirs, youngest first."""
-    return _running_of(view.models)
-
-
-def _running_of(models: Sequence[ModelView]) -> Sequence[tuple[RequestView, ModelView]]:
-    there = (m for m in models if m.residency is Residency.RESIDENT)
-    found = [(r, m) for m in there for r in m.running if r.pages > 0 or r.blocks > 0]
-    found.sort(key=lambda pair: pair[0].order, reverse=True)
+    found = [entry for m in view.models for entry in _running_of(m)]
+    found.sort(key=lambda entry: entry[0].order, reverse=True)
     return found
+
+
+def _running_of(m: ModelView) -> Sequence[tuple[RequestView, ModelView]]:
+    """The same of one model."""
+    if m.residency is not Residency.RESIDENT:
+        return ()
+    return [(r, m) for r in reversed(m.running) if r.pages > 0 or r.blocks > 0]
 
 
 def _younger(running: Sequence[tuple[RequestView, ModelView]], claim: Claim) -> Iterator[Offer]:
@@ -203,7 +214,7 @@ def _younger(running: Sequence[tuple[RequestView, ModelView]], claim: Claim) -> 
         if r.order <= claim.order:
             return
         if r.pages > 0 or m.name == claim.model:
-            price = recompute_seconds(m, r)
+            price = partial(recompute_seconds, m, r)
             why = f"{claim.model} comes first"
             yield Offer(r.pages, price, Preempt(m.name, r.id, why), r.blocks)
 
@@ -218,7 +229,7 @@ def younger_models(view: DeviceView, claim: Claim) -> Iterator[Offer]:
         if m.name != claim.model:
             yield Offer(
                 m.evictable_pages,
-                reload_seconds(view, m) + sum(recompute_seconds(m, r) for r in m.running),
+                partial(_undoing_seconds, view, m),
                 Evict(m.name, why=f"{claim.model} comes first"),
             )
 

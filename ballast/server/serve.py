@@ -40,6 +40,7 @@ from ballast.server.tokenizer import Tokenizer
 from ballast.server.tracing import Tracing, tracing
 from ballast.server.watch import Watch
 from ballast.server.watchdog import Watchdog
+from ballast.server.without_torch import forgo_torch
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def serve(
     otlp_endpoint: str | None = None,
     reading: Reading | None = None,
     worker_command: Sequence[str] = COMMAND,
-    watched: bool = False,
+    own_process: bool = False,
 ) -> int:
     """Serve until SIGTERM or SIGINT, then drain; returns the exit code.
 
@@ -80,18 +81,21 @@ def serve(
     second signal cuts that short. On SIGHUP the fleet is read again. In a thread other than the
     main one no signals are handled. Traces go to the collector at `otlp_endpoint`, or at the one
     that the environment names, if any. `reading`: of `source`, if it has been read.
-    `watched`: the process is ended where it hangs, also after this has returned.
+    `own_process`: the process is the server's own. It is ended where it hangs, also after this has
+    returned, and can import no PyTorch from now on.
 
     Raises ConfigError if the fleet is wrong, the address cannot be bound or the process may not
     have the files that it needs, Unavailable if no model can be served.
     """
+    if own_process:
+        forgo_torch()
     reading = reading or source.read()
     check_files(reading.fleet)
     source.settle(reading)
     tracer = tracing(otlp_endpoint, MonotonicClock(), WallClock())
     with asyncio.Runner(loop_factory=new_loop) as runner:
         watchdog = Watchdog()
-        if watched:
+        if own_process:
             watchdog.start()
         return runner.run(
             _serve(source, reading, host, port, ready, tracer, worker_command, watchdog)

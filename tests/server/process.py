@@ -90,6 +90,11 @@ class ServerProcess:
         return children_of(self._process.pid)
 
     @property
+    def pid(self) -> int:
+        """Of the server itself."""
+        return self._process.pid
+
+    @property
     def worker_pid(self) -> int:
         return child_called(SERVING, self._process.pid)
 
@@ -175,7 +180,7 @@ def main() -> int:
         Source(arguments.fleet, presets=PRESETS, changes=arguments.changes, adjust=adjust),
         port=0,
         worker_command=(sys.executable, str(worker)),
-        watched=True,
+        own_process=True,
     )
 
 
