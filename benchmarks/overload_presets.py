@@ -7,8 +7,7 @@ which `static` misses 99 % in either order of compute.
 
 Every preset runs under both orders of compute, and is compared with `static` in the same order:
 `worst_below_static_points` is by how many points of attainment one falls short of it, at the worst
-rate; `preemptions_per_request_max` is the highest number of preemptions per request. `--docs`
-renews the table of docs/presets.md.
+rate; `preemptions_per_request_max` is the highest number of preemptions per request.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from ballast.workload.traces import load_trace
 from ballast.workload.workload import Workload
 from benchmarks.common import finish, options
 from benchmarks.contenders import defaults
-from benchmarks.doc_tables import markdown, renew
+from benchmarks.doc_tables import markdown
 
 TRACE = Path(__file__).resolve().parents[2] / "shared/traces/arena27_vtc_prism_0-300s.csv.gz"
 DEVICE = "1xH100-80G"
@@ -138,7 +137,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     def extra(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--trace", type=Path, default=TRACE, help="the Arena's trace")
         parser.add_argument("--processes", type=int, default=2)
-        parser.add_argument("--docs", action="store_true", help="renew docs/presets.md")
 
     args = options(__doc__, argv, extra)
     run = partial(measure, trace=args.trace, quick=args.quick)
@@ -167,10 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for row, by in results.items()
         },
     }
-    text = table(results, at)
-    Console(width=140).print(text, highlight=False, markup=False)
-    if args.docs:
-        renew({"overload": text})
+    Console(width=140).print(table(results, at), highlight=False, markup=False)
     shown = Table("", "", title="overload_presets")
     for key in ("knee_requests_per_s", "worst_below_static_points", "preemptions_per_request_max"):
         shown.add_row(key, f"{result[key]:.3g}")
