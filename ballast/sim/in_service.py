@@ -62,8 +62,8 @@ def costs_of(jobs: Sequence[Timed]) -> tuple[float, dict[str, StepCosts]]:
 
     Non-negative coefficients with the least soft-L1 of the relative error over jobs that are not
     cold (all, of a model whose prompts only cold ones computed), and the median of what the cold
-    take beyond that. Then everything is scaled so that all
-    together take what they took: a queue feels means, of a distribution that leans to the right.
+    take beyond that. Then everything is scaled so that all together take what they took: a queue
+    feels means, of a distribution that leans to the right.
     """
     costs = {}
     for model in dict.fromkeys(job.model for job in jobs):
