@@ -147,7 +147,10 @@ class Worker:
         while not self.abandoned:
             # Asked before the queue is emptied: what a dead thread has said is in the queue.
             over = self._thread is not None and not self._thread.is_alive()
-            for message in outgoing.take():
+            messages = outgoing.take()
+            if any(isinstance(message, Done) for message in messages):
+                self._report(at_once=True)  # whoever is told that it is done can see it done
+            for message in messages:
                 socket.send(message)
             if over:
                 break
@@ -246,10 +249,11 @@ class Worker:
         finally:
             self._outgoing.wake()
 
-    def _report(self) -> None:
+    def _report(self, *, at_once: bool = False) -> None:
         now = self._clock.now()
         with self._lock:
-            if self._device is None or now - self._reported_at < REPORT_SECONDS:
+            soon = now - self._reported_at < REPORT_SECONDS
+            if self._device is None or (soon and not at_once):
                 return
             report, decisions = self._device.snapshot(), self._device.decisions()
         same = self._reported is not None and report == replace(self._reported, now=report.now)

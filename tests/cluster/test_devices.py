@@ -258,3 +258,22 @@ def test_an_order_is_done_by_all_or_none() -> None:
             assert controller.devices["cpu:0"].serves("ab")
 
     asyncio.run(scenario())
+
+
+def test_what_an_order_has_done_is_reported_before_its_answer() -> None:
+    """However soon after the last report it is done."""
+
+    def reported(controller: Controller) -> set[str]:
+        report = controller.devices["cpu:1"].report
+        assert report is not None
+        return {model.name for model in report.models}
+
+    async def scenario() -> None:
+        async with running(FLEET) as (controller, _):
+            for _ in range(5):
+                assert (await controller.place("a", "cpu:1")).code is None
+                assert reported(controller) == {"a", "b", "ab"}
+                assert (await controller.withdraw_model("a", "cpu:1", 1.0)).code is None
+                assert reported(controller) == {"b", "ab"}
+
+    asyncio.run(scenario())
