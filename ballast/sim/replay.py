@@ -35,6 +35,8 @@ CONTEXT = 6
 _PRIVATE = ("blocks", "salt", "turn", "page_numbers")
 """What may differ: by tokens, by the turns that a leap passed over, and by which of a device's free
 pages had memory when it lent some."""
+_REASONS = ("why", "refused")
+"""Text for readers, of which only the presence of a refusal decides anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +96,17 @@ class _Script:
         return taken
 
 
-def replay(life: Life) -> Replayed:
-    """Follow a life as far as it can be followed."""
-    return _Replay(life).run()
+def replay(life: Life, *, reasons: bool = True) -> Replayed:
+    """Follow a life as far as it can be followed.
+
+    Without `reasons` the wording of why something was decided, or refused, may differ.
+    """
+    return _Replay(life, reasons).run()
 
 
 class _Replay:
-    def __init__(self, life: Life) -> None:
+    def __init__(self, life: Life, reasons: bool) -> None:
+        self._reasons = reasons
         self._entries = life.entries
         self._over = life.over
         told = life.snapshot
@@ -218,7 +224,8 @@ class _Replay:
         recorded = [{k: v for k, v in e.items() if k not in _PRIVATE} for e in self._of(turn)]
         for i, (a, b) in enumerate(itertools.zip_longest(recorded, again)):
             cut_off = a is None and turn.stop == len(self._entries) and not self._over
-            if a != b and not cut_off:
+            same = a == b if self._reasons else _without_reasons(a) == _without_reasons(b)
+            if not same and not cut_off:
                 return self._difference(turn.start + i, a, b)
         return None
 
@@ -242,6 +249,14 @@ def _turns(entries: Sequence[Entry]) -> Iterator[range]:
             yield range(start, i)
             start, turn = i, now
     yield range(start, len(entries))
+
+
+def _without_reasons(entry: Entry | None) -> Entry | None:
+    """The entry without wording; whether an action was refused stays."""
+    if entry is None:
+        return None
+    plain = {k: v for k, v in entry.items() if k not in _REASONS}
+    return plain | {"refused": True} if "refused" in entry else plain
 
 
 def _plain(entry: Entry) -> Entry:

@@ -235,6 +235,22 @@ def test_a_story_that_was_tampered_with_is_caught(
     assert "recorded:" in changed.output
 
 
+def test_the_wording_of_reasons_may_be_left_out_of_the_comparison(tmp_path: Path) -> None:
+    def reworded(line: Line) -> Line:
+        return {**line, "why": "to make room"} if line.get("action") == "Evict" else line
+
+    def refused(line: Line) -> Line:
+        return {**line, "refused": "it is busy"} if line.get("action") == "Evict" else line
+
+    path = tmp_path / "story"
+    told(path, 8, "swap", world)
+    (life,) = read_lives(rewritten(path, reworded))
+    assert replay(life).difference is not None
+    assert replay(life, reasons=False).difference is None
+    (life,) = read_lives(rewritten(path, refused))
+    assert replay(life, reasons=False).difference is not None, "it was not refused"
+
+
 def test_a_policy_that_decides_otherwise_is_caught(tmp_path: Path) -> None:
     differs = 0
     for seed in range(6):

@@ -1,0 +1,221 @@
+"""Record the stories of `test_old_stories`: `python -m tests.sim.record_stories [NAME ...]`.
+
+Each is a run in virtual time, recorded once and kept as it is, so that a later version of policies
+and loop can be held against the decisions of this one. Recording one anew changes what the test
+holds the code against: that is for new stories, and for those whose decisions have been mended.
+Without names it lists what there is, recorded or not.
+"""
+
+from __future__ import annotations
+
+import lzma
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ballast.core.link import LinkRates
+from ballast.core.model import ModelSpec
+from ballast.core.request import Submission
+from ballast.core.settings import FleetSettings
+from ballast.engine.storyfile import StoryFile
+from ballast.policy.presets import resolve
+from ballast.sim.device import Profile, SimDevice
+from ballast.sim.lives import Life, read_lives
+from tests.sim import test_kvswap
+from tests.sim.restless import layered_world, lending_world
+from tests.sim.test_enough_memory import TURNS, world
+from tests.sim.test_leap import COSTS
+from tests.sim.test_lending import WAY, Pair
+from tests.sim.test_mirage_runs import LINK, burst
+from tests.sim.test_mirage_runs import spec as layered_spec
+from tests.sim.test_simulate import fleet
+from tests.sim.test_story import conversations
+
+STORIES = Path(__file__).parent / "stories"
+SUFFIX = ".jsonl.xz"
+World = tuple[FleetSettings, list[ModelSpec], list[Submission]]
+PREEMPTIVE = {**TURNS, "preemptive": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A run: the worlds of some seeds, one life each, under one preset."""
+
+    preset: str
+    make: Callable[[int, str, int], World]
+    """(seed, preset, lanes)"""
+    seeds: tuple[int, ...]
+    lanes: int = 1
+    options: Mapping[str, float] = field(default_factory=dict)
+    link: float = 1e8
+    """Bytes per second, each way."""
+    leaps: bool = True
+
+    def record(self, path: Path) -> None:
+        for seed in self.seeds:
+            settings, specs, requests = self.make(seed, self.preset, self.lanes)
+            device = replace(settings.device, lanes=self.lanes)
+            if self.lanes > 1:
+                device = replace(device, threads=self.lanes)
+            options = {**settings.options, **self.options}
+            file = StoryFile(path, device.name)
+            profile = Profile(
+                costs=dict.fromkeys((s.name for s in specs), COSTS),
+                link=LinkRates.even(self.link),
+                overhead=3e-4,
+            )
+            sim = SimDevice(
+                device,
+                specs,
+                resolve(self.preset, options),
+                profile,
+                lambda now, output: None,
+                file.write,
+                leaps=self.leaps,
+            )
+            for r in requests:
+                sim.submit(r)
+            sim.finish(max(r.arrival for r in requests))
+            sim.state.pool.validate()
+            file.close()
+
+
+def plain(seed: int, preset: str, lanes: int) -> World:
+    return world(seed, preset, lanes)
+
+
+def talking(seed: int, preset: str, lanes: int) -> World:
+    assert lanes == 1
+    return conversations(seed, preset)
+
+
+def layered(seed: int, preset: str, lanes: int) -> World:
+    return layered_world(seed, preset, lanes, together=True)
+
+
+def lending_layers(seed: int, preset: str, lanes: int) -> World:
+    return lending_world(seed)
+
+
+def deep(seed: int, preset: str, lanes: int) -> World:
+    """Three models of 16 layers, and a burst that lacks pages."""
+    specs = [layered_spec(name) for name in "abc"]
+    weights = sum(s.weight_pages(test_kvswap.worlds.PAGE) for s in specs)
+    settings = fleet(preset, specs, weights + 120)
+    return settings, specs, burst(30, 0.0, 60.0, seed)
+
+
+def swapping(seed: int, preset: str, lanes: int) -> World:
+    """One model of eight layers, and requests that lack pages."""
+    return fleet(preset, [test_kvswap.SPEC], 110), [test_kvswap.SPEC], test_kvswap.ARRIVALS[:40]
+
+
+@dataclass(frozen=True, slots=True)
+class Lending:
+    """Two devices that lend to each other at an operator's orders."""
+
+    preset: str
+    seed: int
+
+    def record(self, path: Path) -> None:
+        pair = Pair(self.seed, self.preset, path)
+        pair.go(3 * WAY)
+        while pair.now < pair.last + 1.0:
+            pair.act()
+            pair.go(pair.random.choice([0.01, 0.03, 0.1]))
+        while any(sim.open_requests for sim in pair.sims.values()):
+            pair.go(0.1)
+        pair.finish()
+
+
+FAST = 1e11
+CASES: dict[str, Case | Lending] = {
+    "static-rr-1": Case("static", talking, (1, 4, 8)),
+    "static-deadline-2": Case("static+deadline", plain, (0, 3, 7, 9), lanes=2),
+    "swap-rr-1": Case("swap", talking, (2, 5, 8)),
+    "swap-deadline-1": Case("swap+deadline", talking, (3, 9)),
+    "swap-rr-2": Case("swap", plain, (6, 8, 9, 11), lanes=2),
+    "balloon-deadline-1": Case("balloon", talking, (2, 7)),
+    "balloon-deadline-1-more": Case("balloon", plain, (350, 358, 550, 553, 560)),
+    "balloon-deadline-2": Case("balloon", plain, (0, 8), lanes=2),
+    "balloon-rr-1": Case("balloon+round-robin", talking, (6, 11)),
+    "balloon-rr-2": Case("balloon+round-robin", plain, (1, 2, 8, 14), lanes=2, leaps=False),
+    "balloon-deadline-3": Case("balloon", plain, (351, 355, 360), lanes=3),
+    "recompute-pooled": Case("recompute", plain, (0, 5, 8, 13)),
+    "recompute-pooled-2": Case("recompute+deadline", plain, (350, 352, 357), lanes=2),
+    "recompute-shares": Case("recompute", deep, (3,), options={"pooled": 0}),
+    "recompute-turns": Case("recompute", deep, (4,), options=TURNS),
+    "recompute-preemptive": Case("recompute", deep, (5,), options={**PREEMPTIVE, "pooled": 0}),
+    "mirage-pooled": Case("mirage", deep, (3,), options={"cap": 0.0}, link=LINK),
+    "mirage-capped": Case("mirage", deep, (4,), link=LINK),
+    "mirage-shares": Case("mirage", deep, (5,), options={"pooled": 0}, link=LINK),
+    "mirage-turns": Case("mirage", deep, (6,), options=TURNS, link=LINK),
+    "mirage-preemptive-deadline": Case(
+        "mirage+deadline", deep, (7,), options=PREEMPTIVE, link=LINK
+    ),
+    "mirage-small": Case("mirage", lending_layers, (0, 31)),
+    "mirage-rr-2": Case("mirage", layered, (3, 9, 12), lanes=2),
+    "kvswap-pooled": Case("kvswap", swapping, (1,), link=FAST),
+    "kvswap-shares": Case("kvswap", swapping, (1,), options={"pooled": 0}, link=FAST),
+    "kvswap-dirty": Case("kvswap", swapping, (1,), options={"dirty": 1, "cap": 0}, link=1e7),
+    "kvswap-slow": Case("kvswap", deep, (8,), link=LINK),
+    "kvswap-turns": Case("kvswap", deep, (9,), options=TURNS, link=LINK * 100),
+    "kvswap-deadline": Case("kvswap+deadline", deep, (10,), options=PREEMPTIVE, link=LINK * 100),
+    "lending-static": Lending("static", 2),
+    "lending-balloon": Lending("balloon", 5),
+    "lending-swap": Lending("swap", 4),
+}
+"""By the name of the file."""
+
+
+def events_of(life: Life) -> Counter[str]:
+    """What happens in a life, for choosing which are worth keeping."""
+    seen: Counter[str] = Counter(events=len(life.entries))
+    for entry in life.entries:
+        for key in ("event", "action"):
+            if key in entry and entry[key] not in ("Arrival", "Timer", "Drain", "Operate"):
+                seen[entry[key] + ("!" if "refused" in entry else "")] += 1
+        seen["promises"] += bool(entry.get("promises"))
+        for end in entry.get("ended", ()):
+            seen["preemptions"] += end.get("preemptions", 0)
+            seen["cached"] += end.get("cached_tokens", 0) > 0
+            seen[end.get("failed", "finished")] += 1
+    return +seen
+
+
+def read(path: Path) -> list[Life]:
+    """The lives of a story that was recorded."""
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / "story"
+        plain.write_bytes(lzma.decompress(path.read_bytes()))
+        return read_lives(plain)
+
+
+def record(name: str) -> Path:
+    """Record the story of that name anew."""
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / "story"
+        CASES[name].record(plain)
+        path = STORIES / f"{name}{SUFFIX}"
+        path.write_bytes(lzma.compress(plain.read_bytes(), preset=9 | lzma.PRESET_EXTREME))
+        return path
+
+
+def main(names: list[str]) -> None:
+    for name in names:
+        record(name)
+    for name in CASES:
+        path = STORIES / f"{name}{SUFFIX}"
+        if not path.exists():
+            print(f"{name}: not recorded")
+        elif name in names or not names:
+            seen = sum(map(events_of, read(path)), Counter[str]())
+            told = " ".join(f"{what}={n}" for what, n in sorted(seen.items()))
+            print(f"{name}: {path.stat().st_size} B, {told}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

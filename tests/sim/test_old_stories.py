@@ -1,0 +1,79 @@
+"""Stories that were recorded once, one or more of each preset, replay to the same decisions today.
+
+They hold the loop and the policies to what they decided when a story was recorded; which runs they
+are, and how to record one, is in `record_stories`. A difference fails the test. One that is wanted,
+because what was decided then was a defect, is listed in `MENDED`; then it must be there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+
+from ballast.core.entries import Entry
+from ballast.policy.presets import ORDERS, PRESETS
+from ballast.sim.replay import Difference, replay
+from tests.sim.record_stories import CASES, STORIES, SUFFIX, events_of, read
+
+NAMES = sorted(path.name.removesuffix(SUFFIX) for path in STORIES.glob(f"*{SUFFIX}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Mended:
+    """Where a story is known to go another way today, and why that is right."""
+
+    life: int
+    """Index of the life within the story; those before it, and after, are as they were."""
+    entry: int
+    """Index of the first entry that differs, within the life."""
+    replayed: Entry | None
+    """What happens there instead: keys of the entry and their values; None: nothing does."""
+    reason: str
+
+
+MENDED: dict[str, Mended] = {}
+"""By name of the story; a story goes its own way from its first difference on, so one is enough."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_old_stories_replay_to_the_same_decisions(name: str) -> None:
+    differs: dict[int, Difference] = {}
+    for i, life in enumerate(read(STORIES / f"{name}{SUFFIX}")):
+        found = replay(life, reasons=False)
+        assert found.stray is None
+        if found.difference is not None:
+            differs[i] = found.difference
+    known = MENDED.get(name)
+    for i, found_there in differs.items():
+        assert known is not None, f"life {i}: {found_there}"
+        assert i == known.life, f"life {i}: {found_there}"
+    if known is not None:
+        assert known.life in differs, f"replays as it was recorded: {known.reason}"
+        there = differs[known.life]
+        assert there.index == known.entry, there
+        if known.replayed is None:
+            assert there.replayed is None, there
+        else:
+            replayed = there.replayed or {}
+            assert {k: replayed.get(k) for k in known.replayed} == known.replayed, there
+
+
+def test_stories_cover_every_preset_and_what_pressure_brings() -> None:
+    assert sorted(CASES) == NAMES, "a story is missing, or nothing says how it was made"
+    assert set(MENDED) <= set(NAMES)
+    snapshots, seen = Counter[str](), Counter[str]()
+    for name in NAMES:
+        for life in read(STORIES / f"{name}{SUFFIX}"):
+            preset = life.snapshot.preset.partition("+")[0]
+            snapshots.update((preset, life.snapshot.order, f"{life.snapshot.device.lanes} lanes"))
+            snapshots.update(f"{preset} {key}" for key in life.snapshot.options)
+            seen += events_of(life)
+    wanted = {*PRESETS, *ORDERS, "1 lanes", "2 lanes"}
+    assert wanted - set(snapshots) == set(), snapshots
+    happened = {"Preempt", "Evict", "DropCache", "Compact", "Remap", "SwapKv", "Hold", "promises"}
+    happened |= {"Lend", "Recall", "AskedBack"}
+    assert happened - set(seen) == set(), seen
+    size = sum((STORIES / f"{name}{SUFFIX}").stat().st_size for name in NAMES)
+    assert size < 400 * 1024, size
