@@ -1,14 +1,13 @@
-"""What a policy may ask for, what a source of pages offers, and how shortage is said."""
+"""What a policy may ask for, and how shortage is said."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from ballast.core.rotation import Rotation
 from ballast.core.settings import Slo
-from ballast.core.units import ceil_div
 
 OMITTED: Mapping[str, Any] = {"omitted": True}
 """Metadata of a field that stories leave out while it has its default: stories recorded before the
@@ -211,38 +210,6 @@ class Lend:
 
 Operation = Activate | Evict | Change | Join | Leave | Lend | Recall
 """What only operators may ask for, and what they may beside policies."""
-
-
-class Offer(NamedTuple):
-    """`pages` that `action` would free for all, at `price` seconds of expected harm to requests."""
-
-    pages: int
-    price: Callable[[], float]
-    """Worked out when asked for: papers' orders do without."""
-    action: Action
-    blocks: int = 0
-    """Beside the pages: blocks that only the model itself can use."""
-    grain: int = 0
-    """Pages by which a smaller part can be taken, where the action counts pages; 0: it is
-    indivisible."""
-    later: bool = False
-    """Its pages do not come with the action, but with an event that follows."""
-    upto: Callable[[int], Action] | None = None
-    """Of an offer whose action replaces the one for a smaller part: the action for so many
-    pages."""
-
-    def part(self, pages: int, taken: int = 0) -> Offer:
-        """The least part of a divisible offer that has `pages` beside those `taken` before; all
-        that is left where it has fewer."""
-        n = min(self.pages - taken, ceil_div(pages, self.grain) * self.grain)
-        if n == self.pages:
-            return self
-        if self.upto is not None:
-            action = self.upto(taken + n)
-        else:
-            assert isinstance(self.action, DropCache | Compact | Recall)
-            action = replace(self.action, pages=n)
-        return self._replace(pages=n, price=lambda: self.price() * n / self.pages, action=action)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -120,6 +120,17 @@ class ModelView:
     idle_since: float | None = None
     """When its last request ended, or it became resident if that was later, in seconds; None: it
     is not resident, or has requests, paused ones included."""
+    _derived: dict[Callable[[ModelView], Any], Any] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    def derived(self, fact: Callable[[ModelView], T]) -> T:
+        """Return `fact(self)`, a pure function of the view, computed once. An unchanged model has
+        the same view in the next decision, and so needs no computing then either."""
+        if fact not in self._derived:
+            self._derived[fact] = fact(self)
+        found: T = self._derived[fact]
+        return found
 
     @property
     def name(self) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from functools import partial
 
+from ballast.core.actions import Activate
 from ballast.core.request import Order
 from ballast.core.units import ceil_div
-from ballast.core.view import DeviceView, ModelView, Residency
-from ballast.policy.offers import Claim
+from ballast.core.view import DeviceView, ModelView, RequestView, Residency
+from ballast.policy.market import Claim
 
 LONGEST_WAIT = 10.0
 """Seconds: no TTFT service level counts as longer where claims are put in order."""
@@ -44,12 +47,18 @@ def activation_claims(view: DeviceView, patience: float) -> tuple[list[Claim], f
                 first.order,
                 pages,
                 overdue,
-                activate=True,
+                weights=True,
                 first_pages=kv,
+                segments=m.shared,
+                then=partial(_activate, m.name),
                 due=_due(m, first.order),
             )
         )
     return claims, wake
+
+
+def _activate(model: str, _: int) -> Activate:
+    return Activate(model, why="requests wait for it")
 
 
 def _to_come(m: ModelView) -> bool:
@@ -72,15 +81,20 @@ def shortage_claims(view: DeviceView, patience: float) -> tuple[list[Claim], flo
         return claims, wake
     for s in short:
         m = view.model(s.model)
-        r = next((r for r in m.running if r.id == s.request_id), None)
+        r = m.derived(_running_by_id).get(s.request_id)
         urgent = r is not None
         if r is None and m.waiting and m.waiting[0].id == s.request_id:
             r = m.waiting[0]
             urgent, overdue_at = _overdue(view, m, r.order, patience)
             wake = earliest(wake, overdue_at)
         if r is not None:
-            claims.append(Claim(m.name, r.order, s.pages, urgent, s.blocks, due=_due(m, r.order)))
+            due = 0.0 if urgent else _due(m, r.order)
+            claims.append(Claim(m.name, r.order, s.pages, urgent, s.blocks, due=due))
     return claims, wake
+
+
+def _running_by_id(m: ModelView) -> Mapping[str, RequestView]:
+    return {r.id: r for r in m.running}
 
 
 def kv_claims(
@@ -96,12 +110,10 @@ def kv_claims(
     wake = None
     for s in view.shortages:
         m = view.model(s.model)
-        claims += [
-            Claim(m.name, r.order, s.pages, may_preempt=True, blocks=s.blocks)
-            for r in m.running
-            if r.id == s.request_id
-        ]
-        if waiting and not m.held and m.waiting and m.waiting[0].id == s.request_id:
+        r = m.derived(_running_by_id).get(s.request_id)
+        if r is not None:
+            claims.append(Claim(m.name, r.order, s.pages, may_preempt=True, blocks=s.blocks))
+        elif waiting and not m.held and m.waiting and m.waiting[0].id == s.request_id:
             order = m.waiting[0].order
             overdue, overdue_at = _overdue(view, m, order, patience)
             wake = earliest(wake, overdue_at)

@@ -1,330 +1,259 @@
-"""Cover claims for pages, in order of precedence, from sources in a fixed order."""
+"""Cover claims for pages, in order of precedence, from sources in a fixed order or by price."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, TypeVar
 
-from ballast.core.actions import (
-    Action,
-    Activate,
-    Evict,
-    ModelAction,
-    Offer,
-    Preempt,
-    Promise,
-    Recall,
-    Remap,
-)
-from ballast.core.units import ceil_div
-from ballast.core.view import DeviceView, ModelView
-from ballast.policy.offers import Claim, Source
-
-K = TypeVar("K")
-V = TypeVar("V")
-_ABSENT = object()
+from ballast.core.actions import Action, Promise
+from ballast.core.view import DeviceView
+from ballast.policy.budget import Mark, PageBudget
+from ballast.policy.market import Claim, Offer, Source
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """A moment to which a ground can be taken back."""
+class Taken:
+    """A part of an offer that a claim has taken."""
 
-    changes: int
-    coming: int
-    free: int
-    borrowed: int
-
-
-class Ground:
-    """Pages that claims can still count on during one decision, and what was already taken."""
-
-    def __init__(self, view: DeviceView) -> None:
-        self.coming = view.coming
-        self.free = view.free - view.promised
-        self.borrowed = view.borrowed
-        """For KV only."""
-        self.taken: dict[tuple[str, str, str], int] = {}
-        """Pages taken, by model, kind of action and request."""
-        self.taken_of: dict[str, int] = {}
-        """The same, by model."""
-        self.recalled: dict[str, int] = {}
-        """Pages recalled from each device."""
-        self.blocks: dict[str, int] = {}
-        """Blocks that each model gets back on pages that it keeps."""
-        self.evicted: dict[str, bool] = {}
-        """Models that go."""
-        self.holders = view.derived(_holders).copy()
-        """Models that use each shared segment."""
-        self._models = view.by_name
-        self._changes: list[tuple[dict[Any, Any], Any, Any]] = []
-        """Dictionaries that have changed: which, at which key, what was there before."""
-
-    def mark(self) -> Mark:
-        """This moment."""
-        return Mark(len(self._changes), self.coming, self.free, self.borrowed)
-
-    def undo(self, mark: Mark) -> None:
-        """Take back what has happened since."""
-        while len(self._changes) > mark.changes:
-            table, key, before = self._changes.pop()
-            if before is _ABSENT:
-                del table[key]
-            else:
-                table[key] = before
-        self.coming, self.free, self.borrowed = mark.coming, mark.free, mark.borrowed
-
-    def _set(self, table: dict[K, V], key: K, value: V) -> None:
-        self._changes.append((table, key, table.get(key, _ABSENT)))
-        table[key] = value
-
-    def _add(self, table: dict[K, int], key: K, more: int) -> None:
-        self._set(table, key, table.get(key, 0) + more)
-
-    def needs(self, claim: Claim) -> int:
-        """Pages of the claim, given who has come and gone since the view was taken."""
-        m = self._models[claim.model]
-        if claim.activate and not m.shared:
-            return claim.pages
-        if claim.activate:
-            there = (not self.holders[s.owner] for s in m.shared)
-            before = (not s.holders for s in m.shared)
-            return claim.pages + sum(
-                s.pages * (now - then) for s, now, then in zip(m.shared, there, before, strict=True)
-            )
-        if not claim.blocks:
-            return claim.pages
-        left = max(0, claim.blocks - self.blocks.get(claim.model, 0))
-        return ceil_div(left, m.slab_blocks) * m.slab_pages
-
-    def lacks(self, claim: Claim) -> int:
-        """Pages that the claim needs beyond what is coming; none where this is not positive."""
-        return self.needs(claim) - self.coming - self._borrowable(claim)
-
-    def left_of(self, offer: Offer, pages: int) -> Offer | None:
-        """The part of an offer that is not taken yet, no more than `pages` ask for; None if
-        nothing of it is left."""
-        taken = self._taken_of(offer)
-        if not offer.grain:
-            return offer
-        if taken >= offer.pages:
-            return None
-        return offer.part(pages, taken)
-
-    def take(self, offer: Offer) -> int:
-        """Use an offer up; how many pages that adds to those taken before."""
-        action = offer.action
-        if isinstance(action, Recall):
-            self._add(self.recalled, action.to, offer.pages)
-            return offer.pages
-        model = action.model
-        if model in self.evicted:
-            return 0
-        if isinstance(action, Evict):
-            return max(0, self._evict(self._models[model]) - self.taken_of.get(model, 0))
-        key = _key(action)
-        before = self.taken.get(key)
-        if isinstance(action, Remap):
-            m = self._models[model]
-            pages = action.rotation.lent * m.layer_pages - m.lent_pages - (before or 0)
-            return self._took(key, max(0, pages))
-        if offer.grain:
-            return self._took(key, offer.pages)
-        if before is not None:
-            return 0
-        self._add(self.blocks, model, offer.blocks)
-        return self._took(key, offer.pages)
-
-    def _took(self, key: tuple[str, str, str], pages: int) -> int:
-        self._add(self.taken, key, pages)
-        self._add(self.taken_of, key[0], pages)
-        return pages
-
-    def gain(self, offer: Offer) -> int:
-        """Use an offer up; how many pages come by it that would not have come before."""
-        pages = self.take(offer)
-        self.coming += pages
-        if not offer.later:
-            self.free += pages
-        return pages
-
-    def use(self, claim: Claim) -> int:
-        """The claim gets what it needs; how many of these pages are the device's own."""
-        needs = self.needs(claim)
-        lent = min(self._borrowable(claim), max(0, needs - max(0, self.coming)))
-        self.borrowed -= lent
-        needs -= lent
-        self.coming -= needs
-        self.free -= needs
-        if blocks := self.blocks.get(claim.model, 0):
-            self._set(self.blocks, claim.model, max(0, blocks - claim.blocks))
-        return needs
-
-    def hold(self, claim: Claim) -> int:
-        """Keep for a claim, which is not covered, what is coming; how many pages that is."""
-        pages = max(0, min(self.needs(claim), self.coming))
-        self.coming -= pages
-        self.free -= pages
-        return pages
-
-    def _taken_of(self, offer: Offer) -> int:
-        if isinstance(offer.action, Recall):
-            return self.recalled.get(offer.action.to, 0)
-        return self.taken.get(_key(offer.action), 0)
-
-    def _borrowable(self, claim: Claim) -> int:
-        """Pages of other devices that the claim may be given, in whole slabs."""
-        slab = self._models[claim.model].slab_pages
-        return 0 if claim.activate else self.borrowed // slab * slab
-
-    def activate(self, claim: Claim) -> None:
-        """The claim's model comes; segments that it shares with others stay as long as it."""
-        for s in self._models[claim.model].shared:
-            self._set(self.holders, s.owner, self.holders[s.owner] | {claim.model})
-
-    def in_vain(self, claim: Claim, evicted: str) -> bool:
-        """Whether evicting a model has freed nothing that the claim's own model would not need."""
-        wanted = {s.owner for s in self._models[claim.model].shared} if claim.activate else set()
-        m = self._models[evicted]
-        freed = (s for s in m.shared if m.name in s.holders and not self.holders[s.owner])
-        return all(s.owner in wanted for s in freed)
-
-    def _evict(self, m: ModelView) -> int:
-        """The model goes; pages of its weights and KV that are free then."""
-        self._set(self.evicted, m.name, True)
-        pages = m.own_pages - m.lent_pages + m.kv_pages
-        for s in m.shared:
-            if self.holders[s.owner] == {m.name}:
-                pages += s.pages
-            self._set(self.holders, s.owner, self.holders[s.owner] - {m.name})
-        return pages
-
-
-def _holders(view: DeviceView) -> dict[str, frozenset[str]]:
-    return {s.owner: frozenset(s.holders) for m in view.models for s in m.shared}
-
-
-def _key(action: ModelAction) -> tuple[str, str, str]:
-    """What tells actions apart of which each can be taken once."""
-    request = action.request_id if isinstance(action, Preempt) else ""
-    return action.model, type(action).__name__, request
+    offer: Offer
+    pages: int
+    action: Action
 
 
 @dataclass(frozen=True, slots=True)
 class Covered:
     """What covers claims."""
 
-    ground: Ground
+    budget: PageBudget
     """What is left after it."""
     actions: list[Action]
     promises: tuple[Promise, ...]
     """What the claims wait for, in order of precedence."""
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """Of divisible claims, the pages that they got, by model."""
 
 
-def cover(view: DeviceView, claims: Sequence[Claim], sources: Sequence[Source]) -> Covered:
-    """Make room for `claims`, each wholly or not at all: in order of precedence those that may undo
-    work, which free pages save, then those that only wait, whose first token is due first.
+def cover(
+    view: DeviceView,
+    claims: Iterable[Claim],
+    sources: Sequence[Source],
+    budget: PageBudget | None = None,
+    *,
+    by_price: bool = False,
+) -> Covered:
+    """Make room for `claims`, each wholly or, if it is indivisible, not at all: in order of
+    precedence those that may undo work, which free pages save, then those that only wait, whose
+    first token is due first.
 
     What is freed for a claim is promised to it, so that nobody takes it before the rest has come.
     Pages that are on their way (reclaiming, recalled) count: nothing is freed twice for one need;
     such a claim simply waits. A claim that cannot be covered keeps nothing from those after it,
     who are undone for it as soon as that covers it; but one that undoes nobody, and is `overdue`,
     keeps what is free, so that it is not overtaken for ever.
+
+    `budget`: what earlier claims of the same decision have left. `by_price`: the offers of all
+    sources are taken cheapest first, each claim's only as long as they cost less than it gains;
+    else source after source, and prices are ignored.
     """
-    return cover_on(Ground(view), view, claims, sources)
-
-
-def cover_on(
-    ground: Ground, view: DeviceView, claims: Sequence[Claim], sources: Sequence[Source]
-) -> Covered:
-    """`cover`, with what is left of a ground."""
-    actions: list[Action] = []
+    budget = PageBudget(view) if budget is None else budget
+    actions = Actions()
     promises: list[Promise] = []
-    for claim in sorted(claims, key=lambda c: c.precedence):
-        chosen = _cover_one(view, claim, sources, ground, frozenset())
+    parts: dict[str, int] = {}
+    for claim in sorted(claims, key=_precedence):
+        if claim.grain:
+            actions.take(_gather(view, claim, sources, budget))
+            parts[claim.model] = pages = budget.use_part(claim)
+            if pages and claim.then is not None:
+                actions.add(claim.then(pages))
+            continue
+        chosen = _cover_one(view, claim, sources, budget, by_price)
         if chosen is None:
             if claim.overdue and not claim.may_preempt:
-                promises += _promised(claim, ground.hold(claim))
+                promises += _promised(claim, budget.hold(claim))
             continue
-        actions += chosen
-        activates = claim.activate and ground.needs(claim) <= ground.free
-        promises += _promised(claim, ground.use(claim))
-        if activates:
-            actions.append(Activate(claim.model, why="requests wait for it"))
-            ground.activate(claim)
-    return Covered(ground, last_remaps(actions), tuple(promises))
+        actions.take(chosen)
+        needs = budget.needs(claim)
+        there = needs <= budget.free
+        promises += _promised(claim, budget.use(claim))
+        if there and claim.then is not None:
+            actions.add(claim.then(needs))
+            budget.bring(claim)
+    return Covered(budget, actions.final, tuple(promises), parts)
+
+
+def gather(view: DeviceView, claim: Claim, sources: Sequence[Source]) -> list[Action]:
+    """Free as much of a divisible claim as can be; nobody but it needs pages."""
+    return [taken.action for taken in _gather(view, claim, sources, PageBudget(view))]
+
+
+class Actions:
+    """The actions of a decision, in order. Those that state all that was taken of something replace
+    the ones before."""
+
+    def __init__(self) -> None:
+        self._actions: list[tuple[tuple[str, ...] | None, Action]] = []
+        self._last: dict[tuple[str, ...], Action] = {}
+
+    def add(self, action: Action) -> None:
+        """Append an action."""
+        self._actions.append((None, action))
+
+    def take(self, chosen: Iterable[Taken]) -> None:
+        """Append the actions that free what was taken."""
+        for taken in chosen:
+            key = taken.offer.key if taken.offer.cumulative else None
+            self._actions.append((key, taken.action))
+            if key is not None:
+                self._last[key] = taken.action
+
+    @property
+    def final(self) -> list[Action]:
+        """Those that no later one replaces."""
+        if not self._last:
+            return [action for _, action in self._actions]
+        return [a for key, a in self._actions if key is None or a is self._last[key]]
+
+
+def _precedence(claim: Claim) -> tuple[object, ...]:
+    return claim.precedence
 
 
 def _promised(claim: Claim, pages: int) -> list[Promise]:
     """Of pages that a claim has got: for weights first, where its model is to come."""
-    kv = min(pages, claim.first_pages) if claim.activate else pages
-    return [Promise(claim.model, pages - kv, kv)] if pages > 0 else []
+    if pages <= 0:
+        return []
+    kv = min(pages, claim.first_pages) if claim.weights else pages
+    return [Promise(claim.model, pages - kv, kv)]
 
 
-def gather(ground: Ground, pages: int, offers: Iterable[Offer]) -> list[Action]:
-    """Use offers up until so many pages are coming, or there are no more."""
-    actions: list[Action] = []
-    for offer in offers:
-        if ground.coming >= pages:
+def _offers(view: DeviceView, claim: Claim, sources: Sequence[Source]) -> Iterable[Offer]:
+    return chain.from_iterable(source(view, claim) for source in sources)
+
+
+def _may_take(claim: Claim, offer: Offer) -> bool:
+    """Whether a claim may have the work undone that an offer undoes, whatever its source says."""
+    return offer.undoes is None or (claim.may_preempt and claim.order < offer.undoes)
+
+
+def _take(budget: PageBudget, claim: Claim, offer: Offer, pages: int) -> tuple[int, Taken]:
+    """Take a part of an offer for a claim; the pages gained, and what does it."""
+    gained = budget.take(offer, pages)
+    n = budget.taken(offer.key) if offer.cumulative else pages
+    return gained, Taken(offer, pages, offer.act(n, claim))
+
+
+def _gather(
+    view: DeviceView, claim: Claim, sources: Sequence[Source], budget: PageBudget
+) -> list[Taken]:
+    """Take offers until so many pages are coming as a divisible claim needs, or none is left."""
+    found: list[Taken] = []
+    for offer in _offers(view, claim, sources):
+        lacked = claim.pages - budget.coming
+        if lacked <= 0:
             break
-        left = ground.left_of(offer, pages - ground.coming)
-        if left is not None and ground.gain(left):
-            actions.append(left.action)
-    return last_remaps(actions)
-
-
-def last_remaps(actions: Sequence[Action]) -> list[Action]:
-    """Of the rotations that one model has got after another, the last."""
-    last = {a.model: a for a in actions if isinstance(a, Remap)}
-    return [a for a in actions if not isinstance(a, Remap) or a is last[a.model]]
+        pages = budget.left(offer, lacked)
+        if pages is not None and _may_take(claim, offer):
+            gained, taken = _take(budget, claim, offer, pages)
+            if gained:
+                found.append(taken)
+    return found
 
 
 def _cover_one(
     view: DeviceView,
     claim: Claim,
     sources: Sequence[Source],
-    ground: Ground,
-    spared: frozenset[str],
-) -> list[Action] | None:
-    """What covers one claim, taken from the ground; None, and nothing taken, where nothing does.
+    budget: PageBudget,
+    by_price: bool,
+) -> list[Taken] | None:
+    """Take from the budget what covers one claim; None, and nothing taken, where nothing does.
 
     A model whose weights others share may free nothing alone and much with them, so it is evicted
-    on trial; what turns out to have been in vain is `spared` in another try.
+    on trial; what turns out to have been in vain is spared in another try.
     """
-    lacked = ground.lacks(claim)
+    lacked = budget.lacks(claim)
     if lacked <= 0:
         return []
-    before = ground.mark()
-    chosen: list[Action] = []
-    trials: list[str] = []
-    for whole in chain.from_iterable(source(view, claim) for source in sources):
-        evicts = whole.action.model if isinstance(whole.action, Evict) else None
-        if evicts is not None and (evicts in spared or evicts in ground.evicted):
-            continue
-        offer = ground.left_of(whole, lacked)
-        if offer is None:
-            continue
-        ground.gain(offer)
-        lacks = ground.lacks(claim)
-        gained = lacks < lacked
-        lacked = lacks
-        for_itself = (
-            offer.blocks > 0
-            and isinstance(offer.action, Preempt)
-            and offer.action.model == claim.model
-        )
-        if gained or evicts is not None or for_itself:
-            chosen.append(offer.action)
-        if evicts is not None and not gained:
-            trials.append(evicts)
-        if lacked <= 0:
+    before = budget.mark()
+    spared: set[tuple[str, ...]] = set()
+    while True:
+        offers: Iterable[Offer] = _offers(view, claim, sources)
+        if spared:
+            offers = [offer for offer in offers if offer.key not in spared]
+        if by_price:
+            offers = _cheapest_first(budget, lacked, offers)
+        chosen, trials = _try(claim, offers, budget, lacked)
+        if chosen is None:
+            budget.undo(before)
+            return None
+        vain = {offer.key for offer in trials if budget.in_vain(claim, offer)}
+        if not vain:
             break
-    else:
-        ground.undo(before)
-        return None
-    vain = frozenset(model for model in trials if ground.in_vain(claim, model))
-    if vain:
-        ground.undo(before)
-        return _cover_one(view, claim, sources, ground, spared | vain)
+        budget.undo(before)
+        spared |= vain
+    if by_price:
+        chosen = _needed(claim, chosen, budget, before)
+        if sum(map(_price, chosen)) >= claim.gain:
+            budget.undo(before)
+            return None
     return chosen
+
+
+def _try(
+    claim: Claim, offers: Iterable[Offer], budget: PageBudget, lacked: int
+) -> tuple[list[Taken] | None, list[Offer]]:
+    """Take offers in turn until a claim lacks nothing; None where they do not suffice. With those
+    that were taken on trial."""
+    chosen: list[Taken] = []
+    trials: list[Offer] = []
+    for offer in offers:
+        pages = budget.left(offer, lacked)
+        if pages is None or not _may_take(claim, offer):
+            continue
+        _, taken = _take(budget, claim, offer, pages)
+        lacks = budget.lacks(claim)
+        gained, lacked = lacks < lacked, lacks
+        for_itself = offer.blocks > 0 and offer.owner == claim.model
+        if gained or offer.everything or for_itself:
+            chosen.append(taken)
+        if offer.everything and not gained:
+            trials.append(offer)
+        if lacked <= 0:
+            return chosen, trials
+    return None, trials
+
+
+def _cheapest_first(budget: PageBudget, lacked: int, offers: Iterable[Offer]) -> list[Offer]:
+    """Order offers by their price for each page of the claim that they would cover."""
+
+    def unit_price(offer: Offer) -> float:
+        pages = budget.left(offer, lacked)
+        if pages is None:
+            return float("inf")
+        useful = min(lacked, budget.gives(offer, pages))
+        return offer.price_of(pages) / useful if useful > 0 else float("inf")
+
+    return sorted(offers, key=unit_price)
+
+
+def _needed(claim: Claim, chosen: Sequence[Taken], budget: PageBudget, before: Mark) -> list[Taken]:
+    """Give back, the dearest first, what a claim is covered without."""
+
+    def lacks_with(kept: Sequence[Taken]) -> int:
+        budget.undo(before)
+        for taken in kept:
+            budget.take(taken.offer, taken.pages)
+        return budget.lacks(claim)
+
+    kept = list(chosen)
+    for taken in sorted(chosen, key=_price, reverse=True):
+        rest = [other for other in kept if other is not taken]
+        if lacks_with(rest) <= 0:
+            kept = rest
+    lacks_with(kept)
+    return kept
+
+
+def _price(taken: Taken) -> float:
+    return taken.offer.price_of(taken.pages)

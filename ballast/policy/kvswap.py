@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ballast.core.actions import Action, Decision, DropCache, Offer, Promise, SwapKv
+from ballast.core.actions import Action, Decision, DropCache, Promise, SwapKv
 from ballast.core.job import Load
 from ballast.core.link import LinkRates
 from ballast.core.rotation import WHOLE, Rotation
@@ -16,9 +16,8 @@ from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.claims import earliest, kv_claims
 from ballast.policy.cover import cover
+from ballast.policy.market import Claim, Offer, Source
 from ballast.policy.offers import (
-    Claim,
-    Source,
     cached_prefixes,
     lent_pages,
     loose_blocks,
@@ -124,8 +123,8 @@ class KvSwap:
                 continue
             pages = (plan.rotation.lent - m.kv_rotation.lent) * m.kv_layer_pages
             price = partial(_slowing, plan.seconds, m)
-            why = f"{claim.model} needs pages"
-            yield Offer(pages, price, SwapKv(m.name, plan.rotation, why))
+            act = partial(_swap, m.name, plan.rotation)
+            yield Offer(("kv layers", m.name), m.name, pages, price, act)
 
     def plan(self, view: DeviceView, m: ModelView, lent: int, least: int) -> Plan | None:
         """The shortest step with `lent` layers' pages given up, of at least `least` that rotate.
@@ -219,6 +218,10 @@ def _swappable(view: DeviceView) -> Sequence[ModelView]:
         and m.kv_rotation is not None
     ]
     return sorted(found, key=lambda m: m.name)
+
+
+def _swap(model: str, rotation: Rotation, _: int, claim: Claim) -> SwapKv:
+    return SwapKv(model, rotation, why=f"{claim.model} needs pages")
 
 
 def _slowing(seconds: float, m: ModelView) -> float:

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import floor, log2
 
-from ballast.core.actions import Offer, Remap
+from ballast.core.actions import Action, Remap
 from ballast.core.cost import copy_seconds
 from ballast.core.job import Load
 from ballast.core.request import Order
 from ballast.core.rotation import WHOLE, Rotation, best, most, stall
 from ballast.core.view import DeviceView, ModelView, Residency
-from ballast.policy.offers import Claim
+from ballast.policy.budget import PageBudget
+from ballast.policy.market import Claim, Offer
 
 PROMPT = 512
 """Tokens of the prefill that a model is expected to begin with, before one has been measured."""
@@ -51,13 +52,13 @@ class Layers:
     def of_inactive(self, view: DeviceView, claim: Claim) -> Iterator[Offer]:
         """Layers of inactive models, the least important first, each up to its cap."""
         for m in self.order(view.models, active=False):
-            yield from self._offers(view, claim, m, self.most(view, m))
+            yield from self._offers(view, m, self.most(view, m))
 
     def of_active(self, view: DeviceView, claim: Claim) -> Iterator[Offer]:
         """Layers of active models, each up to its cap; before others its own, for whom they are."""
         models = self.order(view.models, active=True)
         for m in sorted(models, key=lambda m: (m.spec.priority, m.name != claim.model)):
-            yield from self._offers(view, claim, m, self.most(view, m))
+            yield from self._offers(view, m, self.most(view, m))
 
     def beyond_caps(self, view: DeviceView, claim: Claim) -> Iterator[Offer]:
         """All that can be lent, whatever it costs, for a request that no other one stands before.
@@ -73,7 +74,7 @@ class Layers:
             return  # it waits for others to end
         for active in (False, True):
             for m in self.order(view.models, active=active):
-                yield from self._offers(view, claim, m, self.bound(m))
+                yield from self._offers(view, m, self.bound(m))
 
     def any_left(self, view: DeviceView) -> bool:
         """Whether a model lends less than it may."""
@@ -118,6 +119,10 @@ class Layers:
         n = m.spec.n_layers
         return min(bound, most(n, m.rotatable, 1.0, n * self._ratio(view, m), self.slots))
 
+    def lent(self, m: ModelView, budget: PageBudget) -> int:
+        """Layers that a model lends once a decision, as far as it is made, is done."""
+        return m.rotation.lent + budget.taken(layers_of(m)) // max(1, m.layer_pages)
+
     def lending(self, m: ModelView, alpha: int, why: str) -> Remap:
         """So many layers, whichever; `settled` chooses, once it is known how many in the end."""
         if alpha <= 0:
@@ -139,17 +144,24 @@ class Layers:
                 return None
         return replace(remap, rotation=plan)
 
-    def _offers(self, view: DeviceView, claim: Claim, m: ModelView, top: int) -> Iterator[Offer]:
+    def _offers(self, view: DeviceView, m: ModelView, top: int) -> Iterator[Offer]:
         """Its layers up to `top`, as one offer of which any number can be taken."""
-        lent, why = m.rotation.lent, f"{claim.model} needs pages"
+        lent = m.rotation.lent
+
+        def act(pages: int, claim: Claim) -> Remap:
+            alpha = lent + pages // m.layer_pages
+            return self.lending(m, alpha, f"{claim.model} needs pages")
+
         if top > lent:
             yield Offer(
+                layers_of(m),
+                m.name,
                 (top - lent) * m.layer_pages,
                 lambda: self._harm(view, m, top) - self._harm(view, m, lent),
-                self.lending(m, top, why),
+                act,
                 grain=m.layer_pages,
+                cumulative=True,
                 later=True,
-                upto=lambda pages: self.lending(m, lent + pages // m.layer_pages, why),
             )
 
     def _harm(self, view: DeviceView, m: ModelView, alpha: int) -> float:
@@ -181,6 +193,18 @@ class Layers:
             return m.decode_seconds
         context = sum(r.tokens for r in m.running)
         return m.costs.of(Load(0, 0, 0, max(1, len(m.running)), context))
+
+
+def layers_of(m: ModelView) -> tuple[str, ...]:
+    """Key of the offers of a model's layers."""
+    return "layers", m.name
+
+
+def last_remaps(actions: Iterable[Action]) -> list[Action]:
+    """Of the rotations that one model gets in one decision, only the last."""
+    actions = list(actions)
+    last = {a.model: a for a in actions if isinstance(a, Remap)}
+    return [a for a in actions if not isinstance(a, Remap) or a is last[a.model]]
 
 
 def _rounded(ratio: float) -> float:

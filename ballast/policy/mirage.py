@@ -8,12 +8,12 @@ from math import ceil
 
 from ballast.core.actions import Action, Decision, DropCache, Limit, Promise, Remap
 from ballast.core.view import DeviceView
+from ballast.policy.budget import PageBudget
 from ballast.policy.claims import activation_claims, earliest, kv_claims, queue_claims
-from ballast.policy.cover import Ground, cover, cover_on, last_remaps
-from ballast.policy.layers import Layers, lendable
+from ballast.policy.cover import cover
+from ballast.policy.layers import Layers, last_remaps, lendable
+from ballast.policy.market import Claim, Source
 from ballast.policy.offers import (
-    Claim,
-    Source,
     cached_prefixes,
     lent_pages,
     loose_blocks,
@@ -92,18 +92,18 @@ class Mirage:
                 own_prefix,
             ]
             covered = cover(view, [*absent, *claims], sources)
-            ground, done, promises = covered.ground, covered.actions, covered.promises
-            after = _with(view, done)
+            after, budget = view, covered.budget
+            done, promises = covered.actions, covered.promises
         else:
             wake = None
             after, done = self._cover_within(view, claims, layers, standing.division.pages)
-            ground = Ground(_having(after, surplus(after, standing.division.pages)))
+            budget = PageBudget(_having(after, surplus(after, standing.division.pages)))
         ended = hold(whole, standing, turns, promises, freed=bool(done))
         standing, wake = ended.standing, earliest(wake, ended.up_at)
         returning = before.returning | (active - before.active)
         cached = [cached_prefixes] if self.pooled else []
         sources = [*cached, layers.of_inactive]
-        back, returning = to_active(after, ground, layers, returning & active, sources)
+        back, returning = to_active(after, budget, layers, returning & active, sources)
         done += back
         since = view.now if before.calm_since is None else before.calm_since
         calm = None if claims else since
@@ -112,7 +112,7 @@ class Mirage:
             if view.now < due:
                 wake = earliest(wake, due)
             elif not back:
-                done += self._revert(after, ground, layers, standing.division.pages)
+                done += self._revert(after, budget, layers, standing.division.pages)
         memory = Memory(standing, active, returning, calm)
         settled = (
             layers.settled(view, a) if isinstance(a, Remap) else a for a in last_remaps(done)
@@ -161,7 +161,7 @@ class Mirage:
             more = surplus(view, pages)
             own = [claim for claim in claims if claim.model == name]
             sources = _of(layers, own_younger_requests)
-            done = cover_on(Ground(within(view, m, more)), view, own, sources).actions
+            done = cover(view, own, sources, PageBudget(within(view, m, more))).actions
             before = sum(o.lent_pages for o in view.models)
             view = _with(view, done)
             more += sum(o.lent_pages for o in view.models) - before
@@ -172,13 +172,13 @@ class Mirage:
         return view, actions
 
     def _revert(
-        self, view: DeviceView, ground: Ground, layers: Layers, pages: Mapping[str, int]
+        self, view: DeviceView, budget: PageBudget, layers: Layers, pages: Mapping[str, int]
     ) -> list[Action]:
         """Layers come back as far as pages are not needed, and a reserve stays free."""
         if self.pooled:
             reserve = ceil(self.reserve * placed(view)[1])
-            spare = ground.free + sum(m.cached_pages for m in view.models) - reserve
-            return off_peak(view, ground, layers, spare)
+            spare = budget.free + sum(m.cached_pages for m in view.models) - reserve
+            return off_peak(view, budget, layers, spare)
         lowered = _lowered(view, pages, self.reserve)
         drops = [
             DropCache(m.name, m.kv_pages - lowered[m.name], why="the peak is over")
@@ -189,7 +189,7 @@ class Mirage:
         view = _with(view, limits)
         free = view.free - view.promised + sum(d.pages for d in drops)
         spare = max(0, min(free, surplus(view, pages)))
-        remaps = off_peak(view, Ground(_having(view, spare)), layers, spare)
+        remaps = off_peak(view, PageBudget(_having(view, spare)), layers, spare)
         return [*limits, *drops, *remaps] if remaps else []
 
 

@@ -1,58 +1,73 @@
-"""Layers that come back: to models that have become active, and to all when the peak is over."""
+"""Layers that come back, as claims for the pages they take: to models that have become active, and
+to all when the peak is over."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import chain
 
-from ballast.core.actions import Action
+from ballast.core.actions import Action, Remap
 from ballast.core.request import Order
-from ballast.core.view import DeviceView, Residency
-from ballast.policy.cover import Ground, gather
+from ballast.core.view import DeviceView, ModelView, Residency
+from ballast.policy.budget import PageBudget
+from ballast.policy.cover import cover
 from ballast.policy.layers import Layers
-from ballast.policy.offers import Claim, Source, cached_prefixes
+from ballast.policy.market import Claim, Source
+from ballast.policy.offers import cached_prefixes
 
 
 def to_active(
     view: DeviceView,
-    ground: Ground,
+    budget: PageBudget,
     layers: Layers,
     returning: Iterable[str],
-    sources: Iterable[Source],
+    sources: Sequence[Source],
 ) -> tuple[list[Action], frozenset[str]]:
     """What brings models that have become active to lend no more than active ones may (5.3), with
     pages that are free, or else come from `sources`; and those of them that wait for pages."""
     actions: list[Action] = []
     waiting = set()
     for m in view.models:
-        if m.name not in returning or not m.rotation.lent or m.residency is not Residency.RESIDENT:
+        lent = layers.lent(m, budget)
+        if m.name not in returning or not lent or m.residency is not Residency.RESIDENT:
             continue
-        excess = max(0, m.rotation.lent - layers.most(view, m))
-        pages = excess * m.layer_pages
-        claim = Claim(m.name, Order(0, view.now, 0), pages, may_preempt=False, activate=True)
-        offers = chain.from_iterable(source(view, claim) for source in sources)
-        actions += gather(ground, pages, offers)
-        now = min(excess, max(0, min(ground.free, ground.coming)) // m.layer_pages)
-        ground.free -= now * m.layer_pages
-        ground.coming -= min(pages, max(0, ground.coming))
-        if now or not excess:  # as an active model it may be better off with other layers
-            actions.append(layers.lending(m, m.rotation.lent - now, "it has become active"))
-        if now < excess:
+        excess = max(0, lent - layers.most(view, m))
+        if not excess:  # as an active model it may be better off with other layers
+            actions.append(layers.lending(m, lent, "it has become active"))
+            continue
+        claim = Claim(
+            m.name,
+            Order(0, view.now, 0),
+            excess * m.layer_pages,
+            may_preempt=False,
+            weights=True,
+            grain=m.layer_pages,
+            then=partial(_back, layers, m, lent),
+        )
+        covered = cover(view, [claim], sources, budget)
+        actions += covered.actions
+        if covered.parts[m.name] < claim.pages:
             waiting.add(m.name)
     return actions, frozenset(waiting)
 
 
-def off_peak(view: DeviceView, ground: Ground, layers: Layers, pages: int) -> list[Action]:
+def _back(layers: Layers, m: ModelView, lent: int, pages: int) -> Remap:
+    return layers.lending(m, lent - pages // m.layer_pages, "it has become active")
+
+
+def off_peak(view: DeviceView, budget: PageBudget, layers: Layers, pages: int) -> list[Action]:
     """Layers of active models come back, then of those that are used next, as far as so many
     `pages` go, which are free or hold cached prefixes (7.6.1, dynamic reversion)."""
     remaps: list[Action] = []
     needed = 0
     lenders = chain(*(reversed(layers.order(view.models, active=a)) for a in (True, False)))
     for m in lenders:
-        n = min(m.rotation.lent, max(0, pages - needed) // m.layer_pages)
+        lent = layers.lent(m, budget)
+        n = min(lent, max(0, pages - needed) // m.layer_pages)
         if n > 0:
             needed += n * m.layer_pages
-            remaps.append(layers.lending(m, m.rotation.lent - n, "the peak is over"))
-    claim = Claim("", Order(0, view.now, 0), needed, may_preempt=False, activate=True)
-    ground.coming = ground.free
-    return [*gather(ground, needed, cached_prefixes(view, claim)), *remaps]
+            remaps.append(layers.lending(m, lent - n, "the peak is over"))
+    claim = Claim("", Order(0, view.now, 0), needed, may_preempt=False, weights=True, grain=1)
+    budget.coming = budget.free
+    return [*cover(view, [claim], [cached_prefixes], budget).actions, *remaps]

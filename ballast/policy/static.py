@@ -9,8 +9,9 @@ from ballast.core.actions import Action, Activate, Decision, DropCache, Evict, L
 from ballast.core.request import Order
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.claims import kv_claims
-from ballast.policy.cover import Ground, cover, gather
-from ballast.policy.offers import Claim, Source, lent_pages, own_younger_requests
+from ballast.policy.cover import cover, gather
+from ballast.policy.market import Claim, Source
+from ballast.policy.offers import lent_pages, own_younger_requests
 
 
 def placed(view: DeviceView) -> tuple[list[ModelView], int]:
@@ -104,7 +105,7 @@ def cover_within(
 def recalls(view: DeviceView, pages: int) -> list[Action]:
     """What recalls lent pages, where fewer than `pages` are coming."""
     claim = Claim("", Order(0, view.now, 0), pages, may_preempt=False)
-    return gather(Ground(view), pages, lent_pages(view, claim))
+    return gather(view, claim, [lent_pages])
 
 
 def _take_place(m: ModelView, share: int | None) -> list[Action]:
