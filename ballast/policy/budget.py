@@ -53,9 +53,9 @@ class PageBudget:
         """Return the pages that a claim needs, given what was taken and who holds what now."""
         pages = claim.pages
         if claim.blocks:
-            if returned := self._blocks.get(claim.model, 0):
-                m = self._models[claim.model]
-                pages = ceil_div(max(0, claim.blocks - returned), m.slab_blocks) * m.slab_pages
+            m = self._models[claim.model]
+            left = max(0, claim.blocks - self._blocks.get(claim.model, 0))
+            pages = ceil_div(left, m.slab_blocks) * m.slab_pages
         elif claim.segments:
             for s in claim.segments:
                 pages += s.pages * ((not self._holders[s.owner]) - (not s.holders))

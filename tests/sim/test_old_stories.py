@@ -33,7 +33,20 @@ class Mended:
     reason: str
 
 
-MENDED: dict[str, Mended] = {}
+MENDED: dict[str, Mended] = {
+    "mirage-preemptive-deadline": Mended(
+        life=0,
+        entry=530,
+        replayed={
+            "action": "Remap",
+            "model": "a",
+            "rotation": {"layers": [0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14], "slots": 2},
+        },
+        reason="An inactive model that lends layers for a claim can lend further ones, in the same "
+        "decision, to a model that has become active and is to lend less. These were looked for "
+        "in a view that counted the first ones as lent already, and counted them once more.",
+    ),
+}
 """By name of the story; a story goes its own way from its first difference on, so one is enough."""
 
 
