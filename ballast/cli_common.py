@@ -45,11 +45,11 @@ def load(file: Path, *, simulated: bool = False) -> FleetSettings:
 
 def with_preset(fleet: FleetSettings, preset: str | None) -> FleetSettings:
     """The fleet under another preset, whose options are its defaults. Raises ConfigError."""
-    from ballast.policy.presets import resolve
+    from ballast.policy.presets import preset_of
 
     if preset is not None and preset != fleet.preset:
         fleet = replace(fleet, preset=preset, options={})
-    resolve(fleet.preset, fleet.options)
+    preset_of(fleet)
     return fleet
 
 

@@ -291,7 +291,7 @@ def _disturbed(
     """The answers of a server whose layers rotate at random; what that took is counted."""
     with InProcess(settings) as server:
         loop = server.device.loop
-        loop.preset = replace(loop.preset, device=RandomRotations(loop.preset.device))
+        loop.preset = replace(loop.preset, memory=RandomRotations(loop.preset.memory))
         answers = server.generate(requests)
         counted["plans"] = sum(
             entry["action"] == "Remap" and "refused" not in entry

@@ -113,7 +113,7 @@ class Overload:
         began = time.perf_counter()
         view = device_view(self.state)
         seen = time.perf_counter()
-        self._memo = self._preset.device(view, self._memo).memo
+        self._memo = self._preset.memory(view, self._memo).memo
         decided = time.perf_counter()
         self.view_ms.append(1e3 * (seen - began))
         self.decide_ms.append(1e3 * (decided - seen))

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field, replace
 from ballast.core.actions import Action, Decision, Remap
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.view import DeviceView, Residency
-from ballast.policy.base import DevicePolicy
+from ballast.policy.base import MemoryPolicy
 from ballast.policy.claims import earliest
 
 
 @dataclass
-class RandomRotations:
+class RandomRotations(MemoryPolicy):
     """Asks `policy`, and every `every` seconds for another rotation of each model on the device.
 
     Not pure: it draws from its own generator.
     """
 
-    policy: DevicePolicy
+    policy: MemoryPolicy
     every: float = 0.005
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     due: float = 0.0

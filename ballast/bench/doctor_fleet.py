@@ -22,7 +22,7 @@ from ballast.isolation.calls import Isolation
 from ballast.memory.cuda_devices import reach_of
 from ballast.memory.cuda_driver import CudaDriver
 from ballast.models.parallel import check_parallel
-from ballast.policy.presets import resolve
+from ballast.policy.presets import preset_of
 from ballast.weights.checkpoint import clipped_context, read_spec
 from ballast.weights.manifest import fork_zygote
 
@@ -61,7 +61,7 @@ def _fleet(settings: FleetSettings, isolation: Isolation) -> Iterator[Finding]:
         yield Finding("devices", Verdict.FAIL, str(error), cure)
         return
     devices = [device for device, _ in settings.devices.values()]
-    layered = resolve(settings.preset, settings.options).requires.kv_swapping
+    layered = preset_of(settings).requires.kv_swapping
     for i, device in enumerate(devices):
         own = [spec for spec in specs if device.name in homes[spec.name]]
         where = f" on {device.name}" if settings.others else ""
@@ -105,13 +105,13 @@ def _group(
             cure = f"change `devices[{i}].tensor_parallel`, or place the model elsewhere"
             yield Finding(model.name + where, Verdict.FAIL, str(error), cure)
     if specs:
-        layered = resolve(settings.preset, settings.options).requires.kv_swapping
+        layered = preset_of(settings).requires.kv_swapping
         yield from _device(specs, of_rank(device), i, f"{where}, on each rank", layered)
 
 
 def lending(settings: FleetSettings) -> Finding:
     """Which devices can lend pages to which, and why others cannot."""
-    swapping = resolve(settings.preset, settings.options).requires.kv_swapping
+    swapping = preset_of(settings).requires.kv_swapping
     ways = settings.lending(_reaches(settings), swapping)
     unable = [f"{c.lender} cannot to {c.borrower}: {c.why}" for c in ways if not c.means]
     told = [f"{len(ways) - len(unable)} of {len(ways)} ways between devices", *unable]

@@ -12,7 +12,7 @@ from ballast.core.capability import Capability
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.settings import FleetSettings
-from ballast.policy.presets import resolve
+from ballast.policy.presets import preset_of
 
 DECISIONS_KEPT = 2000
 
@@ -65,7 +65,7 @@ class Devices:
     @property
     def lending(self) -> tuple[Capability, ...]:
         """Which devices can lend pages to which, as far as their workers have told."""
-        swapping = resolve(self.fleet.preset, self.fleet.options).requires.kv_swapping
+        swapping = preset_of(self.fleet).requires.kv_swapping
         return self.fleet.lending({name: d.reach for name, d in self.devices.items()}, swapping)
 
     @property

@@ -46,7 +46,7 @@ from ballast.memory.arena import confine_allocator
 from ballast.memory.reserve import PopulatedReserve
 from ballast.memory.vm import Exported
 from ballast.memory.vm_cuda import CudaVm
-from ballast.policy.presets import Preset, resolve
+from ballast.policy.presets import Preset, preset_of
 from ballast.weights.checkpoint import THREADS, clipped_context
 from ballast.weights.event_rotor import EventRotor
 from ballast.weights.host import Exchange, HostModel, HostTier
@@ -106,7 +106,7 @@ class LiveDevice:
         closing: ExitStack,
     ) -> None:
         """What has to be closed: all of it, should anything fail."""
-        preset = resolve(fleet.preset, fleet.options)
+        preset = preset_of(fleet)
         self.machine = make_machine(fleet, self.clock, self.post)
         closing.callback(self.machine.close)
         self.machine.when_lost(self.inbox.break_off)
@@ -307,8 +307,7 @@ class LiveDevice:
         if not preset.requires.kv_swapping:
             return None
         made = self.machine.make_swapper(self.clock, preset.requires.dirty)
-        if made is None:
-            raise ConfigError("preset", preset.name, "devices of one rank can swap KV so far")
+        assert made is not None, "the preset's requirements are met"
         return made
 
     def executors_of(self, host: HostModel, m: ModelState) -> tuple[Executor, ...]:

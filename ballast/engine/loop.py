@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Protocol
 
-from ballast.core.actions import RECALL_SECONDS, Recall, Refuse
+from ballast.core.actions import Refuse
 from ballast.core.clock import Clock
 from ballast.core.compute import ComputeDecision
 from ballast.core.event import Event, Operate, Output, Timer
@@ -23,9 +24,8 @@ from ballast.engine.snapshot import snapshot
 from ballast.engine.state import DeviceState
 from ballast.engine.vacate import vacate
 from ballast.engine.views import device_view
+from ballast.policy.base import MemoryPolicy
 from ballast.policy.presets import Preset
-from ballast.policy.stuck import sacrifice
-from ballast.policy.ttl import expire
 
 ROUNDS = 8
 """Most times that one turn asks the policy about shortages found while forming a job."""
@@ -197,9 +197,9 @@ class Loop:
             # The last job may have ended what stood in the way of a remedy.
             self.choice = None
             if not self._decide(outputs):
-                if self._recall():
+                self._last_resort(outputs)
+                if self.state.lending.awaiting:
                     break
-                self._give_up_on_one(outputs)
                 self._decide(outputs)
             self._dispatch(outputs)
         if outputs:
@@ -212,7 +212,7 @@ class Loop:
         if expired:
             view = device_view(self.state)
         self.state.asking = False
-        decision = self.preset.device(view, self._memo)
+        decision = self.preset.memory(view, self._memo)
         self._memo = decision.memo
         later = decision.wake_at is not None and decision.wake_at > view.now
         self._wake_at = decision.wake_at if later else None
@@ -233,7 +233,7 @@ class Loop:
     def _expire(self, view: DeviceView, outputs: list[Output]) -> bool:
         """Evict models whose time to live is over, before the policy is asked; whether there were
         any."""
-        expiry = expire(view)
+        expiry = self.preset.memory.expire(view)
         self._expires_at = expiry.wake_at
         for eviction in expiry.evictions:
             refused = apply(self.state, eviction, outputs)
@@ -317,25 +317,21 @@ class Loop:
             return False
         return self._wake_at is None and any(map(_may_run, state.requests.values()))
 
-    def _recall(self) -> bool:
-        """No policy helped: recall all that is lent to other devices; whether anything was."""
-        outputs: list[Output] = []
-        recalls = [
-            Recall(peer, None, RECALL_SECONDS, "requests find no memory")
-            for peer, _ in self.state.lending.standing()
-        ]
-        for recall in recalls:
-            refused = apply(self.state, recall, outputs)
-            self.story.decision(self.state.now, recall, refused, by="shortage")
-        return bool(recalls)
-
-    def _give_up_on_one(self, outputs: list[Output]) -> None:
-        """No policy helped, and nothing is on its way: one request fails, so that others go on."""
-        chosen, why = sacrifice(device_view(self.state))
-        reason = f"preset {self.preset.name!r} found no memory for this request: {why}"
-        request = self.state.requests[chosen]
-        self.story.decision(self.state.now, Refuse(request.model, chosen, reason), None)
-        outputs.append(self.state.fail(request, "out_of_memory", reason))
+    def _last_resort(self, outputs: list[Output]) -> None:
+        """No decision helped, and nothing is on its way: do what the policy has for that."""
+        state, policy = self.state, self.preset.memory
+        view = device_view(state)
+        # A policy without an answer must not keep requests waiting for ever.
+        for action in policy.when_stuck(view) or MemoryPolicy.when_stuck(policy, view):
+            if isinstance(action, Refuse):
+                reason = f"preset {self.preset.name!r} found no memory for this request"
+                refusal = replace(action, why=f"{reason}: {action.why}")
+                self.story.decision(state.now, refusal, None)
+                failed = state.requests[action.request_id]
+                outputs.append(state.fail(failed, "out_of_memory", refusal.why))
+            else:
+                refused = apply(state, action, outputs)
+                self.story.decision(state.now, action, refused, by="shortage")
 
 
 def _may_run(request: Request) -> bool:

@@ -6,7 +6,7 @@ A feature leaves this table once `scripts/gpu_check` or a test marked `gpu` has 
 from __future__ import annotations
 
 from ballast.core.settings import DeviceSettings, FleetSettings
-from ballast.policy.presets import resolve
+from ballast.policy.presets import preset_of
 
 WHERE = "docs/gpu.md, `Never run`"
 GROUPS = "groups of GPUs (`tensor_parallel`)"
@@ -24,6 +24,6 @@ def never_run(fleet: FleetSettings, device: DeviceSettings) -> tuple[str, ...]:
         GROUPS: device.tensor_parallel > 1,
         GREEN: device.lanes > 1,
         ADAPTERS: any(model.adapters for model in fleet.models),
-        SWAPPING: resolve(fleet.preset, fleet.options).requires.kv_swapping,
+        SWAPPING: preset_of(fleet).requires.kv_swapping,
     }
     return tuple(feature for feature in FEATURES if on[feature])

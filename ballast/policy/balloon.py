@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ballast.core.actions import Decision
 from ballast.core.view import DeviceView
+from ballast.policy.base import MemoryPolicy
 from ballast.policy.claims import activation_claims, earliest, shortage_claims
 from ballast.policy.cover import cover
 from ballast.policy.offers import (
@@ -20,16 +21,18 @@ from ballast.policy.offers import (
 
 
 @dataclass(frozen=True, slots=True)
-class Balloon:
+class Balloon(MemoryPolicy):
     """Prism's memory ballooning (sections 4 and 5) without its slack and pressure policies.
 
     Pages come, in this order, from cached prefixes, from blocks moved together, from idle models
     (those whose return would cost least first), from what is lent to other devices, and, for
     requests that cannot go on or have waited for `patience` of their TTFT service level, from
-    younger requests and younger models.
+    younger requests and younger models. `by_price`: cheapest first instead, whatever their kind,
+    and for a request that can still wait only at less than its waiting costs.
     """
 
     patience: float = 0.5
+    by_price: float = 0
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         absent, wake_absent = activation_claims(view, self.patience)
@@ -43,6 +46,6 @@ class Balloon:
             younger_models,
             own_prefix,
         ]
-        covered = cover(view, [*absent, *short], sources)
+        covered = cover(view, [*absent, *short], sources, by_price=bool(self.by_price))
         wake = earliest(wake_absent, wake_short)
         return Decision(tuple(covered.actions), memo, wake, covered.promises)

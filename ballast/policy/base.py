@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
-from ballast.core.actions import Decision
+from ballast.core.actions import Action, Decision
 from ballast.core.compute import ComputeDecision, ComputeView
 from ballast.core.fleet import FleetDecision, FleetView
 from ballast.core.view import DeviceView
+from ballast.policy.requirements import Requirements
+from ballast.policy.stuck import last_resort
+from ballast.policy.ttl import Expiry, expire
 
 
-class DevicePolicy(Protocol):
-    """Memory and residency of one device.
+class MemoryPolicy(ABC):
+    """Memory and residency of one device. Everything that is decided about them is asked of it;
+    what has a default here is decided alike under every policy that does not say otherwise.
 
-    Asked on arrivals, finishes, shortages and timers, not on every step. Equal views and memos
-    give equal decisions.
+    Equal views and memos give equal decisions.
     """
 
-    def __call__(self, view: DeviceView, memo: object) -> Decision: ...
+    __slots__ = ()
+
+    @property
+    def requires(self) -> Requirements:
+        """What the device must be able to do; by default nothing."""
+        return Requirements()
+
+    @abstractmethod
+    def __call__(self, view: DeviceView, memo: object) -> Decision:
+        """Decide. Asked on arrivals, finishes, shortages and timers, not on every step."""
+
+    def expire(self, view: DeviceView) -> Expiry:
+        """Evict models whose idle time to live is over; asked before each decision."""
+        return expire(view)
+
+    def when_stuck(self, view: DeviceView) -> Sequence[Action]:
+        """Let requests go on that lack memory, when no decision helps, nothing runs and nothing is
+        on its way: `Recall` what is lent, or fail one (`Refuse`). Must not be empty."""
+        return last_resort(view)
 
 
 class ComputePolicy(Protocol):

@@ -14,6 +14,7 @@ from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.swapping import SLOTS, spread, swapped_seconds
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, Residency
+from ballast.policy.base import MemoryPolicy
 from ballast.policy.claims import earliest, kv_claims
 from ballast.policy.cover import cover
 from ballast.policy.market import Claim, Offer, Source
@@ -44,7 +45,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class KvSwap:
+class KvSwap(MemoryPolicy):
     """As `recompute`, but where KV is short the KV of some layers goes to the host and back in each
     step, before a request starts again.
 
@@ -53,7 +54,7 @@ class KvSwap:
     is. When it is over they have pages of their own again, if `reserve` of the KV pages that
     weights leave stay free. `dirty`: of a layer only what a step has written is stored; else all
     that it has loaded. `mixed`: bytes per second that the link has each way while it carries both
-    ways, as part of those it has to the device alone.
+    ways, as part of those it has to the device alone. `by_price`: as with `recompute`.
     """
 
     temporal: float = 0
@@ -66,6 +67,7 @@ class KvSwap:
     ahead: float = 0.1
     reserve: float = 0.1
     mixed: float = 0.43
+    by_price: float = 0
 
     @property
     def requires(self) -> Requirements:
@@ -90,7 +92,7 @@ class KvSwap:
                 younger_requests,
                 own_prefix,
             ]
-            covered = cover(view, claims, sources)
+            covered = cover(view, claims, sources, by_price=bool(self.by_price))
             freeing, promises = covered.actions, covered.promises
         else:
             # Within a share whoever waits keeps nothing from those that run.

@@ -8,6 +8,7 @@ from math import ceil
 
 from ballast.core.actions import Action, Decision, DropCache, Limit, Promise, Remap
 from ballast.core.view import DeviceView
+from ballast.policy.base import MemoryPolicy
 from ballast.policy.budget import PageBudget
 from ballast.policy.claims import activation_claims, earliest, kv_claims, queue_claims
 from ballast.policy.cover import cover
@@ -22,6 +23,7 @@ from ballast.policy.offers import (
     younger_requests,
 )
 from ballast.policy.recompute import PATIENCE, Standing, hold, served, stand, turns_of
+from ballast.policy.requirements import Requirements
 from ballast.policy.reversion import off_peak, to_active
 from ballast.policy.static import placed, recalls, shares, within
 
@@ -39,7 +41,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Mirage:
+class Mirage(MemoryPolicy):
     """As `Recompute`, but layers lend pages before requests make way.
 
     Where KV is short, pages come from cached prefixes, from blocks moved together, from layers of
@@ -54,6 +56,7 @@ class Mirage:
     model's layers are lent. `reversion` 0: only models that become active get layers back.
     `lookahead`: requests of a queue, its first one included, for which layers are taken at once and
     not one after another, as a model stands still while its layers change hands (`pooled` only).
+    `by_price`: as with `recompute`.
     """
 
     temporal: float = 0
@@ -68,6 +71,11 @@ class Mirage:
     cooldown: float = 1.0
     lookahead: float = 8
     reserve: float = 0.1
+    by_price: float = 0
+
+    @property
+    def requires(self) -> Requirements:
+        return Requirements(rotation=True)
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         before = memo if isinstance(memo, Memory) else Memory()
@@ -91,7 +99,7 @@ class Mirage:
                 *_of(layers, younger_requests),
                 own_prefix,
             ]
-            covered = cover(view, [*absent, *claims], sources)
+            covered = cover(view, [*absent, *claims], sources, by_price=bool(self.by_price))
             after, budget = view, covered.budget
             done, promises = covered.actions, covered.promises
         else:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ballast.core.errors import ConfigError
+from ballast.core.settings import FleetSettings
 from ballast.policy.balloon import Balloon
-from ballast.policy.base import ComputePolicy, DevicePolicy
+from ballast.policy.base import ComputePolicy, MemoryPolicy
 from ballast.policy.deadline import Deadline
 from ballast.policy.kvswap import KvSwap
 from ballast.policy.mirage import Mirage
@@ -33,7 +34,7 @@ class Preset:
 
     name: str
     """As it was asked for: with the order's name where that is not the preset's own."""
-    device: DevicePolicy
+    memory: MemoryPolicy
     compute: ComputePolicy
     order: str
     """Name of the compute policy."""
@@ -43,20 +44,20 @@ class Preset:
     @property
     def values(self) -> dict[str, float]:
         """Of all its options."""
-        policies = (self.device, self.compute)
+        policies = (self.memory, self.compute)
         return {name: getattr(p, name) for p in policies for name in _fields(type(p))}
 
     @property
     def requires(self) -> Requirements:
-        """What its memory policy declares as `requires`."""
-        return getattr(self.device, "requires", Requirements())
+        """What its memory policy requires of a device."""
+        return self.memory.requires
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
     """What a preset is made of."""
 
-    device: Callable[..., DevicePolicy]
+    memory: Callable[..., MemoryPolicy]
     """A dataclass; its fields are the preset's options."""
     order: str = "round-robin"
 
@@ -78,8 +79,8 @@ def option_names(name: str) -> tuple[str, ...]:
     An option means the same, and has the same default, in every preset that has it. Raises
     ConfigError for an unknown preset.
     """
-    memory, compute, _ = _parts(name)
-    return (*_fields(memory.device), *_fields(ORDERS[compute]))
+    kind, compute, _ = _parts(name)
+    return (*_fields(kind.memory), *_fields(ORDERS[compute]))
 
 
 def shared_options(name: str, options: Mapping[str, float]) -> dict[str, float]:
@@ -102,12 +103,22 @@ def resolve(
             raise ConfigError("order", order, f"use one of {', '.join(ORDERS)}")
         asked = order
     given = dict(options or {})
-    known = (*_fields(kind.device), *_fields(ORDERS[asked]))
+    known = (*_fields(kind.memory), *_fields(ORDERS[asked]))
     for key in given.keys() - set(known):
         allowed = ", ".join(known) or "none"
         raise ConfigError(f"options.{key}", given[key], f"preset {name!r} has options: {allowed}")
-    device = kind.device(**_own(kind.device, given))
-    return Preset(name, device, ORDERS[asked](**_own(ORDERS[asked], given)), asked, given)
+    memory = kind.memory(**_own(kind.memory, given))
+    return Preset(name, memory, ORDERS[asked](**_own(ORDERS[asked], given)), asked, given)
+
+
+def preset_of(fleet: FleetSettings) -> Preset:
+    """The preset of a fleet, with its options. Raises ConfigError as `resolve`, and where one of
+    the fleet's devices cannot do what the preset requires."""
+    preset = resolve(fleet.preset, fleet.options)
+    for device in (fleet.device, *fleet.others):
+        if (why := preset.requires.refusal(device)) is not None:
+            raise ConfigError("preset", fleet.preset, f"another one for {device.name}: {why}")
+    return preset
 
 
 def _parts(name: str) -> tuple[_Kind, str, bool]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ballast.core.actions import Action, Decision, Promise
 from ballast.core.view import DeviceView
+from ballast.policy.base import MemoryPolicy
 from ballast.policy.claims import activation_claims, earliest, kv_claims
 from ballast.policy.cover import cover
 from ballast.policy.offers import (
@@ -34,18 +35,20 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Recompute:
+class Recompute(MemoryPolicy):
     """Every model keeps its place; where KV is short, the youngest running request starts again.
 
     `temporal`: one model at a time is served, in turns of `quantum` seconds, `preemptive` or until
     what runs then has finished; else all are, job by job. `pooled`: the KV of all models comes from
-    one pool; else each has its share of it, as with `static`.
+    one pool; else each has its share of it, as with `static`. `by_price` (`pooled` only): pages
+    come from the cheapest source first, not from caches before younger requests.
     """
 
     temporal: float = 0
     quantum: float = 1.0
     preemptive: float = 0
     pooled: float = 1
+    by_price: float = 0
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         before = memo if isinstance(memo, Standing) else None
@@ -57,7 +60,7 @@ class Recompute:
             absent, absent_at = activation_claims(view, PATIENCE)
             short, short_at = kv_claims(view, waiting=True, patience=PATIENCE)
             sources = [cached_prefixes, loose_blocks, lent_pages, younger_requests, own_prefix]
-            covered = cover(view, [*absent, *short], sources)
+            covered = cover(view, [*absent, *short], sources, by_price=bool(self.by_price))
             freeing, promises = covered.actions, covered.promises
             wake = earliest(absent_at, short_at)
         else:

@@ -1,16 +1,33 @@
-"""What a preset requires of the device that it runs on."""
+"""What a memory policy requires of the device that it runs on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ballast.core.settings import DeviceSettings
+
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What a memory policy declares; one without a declaration requires nothing."""
+    """Abilities of a device that a policy does not work without."""
 
+    rotation: bool = False
+    """Layers of weights rotate."""
     kv_swapping: bool = False
     """KV lies layer by layer, and that of some layers moves between device and host in each step.
-    Layers of weights do not rotate then: a job waits for one or the other."""
+    Layers of weights do not rotate then: a job waits for one or the other. Nor can KV lie on
+    borrowed pages, which back whole blocks."""
     dirty: bool = False
     """Of such a layer only what a step has written goes back to the host; else all of it."""
+
+    def __post_init__(self) -> None:
+        if self.rotation and self.kv_swapping:
+            raise ValueError("layers of weights, or their KV, can rotate, not both")
+
+    def refusal(self, device: DeviceSettings) -> str | None:
+        """Return why a device cannot do what is required, if it cannot."""
+        if self.rotation and not device.rotates:
+            return "its layers of weights must rotate, which those spread over ranks cannot so far"
+        if self.kv_swapping and device.tensor_parallel > 1:
+            return "KV must be swapped layer by layer, which devices of one rank can so far"
+        return None

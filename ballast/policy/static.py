@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ballast.core.actions import Action, Activate, Decision, DropCache, Evict, Limit, Refuse
 from ballast.core.request import Order
 from ballast.core.view import DeviceView, ModelView, Residency
+from ballast.policy.base import MemoryPolicy
 from ballast.policy.claims import kv_claims
 from ballast.policy.cover import cover, gather
 from ballast.policy.market import Claim, Source
@@ -49,7 +50,7 @@ class Division:
 
 
 @dataclass(frozen=True, slots=True)
-class FixedShares:
+class FixedShares(MemoryPolicy):
     """Activates what has a place, bounds its KV, refuses requests of models without one.
 
     Within its share a model serves first come first served; when its running requests need more

@@ -1,14 +1,26 @@
-"""Which request fails when none can go on, no policy helps, and nothing is on its way."""
+"""What is done when no request can go on, no decision helps, and nothing is on its way."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ballast.core.actions import RECALL_SECONDS, Action, Recall, Refuse
 from ballast.core.model import kv_room
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, RequestView
 
 
-def sacrifice(view: DeviceView) -> tuple[str, str]:
-    """The id of the request that fails, and why it is this one.
+def last_resort(view: DeviceView) -> Sequence[Action]:
+    """Recall all that is lent to other devices; where nothing is, fail one request."""
+    if view.lent:
+        why = "requests find no memory"
+        return [Recall(device, None, RECALL_SECONDS, why) for device, _ in view.lent]
+    m, r, why = sacrifice(view)
+    return [Refuse(m.name, r.id, why)]
+
+
+def sacrifice(view: DeviceView) -> tuple[ModelView, RequestView, str]:
+    """The request that fails, with its model, and why it is this one.
 
     First one that the device could not serve alone, whatever the others give up: the oldest of
     these. Else, as the oldest of all is never undone, the newest other one that holds pages, whose
@@ -21,11 +33,12 @@ def sacrifice(view: DeviceView) -> tuple[str, str]:
     for m, r in requests:
         needed, room = _pages_alone(m, r), _room_alone(view, m)
         if needed > room:
-            return r.id, f"it needs {needed} pages of KV cache, and alone it would have {room}"
-    for _, r in reversed(requests[1:]):
+            return m, r, f"it needs {needed} pages of KV cache, and alone it would have {room}"
+    for m, r in reversed(requests[1:]):
         if r.pages or r.blocks:
-            return r.id, "its pages serve requests that came before it"
-    return requests[0][1].id, "no other request holds any"
+            return m, r, "its pages serve requests that came before it"
+    m, r = requests[0]
+    return m, r, "no other request holds any"
 
 
 def _pages_alone(m: ModelView, r: RequestView) -> int:

@@ -7,6 +7,7 @@ from math import inf
 
 from ballast.core.actions import Action, Activate, Decision, Evict, Hold
 from ballast.core.view import DeviceView, ModelView, Residency
+from ballast.policy.base import MemoryPolicy
 from ballast.policy.claims import shortage_claims
 from ballast.policy.cover import cover
 from ballast.policy.offers import cached_prefixes, lent_pages, oldest, own_younger_requests
@@ -14,7 +15,7 @@ from ballast.policy.turns import Phase, Turn, phase
 
 
 @dataclass(frozen=True, slots=True)
-class WholeModels:
+class WholeModels(MemoryPolicy):
     """The model with the oldest request comes next.
 
     The one that runs keeps the device while it has requests; once others have waited and its

@@ -14,15 +14,18 @@ from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB
 from ballast.core.view import DeviceView
 from ballast.policy.balloon import Balloon
+from ballast.policy.base import MemoryPolicy
 from ballast.policy.presets import Preset
 from tests.engine.checkpoints import VOCAB, make_llama
 
 
-def compact_whenever_asked(view: DeviceView, memo: object) -> Decision:
+class Compacting(MemoryPolicy):
     """`balloon`, and every model's blocks moved together as often as possible."""
-    decision = Balloon()(view, memo)
-    actions = [Compact(m.name, m.kv_pages) for m in view.models if m.loose_pages]
-    return replace(decision, actions=(*decision.actions, *actions))
+
+    def __call__(self, view: DeviceView, memo: object) -> Decision:
+        decision = Balloon()(view, memo)
+        actions = [Compact(m.name, m.kv_pages) for m in view.models if m.loose_pages]
+        return replace(decision, actions=(*decision.actions, *actions))
 
 
 @pytest.fixture
@@ -50,9 +53,7 @@ def test_blocks_move_and_tokens_stay(fleet: FleetSettings) -> None:
     ]
     with InProcess(fleet) as server:
         loop = server.device.loop
-        loop.preset = Preset(
-            "compacting", compact_whenever_asked, loop.preset.compute, loop.preset.order
-        )
+        loop.preset = Preset("compacting", Compacting(), loop.preset.compute, loop.preset.order)
         moved = server.generate(requests)
         entries = list(server.device.story.entries)
         server.device.state.models["m"].kv.validate([])

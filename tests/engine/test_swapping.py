@@ -16,7 +16,7 @@ from ballast.core.settings import FleetSettings
 from ballast.core.swapping import spread
 from ballast.core.view import DeviceView, Residency
 from ballast.engine.device import LiveDevice
-from ballast.policy.base import DevicePolicy
+from ballast.policy.base import MemoryPolicy
 from ballast.policy.kvswap import KvSwap
 from ballast.policy.presets import Preset
 from tests.engine.checkpoints import make_llama
@@ -31,10 +31,10 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @dataclass
-class RandomSwaps:
+class RandomSwaps(MemoryPolicy):
     """`policy`, and with every decision about KV of more or fewer layers than before, if may be."""
 
-    policy: DevicePolicy
+    policy: MemoryPolicy
     rng: random.Random = field(default_factory=lambda: random.Random(1))
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:

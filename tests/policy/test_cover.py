@@ -20,7 +20,7 @@ from ballast.core.actions import (
 from ballast.core.settings import Slo
 from ballast.core.view import DeviceView, ModelView, Residency, Shortage
 from ballast.policy.balloon import Balloon
-from ballast.policy.base import DevicePolicy
+from ballast.policy.base import MemoryPolicy
 from ballast.policy.claims import LONGEST_WAIT
 from ballast.policy.kvswap import KvSwap
 from ballast.policy.mirage import Mirage
@@ -36,7 +36,7 @@ POOLED = (Balloon(), Recompute(pooled=1), Mirage(), KvSwap(pooled=1))
 """Policies under which models take pages from each other."""
 
 
-def settled(policy: DevicePolicy, view: DeviceView) -> Decision:
+def settled(policy: MemoryPolicy, view: DeviceView) -> Decision:
     """A decision after the one that gives models their places."""
     return policy(view, policy(view, None).memo)
 
@@ -66,7 +66,7 @@ def test_who_was_let_by_makes_way_once_that_covers_the_older_claim() -> None:
 
 
 @pytest.mark.parametrize("policy", POOLED[1:], ids=lambda p: type(p).__name__)
-def test_who_undoes_nobody_keeps_free_pages_only_when_it_is_overdue(policy: DevicePolicy) -> None:
+def test_who_undoes_nobody_keeps_free_pages_only_when_it_is_overdue(policy: MemoryPolicy) -> None:
     """Else smaller requests of other models would overtake it for ever."""
     lacks = tuple(Shortage(name, f"r{i}", n, False) for i, name, n in ((1, "a", 9), (2, "b", 4)))
     for now, promised in ((10.4, ["b"]), (10.5, ["a"])):
@@ -94,7 +94,7 @@ def test_of_models_that_only_wait_that_comes_first_whose_first_token_is_due_firs
 
 
 @pytest.mark.parametrize("policy", POOLED, ids=lambda p: type(p).__name__)
-def test_one_page_short_costs_one_page_of_cache(policy: DevicePolicy) -> None:
+def test_one_page_short_costs_one_page_of_cache(policy: MemoryPolicy) -> None:
     short = (Shortage("a", "r1", 1, limited=False),)
     a = model("a", kv=5, running=(request(1),))
     cached = model("c", kv=500, cached=500, running=(request(2),), last_used=1)
@@ -131,7 +131,7 @@ def test_two_claims_take_their_parts_of_one_cache() -> None:
 
 @pytest.mark.parametrize("policy", POOLED, ids=lambda p: type(p).__name__)
 def test_a_claim_does_not_drop_the_prefix_that_its_own_request_goes_on_from(
-    policy: DevicePolicy,
+    policy: MemoryPolicy,
 ) -> None:
     short = (Shortage("a", "r1", 4, limited=False),)
     waiting = (request(1, arrival=9.9),)
@@ -196,14 +196,14 @@ def test_promises_come_in_order_of_precedence() -> None:
 def test_nothing_is_promised_where_nothing_is_short() -> None:
     for name in PRESETS:
         view = device(model("a", running=(request(1),)), model("b"), free=20)
-        assert settled(resolve(name).device, view).promises == ()
+        assert settled(resolve(name).memory, view).promises == ()
 
 
 # -- pages lent to other devices ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", [*POOLED, FixedShares(), Recompute(), WholeModels()], ids=repr)
-def test_lent_pages_are_recalled_while_something_runs(policy: DevicePolicy) -> None:
+def test_lent_pages_are_recalled_while_something_runs(policy: MemoryPolicy) -> None:
     short = (Shortage("a", "r1", 4, limited=False),)
     running, waiting = (request(1), request(2, pages=3)), (request(9, arrival=10.0),)
     a = model("a", kv=5, running=running, waiting=waiting, limit=60)

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from math import inf
 
 import pytest
 
 from ballast.core.actions import Activate, DropCache, Evict, Hold, Limit, Preempt, Refuse
 from ballast.core.errors import ConfigError
+from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.view import Residency, SharedView, Shortage
 from ballast.policy.balloon import Balloon
 from ballast.policy.deadline import Deadline
 from ballast.policy.order import RoundRobin
-from ballast.policy.presets import ORDERS, PRESETS, option_names, resolve, shared_options
+from ballast.policy.presets import (
+    ORDERS,
+    PRESETS,
+    option_names,
+    preset_of,
+    resolve,
+    shared_options,
+)
+from ballast.policy.requirements import Requirements
 from ballast.policy.static import Division, FixedShares, shares
 from ballast.policy.swap import Turn, WholeModels
 from tests.policy.worlds import device, model, request
@@ -387,7 +397,7 @@ def test_policies_are_pure() -> None:
     wanting = model("w", ABSENT, waiting=(request(4, arrival=1.0),), first=1)
     view = device(busy, model("i"), wanting, free=2)
     for name in PRESETS:
-        policy = resolve(name).device
+        policy = resolve(name).memory
         assert policy(view, None) == policy(view, None)
 
 
@@ -408,7 +418,7 @@ def test_an_option_has_one_default_in_all_presets() -> None:
     for name in NAMES:
         chosen = resolve(name)
         for option in option_names(name):
-            owners = [p for p in (chosen.device, chosen.compute) if hasattr(p, option)]
+            owners = [p for p in (chosen.memory, chosen.compute) if hasattr(p, option)]
             assert len(owners) == 1, f"{name}: {option} is not one policy's own"
             defaults.setdefault(option, set()).add(getattr(owners[0], option))
     assert {name: of for name, of in defaults.items() if len(of) > 1} == {}
@@ -420,7 +430,7 @@ def test_a_preset_may_have_another_order_of_compute() -> None:
         memory, _, order = name.partition("+")
         own, chosen = resolve(memory), resolve(name)
         assert chosen.name == name
-        assert chosen.device == own.device
+        assert chosen.memory == own.memory
         assert chosen.order == (order or own.order)
         assert type(chosen.compute) is ORDERS[chosen.order]
     assert resolve("balloon").order == "deadline"
@@ -453,7 +463,7 @@ def test_unknown_orders_say_what_is_allowed() -> None:
 def test_options_of_the_order_belong_to_it_alone() -> None:
     chosen = resolve("swap+deadline", {"late_share": 0.1, "margin": 1.0, "quantum": 2.0})
     assert chosen.compute == Deadline(late_share=0.1, margin=1.0)
-    assert chosen.device == WholeModels(quantum=2.0)
+    assert chosen.memory == WholeModels(quantum=2.0)
     assert resolve("balloon", {"late_share": 0.1}).compute == Deadline(late_share=0.1)
     assert resolve("swap", {"late_share": 0.1}, "deadline").compute == Deadline(late_share=0.1)
     for name in ("swap", "swap+round-robin", "balloon+round-robin"):
@@ -485,3 +495,23 @@ def test_actions_carry_reasons() -> None:
     assert all(a.why for a in decision.actions)
     assert any(isinstance(a, Evict) and "idle for 10.0 s" in a.why for a in decision.actions)
     assert not any(isinstance(a, DropCache) for a in decision.actions)
+
+
+# -- what presets require -------------------------------------------------------------------------
+
+
+def test_what_a_device_cannot_do_is_refused_with_the_reason() -> None:
+    for name, why in (("mirage", "must rotate"), ("kvswap", "layer by layer")):
+        ranks = DeviceSettings(name="cpu:1", budget_bytes=2**20, tensor_parallel=2)
+        one = DeviceSettings(budget_bytes=2**20)
+        fleet = FleetSettings(models=(), device=one, preset=name)
+        assert preset_of(fleet).name == name
+        with pytest.raises(ConfigError, match=f"cpu:1: .*{why}"):
+            preset_of(replace(fleet, others=(ranks,)))
+    for name in ("static", "swap", "balloon", "recompute"):
+        assert resolve(name).requires == Requirements()
+
+
+def test_layers_of_weights_and_of_kv_cannot_both_rotate() -> None:
+    with pytest.raises(ValueError, match="not both"):
+        Requirements(rotation=True, kv_swapping=True)

@@ -14,6 +14,7 @@ from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.settings import FleetSettings
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy import presets
+from ballast.policy.base import MemoryPolicy
 from tests.sim.test_enough_memory import world
 
 NAME = "restless"
@@ -21,7 +22,7 @@ BASES = ("static", "swap", "balloon")
 
 
 @dataclass(frozen=True, slots=True)
-class Restless:
+class Restless(MemoryPolicy):
     """What it asks for depends on all that it is told of times."""
 
     base: float = 0
@@ -31,7 +32,7 @@ class Restless:
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         inner, asked = memo if isinstance(memo, tuple) else (None, 0)
-        decision = presets.resolve(BASES[int(self.base)]).device(view, inner)
+        decision = presets.resolve(BASES[int(self.base)]).memory(view, inner)
         told = [(m.decode_seconds, m.prefill_seconds) for m in view.models]
         rng = random.Random(repr((asked, told)))
         there = [m for m in view.models if m.residency is Residency.RESIDENT and m.rotatable]
