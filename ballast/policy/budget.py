@@ -61,14 +61,14 @@ class PageBudget:
                 pages += s.pages * ((not self._holders[s.owner]) - (not s.holders))
         return pages
 
-    def lacks(self, claim: Claim) -> int:
-        """Return the pages that a claim needs beyond those coming; none if not positive."""
-        lacked = self.needs(claim) - self.coming
+    def lacks(self, claim: Claim, needs: int) -> int:
+        """Return the pages beyond those coming of a claim that `needs` so many; none if not
+        positive."""
+        lacked = needs - self.coming
         return lacked - self._borrowable(claim) if self.borrowed else lacked
 
-    def use(self, claim: Claim) -> int:
-        """Give a claim what it needs; return how many of these pages are the device's own."""
-        needs = self.needs(claim)
+    def use(self, claim: Claim, needs: int) -> int:
+        """Give a claim the pages that it `needs`; return how many of these are the device's own."""
         if self.borrowed:
             lent = min(self._borrowable(claim), max(0, needs - max(0, self.coming)))
             self.borrowed -= lent
@@ -88,9 +88,10 @@ class PageBudget:
         self.coming -= min(claim.pages, max(0, self.coming))
         return pages
 
-    def hold(self, claim: Claim) -> int:
-        """Keep what is coming for a claim that is not covered; return how many pages that is."""
-        pages = max(0, min(self.needs(claim), self.coming))
+    def hold(self, needs: int) -> int:
+        """Keep what is coming for a claim that is not covered and needs so many pages; return how
+        many that is."""
+        pages = max(0, min(needs, self.coming))
         self.coming -= pages
         self.free -= pages
         return pages
@@ -113,15 +114,19 @@ class PageBudget:
         """Return the pages taken under an offer's key."""
         return self._taken.get(key, 0)
 
-    def left(self, offer: Offer, pages: int) -> int | None:
-        """Return how many pages to take of an offer where `pages` are lacked, if it is not used up:
-        of an indivisible one all, which may be none where it gives blocks back."""
+    def used_up(self, offer: Offer) -> bool:
+        """Return whether nothing of an offer is left."""
         if offer.owner in self._emptied:
-            return None
+            return True
+        taken = self._taken.get(offer.key)
+        return taken is not None and (not offer.grain or taken >= offer.pages)
+
+    def left(self, offer: Offer, pages: int) -> int:
+        """Return how many pages to take, where `pages` are lacked, of an offer that is not used up:
+        of an indivisible one all, which may be none where it gives blocks back."""
         if not offer.grain:
-            return None if offer.key in self._taken else offer.pages
-        n = offer.part(pages, self._taken.get(offer.key, 0))
-        return n if n > 0 else None
+            return offer.pages
+        return offer.part(pages, self._taken.get(offer.key, 0))
 
     def gives(self, offer: Offer, pages: int) -> int:
         """Return the pages that taking `pages` of an offer, as `left` has it, would bring."""

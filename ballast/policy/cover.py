@@ -67,18 +67,22 @@ def cover(
             if pages and claim.then is not None:
                 actions.add(claim.then(pages))
             continue
-        chosen = _cover_one(view, claim, sources, budget, by_price)
-        if chosen is None:
-            if claim.overdue and not claim.may_preempt:
-                promises += _promised(claim, budget.hold(claim))
-            continue
-        actions.take(chosen)
         needs = budget.needs(claim)
-        there = needs <= budget.free
-        promises += _promised(claim, budget.use(claim))
-        if there and claim.then is not None:
+        lacked = budget.lacks(claim, needs)
+        if lacked > 0:
+            chosen = _cover_one(view, claim, sources, budget, lacked, by_price)
+            if chosen is None:
+                if claim.overdue and not claim.may_preempt:
+                    promises += _promised(claim, budget.hold(needs))
+                continue
+            actions.take(chosen)
+            needs = budget.needs(claim)
+        if claim.then is not None and needs <= budget.free:
+            promises += _promised(claim, budget.use(claim, needs))
             actions.add(claim.then(needs))
             budget.bring(claim)
+        else:
+            promises += _promised(claim, budget.use(claim, needs))
     return Covered(budget, actions.final, tuple(promises), parts)
 
 
@@ -152,8 +156,8 @@ def _gather(
         lacked = claim.pages - budget.coming
         if lacked <= 0:
             break
-        pages = budget.left(offer, lacked)
-        if pages is not None and _may_take(claim, offer):
+        if not budget.used_up(offer) and _may_take(claim, offer):
+            pages = budget.left(offer, lacked)
             gained, taken = _take(budget, claim, offer, pages)
             if gained:
                 found.append(taken)
@@ -165,6 +169,7 @@ def _cover_one(
     claim: Claim,
     sources: Sequence[Source],
     budget: PageBudget,
+    lacked: int,
     by_price: bool,
 ) -> list[Taken] | None:
     """Take from the budget what covers one claim; None, and nothing taken, where nothing does.
@@ -172,9 +177,6 @@ def _cover_one(
     A model whose weights others share may free nothing alone and much with them, so it is evicted
     on trial; what turns out to have been in vain is spared in another try.
     """
-    lacked = budget.lacks(claim)
-    if lacked <= 0:
-        return []
     before = budget.mark()
     spared: set[tuple[str, ...]] = set()
     while True:
@@ -208,11 +210,11 @@ def _try(
     chosen: list[Taken] = []
     trials: list[Offer] = []
     for offer in offers:
-        pages = budget.left(offer, lacked)
-        if pages is None or not _may_take(claim, offer):
+        if budget.used_up(offer) or not _may_take(claim, offer):
             continue
+        pages = budget.left(offer, lacked)
         _, taken = _take(budget, claim, offer, pages)
-        lacks = budget.lacks(claim)
+        lacks = budget.lacks(claim, budget.needs(claim))
         gained, lacked = lacks < lacked, lacks
         for_itself = offer.blocks > 0 and offer.owner == claim.model
         if gained or offer.everything or for_itself:
@@ -228,9 +230,9 @@ def _cheapest_first(budget: PageBudget, lacked: int, offers: Iterable[Offer]) ->
     """Order offers by their price for each page of the claim that they would cover."""
 
     def unit_price(offer: Offer) -> float:
-        pages = budget.left(offer, lacked)
-        if pages is None:
+        if budget.used_up(offer):
             return float("inf")
+        pages = budget.left(offer, lacked)
         useful = min(lacked, budget.gives(offer, pages))
         return offer.price_of(pages) / useful if useful > 0 else float("inf")
 
@@ -244,7 +246,7 @@ def _needed(claim: Claim, chosen: Sequence[Taken], budget: PageBudget, before: M
         budget.undo(before)
         for taken in kept:
             budget.take(taken.offer, taken.pages)
-        return budget.lacks(claim)
+        return budget.lacks(claim, budget.needs(claim))
 
     kept = list(chosen)
     for taken in sorted(chosen, key=_price, reverse=True):
