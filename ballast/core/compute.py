@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -86,9 +87,20 @@ class ComputeView:
     """What a runnable model could run: made when asked for, the same for the same moment."""
 
 
+class Phase(enum.Enum):
+    """What a job of a model computes."""
+
+    MIXED = "mixed"
+    """A decode step of all that decode, and chunks of prompts beside it."""
+    PREFILL = "prefill"
+    """Prompts alone, as long as there are any that find memory; else a decode step."""
+    DECODE = "decode"
+    """A decode step alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class ComputeDecision:
-    """Which model runs a job."""
+    """Which model runs a job, and what is in it."""
 
     model: str
     prompt_tokens: int | None = None
@@ -98,3 +110,12 @@ class ComputeDecision:
     arrives or ends, weights come or go, pages are short."""
     memo: object = None
     """What the policy remembers."""
+    phase: Phase = Phase.MIXED
+    parts: int | None = None
+    """Most parts of the device's compute (`DeviceSettings.parts`) that the job takes, where there
+    are several lanes; None: as many as are free, divided among the models that could run."""
+
+    @property
+    def computes_prompts(self) -> bool:
+        """Whether prompts may be in the job."""
+        return self.prompt_tokens != 0 and self.phase is not Phase.DECODE

@@ -35,11 +35,14 @@ class Lanes:
         """Whether one more job may begin."""
         return None in self.jobs and self._free > 0
 
-    def place(self, others: int) -> tuple[int, int | None]:
-        """The lane of the job to begin next, and its parts (None: the device has one lane), where
-        so many `others` could begin as well."""
+    def place(self, others: int, most: int | None = None) -> tuple[int, int | None]:
+        """The lane of the job to begin next, and its parts (None: the device has one lane): `most`
+        at most, if the compute policy says so; else those free, divided with so many `others` as
+        could begin as well."""
         if len(self.jobs) == 1:
             return 0, None
+        if most is not None:
+            return self.jobs.index(None), max(1, min(most, self._free))
         takers = min(self.jobs.count(None), 1 + others)
         return self.jobs.index(None), max(1, self._free // takers)
 

@@ -143,8 +143,7 @@ class Loop:
             m.weights.passed()
         lasts = [(m.last_run, m.decode_seconds) for m in stepped]
         self.story.leap(now, job, steps, lasts, (r for m in stepped for r in m.running))
-        prompts = None if self.choice is None else self.choice.prompt_tokens
-        work = plan(following, state.settings, now, state.freed, prompts)
+        work = plan(following, state.settings, now, state.freed, self.choice)
         self._begin(following, work)
         self._tell([])
 
@@ -253,11 +252,11 @@ class Loop:
             m = state.models[chosen.model]
             tried.add(chosen.model)
             rounds = self._rounds
-            work = self._form(m, chosen.prompt_tokens, outputs)
+            work = self._form(m, chosen, outputs)
             if self._rounds < rounds:
                 tried.clear()  # what they lacked may be there now
             if work:
-                self._begin(m, work, others)
+                self._begin(m, work, others, chosen.parts)
             else:
                 self.choice = None
 
@@ -277,16 +276,14 @@ class Loop:
         return chosen, len(models) - 1
 
     def _form(
-        self, m: ModelState, prompt_tokens: int | None, outputs: list[Output]
+        self, m: ModelState, chosen: ComputeDecision, outputs: list[Output]
     ) -> list[SequenceWork]:
         """The work of `m`'s next job, once the policy has done what it can about new shortages; it
         is formed anew after each decision, which may have undone some of it."""
         state = self.state
         while True:
             known = m.shortages
-            work = state.begin_swap(m) or plan(
-                m, state.settings, state.now, state.freed, prompt_tokens
-            )
+            work = state.begin_swap(m) or plan(m, state.settings, state.now, state.freed, chosen)
             if self._rounds == 0 or all(s in known for s in m.shortages):
                 return work
             self.choice = None  # pages are short, or were
@@ -296,10 +293,17 @@ class Loop:
             if not could_run(state, m):
                 return []
 
-    def _begin(self, m: ModelState, work: list[SequenceWork], others: int = 0) -> None:
-        """Start `m`'s next job; so many other models may have one as well."""
+    def _begin(
+        self,
+        m: ModelState,
+        work: list[SequenceWork],
+        others: int = 0,
+        most: int | None = None,
+    ) -> None:
+        """Start `m`'s next job, on `most` parts of the compute or fewer; so many other models may
+        have one as well."""
         self._jobs += 1
-        lane, parts = self.state.lanes.place(others)
+        lane, parts = self.state.lanes.place(others, most)
         job = Job(self._jobs, lane, m.spec.name, tuple(work), parts)
         for part in job.work:
             self.state.requests[part.request_id].in_flight = True

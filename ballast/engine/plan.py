@@ -5,7 +5,10 @@ A request that was in a failed job with others (`Request.isolated`) has its next
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ballast.core.actions import Short
+from ballast.core.compute import ComputeDecision, Phase
 from ballast.core.job import Scoring, SequenceWork
 from ballast.core.request import Request, State
 from ballast.core.settings import DeviceSettings
@@ -16,7 +19,9 @@ from ballast.engine.model import ModelState
 class _Plan:
     """The work of one job while it is put together, bounded in tokens and in sampled positions."""
 
-    def __init__(self, m: ModelState, settings: DeviceSettings, prompt_tokens: int | None) -> None:
+    def __init__(
+        self, m: ModelState, settings: DeviceSettings, prompt_tokens: int | None = None
+    ) -> None:
         self.model = m
         self.tokens = settings.step_tokens
         self.prompt_tokens = self.tokens if prompt_tokens is None else prompt_tokens
@@ -69,6 +74,14 @@ class _Plan:
             self.prompt_tokens -= end - r.computed
         self.logits -= last if work.scoring is None else len(work.wanted)
 
+    def decode(self, requests: Iterable[Request]) -> None:
+        """A step of each, as far as they fit."""
+        for r in requests:
+            if self.full:
+                break
+            if not r.isolated:
+                self.add(r)
+
     def lacks(self, r: Request, short: Short) -> None:
         """Note that `r` cannot go on; this does not stop the others."""
         m = self.model
@@ -91,31 +104,30 @@ def plan(
     settings: DeviceSettings,
     now: float,
     freed: int,
-    prompt_tokens: int | None = None,
+    chosen: ComputeDecision | None = None,
 ) -> list[SequenceWork]:
     """The work of `m`'s next job: empty if it has none. Renews `m.shortages`.
 
-    `prompt_tokens`: the most of prompts; None: what a job may have beside the decodes.
+    `chosen`: what the compute policy wants in it; None: all that a job may have.
     Waiting requests are admitted first come first served, and only if their whole prompt (after a
     preemption: and the output so far) finds pages: one that could not end its prefill would only
     be preempted again. A frozen model has no work, and its known shortages stay.
     """
     if m.frozen:
         return []
-    p = _Plan(m, settings, prompt_tokens)
+    phase = Phase.MIXED if chosen is None else chosen.phase
+    prompt_tokens = None if chosen is None else chosen.prompt_tokens
+    p = _Plan(m, settings, 0 if phase is Phase.DECODE else prompt_tokens)
     known, m.shortages = m.shortages, []
     decoding, prefilling = m.phases()
     for r in decoding + prefilling:
         if r.isolated:  # whatever order there is: it has a job to itself
-            alone = _Plan(m, settings, None)
+            alone = _Plan(m, settings)
             alone.add(r)
             if alone.work:
                 return alone.work
-    for r in decoding:
-        if p.full:
-            break
-        if not r.isolated:
-            p.add(r)
+    if phase is not Phase.PREFILL:
+        p.decode(decoding)
     for r in prefilling:
         if p.closed:
             break
@@ -137,6 +149,8 @@ def plan(
             p.add(r)
             break
         # else it has the next job to itself
+    if phase is Phase.PREFILL and not p.work:
+        p.decode(decoding)
     return p.work
 
 

@@ -43,10 +43,20 @@ class MemoryPolicy(ABC):
         return last_resort(view)
 
 
-class ComputePolicy(Protocol):
+class ComputePolicy(ABC):
     """Which model's job runs next on an idle lane. Equal views and memos give equal decisions."""
 
-    def __call__(self, view: ComputeView, memo: object) -> ComputeDecision: ...
+    __slots__ = ()
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether models that only decode come in turns, the least recently run first, whatever is
+        due: a simulation can then go through many steps without asking."""
+        return False
+
+    @abstractmethod
+    def __call__(self, view: ComputeView, memo: object) -> ComputeDecision:
+        """Decide. Asked when a lane is idle and a model could run."""
 
 
 class FleetPolicy(Protocol):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from ballast.core.compute import ComputeDecision, ComputeView, DecodeView, PromptView, WorkView
 from ballast.core.job import Load, chunk_pairs
+from ballast.policy.base import ComputePolicy
 from ballast.policy.demand import Demand, Task
 
 LEAST_CHUNK = 16
@@ -69,7 +70,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Deadline:
+class Deadline(ComputePolicy):
     """Slack is spent on batches, and when it is gone the earliest deadline comes first.
 
     A first token is due when its service level says. Time per output token is a mean over the

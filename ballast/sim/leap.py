@@ -20,7 +20,6 @@ from ballast.engine.loop import Loop
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 from ballast.memory.pool import Pool
-from ballast.policy.order import RoundRobin
 from ballast.sim.heap import EventHeap
 from ballast.sim.runner import SimRunner
 
@@ -49,8 +48,8 @@ def leap(
     at, done = first
     turns[0].seconds, turns[0].stall = done.seconds, done.stall
     held = None if loop.choice is None or len(turns) > 1 else loop.choice.until
-    round_robin = isinstance(loop.preset.compute, RoundRobin)
-    bounds = (heap.next, loop.until, horizon, None if round_robin else held)
+    in_turns = loop.preset.compute.in_turns
+    bounds = (heap.next, loop.until, horizon, None if in_turns else held)
     until = min(t for t in bounds if t is not None)
     taken = 0
     while at < until and turns[0].goes_on(runner) and _pages_for(turns):
@@ -84,7 +83,7 @@ def _turns(loop: Loop) -> deque[_Batch] | None:
     following = _following(loop, job)
     if following is None:
         return None
-    prompts = loop.choice is None or loop.choice.prompt_tokens != 0
+    prompts = loop.choice is None or loop.choice.computes_prompts
     turns: deque[_Batch] = deque()
     for m in (state.models[job.model], *following):
         stays = m.residency is Residency.RESIDENT and m.turning is None and m.swap_to is None
@@ -106,7 +105,7 @@ def _following(loop: Loop, job: Job) -> list[ModelState] | None:
     """The models whose steps follow that of the job in flight, in turn, before it is that model's
     again: none where one model runs on. None where that is not certain."""
     state = loop.state
-    if isinstance(loop.preset.compute, RoundRobin):
+    if loop.preset.compute.in_turns:
         others = sorted(runnable(state), key=lambda m: m.last_run)
         return others if len(state.lanes.jobs) == 1 or not others else None
     held = loop.choice
