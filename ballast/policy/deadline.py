@@ -83,6 +83,11 @@ class Deadline(ComputePolicy):
     deadline comes first. A prompt begins only if it can end in time beside all that has been begun,
     so that under overload as many requests as possible keep their levels.
 
+    A model that is the only one that could run computes its prompts first come first served, in jobs
+    as large as may be; but while no request is late, prompts join its streams within these streams'
+    slack, as they do beside other models: an answer of two tokens has no third to make up for a job
+    that took long.
+
     Requests that cannot keep their level any more come after those that can, and have `late_share`
     of the lane's time while there are any, the one that waited longest first. `longest_wait`: no
     service level counts as longer than so many seconds to the first token, or between two tokens.
@@ -99,21 +104,24 @@ class Deadline(ComputePolicy):
 
     def __call__(self, view: ComputeView, memo: object) -> ComputeDecision:
         turn = memo if isinstance(memo, Turn) else Turn(at=view.now)
-        if len(view.runnable) == 1:
-            (only,) = view.runnable
-            until = math.inf if only.first_prompt is None else -math.inf
-            return ComputeDecision(only.model, None, until, Turn(only.model, view.now, turn.credit))
+        alone = len(view.runnable) == 1
+        if alone and view.runnable[0].first_prompt is None:
+            return self._freely(view, turn, math.inf)
         for r in view.runnable:
             if r.moves_kv:  # which others may wait for
                 return ComputeDecision(r.model, memo=Turn(turn.model, view.now, turn.credit))
         works = [view.work_of(r.model) for r in view.runnable]
+        if alone and not works[0].decodes:
+            return self._freely(view, turn)
         batches = [self._batch(view.now, w) for w in works if w.decodes]
         pausing = self._pausing(view.now, batches)
-        if pausing and pausing[0][0] <= 0:
+        if not alone and pausing and pausing[0][0] <= 0:
             return self._run(pausing[0][1], 0, turn)
         prompts = [p for w in works for p in self._prompts(view, w)]
         demand, begun = self._demand(batches, prompts, self.coming(view.now))
         late = self._latest(view, batches, prompts, begun)
+        if alone and late is not None:
+            return self._freely(view, turn)
         credit = 0.0
         if late is not None:
             most = max(MOST_CREDIT, late.seconds)
@@ -129,7 +137,7 @@ class Deadline(ComputePolicy):
             spare = option.others - reserve - option.seconds
             if spare >= 0:
                 pause = min(
-                    (left for left, o in pausing if o.work is not option.work), default=spare
+                    (left for left, o in pausing if o.work is not option.work), default=math.inf
                 )
                 until = view.now + min(spare, pause)
                 if late is not None and self.late_share > 0:
@@ -305,6 +313,12 @@ class Deadline(ComputePolicy):
                 least = self._job_seconds(p.work, least_chunk(p.work, view.step_tokens))
                 late.append((p.view.last, _Option(p.work, math.inf, math.inf, least, p.tokens)))
         return min(late, key=lambda entry: entry[0])[1] if late else None
+
+    @staticmethod
+    def _freely(view: ComputeView, turn: Turn, until: float = -math.inf) -> ComputeDecision:
+        """The job of the only model that could run, with as many tokens as a job may have."""
+        (only,) = view.runnable
+        return ComputeDecision(only.model, None, until, Turn(only.model, view.now, turn.credit))
 
     @staticmethod
     def _run(option: _Option, n: int, turn: Turn, until: float = -math.inf) -> ComputeDecision:

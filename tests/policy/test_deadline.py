@@ -404,14 +404,48 @@ def test_a_batch_with_one_request_in_time_is_not_late() -> None:
 # -- one model, and none ----------------------------------------------------------------------
 
 
-def test_a_model_that_is_alone_runs_as_much_as_it_can() -> None:
-    steps = work("a", decodes=[decode(-5.0), late_decode()])
-    decision = by_slack()(view(steps), Turn("b", NOW))
-    assert (decision.model, decision.prompt_tokens, decision.until) == ("a", None, math.inf)
-    more = work("a", decodes=[decode()], prompts=[prompt(1, 999, due=0.0)])
-    decision = by_slack()(view(more), None)
+@pytest.mark.parametrize(
+    "alone",
+    [
+        pytest.param(work("a", decodes=[decode(-5.0), late_decode()]), id="it only decodes"),
+        pytest.param(work("a", prompts=[prompt(1, 999, due=9.0)]), id="it has no streams"),
+        pytest.param(
+            work("a", decodes=[decode(0.03)], prompts=[prompt(1, 999, due=0.0)]),
+            id="a prompt is late",
+        ),
+        pytest.param(
+            work("a", decodes=[late_decode()], prompts=[prompt(1, 99, due=9.0)]),
+            id="its streams are late",
+        ),
+    ],
+)
+def test_a_model_that_is_alone_runs_as_much_as_it_can(alone: WorkView) -> None:
+    """Where that makes nobody late who is not late in any case."""
+    decision = Deadline()(view(alone), Turn("b", NOW))
     assert (decision.model, decision.prompt_tokens) == ("a", None)
-    assert decision.until <= NOW
+    assert decision.until == (-math.inf if alone.prompts else math.inf)
+
+
+@pytest.mark.parametrize("slack", [0.1, 0.2, 0.3])
+def test_prompts_of_a_model_that_is_alone_join_its_streams_within_their_slack(
+    slack: float,
+) -> None:
+    """A stream with one token left has no later ones to make up for a long job."""
+    alone = work("a", decodes=[decode(slack, outputs=1)], prompts=[prompt(1, 500, due=9.0)])
+    v = view(alone)
+    for policy in (by_slack(margin=0.0), Deadline(margin=0.0)):
+        decision = policy(v, Turn("a", NOW))
+        assert decision.prompt_tokens
+        assert job_seconds(v, decision) == pytest.approx(slack, abs=1.1 * COSTS.per_token)
+        assert job_seconds(v, decision) <= slack
+
+
+def test_streams_of_a_model_that_is_alone_step_where_no_prompt_fits_their_slack() -> None:
+    decodes = [decode(1.5 * STEP, outputs=1)]
+    alone = work("a", decodes=decodes, prompts=[prompt(1, 500, due=9.0)])
+    decision = Deadline()(view(alone), Turn("a", NOW))
+    assert (decision.model, decision.prompt_tokens) == ("a", 0)
+    assert decision.until < NOW + 9.0 - 0.5, "its prompt must be in time, too"
 
 
 def test_models_that_have_nothing_but_kv_to_move_are_chosen_too() -> None:

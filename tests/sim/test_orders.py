@@ -93,11 +93,12 @@ arrivals = st.lists(
 
 
 @settings(max_examples=15)
-@given(arrivals, st.sampled_from([18, 30, 200]), st.sampled_from([1e-3, 0.3, 10.0]))
+@given(arrivals, st.sampled_from([18, 30, 200]), st.sampled_from([1e-3, 10.0]))
 def test_a_model_alone_is_served_first_come_first_served(
     asked: list[tuple[float, int, int, int]], pages: int, ttft: float
 ) -> None:
-    """Under every order the same, to the last bit, however tight memory and levels are."""
+    """Where no level can be kept, and where none can be missed: under every order the same, to the
+    last bit, however tight memory is."""
     only = replace(spec("only", 10, max_running=4), slo=Slo(ttft=ttft, tpot=ttft / 10))
     prompts = prompts_of({"only": only.vocab})
     submissions = [
@@ -115,6 +116,31 @@ def test_a_model_alone_is_served_first_come_first_served(
     assert told == same
     assert books(done) == books(also)
     assert {o.request_id for _, o in told if isinstance(o, Finished)} == {s.id for s in submissions}
+
+
+@settings(max_examples=15)
+@given(arrivals, st.sampled_from([0.05, 0.3, 1.0]), st.sampled_from([0.01, 0.02, 0.05]))
+def test_a_model_alone_computes_prompts_in_their_order(
+    asked: list[tuple[float, int, int, int]], ttft: float, tpot: float
+) -> None:
+    """Where streams leave time for parts of prompts alone."""
+    only = replace(spec("only", 10), slo=Slo(ttft=ttft, tpot=tpot))
+    requests = [
+        request(i, "only", at, prompt, output)
+        for i, (at, prompt, output, _) in enumerate(sorted(asked))
+    ]
+    records, _ = serve("balloon+deadline", [only], requests, observe=never_idle)
+    firsts = [r.first_token for r in sorted(records, key=lambda r: r.id)]
+    assert firsts == sorted(t for t in firsts if t is not None)
+
+
+def test_a_short_answer_of_a_model_alone_does_not_wait_for_the_next_prompt() -> None:
+    """Both keep their levels: the second token takes a step, 8 ms, and the prompt that has come
+    meanwhile has time; a job with a whole chunk of it would take 21 ms."""
+    only = replace(spec("only", 10), slo=Slo(ttft=0.5, tpot=0.015))
+    requests = [request(0, "only", 0.0, 100, 2), request(1, "only", 0.01, 250, 2)]
+    found = {o: kept(serve(f"balloon+{o}", [only], requests)[0], [only]) for o in ORDERS}
+    assert found == {"round-robin": 1, "deadline": 2}
 
 
 # -- nobody starves -----------------------------------------------------------------------------
