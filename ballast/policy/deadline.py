@@ -55,7 +55,10 @@ class _Option:
     seconds: float
     """That it takes at least."""
     tokens: int = 0
-    """Most tokens of prompts in it; 0: it only decodes."""
+    """Of the prompt that it is for and those before it; 0: it only decodes."""
+    begun: int = 0
+    """Of these and all prompts of its model that have been begun: as many may be in a job that ends
+    by `due`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +86,10 @@ class Deadline(ComputePolicy):
     deadline comes first. A prompt begins only if it can end in time beside all that has been begun,
     so that under overload as many requests as possible keep their levels.
 
-    A model that is the only one that could run computes its prompts first come first served, in jobs
-    as large as may be; but while no request is late, prompts join its streams within these streams'
-    slack, as they do beside other models: an answer of two tokens has no third to make up for a job
-    that took long.
+    A model that is the only one that could run computes its prompts first come first served, in
+    jobs as large as may be; but while no request is late, prompts join its streams within these
+    streams' slack, as they do beside other models: an answer of two tokens has no third to make up
+    for a job that took long.
 
     Requests that cannot keep their level any more come after those that can, and have `late_share`
     of the lane's time while there are any, the one that waited longest first. `longest_wait`: no
@@ -279,6 +282,9 @@ class Deadline(ComputePolicy):
             steps.append(
                 (model != last, b.task.due, _Option(b.work, b.task.due, others, b.seconds))
             )
+        tokens: dict[str, int] = {}
+        for p in begun:
+            tokens[p.work.model] = max(p.tokens, tokens.get(p.work.model, 0))
         joins: list[_Option] = []
         starts: list[_Option] = []
         for i, p in enumerate(begun):
@@ -290,7 +296,8 @@ class Deadline(ComputePolicy):
                 others = demand.headroom(place[p.work.model], len(place) + i)
                 others = min(others, max(0.0, batch.task.due))
             least = self._job_seconds(p.work, least_chunk(p.work, view.step_tokens))
-            option = _Option(p.work, p.task.due, others, least, p.tokens)
+            most = tokens[p.work.model]
+            option = _Option(p.work, p.task.due, others, least, p.tokens, most)
             (starts if batch is None else joins).append(option)
         return [*joins, *starts, *(o for *_, o in sorted(steps, key=lambda s: s[:2]))]
 
@@ -332,9 +339,16 @@ class Deadline(ComputePolicy):
         if not option.tokens:
             return 0
         least = least_chunk(option.work, view.step_tokens)
-        sizes = range(least, max(least, min(view.step_tokens, option.tokens)) + 1)
-        fitting = bisect_right(sizes, seconds, key=lambda n: self._job_seconds(option.work, n))
-        return sizes[max(0, fitting - 1)]
+
+        def fitting(tokens: int, seconds: float) -> int:
+            sizes = range(least, max(least, min(view.step_tokens, tokens)) + 1)
+            n = bisect_right(sizes, seconds, key=lambda n: self._job_seconds(option.work, n))
+            return sizes[max(0, n - 1)]
+
+        most = fitting(option.tokens, seconds)
+        if option.begun > option.tokens:  # one pass over the weights for more of them
+            most = max(most, fitting(option.begun, min(seconds, option.due)))
+        return most
 
     @staticmethod
     def _job_seconds(work: WorkView, n: int) -> float:

@@ -329,6 +329,21 @@ def test_all_prompts_of_a_job_are_bounded_by_the_slack_of_others() -> None:
         assert job_seconds(v, decision) <= 0.15 - STEP
 
 
+def test_a_job_takes_all_prompts_of_its_model_that_have_time() -> None:
+    """They share its pass over the weights; but the first does not wait for the rest of its job
+    where it would be late."""
+    a = work("a", decodes=[decode(9.0)])
+    waiting = [prompt(i, 30, due=9.0) for i in range(4)]
+    b = work("b", prompts=waiting)
+    decision = by_slack()(view(a, b), Turn("a", NOW))
+    assert (decision.model, decision.prompt_tokens) == ("b", 120)
+    b = work("b", prompts=[prompt(0, 30, due=0.1), *waiting[1:]])
+    v = view(a, b)
+    decision = by_slack()(v, Turn("a", NOW))
+    assert decision.model == "b"
+    assert 0.1 - 1.1 * COSTS.per_token <= job_seconds(v, decision) <= 0.1
+
+
 def test_a_chunk_is_not_smaller_than_what_the_pass_over_the_weights_is_worth() -> None:
     assert least_chunk(work("a"), STEP_TOKENS) == 20  # 20 ms of 1 ms each
     assert least_chunk(work("a", costs=StepCosts(0.0, 1e-3, 0, 0, 0)), STEP_TOKENS) == LEAST_CHUNK
