@@ -4,8 +4,9 @@ Eight models, a paced link. Cases: 300 s of LMSYS Chatbot Arena (22 models folde
 popularity; lengths scaled, as printed) as a whole and in windows of 60 s; arrivals of an image
 service (77 models) and sessions of coding agents (6 models), brought to the Arena's mean rate. Each
 case has `--seeds` assignments of its models to ours, whose requests are counted together: at
-least 700. A curve gives the share of requests that keep both service levels over rates (factors on
-the trace's); rates at 99, 95 and 90 % are read from it.
+least 700, of the same arrivals, so that one of these can miss in several. A curve gives the share
+of requests that keep both service levels over rates (factors on the trace's); rates at 99, 95 and
+90 % are read from it.
 
 Every preset may use either order of compute, `round-robin` or `deadline`, and its better one
 counts; the table shows both. The budget is 40 % of all weights + peak KV (eight of the longest
