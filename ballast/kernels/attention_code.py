@@ -558,6 +558,13 @@ def _pad(source, offsets, shift, n, dim, width, out):
         _widen_row(source, offsets[t] + shift, out, t * width, dim, width, _ONE)
 
 
+def _named(function, prefetch):
+    """Compile one of two functions that are alike but for what they fetch ahead, by a name of its
+    own: in one process, code loaded from Numba's cache goes by names and types alone."""
+    function.__qualname__ = f"{function.__name__}_{'in_place' if prefetch else 'staged'}"
+    return njit(error_model="numpy")(function)
+
+
 def _scores_of(prefetch):
     dot_4, dot_2x2, dot_4x1 = (
         _dot_of(1, 4, prefetch),
@@ -566,7 +573,6 @@ def _scores_of(prefetch):
     )
     dot_2, dot_1 = _dot_of(1, 2, prefetch), _dot_of(1, 1, prefetch)
 
-    @njit(error_model="numpy")
     def scores(query, heads, rows, width, kv, offsets, n, shift, values, score):
         """Of all rows of some heads against n tokens; those of the last LANES may be too many.
 
@@ -610,7 +616,7 @@ def _scores_of(prefetch):
                     dot_1(query, r * width, width, kv, offsets, t, a, ahead, b, score, at)
                 h += 1
 
-    return scores
+    return _named(scores, prefetch)
 
 
 def _add_values_of(prefetch):
@@ -623,7 +629,6 @@ def _add_values_of(prefetch):
     add_4, add_2, add_1 = _add_of(4, 1, prefetch), _add_of(2, 1, prefetch), _add_of(1, 1, prefetch)
     much = wide * LANES
 
-    @njit(error_model="numpy")
     def add_values(weight, heads, rows, width, kv, offsets, n, step, shift, back, sums):
         """Sums of all rows of some heads over n tokens, `step` at a time.
 
@@ -672,7 +677,7 @@ def _add_values_of(prefetch):
                             add_1(weight, w, kv, offsets, t, some, a, ahead, b, sums, to, width)
                         d += LANES
 
-    return add_values
+    return _named(add_values, prefetch)
 
 
 _scores_in_place, _scores_staged = _scores_of(True), _scores_of(False)

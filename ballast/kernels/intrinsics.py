@@ -29,6 +29,9 @@ def _pointer_to(kind):
 
         return types.CPointer(kind)(types.int64), generate
 
+    # Where an intrinsic is an argument, its name tells functions specialised by it apart: in one
+    # process, code loaded from Numba's cache goes by such names alone.
+    pointer.__name__ = pointer.__qualname__ = f"{kind}_at"
     return pointer
 
 

@@ -1,7 +1,8 @@
 """The compiled part of LoRA: what one thread does. `lora.py` makes the tables.
 
 All compiled code but `intrinsics.py` is in this one file, because Numba's cache looks for changes
-in the file of the function that it compiles, and not in those that it calls.
+in the file of the function that it compiles, and not in those that it calls. Intrinsics that are
+arguments (`float32_at`, `uint16_at`) have names of their own for the same cache's sake.
 
 Kernels take one argument, the address of a table of int64 whose fields are the constants below.
 Threads share work through an atomic counter in it, so any number of them may call one kernel on
