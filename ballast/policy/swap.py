@@ -9,8 +9,14 @@ from ballast.core.actions import Action, Activate, Decision, Evict, Hold
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.claims import shortage_claims
-from ballast.policy.cover import cover
-from ballast.policy.offers import cached_prefixes, lent_pages, oldest, own_younger_requests
+from ballast.policy.cover import Ground, cover, gather
+from ballast.policy.offers import (
+    Claim,
+    cached_prefixes,
+    lent_pages,
+    oldest,
+    own_younger_requests,
+)
 from ballast.policy.turns import Phase, Turn, phase
 
 
@@ -64,5 +70,14 @@ class WholeModels(MemoryPolicy):
 
     @staticmethod
     def _start(view: DeviceView, heir: ModelView, actions: list[Action]) -> Decision:
-        actions = [*actions, Activate(heir.name, why="its turn")]
+        """Bring a model, once `actions` are done. Pinned models stay: where their cached prefixes
+        are in its way, these go."""
+        evicted = {a.model for a in actions if isinstance(a, Evict)}
+        gone = [m for m in view.models if m.name in evicted and not m.spec.pinned]
+        stay = replace(view, models=tuple(m for m in view.models if m not in gone))
+        ground = Ground(view)
+        ground.coming += sum(m.evictable_pages for m in gone)
+        claim = Claim(heir.name, oldest(heir), heir.missing_pages, may_preempt=False, activate=True)
+        drops = gather(ground, heir.missing_pages, cached_prefixes(stay, claim))
+        actions = [*actions, *drops, Activate(heir.name, why="its turn")]
         return Decision(tuple(actions), Turn(heir.name, since=inf))
