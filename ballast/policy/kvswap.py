@@ -15,7 +15,7 @@ from ballast.core.swapping import SLOTS, spread, swapped_seconds
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.base import MemoryPolicy
-from ballast.policy.claims import earliest, kv_claims
+from ballast.policy.claims import activation_claims, earliest, kv_claims
 from ballast.policy.cover import cover
 from ballast.policy.market import Claim, Offer, Source
 from ballast.policy.offers import (
@@ -28,7 +28,7 @@ from ballast.policy.offers import (
 )
 from ballast.policy.recompute import PATIENCE, Standing, hold, pooled, served, stand, turns_of
 from ballast.policy.requirements import Requirements
-from ballast.policy.static import cover_within, placed, shares
+from ballast.policy.static import cover_limited, cover_within, part_limited, placed, shares
 
 LEAST_KEPT = 4
 """Of so many layers at least one keeps its pages."""
@@ -79,11 +79,14 @@ class KvSwap(MemoryPolicy):
         standing, actions = stand(view, before, pooled if self.pooled else shares, turns)
         whole, view = view, served(view, standing, turns)
         turning = {m.name for m in view.models if m.kv_turning}
-        found, overdue_at = kv_claims(view, waiting=True, patience=PATIENCE)
+        found, short_at = kv_claims(view, waiting=True, patience=PATIENCE)
         claims = [c for c in found if c.model not in turning]
         layers = partial(self.offers, plans={})
-        promises: tuple[Promise, ...] = ()
+        wake, promises = None, tuple[Promise, ...]()
         if self.pooled:
+            to_come, absent_at = activation_claims(view, PATIENCE)
+            absent = [c for c in to_come if c.then is not None]  # by an operator, or a time to live
+            wake = earliest(absent_at, short_at)
             sources: list[Source] = [
                 cached_prefixes,
                 loose_blocks,
@@ -92,8 +95,10 @@ class KvSwap(MemoryPolicy):
                 younger_requests,
                 own_prefix,
             ]
-            covered = cover(view, claims, sources, by_price=bool(self.by_price))
+            claims, limited = part_limited(view, claims)
+            covered = cover(view, [*absent, *claims], sources, by_price=bool(self.by_price))
             freeing, promises = covered.actions, covered.promises
+            freeing += cover_limited(view, limited, [layers, own_younger_requests])
         else:
             # Within a share whoever waits keeps nothing from those that run.
             running = [c for c in claims if c.may_preempt]
@@ -104,7 +109,7 @@ class KvSwap(MemoryPolicy):
         actions += [*ended.holds, *freeing]
         if not view.shortages:
             actions += self._reversions(view)
-        wake = earliest(overdue_at if self.pooled else None, ended.up_at)
+        wake = earliest(wake, ended.up_at)
         return Decision(tuple(actions), ended.standing, wake, ended.promises)
 
     def offers(

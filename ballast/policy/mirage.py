@@ -25,7 +25,7 @@ from ballast.policy.offers import (
 from ballast.policy.recompute import PATIENCE, Standing, hold, served, stand, turns_of
 from ballast.policy.requirements import Requirements
 from ballast.policy.reversion import off_peak, to_active
-from ballast.policy.static import placed, recalls, shares, within
+from ballast.policy.static import cover_limited, part_limited, placed, recalls, shares, within
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,11 @@ class Mirage(MemoryPolicy):
                 *_of(layers, younger_requests),
                 own_prefix,
             ]
-            covered = cover(view, [*absent, *claims], sources, by_price=bool(self.by_price))
+            lacking, limited = part_limited(view, claims)
+            covered = cover(view, [*absent, *lacking], sources, by_price=bool(self.by_price))
             after, budget = view, covered.budget
             done, promises = covered.actions, covered.promises
+            done += cover_limited(view, limited, [own_younger_requests])
         else:
             wake = None
             after, done = self._cover_within(view, claims, layers, standing.division.pages)

@@ -18,7 +18,15 @@ from ballast.policy.offers import (
     own_younger_requests,
     younger_requests,
 )
-from ballast.policy.static import Division, cover_within, keep_places, placed, shares
+from ballast.policy.static import (
+    Division,
+    cover_limited,
+    cover_within,
+    keep_places,
+    part_limited,
+    placed,
+    shares,
+)
 from ballast.policy.turns import RoundRobin, Turn
 
 PATIENCE = 0.5
@@ -60,8 +68,10 @@ class Recompute(MemoryPolicy):
             absent, absent_at = activation_claims(view, PATIENCE)
             short, short_at = kv_claims(view, waiting=True, patience=PATIENCE)
             sources = [cached_prefixes, loose_blocks, lent_pages, younger_requests, own_prefix]
+            short, limited = part_limited(view, short)
             covered = cover(view, [*absent, *short], sources, by_price=bool(self.by_price))
             freeing, promises = covered.actions, covered.promises
+            freeing += cover_limited(view, limited, [own_younger_requests])
             wake = earliest(absent_at, short_at)
         else:
             claims, _ = kv_claims(view, waiting=False)

@@ -103,6 +103,33 @@ def cover_within(
     return actions
 
 
+def part_limited(view: DeviceView, claims: Sequence[Claim]) -> tuple[list[Claim], list[Claim]]:
+    """Claims that the pool can be made to cover, and those of running requests for which it has
+    enough, so that nothing but their model's own limit stands in the way."""
+    limited = {
+        r.order
+        for s in view.shortages
+        if s.limited and s.pages <= view.coming
+        for r in view.model(s.model).running
+        if r.id == s.request_id
+    }
+    return (
+        [claim for claim in claims if claim.order not in limited],
+        [claim for claim in claims if claim.order in limited],
+    )
+
+
+def cover_limited(
+    view: DeviceView, claims: Sequence[Claim], sources: Sequence[Source]
+) -> list[Action]:
+    """Make room for claims within their models' limits, from `sources` of each model's own KV."""
+    actions: list[Action] = []
+    for name in dict.fromkeys(claim.model for claim in claims):
+        own = [claim for claim in claims if claim.model == name]
+        actions += cover(within(view, view.model(name)), own, sources).actions
+    return actions
+
+
 def recalls(view: DeviceView, pages: int) -> list[Action]:
     """What recalls lent pages, where fewer than `pages` are coming."""
     claim = Claim("", Order(0, view.now, 0), pages, may_preempt=False)
