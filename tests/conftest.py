@@ -18,6 +18,8 @@ from ballast.core.event import Event
 from ballast.engine.inbox import MonotonicClock, QueueInbox
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("long", settings.get_profile("untimed"), max_examples=4000)
+# pytest's --hypothesis-profile loads another one later.
 settings.load_profile("untimed")
 
 os.environ["PYTHONPATH"] = os.pathsep.join(

@@ -25,10 +25,11 @@ from ballast.policy.presets import resolve
 from ballast.sim.device import Profile, SimDevice
 from ballast.sim.lives import Life, read_lives
 from tests.sim import test_kvswap
+from tests.sim.neighbours import WAY
 from tests.sim.restless import layered_world, lending_world
 from tests.sim.test_enough_memory import TURNS, world
 from tests.sim.test_leap import COSTS
-from tests.sim.test_lending import WAY, Pair
+from tests.sim.test_lending import Pair
 from tests.sim.test_mirage_runs import LINK, burst
 from tests.sim.test_mirage_runs import spec as layered_spec
 from tests.sim.test_simulate import fleet

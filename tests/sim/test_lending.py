@@ -5,14 +5,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from ballast.core.actions import Lend, Operation, Recall
-from ballast.core.event import Event, Failed, Finished, Operate, Output
-from ballast.core.lease import Condemned, HasMet, LetGo, PeerGone, PeerMet, Word
+from ballast.core.actions import Lend, Recall
+from ballast.core.event import Failed, Finished, Output
 from ballast.core.link import LinkRates
 from ballast.engine.state import DeviceState
 from ballast.engine.storyfile import StoryFile
@@ -20,34 +18,31 @@ from ballast.policy.presets import resolve
 from ballast.sim.device import Profile, SimDevice
 from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
+from tests.sim.neighbours import WAY, Neighbours
 from tests.sim.test_leap import COSTS
 from tests.sim.test_story import conversations
 
 NAMES = ("cpu:0", "cpu:1")
-WAY = 0.01
-"""Seconds from one device to the other."""
-STEP = 0.005
 
 
-class Pair:
+class Pair(Neighbours):
     """The second is short of memory, the first has three times as much."""
 
     def __init__(self, seed: int, preset: str, path: Path) -> None:
         self.random = random.Random(seed)
         fleet, specs, requests = conversations(seed, preset)
         self.ends: Counter[str] = Counter()
-        self.seen: Counter[str] = Counter()
-        self.now, self.epoch, self.asked = 0.0, 0, 0
-        self.sims: dict[str, SimDevice] = {}
+        self.asked = 0
         self.files: list[StoryFile] = []
         profile = Profile(
             costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=3e-4
         )
+        sims: dict[str, SimDevice] = {}
         for name, times in zip(NAMES, (3, 1), strict=True):
             budget = times * fleet.device.budget_bytes
             settings = replace(fleet.device, name=name, budget_bytes=budget)
             self.files.append(StoryFile(path, name))
-            self.sims[name] = SimDevice(
+            sims[name] = SimDevice(
                 settings,
                 specs,
                 resolve(preset),
@@ -61,10 +56,9 @@ class Pair:
             mine = again if times == 1 else requests[:4]
             self.asked += len(mine)
             for r in mine:
-                self.sims[name].submit(r)
+                sims[name].submit(r)
         self.last = max(r.arrival for r in requests)
-        for name, sim in self.sims.items():
-            sim.state.lending.say = partial(self._hear, name)
+        super().__init__(sims)
         self.meet()
 
     def _said(self, now: float, output: Output) -> None:
@@ -78,47 +72,9 @@ class Pair:
             m.kv.validate([r.blocks for r in m.running])
             self.seen["used"] += m.kv.borrowed_pages > 0
 
-    def post(self, name: str, event: Event) -> None:
-        sim = self.sims[name]
-        sim._heap.schedule(max(self.now, sim.clock.now()) + WAY, event)
-
-    def order(self, name: str, operation: Operation) -> None:
-        self.seen["orders"] += 1
-        self.post(name, Operate(f"order-{self.seen['orders']}", operation))
-
-    def _hear(self, name: str, word: Word) -> None:
-        self.seen[type(word).__name__] += 1
-        (other,) = set(NAMES) - {name}
-        if isinstance(word, Condemned):
-            self.seen["late"] += 1
-        elif not isinstance(word, HasMet | LetGo) and word.lease.epoch == self.epoch:
-            self.post(other, word)
-
-    def meet(self) -> None:
-        self.epoch += 1
-        for name, sim in self.sims.items():
-            (other,) = set(NAMES) - {name}
-            exported = self.sims[other].state.pool.vm.export(())
-            sim.state.lending.exports[other, self.epoch] = exported
-            self.post(name, PeerMet(other, self.epoch, exported.n_pages))
-
-    def part(self) -> None:
-        """As if the process of the other had died, seen from either."""
-        for name in NAMES:
-            (other,) = set(NAMES) - {name}
-            self.post(name, PeerGone(other, self.epoch))
-        self.epoch += 1  # what is on its way is void
-
-    def go(self, seconds: float) -> None:
-        end = self.now + seconds
-        while self.now < end:
-            self.now += STEP
-            for sim in self.sims.values():
-                sim.advance(self.now)
-
     def act(self) -> None:
         lender = self.random.choice([NAMES[0], *NAMES])
-        (other,) = set(NAMES) - {lender}
+        other = self.other(lender)
         chance = self.random.random()
         if chance < 0.55:
             self.order(lender, Lend(other, self.random.randint(1, 30)))
@@ -132,8 +88,7 @@ class Pair:
 
     def finish(self) -> None:
         for name in NAMES:
-            (other,) = set(NAMES) - {name}
-            self.order(name, Recall(other, None, 1000.0))
+            self.order(name, Recall(self.other(name), None, 1000.0))
         self.go(1.0)
         for sim in self.sims.values():
             assert sim.state.lending.lent == sim.state.lending.borrowed == {}
