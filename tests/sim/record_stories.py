@@ -9,6 +9,7 @@ Without names it lists what there is, recorded or not.
 from __future__ import annotations
 
 import lzma
+import random
 import sys
 import tempfile
 from collections import Counter
@@ -27,6 +28,7 @@ from ballast.sim.lives import Life, read_lives
 from tests.sim import test_kvswap
 from tests.sim.neighbours import WAY
 from tests.sim.restless import layered_world, lending_world
+from tests.sim.scenarios import Seeded, scenario
 from tests.sim.test_enough_memory import TURNS, world
 from tests.sim.test_leap import COSTS
 from tests.sim.test_lending import Pair
@@ -34,6 +36,7 @@ from tests.sim.test_mirage_runs import LINK, burst
 from tests.sim.test_mirage_runs import spec as layered_spec
 from tests.sim.test_simulate import fleet
 from tests.sim.test_story import conversations
+from tests.sim.watching import NAMES, Run
 
 STORIES = Path(__file__).parent / "stories"
 SUFFIX = ".jsonl.xz"
@@ -132,8 +135,25 @@ class Lending:
         pair.finish()
 
 
+@dataclass(frozen=True, slots=True)
+class Played:
+    """Random scenarios, some of them with two devices: pinned models, segments in common, times to
+    live, operators, pauses."""
+
+    presets: tuple[str, ...]
+    seeds: tuple[int, ...]
+
+    def record(self, path: Path) -> None:
+        for seed in self.seeds:
+            made = scenario(Seeded(random.Random(seed)), self.presets)
+            files = {name: StoryFile(path, name) for name in NAMES}
+            Run(made, {name: file.write for name, file in files.items()})()
+            for file in files.values():
+                file.close()
+
+
 FAST = 1e11
-CASES: dict[str, Case | Lending] = {
+CASES: dict[str, Case | Lending | Played] = {
     "static-rr-1": Case("static", talking, (1, 4, 8)),
     "static-deadline-2": Case("static+deadline", plain, (0, 3, 7, 9), lanes=2),
     "swap-rr-1": Case("swap", talking, (2, 5, 8)),

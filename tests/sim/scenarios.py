@@ -291,7 +291,8 @@ def scenario(c: Choices, presets: Sequence[str] = tuple(OPTIONS)) -> Scenario:
         models = [replace(m, pinned=False) for m in models]
     lanes = 1 if memory == "kvswap" else c.pick((1, 1, 2, 3, 4))
     peer = 0 if memory == "kvswap" else c.pick((0, 0, 0, 60))
-    acts = c.many(lambda c: _act(c, bool(peer)), 1, 14)
+    acts = _siege(c) if c.pick((False, True)) else []
+    acts += c.many(lambda c: _act(c, bool(peer)), 1, 10)
     return Scenario(
         preset=memory + order,
         options=c.pick(OPTIONS[memory]),
@@ -329,6 +330,26 @@ def _alike(m: Model, first: Model, common: bool) -> Model:
     if not common:
         return m
     return replace(m, common=True, layers=first.layers, weight_pages=first.weight_pages)
+
+
+def _siege(c: Choices) -> list[Act]:
+    """Long answers of some models; then a long prompt for another, which finds no room; then many
+    small requests, which would."""
+    long = c.many(lambda c: _ask(c, (300, 100), (400, 160), c.integer(1, 2)), 1, 3)
+    lacking = _ask(c, (300,), (4, 40), 1)
+    small = _ask(c, (20,), (40, 4), c.integer(2, 8))
+    return [*long, replace(lacking, priority=c.pick((5, 0))), small]
+
+
+def _ask(c: Choices, prompts: Sequence[int], outputs: Sequence[int], n: int) -> Ask:
+    return Ask(
+        after=c.pick((0.05, 0.3)),
+        model=c.integer(0, 4),
+        prompt=c.pick(prompts) - c.integer(0, 19),
+        output=c.pick(outputs),
+        n=n,
+        gap=c.pick((0.02, 0.2)),
+    )
 
 
 def _act(c: Choices, peers: bool) -> Act:

@@ -10,14 +10,22 @@ below as it is printed. To run it longer, with other seeds:
 
 from __future__ import annotations
 
-from dataclasses import replace
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.sim.scenarios import Ask, Drawn, Model, Order, Scenario, scenario
-from tests.sim.watching import Run
+import ballast.policy.cover
+from ballast.core.actions import Action, Offer
+from ballast.core.view import DeviceView
+from ballast.engine.promises import Promises
+from ballast.policy.cover import Ground
+from ballast.policy.offers import Claim, Source
+from tests.sim.scenarios import Ask, Drawn, Model, Order, Scenario, Seeded, scenario
+from tests.sim.watching import Broken, Run
 
 
 @st.composite
@@ -67,3 +75,113 @@ MENDED = {
 @pytest.mark.parametrize("what", MENDED)
 def test_what_was_mended_stays_so(what: str) -> None:
     Run(MENDED[what])()
+
+
+# -- defects that were mended, put back -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """A defect, and a budget of random scenarios that is enough to find it."""
+
+    put_back: Callable[[pytest.MonkeyPatch], None]
+    presets: tuple[str, ...]
+    seeds: range
+    told: str
+    """By the rule that is broken."""
+
+
+def _promise_nothing(patch: pytest.MonkeyPatch) -> None:
+    """What is freed for a claim is there for whoever comes first."""
+
+    def make(self: Promises, promises: object, models: object) -> None:
+        self.withdraw()
+
+    patch.setattr(Promises, "make", make)
+
+
+def _flush(patch: pytest.MonkeyPatch) -> None:
+    """A whole cache goes for one page."""
+    patch.setattr(Offer, "part", lambda self, pages, taken=0: self)
+
+
+def _take_all(patch: pytest.MonkeyPatch) -> None:
+    """A claim that cannot be covered takes everything from those after it."""
+    cover_one = ballast.policy.cover._cover_one
+
+    def cover(
+        view: DeviceView,
+        claim: Claim,
+        sources: Sequence[Source],
+        ground: Ground,
+        spared: frozenset[str],
+    ) -> list[Action] | None:
+        chosen = cover_one(view, claim, sources, ground, spared)
+        if chosen is None:
+            ground.coming = ground.free = ground.borrowed = 0
+        return chosen
+
+    patch.setattr(ballast.policy.cover, "_cover_one", cover)
+
+
+def _hold_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A claim that undoes nobody keeps nothing, however long it is overdue."""
+    patch.setattr(Ground, "hold", lambda self, claim: 0)
+
+
+DEFECTS = {
+    "livelock": Defect(_promise_nothing, ("balloon",), range(10, 40), "has waited"),
+    "flush": Defect(_flush, ("balloon",), range(20), "lie free after"),
+    "starvation by a claim that cannot be covered": Defect(
+        _take_all, ("balloon",), range(30), "has waited"
+    ),
+    "starvation of a claim that undoes nobody": Defect(
+        _hold_nothing, ("recompute",), range(60), "is overdue"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_defects_that_were_mended_are_found_when_they_are_put_back(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defect = DEFECTS[name]
+    with monkeypatch.context() as patch:
+        defect.put_back(patch)
+        for seed in defect.seeds:
+            found = scenario(Seeded(random.Random(seed)), defect.presets)
+            try:
+                Run(found)()
+            except Broken as broken:
+                if defect.told in str(broken):
+                    break
+        else:
+            raise AssertionError("not found")
+    Run(found)()
+
+
+TWO_VICTIMS = Scenario(
+    preset="balloon",
+    lanes=2,
+    page_kib=64,
+    models=(
+        Model(weight_pages=2, kv_heads=2),
+        Model(weight_pages=2, kv_heads=2),
+        Model(weight_pages=3, kv_heads=2),
+    ),
+    kv_pages=18,
+    acts=(
+        Ask(after=0.0, model=0, prompt=200, output=800),
+        Ask(after=0.0, model=1, prompt=200, output=800),
+        Ask(after=0.3, model=2, prompt=100, output=10, priority=5),
+    ),
+)
+
+
+def test_two_victims_that_undo_each_other_break_the_bound_on_being_undone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert Run(TWO_VICTIMS)()["preempted"] > 0
+    _promise_nothing(monkeypatch)
+    with pytest.raises(Broken, match="times in a row"):
+        Run(TWO_VICTIMS)()

@@ -15,10 +15,11 @@ moment, and turns of the timer alone by the other turns.
 **Undoing makes progress.** A request is undone only for one that comes before it (`Order`), and
 that one then goes on: it computes tokens that it never had computed before, or ends. Let `n` be the
 number of requests before it that are open, and `x` the number of things that operators, clients
-and peers have done so far beside asking. Each of the `n` may undo it once before any of them has
-got on, and each of the `x` once in all. So between two moments at which somebody before it gets on
-it is undone at most `n + x` times; and as those before it can get on no more often than they have
-tokens, `t` in all, at most `(n + x) * (t + n + 1)` times. The first of all is undone by operators
+and peers have done so far beside asking. Each of the `n` may undo it twice before any of them has
+got on, once for its model's weights and once for its own KV, and each of the `x` once in all. So
+between two moments at which somebody before it gets on it is undone at most `2n + x` times; and as
+those before it can get on no more often than they have tokens, `t` in all, at most
+`(2n + x) * (t + n + 1)` times. The first of all is undone by operators
 and peers alone. Two lanes whose victims take back what is freed break this at once: they are
 undone again and again, and nobody before them gets on.
 
@@ -41,11 +42,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ballast.core.actions import Activate, Change, Evict, Join, Leave, Lend, Operation, Recall
-from ballast.core.entries import Entry
+from ballast.core.entries import Entry, Sink
 from ballast.core.event import (
     Cancel,
     Cancelled,
@@ -126,7 +127,9 @@ class Overtaken:
 class Watch:
     """Looks at one device after each turn; raises Broken."""
 
-    def __init__(self, preset: Preset) -> None:
+    def __init__(self, preset: Preset, also: Sink | None = None) -> None:
+        """`also` gets the story as well."""
+        self._also = also
         memory = preset.name.partition("+")[0]
         values = preset.values
         self.comes_and_goes = memory == "balloon"
@@ -159,8 +162,10 @@ class Watch:
 
     # -- what the device is given ------------------------------------------------------------------
 
-    def sink(self, entries: Iterable[Entry]) -> None:
+    def sink(self, entries: Sequence[Entry]) -> None:
         self._entries += entries
+        if self._also is not None:
+            self._also(entries)
 
     def said(self, now: float, output: Output) -> None:
         if not isinstance(output, Finished | Failed | Cancelled):
@@ -255,7 +260,7 @@ class Watch:
             followed.in_a_row += new
             self.seen["preempted"] += new
             before = sum(order < request.order for order in (*orders, *got_on))
-            most = before + self.disturbances
+            most = 2 * before + self.disturbances
             insist(
                 followed.in_a_row <= most,
                 f"at {state.now} {request.id} was undone {followed.in_a_row} times in a row, and",
@@ -401,7 +406,8 @@ def _difference(a: DeviceView, b: DeviceView) -> str:
 class Run:
     """A scenario on its device, or its two."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, sinks: Mapping[str, Sink] | None = None) -> None:
+        """`sinks`: what gets a device's story as well, by its name."""
         self.scenario = scenario
         preset = resolve(scenario.preset, dict(scenario.options))
         specs = scenario.specs
@@ -417,7 +423,7 @@ class Run:
             if name != NAMES[0]:
                 more = scenario.peer * settings.page_bytes
                 settings = replace(settings, budget_bytes=settings.budget_bytes + more)
-            self.watches[name] = w = Watch(preset)
+            self.watches[name] = w = Watch(preset, (sinks or {}).get(name))
             sims[name] = SimDevice(
                 settings, specs, preset, profile, w.said, w.sink, w.observe, leaps=scenario.leaps
             )
