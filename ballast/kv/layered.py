@@ -179,8 +179,10 @@ class LayeredBacking(Backing):
     def _back_home(self, indices: Sequence[int]) -> bool:
         runs = self._planes(indices)
         own = [(self._at(layer, at), n) for layer in self._own for at, n in runs]
+        promised = self._pool.promised_to(self.owner)
         if self.range.back_many(own) is not None:
             return False
+        self._promise_slots(len(self._slots) * self.layout.plane_pages * len(indices))
         done: list[BackedRange] = []
         for slot in self._slots:
             if slot.back_many(runs) is None:
@@ -191,13 +193,26 @@ class LayeredBacking(Backing):
                     slot.release(at, n)
             for at, n in own:
                 self.range.release(at, n)
+            self._pool.withdraw(self._slot_owner)
+            self._pool.withdraw(self.owner)
+            short = self._pool.promise(self.owner, promised)
+            assert short is None, "as many are free as before"
             return False
         self._alias(runs)
         self.pages += len(indices) * self.layout.slab_pages
         return True
 
+    def _promise_slots(self, pages: int) -> None:
+        """Let the slots have up to so many of the pages that are promised to the cache: its slabs
+        are made of both."""
+        left = self._pool.withdraw(self.owner)
+        for owner, n in ((self._slot_owner, min(pages, left)), (self.owner, left - pages)):
+            short = self._pool.promise(owner, max(0, n))
+            assert short is None, "they were promised"
+
     def _undo(self, indices: Sequence[int]) -> None:
         """Nothing was backed, or, where the operating system refused to map, not all was."""
+        self._pool.withdraw(self._slot_owner)
         pages = self.layout.plane_pages
         for index in indices:
             at = index * pages

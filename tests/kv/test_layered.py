@@ -57,6 +57,21 @@ def test_what_layers_give_up_holds_more_blocks() -> None:
     assert pool.free == pool.total
 
 
+def test_pages_promised_to_a_cache_back_its_slots_as_well() -> None:
+    kv, pool = cache(24)
+    assert kv.turn(Rotation(spread(LAYERS, 5), 2))
+    assert pool.promise(kv.owner, 6) is None
+    others = pool.lease("other", 18)
+    assert not isinstance(others, Short)
+    table: list[int] = []
+    assert kv.grow(table, 4 * 2 * 3) == Short(9, 6), "more than is promised"
+    assert (pool.promised_to(kv.owner), pool.promised) == (6, 6)
+    assert kv.grow(table, 4 * 2 * 2) is None  # two slabs: a layer's page and two slots' each
+    assert pool.promised == 0
+    kv.validate([table])
+    pool.validate()
+
+
 def test_what_is_cached_stays_while_the_cache_is_fixed() -> None:
     kv, _ = cache(24)
     tokens = list(range(9))

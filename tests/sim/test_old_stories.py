@@ -46,6 +46,13 @@ MENDED: dict[str, Mended] = {
         "decision, to a model that has become active and is to lend less. These were looked for "
         "in a view that counted the first ones as lent already, and counted them once more.",
     ),
+    "kvswap-slow": Mended(
+        life=0,
+        entry=332,
+        replayed={"job": 189, "model": "c", "prefill": [[11, 0, 127, False]], "decode": [9]},
+        reason="pages promised to a cache whose layers rotate could not back its slots, so that "
+        "request 11 was not admitted on what had been freed for it",
+    ),
 }
 """By name of the story; a story goes its own way from its first difference on, so one is enough."""
 

@@ -135,9 +135,6 @@ DEFECTS = {
     "starvation by a claim that cannot be covered": Defect(
         _take_all, ("balloon",), range(30), "has waited"
     ),
-    "starvation of a claim that undoes nobody": Defect(
-        _hold_nothing, ("recompute",), range(60), "is overdue"
-    ),
 }
 
 
