@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
 from ballast.core.units import ceil_div
@@ -144,14 +145,32 @@ class PageBudget:
             for s in offer.releases:
                 self._set(self._holders, s.owner, self._holders[s.owner] - {owner})
         else:
-            self._set(self._taken, offer.key, self._taken.get(offer.key, 0) + pages)
-            self._set(self._taken_of, owner, self._taken_of.get(owner, 0) + pages)
+            self._note(offer, pages)
             if offer.blocks:
                 self._set(self._blocks, owner, self._blocks.get(owner, 0) + offer.blocks)
         self.coming += gained
         if not offer.later:
             self.free += gained
         return gained
+
+    def reserve(self, offers: Iterable[Offer], pages: int) -> None:
+        """Let no later claim have so many pages of offers that could be taken in part, at once and
+        without undoing work: they are for a claim that is not covered yet, and nothing is freed
+        before it is."""
+        for offer in offers:
+            if pages <= 0:
+                return
+            harmless = offer.grain and offer.undoes is None and not offer.cumulative
+            if harmless and not offer.later and not self.used_up(offer):
+                n = self.left(offer, pages)
+                self._note(offer, n)
+                pages -= n
+
+    def _note(self, offer: Offer, pages: int) -> None:
+        """Count pages as taken."""
+        key, owner = offer.key, offer.owner
+        self._set(self._taken, key, self._taken.get(key, 0) + pages)
+        self._set(self._taken_of, owner, self._taken_of.get(owner, 0) + pages)
 
     def in_vain(self, claim: Claim, offer: Offer) -> bool:
         """Whether an offer that was taken has released no segment but those that the claim's own

@@ -50,7 +50,8 @@ def cover(
     Pages that are on their way (reclaiming, recalled) count: nothing is freed twice for one need;
     such a claim simply waits. A claim that cannot be covered keeps nothing from those after it,
     who are undone for it as soon as that covers it; but one that undoes nobody, and is `overdue`,
-    keeps what is free, so that it is not overtaken for ever.
+    keeps what is free, and what could be had without harm to work (cached prefixes, scattered
+    blocks) from going to others, so that it is not overtaken for ever.
 
     `budget`: what earlier claims of the same decision have left. `by_price`: the offers of all
     sources are taken cheapest first, each claim's only as long as they cost less than it gains;
@@ -73,7 +74,9 @@ def cover(
             chosen = _cover_one(view, claim, sources, budget, lacked, by_price)
             if chosen is None:
                 if claim.overdue and not claim.may_preempt:
-                    promises += _promised(claim, budget.hold(needs))
+                    held = budget.hold(needs)
+                    promises += _promised(claim, held)
+                    budget.reserve(_offers(view, claim, sources), needs - held)
                 continue
             actions.take(chosen)
             needs = budget.needs(claim)

@@ -76,6 +76,21 @@ def test_who_undoes_nobody_keeps_free_pages_only_when_it_is_overdue(policy: Memo
         assert [p.model for p in settled(policy, view).promises] == promised
 
 
+@pytest.mark.parametrize("policy", POOLED[1:], ids=lambda p: type(p).__name__)
+def test_who_undoes_nobody_keeps_cached_pages_as_well_and_drops_them_when_that_covers_it(
+    policy: MemoryPolicy,
+) -> None:
+    """What ends leaves its pages cached: free ones alone would be next to nothing."""
+    lacks = tuple(Shortage(name, f"r{i}", n, False) for i, name, n in ((1, "a", 9), (2, "b", 4)))
+    a = model("a", waiting=(request(1, arrival=10.0),))
+    b = model("b", waiting=(request(2, arrival=10.1),))
+    for now, cached, dropped in ((10.4, 5, [4]), (10.5, 5, []), (10.5, 9, [9])):
+        idle = model("c", kv=cached, cached=cached)
+        view = device(a, b, idle, free=0, now=now, shortages=lacks)
+        drops = of_kind(settled(policy, view), DropCache)
+        assert [drop.pages for drop in drops] == dropped
+
+
 def test_of_models_that_only_wait_that_comes_first_whose_first_token_is_due_first() -> None:
     """As its prompt will be; but no service level counts as longer than LONGEST_WAIT."""
 

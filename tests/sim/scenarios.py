@@ -309,6 +309,46 @@ def scenario(c: Choices, presets: Sequence[str] = tuple(OPTIONS)) -> Scenario:
     )
 
 
+def stream(c: Choices) -> Scenario:
+    """A long prompt waits under a preset that undoes nobody for it, and small requests for other
+    models come for as long as that takes."""
+    memory = c.pick(("recompute", "mirage"))
+    return Scenario(
+        preset=memory,
+        options=() if memory == "recompute" else (("portion", 0.0),),
+        lanes=c.pick((1, 2)),
+        models=(
+            Model(),
+            Model(ttft=c.pick((1.0, 0.05)), kv_heads=2),
+            Model(kv_heads=c.pick((1, 2))),
+        ),
+        more_weights=100,
+        kv_pages=c.pick((20, 30, 40)),
+        acts=(
+            Ask(
+                after=0.0,
+                model=0,
+                prompt=100,
+                output=c.pick((100, 300)),
+                n=c.integer(1, 3),
+                gap=0.05,
+            ),
+            Ask(after=0.3, model=1, prompt=290, output=4),
+            *(
+                Ask(
+                    after=0.05,
+                    model=model,
+                    prompt=c.pick((30, 60)),
+                    output=c.pick((10, 60)),
+                    n=8,
+                    gap=0.1,
+                )
+                for model in (2, 0)
+            ),
+        ),
+    )
+
+
 def _model(c: Choices) -> Model:
     return Model(
         layers=c.pick((2, 3, 6)),

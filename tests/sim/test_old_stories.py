@@ -46,6 +46,13 @@ MENDED: dict[str, Mended] = {
         "decision, to a model that has become active and is to lend less. These were looked for "
         "in a view that counted the first ones as lent already, and counted them once more.",
     ),
+    "mirage-pooled": Mended(
+        life=0,
+        entry=298,
+        replayed={"promises": [{"model": "a", "weights": 0, "kv": 2}]},
+        reason="a request that came later dropped cached prefixes, and was admitted on them, while "
+        "one that was overdue and undoes nobody kept no more than what was free",
+    ),
     "kvswap-slow": Mended(
         life=0,
         entry=332,

@@ -24,13 +24,24 @@ from ballast.core.view import DeviceView
 from ballast.engine.promises import Promises
 from ballast.policy.cover import Ground
 from ballast.policy.offers import Claim, Source
-from tests.sim.scenarios import Ask, Drawn, Model, Order, Scenario, Seeded, scenario
+from tests.sim.scenarios import (
+    Ask,
+    Choices,
+    Drawn,
+    Model,
+    Order,
+    Scenario,
+    Seeded,
+    scenario,
+    stream,
+)
 from tests.sim.watching import Broken, Run
 
 
 @st.composite
 def scenarios(draw: st.DrawFn) -> Scenario:
-    return scenario(Drawn(draw))
+    make = draw(st.sampled_from([scenario, scenario, scenario, stream]))
+    return make(Drawn(draw))
 
 
 LONG = settings.default.max_examples > 100
@@ -68,6 +79,18 @@ MENDED = {
             Ask(after=0.1, model=1, prompt=96, output=40, n=6, gap=0.02),
         ),
     ),
+    "who is overdue is not overtaken by those who take cached prefixes": Scenario(
+        preset="recompute",
+        models=(Model(), Model(kv_heads=2), Model(kv_heads=2)),
+        more_weights=100,
+        kv_pages=20,
+        acts=(
+            Ask(after=0.0, model=0, prompt=100, output=100),
+            Ask(after=0.3, model=1, prompt=290, output=4),
+            Ask(after=0.05, model=2, prompt=60, output=60, n=8, gap=0.1),
+            Ask(after=0.05, model=0, prompt=30, output=60, n=8, gap=0.1),
+        ),
+    ),
 }
 """What they found, each with what is right."""
 
@@ -85,7 +108,7 @@ class Defect:
     """A defect, and a budget of random scenarios that is enough to find it."""
 
     put_back: Callable[[pytest.MonkeyPatch], None]
-    presets: tuple[str, ...]
+    make: Callable[[Choices], Scenario]
     seeds: range
     told: str
     """By the rule that is broken."""
@@ -127,13 +150,21 @@ def _take_all(patch: pytest.MonkeyPatch) -> None:
 def _hold_nothing(patch: pytest.MonkeyPatch) -> None:
     """A claim that undoes nobody keeps nothing, however long it is overdue."""
     patch.setattr(Ground, "hold", lambda self, claim: 0)
+    patch.setattr(Ground, "spare", lambda self, offers, pages: None)
+
+
+def _balloon(c: Choices) -> Scenario:
+    return scenario(c, ("balloon",))
 
 
 DEFECTS = {
-    "livelock": Defect(_promise_nothing, ("balloon",), range(10, 40), "has waited"),
-    "flush": Defect(_flush, ("balloon",), range(20), "lie free after"),
+    "livelock": Defect(_promise_nothing, _balloon, range(10, 40), "has waited"),
+    "flush": Defect(_flush, _balloon, range(20), "lie free after"),
     "starvation by a claim that cannot be covered": Defect(
-        _take_all, ("balloon",), range(30), "has waited"
+        _take_all, _balloon, range(30), "has waited"
+    ),
+    "starvation of a claim that undoes nobody": Defect(
+        _hold_nothing, stream, range(20), "is overdue"
     ),
 }
 
@@ -146,7 +177,7 @@ def test_defects_that_were_mended_are_found_when_they_are_put_back(
     with monkeypatch.context() as patch:
         defect.put_back(patch)
         for seed in defect.seeds:
-            found = scenario(Seeded(random.Random(seed)), defect.presets)
+            found = defect.make(Seeded(random.Random(seed)))
             try:
                 Run(found)()
             except Broken as broken:

@@ -28,14 +28,15 @@ is looked at, where it is pages that it lacks: its model is absent, or it was re
 the last job. It must not stay so over several turns in which the clock moves while the pages that
 are set aside for nobody, with those of caches (and, where models come and go, those of idle models;
 for a request that is overdue where requests are undone for others, those of all younger ones),
-suffice.
+suffice. Where requests that wait undo nobody, caches are kept for one that is overdue.
 
 **Nobody is overtaken for ever.** Where requests that wait undo nobody, one that is overdue must not
 see others, which come after it by priority and by when their first token is due, be admitted on
 as many new pages as it lacks itself.
 
 **Caches are not emptied for a page.** Where a turn frees pages by nothing but dropping cached
-prefixes, less than a slab for each drop lies free unclaimed after it.
+prefixes, less than two slabs for each drop lie free unclaimed after it: one because drops are made
+in whole slabs, one because a request may find at hand a part of what it was counted to lack.
 """
 
 from __future__ import annotations
@@ -291,9 +292,11 @@ class Watch:
         others = {e["action"] for e in acts} - {"DropCache", "Activate", "Hold"}
         if not drops or others or self._disturbed(entries) or not state.lending.alone:
             return  # what else frees pages, or what lies on pages of another device
+        if any(m.kv_rotation is not None for m in view.models):
+            return  # where KV rotates a slab is many pages, and some that were counted are at hand
         self.seen["dropped"] += 1
         slabs = {m.name: m.slab_pages for m in view.models}
-        bound = sum(slabs[e["model"]] for e in drops)
+        bound = sum(2 * slabs[e["model"]] for e in drops)
         free = state.pool.free - state.pool.promised
         insist(free < bound, f"at {state.now} {free} pages lie free after", drops)
 
@@ -341,6 +344,8 @@ class Watch:
         owners = {mine.kv.owner, mine.weights.owner}
         free = pool.free - pool.promised + sum(map(pool.promised_to, owners))
         caches = sum(o.cached_pages for o in view.models) - m.first_cached_pages
+        if self.pooled and self._kept(view, m):
+            caches = 0
         idle = younger = 0
         others = [o for o in view.models if o is not m and o.residency is Residency.RESIDENT]
         if self.comes_and_goes:
@@ -354,6 +359,17 @@ class Watch:
         if lacks > there or (not absent and lacks <= aside):
             return None  # it lacks none any more: when it goes on is for the order of compute
         return f"it lacks {lacks} pages; {free} free, {caches} cached, {idle} idle, {younger} later"
+
+    @staticmethod
+    def _kept(view: DeviceView, m: ModelView) -> bool:
+        """Whether caches are kept for a request that is overdue and comes before the first of `m`,
+        where requests that wait undo nobody."""
+        due = _due(m.spec.slo, m.waiting[0].order)
+        firsts = ((o.spec.slo, o.waiting[0].order) for o in view.models if o.waiting and o is not m)
+        return any(
+            view.now >= order.arrival + 0.5 * slo.ttft and _due(slo, order) < due
+            for slo, order in firsts
+        )
 
     def _is_overtaken(self, now: float, state: DeviceState, view: DeviceView) -> None:
         admitted = [
