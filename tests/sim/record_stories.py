@@ -28,7 +28,7 @@ from ballast.sim.lives import Life, read_lives
 from tests.sim import test_kvswap
 from tests.sim.neighbours import WAY
 from tests.sim.restless import layered_world, lending_world
-from tests.sim.scenarios import Seeded, scenario
+from tests.sim.scenarios import Ask, Model, Order, Scenario, Seeded, scenario
 from tests.sim.test_enough_memory import TURNS, world
 from tests.sim.test_leap import COSTS
 from tests.sim.test_lending import Pair
@@ -137,21 +137,35 @@ class Lending:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """Random scenarios, some of them with two devices: pinned models, segments in common, times to
-    live, operators, pauses."""
+    """Scenarios, of a preset and seeds or as they are given: pinned models, segments in common,
+    times to live, operators, pauses, and a request that nothing can serve any more."""
 
-    presets: tuple[str, ...]
-    seeds: tuple[int, ...]
+    preset: str = ""
+    seeds: tuple[int, ...] = ()
+    given: tuple[Scenario, ...] = ()
 
     def record(self, path: Path) -> None:
-        for seed in self.seeds:
-            made = scenario(Seeded(random.Random(seed)), self.presets)
+        random_ones = (scenario(Seeded(random.Random(seed)), (self.preset,)) for seed in self.seeds)
+        for made in (*random_ones, *self.given):
             files = {name: StoryFile(path, name) for name in NAMES}
             Run(made, {name: file.write for name, file in files.items()})()
             for file in files.values():
                 file.close()
 
 
+STUCK = Scenario(
+    preset="static",
+    models=(Model(kv_heads=4, layers=3), Model(kv_heads=4, layers=3)),
+    more_weights=100,
+    kv_pages=120,
+    acts=(
+        Ask(after=0.0, model=0, prompt=300, output=200),
+        Ask(after=0.01, model=0, prompt=300, output=20),
+        Ask(after=0.01, model=0, prompt=60, output=20, n=3, gap=0.01),
+        Order(after=0.05, what="change", model=1, amount=4),
+    ),
+)
+"""The share of the first model is smaller than when its requests were accepted."""
 FAST = 1e11
 CASES: dict[str, Case | Lending | Played] = {
     "static-rr-1": Case("static", talking, (1, 4, 8)),
@@ -185,6 +199,13 @@ CASES: dict[str, Case | Lending | Played] = {
     "kvswap-slow": Case("kvswap", deep, (8,), link=LINK),
     "kvswap-turns": Case("kvswap", deep, (9,), options=TURNS, link=LINK * 100),
     "kvswap-deadline": Case("kvswap+deadline", deep, (10,), options=PREEMPTIVE, link=LINK * 100),
+    "played-static": Played("static", (1004, 1010)),
+    "played-swap": Played("swap", (1004, 1010)),
+    "played-balloon": Played("balloon", (1002, 1007, 1009, 1011)),
+    "played-recompute": Played("recompute", (1007, 1011)),
+    "played-mirage": Played("mirage", (1007, 1009, 1010)),
+    "played-kvswap": Played("kvswap", (1001, 1007)),
+    "stuck-static": Played(given=(STUCK,)),
     "lending-static": Lending("static", 2),
     "lending-balloon": Lending("balloon", 5),
     "lending-swap": Lending("swap", 4),

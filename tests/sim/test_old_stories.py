@@ -100,7 +100,7 @@ def test_stories_cover_every_preset_and_what_pressure_brings() -> None:
     wanted = {*PRESETS, *ORDERS, "1 lanes", "2 lanes"}
     assert wanted - set(snapshots) == set(), snapshots
     happened = {"Preempt", "Evict", "DropCache", "Compact", "Remap", "SwapKv", "Hold", "promises"}
-    happened |= {"Lend", "Recall", "AskedBack"}
+    happened |= {"Lend", "Recall", "AskedBack", "Pause", "Cancel", "out_of_memory"}
     assert happened - set(seen) == set(), seen
     size = sum((STORIES / f"{name}{SUFFIX}").stat().st_size for name in NAMES)
     assert size < 400 * 1024, size

@@ -158,13 +158,13 @@ def _balloon(c: Choices) -> Scenario:
 
 
 DEFECTS = {
-    "livelock": Defect(_promise_nothing, _balloon, range(10, 40), "has waited"),
+    "livelock": Defect(_promise_nothing, _balloon, range(14, 44), "has waited"),
     "flush": Defect(_flush, _balloon, range(20), "lie free after"),
     "starvation by a claim that cannot be covered": Defect(
-        _take_all, _balloon, range(30), "has waited"
+        _take_all, _balloon, range(15, 45), "has waited"
     ),
     "starvation of a claim that undoes nobody": Defect(
-        _hold_nothing, stream, range(20), "is overdue"
+        _hold_nothing, stream, range(5, 25), "is overdue"
     ),
 }
 
