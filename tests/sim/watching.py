@@ -211,7 +211,7 @@ class Watch:
         accepted = None if followed is None else followed.request
         if accepted is None:  # refused when it arrived, or in the turn in which it did
             refusals = {"insufficient_memory", "context_length_exceeded", "queue_full"}
-            if self.left:
+            if self.shrunk:  # by an operator, who may also have a model leave, or not yet join
                 refusals |= {"model_not_found", "unavailable"}
             if failed.code in refusals:
                 return
