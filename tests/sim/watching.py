@@ -73,8 +73,9 @@ from tests.sim.scenarios import Act, Ask, Order, Scenario, Withdraw, submission
 from tests.sim.test_leap import COSTS
 
 NAMES = ("cpu:0", "cpu:1")
-LONGEST = 120.0
-"""Virtual seconds from the last act within which all has ended."""
+LONGEST = 3600.0
+"""Virtual seconds from the last act within which all has ended: on the slowest link a step that
+swaps KV takes half a second."""
 AT_ONE_MOMENT = 40
 """Turns beside those that take events."""
 TURNS_WAITED = 4
@@ -138,6 +139,8 @@ class Watch:
         self.undoes = memory == "balloon"
         """Whether younger work is undone for requests that wait."""
         self.pooled = memory in ("recompute", "mirage", "kvswap") and bool(values["pooled"])
+        self.lends_layers = memory == "mirage"
+        self.whole = memory == "swap"
         self.in_turns = memory == "swap" or bool(values.get("temporal"))
         """Whether models wait for their turn, whatever is free."""
         self.patience = values.get("patience", 0.5)
@@ -219,6 +222,8 @@ class Watch:
         if state is not None and failed.code == "out_of_memory":
             s = self.asked[failed.request_id]
             m, _ = state.named[s.model]
+            if self.lends_layers and m.residency is Residency.ABSENT:
+                return  # accepted for what its own layers can lend, which are to come whole first
             tokens = len(s.prompt) if accepted is None else len(accepted.tokens)
             pages = m.kv.most_pages(ceil_div(tokens, m.spec.block_tokens))
             insist(pages > state.room(m), f"at {now} {failed}: {pages} pages fit alone")
@@ -292,6 +297,10 @@ class Watch:
         others = {e["action"] for e in acts} - {"DropCache", "Activate", "Hold"}
         if not drops or others or self._disturbed(entries) or not state.lending.alone:
             return  # what else frees pages, or what lies on pages of another device
+        if self.whole:
+            return  # one model has the device: what it freed is free until its next job
+        if any(m.paused for m in state.models.values()):
+            return  # who was paused when a job ended has left its pages to its model
         if any(m.kv_rotation is not None for m in view.models):
             return  # where KV rotates a slab is many pages, and some that were counted are at hand
         self.seen["dropped"] += 1
