@@ -35,8 +35,8 @@ see others, which come after it by priority and by when their first token is due
 as many new pages as it lacks itself.
 
 **Caches are not emptied for a page.** Where a turn frees pages by nothing but dropping cached
-prefixes, less than two slabs for each drop lie free unclaimed after it: one because drops are made
-in whole slabs, one because a request may find at hand a part of what it was counted to lack.
+prefixes, less than three slabs for each drop lie free unclaimed after it: one because drops are made
+in whole slabs, two because a request may find at hand a part of what it was counted to lack.
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ class Watch:
         self.pooled = memory in ("recompute", "mirage", "kvswap") and bool(values["pooled"])
         self.lends_layers = memory == "mirage"
         self.whole = memory == "swap"
+        self.by_deadline = preset.order == "deadline"
         self.in_turns = memory == "swap" or bool(values.get("temporal"))
         """Whether models wait for their turn, whatever is free."""
         self.patience = values.get("patience", 0.5)
@@ -305,7 +306,7 @@ class Watch:
             return  # where KV rotates a slab is many pages, and some that were counted are at hand
         self.seen["dropped"] += 1
         slabs = {m.name: m.slab_pages for m in view.models}
-        bound = sum(2 * slabs[e["model"]] for e in drops)
+        bound = sum(3 * slabs[e["model"]] for e in drops)
         free = state.pool.free - state.pool.promised
         insist(free < bound, f"at {state.now} {free} pages lie free after", drops)
 
@@ -367,6 +368,8 @@ class Watch:
         aside = sum(map(pool.promised_to, owners))
         if lacks > there or (not absent and lacks <= aside):
             return None  # it lacks none any more: when it goes on is for the order of compute
+        if not absent and self.by_deadline and lacks <= free:
+            return None  # the same: a job with no room for prompts does not try it again
         return f"it lacks {lacks} pages; {free} free, {caches} cached, {idle} idle, {younger} later"
 
     @staticmethod
