@@ -35,8 +35,8 @@ see others, which come after it by priority and by when their first token is due
 as many new pages as it lacks itself.
 
 **Caches are not emptied for a page.** Where a turn frees pages by nothing but dropping cached
-prefixes, less than three slabs for each drop lie free unclaimed after it: one because drops are made
-in whole slabs, two because a request may find at hand a part of what it was counted to lack.
+prefixes, less than three slabs for each drop lie free unclaimed after it: one because drops are
+made in whole slabs, two because a request may find at hand a part of what it was counted to lack.
 """
 
 from __future__ import annotations
