@@ -89,9 +89,12 @@ def cover(
     return Covered(budget, actions.final, tuple(promises), parts)
 
 
-def gather(view: DeviceView, claim: Claim, sources: Sequence[Source]) -> list[Action]:
-    """Free as much of a divisible claim as can be; nobody but it needs pages."""
-    return [taken.action for taken in _gather(view, claim, sources, PageBudget(view))]
+def gather(
+    view: DeviceView, claim: Claim, sources: Sequence[Source], budget: PageBudget | None = None
+) -> list[Action]:
+    """Free as much of a claim as can be, where nobody else needs pages."""
+    budget = PageBudget(view) if budget is None else budget
+    return [taken.action for taken in _gather(view, claim, sources, budget)]
 
 
 class Actions:

@@ -8,10 +8,11 @@ from math import inf
 from ballast.core.actions import Action, Activate, Decision, Evict, Hold
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.base import MemoryPolicy
+from ballast.policy.budget import PageBudget
 from ballast.policy.claims import shortage_claims
-from ballast.policy.cover import Ground, cover, gather
+from ballast.policy.cover import cover, gather
+from ballast.policy.market import Claim
 from ballast.policy.offers import (
-    Claim,
     cached_prefixes,
     lent_pages,
     oldest,
@@ -75,9 +76,9 @@ class WholeModels(MemoryPolicy):
         evicted = {a.model for a in actions if isinstance(a, Evict)}
         gone = [m for m in view.models if m.name in evicted and not m.spec.pinned]
         stay = replace(view, models=tuple(m for m in view.models if m not in gone))
-        ground = Ground(view)
-        ground.coming += sum(m.evictable_pages for m in gone)
-        claim = Claim(heir.name, oldest(heir), heir.missing_pages, may_preempt=False, activate=True)
-        drops = gather(ground, heir.missing_pages, cached_prefixes(stay, claim))
+        budget = PageBudget(view)
+        budget.coming += sum(m.evictable_pages for m in gone)
+        claim = Claim(heir.name, oldest(heir), heir.missing_pages, may_preempt=False, weights=True)
+        drops = gather(stay, claim, [cached_prefixes], budget)
         actions = [*actions, *drops, Activate(heir.name, why="its turn")]
         return Decision(tuple(actions), Turn(heir.name, since=inf))

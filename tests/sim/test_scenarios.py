@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ballast.policy.cover
-from ballast.core.actions import Action, Offer
 from ballast.core.view import DeviceView
 from ballast.engine.promises import Promises
-from ballast.policy.cover import Ground
-from ballast.policy.offers import Claim, Source
+from ballast.policy.budget import PageBudget
+from ballast.policy.cover import Taken
+from ballast.policy.market import Claim, Offer, Source
 from tests.sim.scenarios import (
     Ask,
     Choices,
@@ -125,7 +125,7 @@ def _promise_nothing(patch: pytest.MonkeyPatch) -> None:
 
 def _flush(patch: pytest.MonkeyPatch) -> None:
     """A whole cache goes for one page."""
-    patch.setattr(Offer, "part", lambda self, pages, taken=0: self)
+    patch.setattr(Offer, "part", lambda self, pages, taken: self.pages - taken)
 
 
 def _take_all(patch: pytest.MonkeyPatch) -> None:
@@ -136,12 +136,13 @@ def _take_all(patch: pytest.MonkeyPatch) -> None:
         view: DeviceView,
         claim: Claim,
         sources: Sequence[Source],
-        ground: Ground,
-        spared: frozenset[str],
-    ) -> list[Action] | None:
-        chosen = cover_one(view, claim, sources, ground, spared)
+        budget: PageBudget,
+        lacked: int,
+        by_price: bool,
+    ) -> list[Taken] | None:
+        chosen = cover_one(view, claim, sources, budget, lacked, by_price)
         if chosen is None:
-            ground.coming = ground.free = ground.borrowed = 0
+            budget.coming = budget.free = budget.borrowed = 0
         return chosen
 
     patch.setattr(ballast.policy.cover, "_cover_one", cover)
@@ -149,8 +150,8 @@ def _take_all(patch: pytest.MonkeyPatch) -> None:
 
 def _hold_nothing(patch: pytest.MonkeyPatch) -> None:
     """A claim that undoes nobody keeps nothing, however long it is overdue."""
-    patch.setattr(Ground, "hold", lambda self, claim: 0)
-    patch.setattr(Ground, "spare", lambda self, offers, pages: None)
+    patch.setattr(PageBudget, "hold", lambda self, needs: 0)
+    patch.setattr(PageBudget, "reserve", lambda self, offers, pages: None)
 
 
 def _balloon(c: Choices) -> Scenario:
