@@ -101,15 +101,12 @@ class Overload:
             m = models[i % len(models)]
             r = m.running[i // len(models)]
             pages, wanted = m.kv.layout.slab_pages, m.kv.at_hand + 1
-            m.shortages.append(
-                Shortage(m.spec.name, r.id, pages, limited=False, blocks=1, wanted=wanted)
-            )
-        for m in models:
-            self.state.touch(m)
+            lack = Shortage(m.spec.name, r.id, pages, limited=False, blocks=1, wanted=wanted)
+            m.shortages = (*m.shortages, lack)
 
     def ask(self) -> None:
         """Renew the view after one model has changed, and ask the policy once."""
-        self.state.touch(next(self._next))
+        next(self._next).last_used = self.state.now
         began = time.perf_counter()
         view = device_view(self.state)
         seen = time.perf_counter()

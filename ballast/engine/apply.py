@@ -54,11 +54,10 @@ def _activate(state: DeviceState, a: Activate) -> Refusal:
     m.activations += 1
     if m.weights.filled:
         # Other models have brought all of it.
-        state.become(m, Residency.RESIDENT)
+        m.life.find(state.now)
         state.asking = True
     else:
-        m.transfer_id = transfer
-        state.become(m, Residency.ACTIVATING)
+        m.life.activate(transfer)
         state.activating(a.model)
     return None
 
@@ -79,9 +78,7 @@ def _preempt(state: DeviceState, a: Preempt) -> Refusal:
     if request is None or request.state is not State.RUNNING:
         return f"{a.request_id} is not running"
     if request.in_flight:
-        if request not in m.leaving:
-            m.leaving.append(request)
-            state.touch(m)
+        m.running.leave(request)
     else:
         state.preempt(m, request)
     return None
@@ -91,7 +88,6 @@ def _drop_cache(state: DeviceState, a: DropCache) -> Refusal:
     m = state.models[a.model]
     spared = state.requests.get(a.spare)
     freed = m.kv.drop_cached(a.pages, spare=m.kv.find(*spared.prefix) if spared else ())
-    state.touch(m)
     state.freed += freed > 0
     return None if freed else "nothing is cached that is not in use"
 
@@ -100,7 +96,6 @@ def _compact(state: DeviceState, a: Compact) -> Refusal:
     m = state.models[a.model]
     fixed = {b for r in m.running if r.in_flight for b in r.blocks}
     freed = m.kv.compact([r.blocks for r in m.running], a.pages, fixed=fixed)
-    state.touch(m)
     state.freed += freed > 0
     return None if freed else "its blocks are already together"
 
@@ -108,7 +103,6 @@ def _compact(state: DeviceState, a: Compact) -> Refusal:
 def _limit(state: DeviceState, a: Limit) -> Refusal:
     m = state.models[a.model]
     m.kv.limit = a.pages
-    state.touch(m)
     state.freed += 1
     return None
 
@@ -116,7 +110,6 @@ def _limit(state: DeviceState, a: Limit) -> Refusal:
 def _hold(state: DeviceState, a: Hold) -> Refusal:
     m = state.models[a.model]
     m.held, m.frozen = a.held, a.frozen
-    state.touch(m)
     return None
 
 
@@ -142,7 +135,6 @@ def _swap_kv(state: DeviceState, a: SwapKv) -> Refusal:
     refused = swapping.refusal(m, a.rotation)
     if refused is None:
         swapping.change(m, a.rotation)
-        state.touch(m)
         state.freed += 1
     return refused
 

@@ -8,7 +8,6 @@ from itertools import chain, islice
 
 from ballast.core.compute import ComputeView, DecodeView, PromptView, Runnable, WorkView
 from ballast.core.request import Order, Request
-from ballast.core.view import Residency
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 
@@ -23,11 +22,12 @@ def runnable(state: DeviceState) -> list[ModelState]:
 
 def could_run(state: DeviceState, m: ModelState) -> bool:
     """Whether a model could run a job now."""
-    if m.residency is not Residency.RESIDENT or m.job is not None or m.settling:
+    life = m.life
+    if not life.ready:
         return False
     if m.frozen:
-        return m.swap_to is not None
-    return bool(m.running) or m.swap_to is not None or admissible(state, m)
+        return life.swap_to is not None
+    return len(m.running) > 0 or life.swap_to is not None or admissible(state, m)
 
 
 def admissible(state: DeviceState, m: ModelState) -> bool:
@@ -39,7 +39,7 @@ def compute_view(state: DeviceState, models: Iterable[ModelState]) -> ComputeVie
     """A frozen snapshot of runnable `models`; what each would run is looked up when asked for, and
     is that of this moment."""
     found = tuple(
-        Runnable(m.spec.name, m.last_run, _first_prompt(state, m), m.swap_to is not None)
+        Runnable(m.spec.name, m.last_run, _first_prompt(state, m), m.life.swap_to is not None)
         for m in models
     )
     return ComputeView(

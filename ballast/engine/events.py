@@ -26,7 +26,6 @@ from ballast.core.event import (
 )
 from ballast.core.lease import AskedBack, Lent, PeerGone, PeerMet, Returned
 from ballast.core.request import Request, State, WaitsFor
-from ballast.core.view import Residency
 from ballast.engine import jobs, pausing, turning
 from ballast.engine.admission import finish_reason, fitted, refusal
 from ballast.engine.lending import Heard
@@ -66,7 +65,6 @@ def _arrival(state: DeviceState, event: Arrival) -> list[Output]:
     seconds = m.queue_seconds(adapter)
     if seconds is not None and not s.resumed:
         state.patience.begin(request, seconds)
-    state.touch(m)
     m.last_used = s.arrival
     state.asking = True
     return []
@@ -107,19 +105,18 @@ def _grammar_ready(state: DeviceState, event: GrammarReady) -> list[Output]:
 
 
 def _transfer_done(state: DeviceState, event: TransferDone) -> list[Output]:
-    m = next(m for m in state.models.values() if m.transfer_id == event.transfer_id)
-    m.transfer_id = None
+    m = next(m for m in state.models.values() if m.life.transfer_id == event.transfer_id)
     state.asking = True
-    state.touch(m)
     if event.error is None:
         if m.weights.landed():
-            state.become(m, Residency.RESIDENT)
+            m.life.land(state.now)
         else:
-            m.transfer_id = state.next_transfer()
-            m.weights.fill(m.transfer_id)
+            transfer = state.next_transfer()
+            m.life.refill(transfer)
+            m.weights.fill(transfer)
         return []
     m.weights.evict()
-    state.become(m, Residency.FAILED)
+    m.life.fail()
     state.freed += 1
     reason = f"the weights of {m.spec.name!r} could not be brought in: {event.error}"
     return state.fail_all(m, "model_failed", reason)

@@ -14,7 +14,6 @@ from ballast.core.event import (
 )
 from ballast.core.job import Job, Sampled
 from ballast.core.request import Request, State
-from ballast.core.view import Residency
 from ballast.engine import pausing, swapping, turning
 from ballast.engine.admission import finish_reason
 from ballast.engine.model import ModelState
@@ -26,14 +25,14 @@ def done(state: DeviceState, event: JobDone) -> list[Output]:
     m = _close(state, event.job)
     now = m.last_run = state.now
     m.lane_seconds += event.seconds * state.lanes.share(event.job)
-    if not m.kv.fixed:
+    if not m.life.moving:
         load = event.job.load
         m.took(event.seconds - event.stall, load)
-        m.cost(now - m.job_began - event.stall, load)
+        m.cost(now - m.life.job_began - event.stall, load)
     m.weights.passed()
     for work in event.job.work:
         request = state.requests[work.request_id]
-        request.computed = work.end
+        m.running.compute(request, work.end)
         request.isolated = False
     outputs: list[Output] = []
     for result in event.results:
@@ -73,7 +72,7 @@ def failed(state: DeviceState, event: JobFailed) -> list[Output]:
     m = _close(state, event.job)
     outputs: list[Output] = []
     requests = [state.requests[work.request_id] for work in event.job.work]
-    if m.kv.fixed:
+    if m.life.moving:
         _kv_is_lost(state, m, requests, event.reason)
     elif len(requests) > 1:
         for request in requests:
@@ -86,19 +85,18 @@ def failed(state: DeviceState, event: JobFailed) -> list[Output]:
 def _kv_is_lost(state: DeviceState, m: ModelState, requests: list[Request], reason: str) -> None:
     """A job that was to move the model's KV has failed: its requests, which have no part in it,
     are recomputed, and none of its KV is moved again, so that this happens once."""
-    m.kv.fixed = False
+    swapping.lose(m, reason)
     for request in requests:
         state.preempt(m, request)
     m.kv.clear()  # what was cached has not been copied either
     swapping.forget(m)
-    m.swap_failed = reason
 
 
 def _token(
     state: DeviceState, m: ModelState, request: Request, new: Sampled, now: float
 ) -> list[Output]:
     """One more token of a request's output; its last, perhaps."""
-    request.tokens.append(new.token)
+    m.running.extend(request, new.token)
     queued = None
     if request.first_token_at is None:
         request.first_token_at = now
@@ -130,20 +128,18 @@ def _finished(state: DeviceState, m: ModelState, request: Request, reason: str) 
 
 def _close(state: DeviceState, job: Job) -> ModelState:
     m = state.models[job.model]
-    m.job = None
+    m.life.end_job()
     state.lanes.end(job)
     m.last_used = state.now
     state.jobs += 1
-    for work in job.work:
-        state.requests[work.request_id].in_flight = False
-    state.touch(m)
+    m.running.end(state.requests[work.request_id] for work in job.work)
     return m
 
 
 def _settle(state: DeviceState, m: ModelState, job: Job) -> list[Output]:
     """What had to wait for the job: cancellations, preemptions, pauses, an eviction."""
     outputs: list[Output] = []
-    if m.kv.fixed:
+    if m.life.moving:
         swapping.end(m)
         state.freed += 1
         state.asking = True
@@ -151,14 +147,12 @@ def _settle(state: DeviceState, m: ModelState, job: Job) -> list[Output]:
         request = state.requests.get(work.request_id)
         if request is not None and request.cancelled:
             outputs.append(state.end(request, State.CANCELLED, Cancelled(request.id)))
-    leaving, m.leaving = m.leaving, []
-    for request in leaving:
+    for request in m.running.left():
         if request.state is State.RUNNING:
             state.preempt(m, request)
     for work in job.work:
         request = state.requests.get(work.request_id)
         if request is not None:
             pausing.settle(state, m, request)
-    if m.residency is Residency.EVICTING or m.turning is not None:
-        turning.make_way(state, m)
+    turning.proceed(state, m)
     return outputs

@@ -131,10 +131,10 @@ class Loop:
         what came of them has been told and is in the books. The next is `following`'s."""
         state, before = self.state, self.state.now
         state.now = now = self.clock.now()
-        state.models[job.model].job = None
+        m = state.models[job.model]
+        m.life.end_job()
+        m.running.end(state.requests[part.request_id] for part in job.work)
         state.lanes.end(job)
-        for part in job.work:
-            state.requests[part.request_id].in_flight = False
         state.jobs += steps
         self._jobs += steps - 1
         stepped = [m for m in state.models.values() if m.last_run > before]
@@ -305,11 +305,9 @@ class Loop:
         self._jobs += 1
         lane, parts = self.state.lanes.place(others, most)
         job = Job(self._jobs, lane, m.spec.name, tuple(work), parts)
-        for part in job.work:
-            self.state.requests[part.request_id].in_flight = True
-        m.job, m.job_began = job, self.state.now
+        m.running.begin(self.state.requests[part.request_id] for part in job.work)
+        m.life.begin_job(job, self.state.now)
         self.state.lanes.begin(job)
-        self.state.touch(m)
         self.story.job(self.state.now, job)
         self.runner.start(job)
 

@@ -12,8 +12,11 @@ from ballast.core.report import STEP_BOUNDS
 from ballast.core.request import Request
 from ballast.core.rotation import Rotation
 from ballast.core.settings import Slo
+from ballast.core.version import Version
 from ballast.core.view import ModelView, Residency, Shortage
+from ballast.engine.batch import Batch, Paused
 from ballast.engine.cost_estimator import CostEstimator
+from ballast.engine.life import Life
 from ballast.engine.waiting import Waiting
 from ballast.kv.blocks import KvCache
 from ballast.kv.swapper import KvSwapper
@@ -22,61 +25,70 @@ from ballast.weights.residency import WeightsOnDevice
 OUTPUTS_WEIGHT = 0.05
 """Of the request that ended last in `ModelState.mean_outputs`."""
 
+UNSEEN = frozenset(
+    {
+        "version",
+        "view",
+        "deferred",
+        "viewed",
+        "blocked",
+        "last_run",
+        "lane_seconds",
+        "activations",
+        "evictions",
+        "preemptions",
+        "mean_outputs",
+        "prompt_tokens",
+        "cached_tokens",
+        "output_tokens",
+        "step_tokens",
+    }
+)
+"""Attributes of `ModelState` that no snapshot shows. All others count as changes when they are set,
+so that one that is missing here costs time, and no snapshot is ever stale."""
+
 
 @dataclass(slots=True, eq=False)
 class ModelState:
     """One model on this device, and its requests.
 
-    `running`, as `waiting`, is sorted by `Request.order`.
+    What policies see of it is kept in parts that count their own changes: KV cache, weights, life,
+    the requests. Setting an attribute here counts as one, too (but for `UNSEEN`), and collections
+    that are not parts are replaced, never changed. So a snapshot knows whether it is stale.
     """
 
+    version: Version = field(init=False, default_factory=Version)
+    """Grows with every change of what policies see of the model: the parts have it in common."""
     spec: ModelSpec
     weights: WeightsOnDevice
     kv: KvCache
     costs: StepCosts
-    residency: Residency = Residency.ABSENT
+    life: Life = field(init=False)
     waiting: Waiting = field(default_factory=Waiting)
-    running: list[Request] = field(default_factory=list)
-    paused: dict[str, Request] = field(default_factory=dict)
-    """By id (`ballast.engine.pausing`)."""
+    running: Batch = field(default_factory=Batch)
+    paused: Paused = field(default_factory=Paused)
+    """`ballast.engine.pausing`."""
     held: bool = False
     frozen: bool = False
     """Held, and its running requests stand still."""
-    job: Job | None = None
-    """In flight."""
-    transfer_id: int | None = None
-    shortages: list[Shortage] = field(default_factory=list)
+    shortages: tuple[Shortage, ...] = ()
     """Requests that found no pages when its last job was formed."""
-    leaving: list[Request] = field(default_factory=list)
-    """Requests in flight that are to be preempted when the job ends."""
     blocked: tuple[str, int] | None = None
     """(request, epoch of freed memory) at which the first waiting request last found no room."""
     last_run: float = float("-inf")
     last_used: float = float("-inf")
-    resident_since: float = float("-inf")
-    """When it became resident last, on the device's clock."""
     lane_seconds: float = 0.0
     """Of the whole device, that its jobs have taken so far: on a part of it, so much less."""
     activations: int = 0
     evictions: int = 0
     preemptions: int = 0
-    turning: Rotation | None = None
-    """Layers that shall rotate as soon as no job and no load stands in the way."""
-    settling: bool = False
-    """A `Settled` is bound to come."""
     swapper: KvSwapper | None = None
     """None: its KV cannot be swapped."""
-    swap_failed: str | None = None
-    """Why its KV could not be moved when that was tried; it is not tried again."""
-    swap_to: Rotation | None = None
-    """Layers whose KV shall rotate as soon as no job stands in the way."""
     estimator: CostEstimator | None = None
     """Learns `costs` from jobs that end; None: they were measured before."""
     decode_seconds: float | None = None
     """Of its last job that only decoded, without waiting for layers; below, of the last other."""
     prefill_seconds: float | None = None
-    job_began: float = 0.0
-    """When its job in flight, or its last, was started, on the device's clock."""
     mean_outputs: float | None = None
     """Output tokens of a request, on average over those that ended lately; None: none has."""
     prompt_tokens: int = 0
@@ -86,20 +98,44 @@ class ModelState:
     """Its jobs, by the number of tokens that each computed (`ballast.core.report.StepTokens`)."""
     step_tokens: int = 0
     """Tokens of all of them."""
-    view: ModelView | None = None
-    """The snapshot, dropped (None) by whatever changes the model."""
+    view: ModelView = field(init=False)
+    """The last snapshot, and, below, the pages that are bound to come free, as of then."""
+    deferred: int = field(init=False)
+    viewed: int = -1
+    """`version` at the time; -1: there is none."""
+
+    def __post_init__(self) -> None:
+        self.life = Life(self.spec.name)
+        parts = (self.life, self.kv, self.weights, self.waiting, self.running, self.paused)
+        for part in parts:
+            part.version = self.version
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        if name not in UNSEEN:
+            self.version.n += 1
+
+    @property
+    def residency(self) -> Residency:
+        return self.life.residency
+
+    @property
+    def job(self) -> Job | None:
+        """In flight."""
+        return self.life.job
 
     @property
     def idle_since(self) -> float | None:
         """When it became idle, on the device's clock; None: it is not resident, or has requests."""
         if self.residency is not Residency.RESIDENT or self.waiting or self.running or self.paused:
             return None
-        return max(self.last_used, self.resident_since)
+        return max(self.last_used, self.life.resident_since)
 
     @property
     def rotation(self) -> Rotation:
         """Layers that rotate, or will."""
-        return self.weights.slots.rotation if self.turning is None else self.turning
+        wanted = self.life.turning
+        return self.weights.slots.rotation if wanted is None else wanted
 
     @property
     def pages_to_take(self) -> int:
@@ -160,10 +196,3 @@ class ModelState:
         for r in self.running:
             (decoding if r.computed == len(r.tokens) - 1 > 0 else prefilling).append(r)
         return decoding, prefilling
-
-    def admit(self, request: Request) -> None:
-        """Into `running`, by order."""
-        at = len(self.running)
-        while at > 0 and self.running[at - 1].order > request.order:
-            at -= 1
-        self.running.insert(at, request)

@@ -14,6 +14,7 @@ from ballast.core.view import Residency
 from ballast.engine import turning
 from ballast.engine.apply import apply
 from ballast.engine.build import check_room, largest_jobs
+from ballast.engine.life import Stay
 from ballast.engine.model import ModelState
 from ballast.engine.snapshot import model_told
 from ballast.engine.state import DeviceState
@@ -75,8 +76,10 @@ class Operations:
             return apply(state, wanted, outputs)
         if isinstance(wanted, Join):
             return self._join(wanted.model)
-        if isinstance(wanted, Leave) and wanted.at_once and wanted.model in state.models:
-            return None  # it has been told to leave before
+        if isinstance(wanted, Leave) and wanted.at_once and wanted.model not in state.named:
+            there = state.models.get(wanted.model)
+            if there is not None and there.life.stay is Stay.LEAVING:
+                return None
         if wanted.model not in state.named:
             return f"no model {wanted.model!r} on this device"
         m, adapter = state.named[wanted.model]
@@ -87,9 +90,9 @@ class Operations:
         if isinstance(wanted, Leave):
             state.unname(m)
             return None
-        there = (Residency.RESIDENT, Residency.ACTIVATING)
+        here = (Residency.RESIDENT, Residency.ACTIVATING)
         gone = (Residency.ABSENT, Residency.EVICTING)
-        if m.residency in (there if isinstance(wanted, Activate) else gone):
+        if m.residency in (here if isinstance(wanted, Activate) else gone):
             return None
         return apply(state, wanted, outputs)
 
@@ -110,7 +113,7 @@ class Operations:
             if known in state.named or known in state.models:
                 return f"there is a model {known!r} already"
         for other in state.models.values():
-            moving = other.weights.stirred or other.turning is not None
+            moving = other.weights.stirred or other.life.turning is not None
             if moving and other.weights.may_rotate(shared):
                 whose = other.spec.name
                 return f"layers that it has in common with {whose} rotate now; evict {whose} first"
@@ -141,7 +144,6 @@ class Operations:
         for m in state.models.values():
             missing = pages - state.arena.pages - state.pool.available(state.arena.owner)
             if missing > 0 and m.kv.drop_cached(missing):
-                state.touch(m)
                 state.freed += 1
         return state.arena.resize(n_bytes) is None
 
@@ -169,7 +171,6 @@ class Operations:
             adapters = list(m.spec.adapters)
             adapters[adapter] = changed
             m.spec = replace(m.spec, adapters=tuple(adapters))
-        self._state.touch(m)
         self._state.asking = True
         return None
 
@@ -198,11 +199,15 @@ class Operations:
             for request in [*m.running, *m.waiting, *m.paused.values()]:
                 if not request.in_flight:
                     outputs.append(state.fail(request, "unavailable", REMOVED))
-        if m.running or m.waiting or m.paused or m.job is not None or m.transfer_id is not None:
+        if m.running or m.waiting or m.paused or m.job is not None:
+            return False
+        if m.residency is Residency.ACTIVATING:
             return False
         if m.weights.stirred:
             if m.residency is Residency.RESIDENT:
                 turning.drive_out(state, m)
+            return False
+        if m.life.settling:
             return False
         state.strike(m)
         return True

@@ -26,11 +26,10 @@ def resume(state: DeviceState, request: Request, what: WaitsFor) -> None:
     if request.state is not State.PAUSED or request.waits_for:
         return
     m = state.models[request.model]
-    del m.paused[request.id]
+    m.paused.remove(request)
     request.to(State.WAITING)
     m.waiting.add(request)
     m.last_used = state.now
-    state.touch(m)
     state.asking = True
 
 
@@ -40,6 +39,5 @@ def settle(state: DeviceState, m: ModelState, request: Request) -> None:
         return
     state.withdraw(m, request)
     request.to(State.PAUSED)
-    m.paused[request.id] = request
-    state.touch(m)
+    m.paused.add(request)
     state.asking = True

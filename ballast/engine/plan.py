@@ -52,7 +52,6 @@ class _Plan:
             if short is not None:
                 self.lacks(r, short)
                 return
-            m.view = None
         s = r.submission
         last = end == len(r.tokens)
         samples = last and s.max_tokens > 0
@@ -87,8 +86,8 @@ class _Plan:
         m = self.model
         wanted = short.blocks + m.kv.at_hand
         limited = m.kv.limited(short)
-        m.shortages.append(Shortage(m.spec.name, r.id, short.pages, limited, short.blocks, wanted))
-        m.view = None
+        lack = Shortage(m.spec.name, r.id, short.pages, limited, short.blocks, wanted)
+        m.shortages = (*m.shortages, lack)
 
 
 def _scoring(r: Request, end: int) -> Scoring | None:
@@ -118,7 +117,7 @@ def plan(
     phase = Phase.MIXED if chosen is None else chosen.phase
     prompt_tokens = None if chosen is None else chosen.prompt_tokens
     p = _Plan(m, settings, 0 if phase is Phase.DECODE else prompt_tokens)
-    known, m.shortages = m.shortages, []
+    known, m.shortages = m.shortages, ()
     decoding, prefilling = m.phases()
     for r in decoding + prefilling:
         if r.isolated:  # whatever order there is: it has a job to itself
@@ -136,7 +135,7 @@ def plan(
     while m.waiting and not m.held and len(m.running) < m.spec.max_running:
         r = m.waiting.first
         if m.blocked == (r.id, freed) or p.closed:
-            m.shortages += [s for s in known if s.request_id == r.id]
+            m.shortages += tuple(s for s in known if s.request_id == r.id)
             break
         short = _admit(m, r, now)
         if short is not None:
@@ -162,7 +161,6 @@ def _admit(m: ModelState, r: Request, now: float) -> Short | None:
     if short is not None:
         m.kv.free(blocks)
         return short
-    m.view = None
     m.waiting.remove(r)
     r.blocks = blocks
     r.computed = cached
@@ -170,5 +168,5 @@ def _admit(m: ModelState, r: Request, now: float) -> Short | None:
         r.admitted_at = now
         r.cached_tokens = cached
     r.to(State.RUNNING)
-    m.admit(r)
+    m.running.add(r)
     return None

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ballast.core.clock import Clock
+from ballast.core.errors import BrokenPromise
 from ballast.core.event import (
     Failed,
     Output,
@@ -104,12 +105,14 @@ class DeviceState:
         self._list_shared()
 
     def unname(self, m: ModelState) -> None:
-        """Requests may no longer ask for a model, nor for its adapters."""
+        """Requests may no longer ask for a model, nor for its adapters: it is to leave."""
+        m.life.leave()
         self.named = {name: found for name, found in self.named.items() if found[0] is not m}
 
     def strike(self, m: ModelState) -> None:
-        """A model without requests, job or transfer is gone, with its memory and addresses."""
-        self.unname(m)
+        """Give up the memory and the addresses of a model that was to leave. It has neither
+        requests nor a job, and nothing is on its way to it."""
+        m.life.strike()
         m.kv.close()
         m.weights.close()
         self.models = {name: other for name, other in self.models.items() if other is not m}
@@ -118,11 +121,8 @@ class DeviceState:
         self.asking = True
 
     def _list_shared(self) -> None:
-        """Which segments are shared may have changed, and with it what policies see of all."""
         models = self.models.values()
         self.shared = tuple(dict.fromkeys(s for m in models for s in m.weights.shared))
-        for m in models:
-            self.touch(m)
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -153,7 +153,6 @@ class DeviceState:
             self.grammars.release(request)
         del self.requests[request.id]
         m.last_used = self.now
-        self.touch(m)
         self.asking = True
         return told
 
@@ -171,7 +170,7 @@ class DeviceState:
     @staticmethod
     def _forget_shortage(m: ModelState, request: Request) -> None:
         if m.shortages:
-            m.shortages = [s for s in m.shortages if s.request_id != request.id]
+            m.shortages = tuple(s for s in m.shortages if s.request_id != request.id)
 
     def release(self, m: ModelState, request: Request, *, surrender: bool = False) -> None:
         """Give a request's blocks back; `surrender`: cached prefixes go where that frees pages."""
@@ -185,9 +184,11 @@ class DeviceState:
         """Take a request out of the queue, the batch or those paused; its blocks are given back as
         by `release`."""
         if request.state is State.PAUSED:
-            del m.paused[request.id]
+            m.paused.remove(request)
+        elif request.state is State.RUNNING:
+            m.running.remove(request)
         else:
-            (m.running if request.state is State.RUNNING else m.waiting).remove(request)
+            m.waiting.remove(request)
         self.release(m, request, surrender=surrender)
         self._forget_shortage(m, request)
         if m.blocked is not None and m.blocked[0] == request.id:
@@ -200,43 +201,30 @@ class DeviceState:
         request.preemptions += 1
         m.preemptions += 1
         m.waiting.add(request)
-        self.touch(m)
         self.asking = True
 
     def evict(self, m: ModelState) -> None:
-        """Weights and KV off the device; no job of the model may be in flight."""
+        """Weights and KV off the device, as was ordered; no job of the model may be in flight."""
         for request in list(m.running):
             self.preempt(m, request)
-        m.shortages = []
+        m.shortages = ()
         m.blocked = None
         m.kv.clear()
         swapping.forget(m)
         m.weights.evict()
-        self.become(m, Residency.ABSENT)
+        m.life.evict()
         m.evictions += 1
         self.freed += 1
         self.asking = True
 
     def begin_swap(self, m: ModelState) -> list[SequenceWork]:
         """The work of a job that changes which layers' KV rotates, if that is due."""
-        if m.swap_to is None:
+        if m.life.swap_to is None:
             return []
         work = swapping.begin(m)
         if not work:  # that was all
             self.freed += 1
-        self.touch(m)
         return work
-
-    def become(self, m: ModelState, residency: Residency) -> None:
-        """The model's residency, once its weights are so. Who shares segments with it sees that."""
-        m.residency = residency
-        if residency is Residency.RESIDENT:
-            m.resident_since = self.now
-        self.touch(m)
-        if m.weights.shared:
-            for other in self.models.values():
-                if other.weights.shared:
-                    self.touch(other)
 
     def next_transfer(self) -> int:
         """A number for a transfer, never used before on this device."""
@@ -248,8 +236,7 @@ class DeviceState:
     @property
     def in_flight(self) -> bool:
         """Whether an event is bound to come without any client doing anything."""
-        on_their_way = (m.transfer_id is not None or m.settling for m in self.models.values())
-        return self.lanes.busy or any(on_their_way)
+        return self.lanes.busy or any(m.life.awaited for m in self.models.values())
 
     @property
     def over(self) -> bool:
@@ -258,6 +245,21 @@ class DeviceState:
             return not self.lanes.busy
         return self.draining and not self.requests and not self.in_flight
 
-    def touch(self, m: ModelState) -> None:
-        """The model has changed: its snapshot is stale."""
-        m.view = None
+    # -- checks -----------------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        """Raises BrokenPromise unless the models' lives, memory and books agree. For moments
+        between two turns."""
+        self.pool.validate()
+        self.lending.validate()
+        for m in self.models.values():
+            m.life.validate()
+            m.weights.validate()
+            m.kv.validate([r.blocks for r in m.running])
+            here = m.residency not in (Residency.ABSENT, Residency.FAILED)
+            if m.weights.backed != here:
+                raise BrokenPromise(f"{m.life}: the pages of its weights say otherwise")
+            if m.kv.fixed != m.life.moving:
+                raise BrokenPromise(f"{m.life}: KV that moves is fixed, and no other")
+            if (m.job is not None) != any(r.in_flight for r in m.running):
+                raise BrokenPromise(f"{m.life}: requests are in flight with their job, or not")

@@ -19,9 +19,9 @@ def refusal(m: ModelState, wanted: Rotation) -> str | None:
     n, now = m.spec.n_layers, m.kv.rotation
     if m.swapper is None:
         return "its KV does not lie layer by layer"
-    if m.swap_failed is not None:
-        return f"its KV could not be moved before: {m.swap_failed}"
-    if m.swap_to is not None:
+    if m.life.swap_failed is not None:
+        return f"its KV could not be moved before: {m.life.swap_failed}"
+    if m.life.swap_to is not None:
         return "its layers are changing already"
     if wanted == now:
         return "they do already"
@@ -39,14 +39,14 @@ def refusal(m: ModelState, wanted: Rotation) -> str | None:
 
 def change(m: ModelState, wanted: Rotation) -> None:
     """As soon as no job is in the way; `wanted` is not refused."""
-    m.swap_to = wanted
+    m.life.order_swap(wanted)
     if m.job is None and not m.running:
         _at_once(m, wanted)
 
 
 def begin(m: ModelState) -> list[SequenceWork]:
     """The work of the job that changes its layers; none where nothing has to be copied."""
-    wanted = m.swap_to
+    wanted = m.life.swap_to
     if wanted is None:
         return []
     assert m.swapper is not None, "it would have been refused"
@@ -59,26 +59,32 @@ def begin(m: ModelState) -> list[SequenceWork]:
     elif m.kv.turn(wanted):
         m.swapper.carry(sorted(before - after), slabs, Direction.TO_DEVICE)
     else:
-        m.swap_to = None  # its pages are not free any more: the policy may ask again
+        m.life.end_swap()  # its pages are not free any more: the policy may ask again
         return []
+    m.life.begin_move()
     m.kv.fixed = True
     return [SequenceWork(r.id, (), r.computed, r.blocks, None) for r in m.running]
 
 
 def end(m: ModelState) -> None:
-    """Of that job: layers that have been stored give their pages up."""
-    wanted = m.swap_to
+    """End that job: layers that have been stored give their pages up."""
+    wanted = m.life.swap_to
     assert wanted is not None, "it has begun"
     assert m.swapper is not None, "it would have been refused"
     m.kv.fixed = False
     m.kv.turn(wanted)
     m.swapper.turn(wanted)
-    m.swap_to = None
+    m.life.end_swap()
+
+
+def lose(m: ModelState, why: str) -> None:
+    """That job has failed: what it was to move is lost, and KV of this model is moved no more."""
+    m.kv.fixed = False
+    m.life.lose_kv(why)
 
 
 def forget(m: ModelState) -> None:
     """Its KV is gone, and all of its layers have pages of their own next time."""
-    m.swap_to = None
     if m.swapper is not None:
         m.swapper.turn(WHOLE)
 
@@ -89,4 +95,4 @@ def _at_once(m: ModelState, wanted: Rotation) -> None:
     m.kv.clear()
     m.kv.turn(wanted)
     m.swapper.turn(wanted)
-    m.swap_to = None
+    m.life.end_swap()

@@ -35,7 +35,6 @@ def vacate(state: DeviceState, story: Story) -> None:
             home += 1
         else:
             home += _preempt(state, m, at, users, story)
-        state.touch(m)
         state.freed += 1
         state.asking = True
     if home or dropped:
@@ -71,5 +70,4 @@ def _make_room(state: DeviceState, m: ModelState) -> bool:
     for other in others:
         if missing > 0:
             missing -= other.kv.drop_cached(missing)
-            state.touch(other)
     return True

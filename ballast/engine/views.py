@@ -16,22 +16,16 @@ from ballast.core.view import (
 )
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
-from ballast.weights.shared import SharedSegment
 
 
 def device_view(state: DeviceState) -> DeviceView:
     """A frozen snapshot; only models that changed are rebuilt."""
-    deferred = sum(s.n_pages for s in state.shared if s.holders and not _stay(state, s))
-    for m in state.models.values():
-        if m.residency is Residency.EVICTING:
-            deferred += m.weights.here_pages + m.kv.pages
-            continue
-        if m.leaving:
-            deferred += sum(m.kv.if_freed(r.blocks)[0] for r in m.leaving)
-        if m.turning is not None:
-            deferred += max(0, -m.pages_to_take)
-        if m.swap_to is not None:
-            deferred += max(0, m.swap_to.lent - m.kv.rotation.lent) * m.kv.layer_pages
+    models = state.models.values()
+    for m in models:
+        if m.viewed != m.version.n:
+            m.viewed, m.view, m.deferred = m.version.n, made_anew(m), deferred_pages(m)
+    deferred = sum(m.deferred for m in models)
+    deferred += sum(s.n_pages for s in state.shared if s.holders and not s.staying)
     return DeviceView(
         now=state.now,
         page_bytes=state.settings.page_bytes,
@@ -41,53 +35,65 @@ def device_view(state: DeviceState) -> DeviceView:
         reclaiming=state.pool.reclaiming + deferred,
         promised=state.pool.promised - state.promises.pages,
         link_bytes_per_second=state.link_bytes_per_second,
-        models=tuple(_model_view(state, m) for m in state.models.values()),
-        shortages=tuple(_now(m, s) for m in state.models.values() for s in m.shortages),
+        models=tuple(m.view for m in models),
+        shortages=tuple(_now(m, s) for m in models for s in m.shortages),
         borrowed=state.lending.borrower.unused,
         lent=state.lending.standing(),
         recalled=state.lending.recalled,
     )
 
 
-def _model_view(state: DeviceState, m: ModelState) -> ModelView:
-    if m.view is None:
-        first = 0
-        if m.waiting:
-            tokens = len(m.waiting.first.tokens)
-            first = m.kv.pages_for(ceil_div(tokens, m.spec.block_tokens))
-        m.view = ModelView(
-            spec=m.spec,
-            residency=m.residency,
-            weight_pages=m.weights.pages,
-            kv_pages=m.kv.pages,
-            cached_pages=m.kv.cached_pages,
-            loose_pages=m.kv.loose_pages,
-            limit=m.kv.limit,
-            held=m.held,
-            busy=m.job is not None,
-            waiting=m.waiting.snapshot(),
-            running=tuple(_request_view(m, r) for r in m.running),
-            slab_pages=m.kv.layout.slab_pages,
-            slab_blocks=m.kv.layout.blocks_per_slab,
-            first_pages=first,
-            last_used=m.last_used,
-            costs=m.costs,
-            shared=tuple(SharedView(s.owner, s.n_pages, _stay(state, s)) for s in m.weights.shared),
-            cached_borrowed=m.kv.cached_borrowed_pages,
-            rotatable=m.weights.slots.rotatable,
-            layer_pages=m.weights.slots.layer_pages,
-            layer_bytes=m.weights.slots.layer_bytes,
-            rotation=m.rotation,
-            decode_seconds=m.decode_seconds,
-            prefill_seconds=m.prefill_seconds,
-            kv_rotation=None if m.swapper is None else m.swap_to or m.kv.rotation,
-            kv_turning=m.swap_to is not None,
-            kv_layer_pages=m.kv.layer_pages,
-            first_cached_pages=_first_cached_pages(m),
-            frozen=m.frozen,
-            idle_since=m.idle_since,
-        )
-    return m.view
+def made_anew(m: ModelState) -> ModelView:
+    """The snapshot of one model, made from what is true now."""
+    first = 0
+    if m.waiting:
+        tokens = len(m.waiting.first.tokens)
+        first = m.kv.pages_for(ceil_div(tokens, m.spec.block_tokens))
+    return ModelView(
+        spec=m.spec,
+        residency=m.residency,
+        weight_pages=m.weights.pages,
+        kv_pages=m.kv.pages,
+        cached_pages=m.kv.cached_pages,
+        loose_pages=m.kv.loose_pages,
+        limit=m.kv.limit,
+        held=m.held,
+        busy=m.job is not None,
+        waiting=m.waiting.snapshot(),
+        running=tuple(_request_view(m, r) for r in m.running),
+        slab_pages=m.kv.layout.slab_pages,
+        slab_blocks=m.kv.layout.blocks_per_slab,
+        first_pages=first,
+        last_used=m.last_used,
+        costs=m.costs,
+        shared=tuple(SharedView(s.owner, s.n_pages, s.staying) for s in m.weights.shared),
+        cached_borrowed=m.kv.cached_borrowed_pages,
+        rotatable=m.weights.slots.rotatable,
+        layer_pages=m.weights.slots.layer_pages,
+        layer_bytes=m.weights.slots.layer_bytes,
+        rotation=m.rotation,
+        decode_seconds=m.decode_seconds,
+        prefill_seconds=m.prefill_seconds,
+        kv_rotation=None if m.swapper is None else m.life.swap_to or m.kv.rotation,
+        kv_turning=m.life.swap_to is not None,
+        kv_layer_pages=m.kv.layer_pages,
+        first_cached_pages=_first_cached_pages(m),
+        frozen=m.frozen,
+        idle_since=m.idle_since,
+    )
+
+
+def deferred_pages(m: ModelState) -> int:
+    """Pages that come free without further action when the job in flight, or loads, have ended."""
+    life = m.life
+    if life.residency is Residency.EVICTING:
+        return m.weights.here_pages + m.kv.pages
+    deferred = sum(m.kv.if_freed(r.blocks)[0] for r in m.running.leaving)
+    if life.turning is not None:
+        deferred += max(0, -m.pages_to_take)
+    if life.swap_to is not None:
+        deferred += max(0, life.swap_to.lent - m.kv.rotation.lent) * m.kv.layer_pages
+    return deferred
 
 
 def _first_cached_pages(m: ModelState) -> int:
@@ -103,12 +109,7 @@ def _now(m: ModelState, s: Shortage) -> Shortage:
     return s if blocks == s.blocks else replace(s, pages=m.kv.pages_for(s.wanted), blocks=blocks)
 
 
-def _stay(state: DeviceState, segment: SharedSegment) -> tuple[str, ...]:
-    """Models that use a shared segment and are not on their way out."""
-    evicting = Residency.EVICTING
-    return tuple(n for n in segment.holders if state.models[n].residency is not evicting)
-
-
 def _request_view(m: ModelState, r: Request) -> RequestView:
-    pages, blocks = (0, 0) if r in m.leaving else m.kv.if_freed(r.blocks)
+    leaves = r.in_flight and r in m.running.leaving
+    pages, blocks = (0, 0) if leaves else m.kv.if_freed(r.blocks)
     return RequestView(r.id, r.order, len(r.tokens), r.computed, pages, r.in_flight, blocks)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ballast.core.errors import BrokenPromise
 from ballast.core.request import Order, Request
+from ballast.core.version import Version
 from ballast.core.view import RequestView
 
 
@@ -17,6 +18,8 @@ class Waiting:
     """
 
     def __init__(self) -> None:
+        self.version = Version()
+        """Grows with every change."""
         self._requests: list[Request] = []
         self._views: list[RequestView] = []
         self._snapshot: tuple[RequestView, ...] | None = ()
@@ -39,6 +42,7 @@ class Waiting:
         self._requests.insert(at, request)
         self._views.insert(at, view)
         self._snapshot = None
+        self.version.n += 1
 
     def remove(self, request: Request) -> None:
         """Raises BrokenPromise if it does not wait here."""
@@ -47,6 +51,7 @@ class Waiting:
             raise BrokenPromise(f"{request.id} is not waiting")
         del self._requests[at], self._views[at]
         self._snapshot = None
+        self.version.n += 1
 
     def snapshot(self) -> tuple[RequestView, ...]:
         """First come first; the same one until somebody comes or goes."""

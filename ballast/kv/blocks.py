@@ -35,8 +35,9 @@ class KvCache(BlockTables):
         prefixes whose slab others keep in use are left alone, as forgetting them would free no
         page.
         """
-        if self.fixed:
+        if self._fixed:
             return 0
+        self.version.n += 1
         spared = {block // self._size for block in spare}
         idle: Iterable[Slab] = (s for s in self._slabs.idle.values() if s.index not in spared)
         if self._backing.abroad:
@@ -55,11 +56,12 @@ class KvCache(BlockTables):
         of jobs in flight) stay. Raises BrokenPromise, before anything moves, if a block that would
         move has references that `tables` do not show.
         """
-        if self.fixed:
+        if self._fixed:
             return 0
         moves = compaction.plan(self._slabs, ceil_div(pages, self.layout.slab_pages), fixed)
         if not moves:
             return 0
+        self.version.n += 1
         tables = list(tables)
         self._check_references({source for source, _ in moves}, tables)
         moved: dict[int, int] = {}
@@ -92,6 +94,7 @@ class KvCache(BlockTables):
         """
         if self._layered is None or wanted == self.rotation:
             return wanted == self.rotation
+        self.version.n += 1
         return self._layered.turn(wanted, self._slabs.of)
 
     def close(self) -> None:
@@ -110,6 +113,7 @@ class KvCache(BlockTables):
         slab = self._slabs.home(self._blocks_with(at)[0])
         if slab.used:
             return False
+        self.version.n += 1
         self._drop(slab)
         self._give_back([slab])
         return True
@@ -118,6 +122,7 @@ class KvCache(BlockTables):
         """Put pages of the pool beneath that slab, which is on borrowed ones; blocks keep their
         numbers and addresses. False, and no change, where pages are short. Nothing in flight may
         use the slab."""
+        self.version.n += 1
         here = self._blocks_with(at)
         slab = self._slabs.home(here[0])
         free = set(slab.free)

@@ -10,6 +10,7 @@ from ballast.core.errors import BrokenPromise
 from ballast.core.model import ModelSpec
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.units import ceil_div
+from ballast.core.version import Version
 from ballast.kv.backing import Backing
 from ballast.kv.layered import LayeredBacking, LayeredLayout
 from ballast.kv.layout import Layout
@@ -22,7 +23,7 @@ from ballast.memory.vm import Vm
 
 
 class BlockBooks:
-    """What a cache has. Nothing here changes any of it."""
+    """What a cache has. Nothing here changes any of it but its limit, and whether it is fixed."""
 
     def __init__(
         self,
@@ -43,8 +44,9 @@ class BlockBooks:
         so that layers can share pages (`turn`); such a cache has no capacity and no borrower."""
         self.spec = spec
         self.move = move
-        self.fixed = False
-        """While it is, what is cached stays where it is."""
+        self.version = Version()
+        """Grows with every change of what the cache has, or may have."""
+        self._fixed = False
         self.hit_tokens = 0
         """Tokens whose KV `match` has found, and, below, those it was asked for; since start."""
         self.asked_tokens = 0
@@ -114,12 +116,23 @@ class BlockBooks:
 
     @limit.setter
     def limit(self, pages: int | None) -> None:
+        self.version.n += 1
         self._backing.limit = pages
+
+    @property
+    def fixed(self) -> bool:
+        """While it is, what is cached stays where it is."""
+        return self._fixed
+
+    @fixed.setter
+    def fixed(self, fixed: bool) -> None:
+        self.version.n += 1
+        self._fixed = fixed
 
     @property
     def cached_pages(self) -> int:
         """Pages of the pool that dropping all cached prefixes would free."""
-        if self.fixed:
+        if self._fixed:
             return 0
         return len(self._slabs.idle) * self.layout.slab_pages - self.cached_borrowed_pages
 

@@ -27,7 +27,7 @@ class BlockTables(BlockBooks):
 
     def prefix_pages(self, tokens: Sequence[int], salt: str = "") -> int:
         """Of `cached_pages`, those that hold the cached prefix of `tokens`."""
-        if self.fixed:
+        if self._fixed:
             return 0
         idle, abroad = self._slabs.idle, self._backing.abroad
         found = {block // self._size for block in self.find(tokens, salt)}
@@ -40,6 +40,7 @@ class BlockTables(BlockBooks):
         """
         if self._prefix is None:
             return []
+        self.version.n += 1
         found = self._prefix.find(tokens, salt)
         refs, slabs = self._refs, self._slabs
         for block in found:
@@ -66,6 +67,7 @@ class BlockTables(BlockBooks):
         n = ceil_div(n_tokens, self.spec.block_tokens) - len(blocks)
         if n <= 0:
             return None
+        self.version.n += 1
         slabs = self._slabs
         missing = n - slabs.free
         if missing > 0 and not self._back(ceil_div(missing, self._size)):
@@ -85,6 +87,7 @@ class BlockTables(BlockBooks):
         `surrender`: where that empties a slab, what is cached in it goes too, so that pages come
         free at once (for a preemption); prefixes in other slabs stay. The list is left as it is.
         """
+        self.version.n += 1
         refs, size = self._refs, self._size
         lost: dict[int, list[int]] = {}
         # From the end: the tail of a prefix is less worth keeping than its beginning.
@@ -119,6 +122,7 @@ class BlockTables(BlockBooks):
         blocks with equal contents the first is cached; the other stays private while the first is.
         """
         if self._prefix is not None:
+            self.version.n += 1
             self._prefix.name(tokens, blocks, computed // self.spec.block_tokens, salt)
 
     # -- inside -----------------------------------------------------------------------------------

@@ -86,8 +86,10 @@ def _turns(loop: Loop) -> deque[_Batch] | None:
     prompts = loop.choice is None or loop.choice.computes_prompts
     turns: deque[_Batch] = deque()
     for m in (state.models[job.model], *following):
-        stays = m.residency is Residency.RESIDENT and m.turning is None and m.swap_to is None
-        if m.frozen or m.leaving or not stays or not _only_decodes(m, state, prompts):
+        stays = (
+            m.residency is Residency.RESIDENT and m.life.turning is None and m.life.swap_to is None
+        )
+        if m.frozen or m.running.leaving or not stays or not _only_decodes(m, state, prompts):
             return None
         turns.append(_Batch(m, state.pool))
     # Whoever has all of the prompt from the cache is still to be told when it was admitted.
@@ -189,11 +191,11 @@ class _Batch:
             self._quiet = self._steps_to_a_full_block()
             self._grown = False
         self._left -= 1
+        # Setting `last_used` counts the requests' new tokens as a change, too.
         m.last_run = m.last_used = at
         m.lane_seconds += self.seconds
         m.took(self.seconds - self.stall, Load(0, 0, 0, len(self.requests), self._context))
         self._context += len(self.requests)
-        m.view = None
 
     def begin_step(self, runner: SimRunner) -> float:
         """Room for each one's token; when the step will end."""
@@ -203,7 +205,6 @@ class _Batch:
                 if len(r.tokens) > len(r.blocks) * m.spec.block_tokens:
                     short = m.kv.grow(r.blocks, len(r.tokens))
                     assert short is None, "has_pages"
-                    m.view = None
             self._grown = True
         name, n = m.spec.name, len(self.requests)
         self.seconds, self.stall, end = runner.decodes(name, n, self._context)

@@ -115,7 +115,7 @@ class Events:
             return self._met(told)
         if kind == "TransferDone":
             number = told["transfer_id"]
-            if all(m.transfer_id != number for m in self._state.models.values()):
+            if all(m.life.transfer_id != number for m in self._state.models.values()):
                 raise Impossible("no such transfer is on its way")
         made = _EVENTS.get(kind)
         if made is None:

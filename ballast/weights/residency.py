@@ -22,6 +22,7 @@ from ballast.core.errors import BrokenPromise
 from ballast.core.model import ModelSpec
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.units import ceil_div
+from ballast.core.version import Version
 from ballast.memory.copies import Copy
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
@@ -80,6 +81,9 @@ class WeightsOnDevice:
                 "host addresses"
             )
         self.spec = spec
+        self.version = Version()
+        """Grows with every change of what is here, or of who else holds its shared segments."""
+        self.shared: tuple[SharedSegment, ...] = ()
         self._link = link
         self._pool = pool
         n_pages = sum(ceil_div(n, vm.page_bytes) for n in spec.segment_bytes)
@@ -94,6 +98,8 @@ class WeightsOnDevice:
         way."""
         self._backed = False
         self._filled = False
+        self._going = False
+        """Its eviction waits for a job or a load."""
 
     @property
     def owner(self) -> str:
@@ -146,8 +152,9 @@ class WeightsOnDevice:
                     self._range.alias(s.at, s.shared.pages, s.shared.owner)
                     undo.callback(self._range.unalias, s.at, s.n_pages, s.shared.owner)
             self._backed, self._filled = True, not self._own
+            self.version.n += 1
             for segment in self.shared:
-                segment.holders[self.spec.name] = None
+                segment.hold(self.spec.name)
             undo.callback(self._forget)
             if not self.filled:
                 self.fill(transfer_id)
@@ -205,6 +212,7 @@ class WeightsOnDevice:
         if isinstance(turned, Short):
             return turned
         self.stirred = True
+        self.version.n += 1
         self.rotor.turn(wanted, turned.held, turned.missing)
         return None
 
@@ -221,6 +229,12 @@ class WeightsOnDevice:
             if not segment.holders:
                 segment.free()
         self._drop_own()
+
+    def going(self) -> None:
+        """An eviction is bound to come: others that count on shared segments lose their holder."""
+        self._going = True
+        for segment in self.shared:
+            segment.going(self.spec.name)
 
     def passed(self) -> None:
         """A job has run all layers: if none rotates, all are there."""
@@ -243,7 +257,9 @@ class WeightsOnDevice:
                 continue
             if self._backed:
                 whose.pages = self._range.cede(s.at, s.n_pages, whose.owner)
-                whose.holders[self.spec.name] = None
+                whose.hold(self.spec.name)
+                if self._going:
+                    whose.going(self.spec.name)
                 whose.filled, whose.filler = (
                     (True, None) if self._filled else (False, self.spec.name)
                 )
@@ -254,6 +270,8 @@ class WeightsOnDevice:
         """Evict if need be, and give the addresses back: the model is gone for good."""
         if self._backed:
             self.evict()
+        for segment in self.shared:
+            segment.parts_of = tuple(w for w in segment.parts_of if w is not self)
         self._range.close()
 
     def validate(self) -> None:
@@ -268,6 +286,8 @@ class WeightsOnDevice:
                 raise BrokenPromise(f"{self.owner}: holds {segment.owner} against its word")
             if bool(segment.holders) != bool(segment.pages):
                 raise BrokenPromise(f"{segment.owner}: {len(segment.pages)} pages for nobody")
+            if self not in segment.parts_of:
+                raise BrokenPromise(f"{segment.owner}: is no part of {self.owner}")
             if self._pool.owned(segment.owner) != len(segment.pages):
                 raise BrokenPromise(f"{segment.owner}: the pool says otherwise")
         for s in self.segments:
@@ -279,8 +299,13 @@ class WeightsOnDevice:
         self.segments = tuple(table)
         self.own_pages = sum(s.n_pages for s in table if s.shared is None)
         """Pages of segments that no other model contains, whether they are here or not."""
-        self.shared = tuple(dict.fromkeys(s.shared for s in table if s.shared is not None))
+        shared = tuple(dict.fromkeys(s.shared for s in table if s.shared is not None))
+        for segment in shared:
+            if segment not in self.shared:
+                segment.parts_of = (*segment.parts_of, self)
+        self.shared = shared
         """The others, each once."""
+        self.version.n += 1
         self.pages = self.own_pages + sum(s.n_pages for s in self.shared)
         """Pages all segments take when they are here, whether they are or not."""
         self._own = self._stretches(frozenset())
@@ -292,9 +317,10 @@ class WeightsOnDevice:
 
     def _forget(self) -> None:
         """No longer a holder of shared segments, and nothing of its own is there."""
-        self._backed = self._filled = False
+        self._backed = self._filled = self._going = False
+        self.version.n += 1
         for segment in self.shared:
-            segment.holders.pop(self.spec.name, None)
+            segment.drop(self.spec.name)
             if segment.filler == self.spec.name:
                 segment.filler = None
 

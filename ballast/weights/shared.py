@@ -11,15 +11,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from typing import Protocol
 
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise
 from ballast.core.model import ModelSpec
 from ballast.core.units import ceil_div
+from ballast.core.version import Version
 from ballast.memory.pool import Pool
 
 _TOLD_DIGITS = 12
 """Of the digest, in the owner's name."""
+
+
+class Container(Protocol):
+    """The weights of a model that contains a segment."""
+
+    version: Version
 
 
 class SharedSegment:
@@ -32,12 +40,43 @@ class SharedSegment:
         self.pages: tuple[int, ...] = ()
         """Empty while no model uses it."""
         self.holders: dict[str, None] = {}
-        """Models that use it, in the order they came; mapped or about to be."""
+        """Models that use it, in the order they came; mapped or about to be. Changed by `hold` and
+        `drop` alone."""
+        self.parts_of: tuple[Container, ...] = ()
+        """Models that contain it, on the device or not: each counts changes of its holders.
+        Replaced, never changed: models that are to join are made by another thread."""
+        self._going: set[str] = set()
         self.filled = False
         """Whether its bytes are there."""
         self.filler: str | None = None
         """The model whose transfer brings them, if one is on its way."""
         self._pool = pool
+
+    @property
+    def staying(self) -> tuple[str, ...]:
+        """Holders that are not on their way out."""
+        return tuple(n for n in self.holders if n not in self._going)
+
+    def hold(self, model: str) -> None:
+        """A model uses it from now on."""
+        self.holders[model] = None
+        self._changed()
+
+    def going(self, model: str) -> None:
+        """A holder is on its way out: it uses the segment until `drop`."""
+        self._going.add(model)
+        self._changed()
+
+    def drop(self, model: str) -> None:
+        """A model uses it no more, if it did."""
+        if model in self.holders:
+            del self.holders[model]
+            self._going.discard(model)
+            self._changed()
+
+    def _changed(self) -> None:
+        for model in self.parts_of:
+            model.version.n += 1
 
     def lease(self, buyer: str) -> Short | None:
         """Find pages, out of what is free to the owner `buyer` and promised to it; or nothing."""

@@ -210,7 +210,7 @@ def test_kv_that_cannot_be_swapped_costs_nobody_the_answer(paths: Paths) -> None
 
         def swap(now: float, output: object) -> None:
             m = state.models["c"]
-            if m.swap_to is None and m.running:
+            if m.life.swap_to is None and m.running:
                 wanted = Rotation((0, 1, 2), 1) if m.kv.rotation == WHOLE else WHOLE
                 tried.append(apply(state, SwapKv("c", wanted, "a test"), []))
 

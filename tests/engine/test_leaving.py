@@ -45,5 +45,6 @@ def test_a_client_that_vanishes_while_its_model_loads(preset: str, another: bool
     assert isinstance(ends[-1], Finished)
     device.state.pool.validate()
     for m in device.state.models.values():
-        assert (list(m.waiting), m.running, m.job, m.transfer_id) == ([], [], None, None)
+        assert (list(m.waiting), list(m.running)) == ([], [])
+        assert (m.job, m.life.transfer_id) == (None, None)
         m.kv.validate([])

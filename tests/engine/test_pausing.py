@@ -145,13 +145,13 @@ class Pausing(RuleBasedStateMachine):
         found: list[str] = []
         for m in self.state.models.values():
             for state, there in (
-                (State.RUNNING, m.running),
+                (State.RUNNING, list(m.running)),
                 (State.WAITING, list(m.waiting)),
                 (State.PAUSED, list(m.paused.values())),
             ):
                 assert all(r.state is state for r in there)
                 found += [r.id for r in there]
-            assert sorted(m.running, key=lambda r: r.order) == m.running
+            assert sorted(m.running, key=lambda r: r.order) == list(m.running)
         assert sorted(found) == sorted(self.state.requests)
         with_grammar = {r.id for r in self.state.requests.values() if r.submission.sampling.grammar}
         assert self.store.held == with_grammar

@@ -5,7 +5,6 @@ from __future__ import annotations
 from ballast.core.actions import Promise, Short
 from ballast.core.cost import activation_bytes
 from ballast.core.link import LinkRates
-from ballast.core.view import Residency
 from ballast.engine.state import DeviceState
 from ballast.engine.views import device_view
 from ballast.policy.presets import resolve
@@ -66,7 +65,7 @@ def test_a_promise_for_weights_is_void_once_they_are_there() -> None:
     state = state_of(60)
     a = state.models["a"]
     assert a.weights.activate(1) is None
-    state.become(a, Residency.ACTIVATING)
+    a.life.activate(1)
     state.promises.make([Promise("a", 10, 3)], state.models)
     assert state.pool.promised_to(a.weights.owner) == 0
     assert state.pool.promised_to(a.kv.owner) == 3

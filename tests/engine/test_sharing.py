@@ -113,10 +113,10 @@ def test_the_view_says_what_activation_takes_and_eviction_frees(seed: int) -> No
                 assert state.pool.free == free + seen.evictable_pages
                 kinds.add((kind, seen.evictable_pages > 0))
         elif kind == "busy" and seen.residency is Residency.RESIDENT and m.job is None:
-            m.job = Job(0, 0, m.spec.name, ())
+            m.life.begin_job(Job(0, 0, m.spec.name, ()), state.now)
             assert apply(state, Evict(m.spec.name), []) is None
         elif kind == "settle" and m.job is not None:
-            m.job = None
+            m.life.end_job()
             state.evict(m)
         elif kind == "wait" and state.in_flight:
             for event in heap.take(None):

@@ -18,6 +18,7 @@ from ballast.policy.presets import resolve
 from ballast.sim.device import Profile, SimDevice
 from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
+from tests.engine.fresh import check_views
 from tests.sim.neighbours import WAY, Neighbours
 from tests.sim.test_leap import COSTS
 from tests.sim.test_story import conversations
@@ -66,10 +67,9 @@ class Pair(Neighbours):
         self.ends["failed"] += isinstance(output, Failed)
 
     def _observe(self, now: float, state: DeviceState) -> None:
-        state.pool.validate()
-        state.lending.validate()
+        state.validate()
+        check_views(state)
         for m in state.models.values():
-            m.kv.validate([r.blocks for r in m.running])
             self.seen["used"] += m.kv.borrowed_pages > 0
 
     def act(self) -> None:

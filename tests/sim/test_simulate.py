@@ -19,6 +19,7 @@ from ballast.engine.state import DeviceState
 from ballast.policy.presets import PRESETS
 from ballast.sim.device import Profile
 from ballast.sim.simulate import Simulated, simulate
+from tests.engine.fresh import check_views
 from tests.policy import worlds
 
 PAGE = worlds.PAGE
@@ -78,10 +79,9 @@ class Heard:
 
 def watch(now: float, state: DeviceState) -> None:
     """The invariants that must hold after every turn."""
-    state.pool.validate()
+    state.validate()
+    check_views(state)
     for m in state.models.values():
-        m.kv.validate([r.blocks for r in m.running])
-        m.weights.validate()
         slots = state.pool.owned(f"kvslots:{m.spec.name}")
         assert state.pool.owned(f"kv:{m.spec.name}") + slots == m.kv.pages
         if m.kv.limit is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -15,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.model import ModelSpec, weight_pages
+from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.units import KiB
 from ballast.memory.copies import Copy
 from ballast.memory.pool import Pool
@@ -22,7 +25,9 @@ from ballast.memory.vm import Vm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.memory.vm_null import NullVm
 from ballast.weights.residency import WeightsOnDevice
+from ballast.weights.rotor import Loads
 from ballast.weights.shared import find_shared
+from tests.engine.counted import count
 
 PAGE = 64 * KiB
 SIZES = {"e": 2 * PAGE, "x": PAGE + 1, "y": 100, "z": PAGE, "t": 5}
@@ -342,3 +347,51 @@ TestNull = Sharing.TestCase
 TestNull.settings = settings(max_examples=60, stateful_step_count=30)
 TestReal = RealSharing.TestCase
 TestReal.settings = settings(max_examples=15, stateful_step_count=30)
+
+
+class Quiet:
+    """A `Rotor` that has nothing to bring."""
+
+    def __init__(self) -> None:
+        self.loads = Loads()
+        self.held: Sequence[int] = ()
+
+    def settle(self) -> None: ...
+
+    def turn(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
+        self.held = rotation.layers[: rotation.slots]
+
+    def forget(self) -> None: ...
+
+
+def test_every_change_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[str] = Counter()
+    count(monkeypatch, calls)
+    spec = replace(make_spec("m", "exxzz"), n_layers=4, segment_digests=("e", "v", "w", "z", "t"))
+    pool = Pool(NullVm(PAGE, 40), 40)
+    m, other = (
+        WeightsOnDevice(s, pool, pool.vm, SlowLink(), [0] * 5, make_rotor=lambda s, c: Quiet())
+        for s in (spec, replace(spec, name="other"))
+    )
+    shared = find_shared([spec, other.spec], pool, PAGE)
+    assert m.activate(1) is None
+    assert m.turn(Rotation((0, 1), 1)) is None
+    assert m.turn(WHOLE) is None
+    for weights in (m, other):
+        weights.share({"e": shared["e"]})
+    assert other.segments[0].shared is m.segments[0].shared is not None
+    seen = other.version.n
+    m.going()
+    assert m.shared[0].staying == ()
+    assert other.version.n > seen, "it sees who holds what they share"
+    m.evict()
+    assert {name: calls[f"WeightsOnDevice.{name}"] for name in ("activate", "turn", "share")} == {
+        "activate": 1,
+        "turn": 2,
+        "share": 2,
+    }
+    for weights in (m, other):
+        weights.validate()
+        weights.close()
+    pool.validate()
+    assert pool.free == pool.total

@@ -1,0 +1,116 @@
+"""The requests of one model that run, and those that are paused.
+
+What policies see of these requests changes by the methods here, which count their changes in
+`version`, so that a snapshot knows whether it is stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import overload
+
+from ballast.core.request import Request
+from ballast.core.version import Version
+
+
+class Batch(Sequence[Request]):
+    """The running requests, sorted by `Request.order`."""
+
+    def __init__(self) -> None:
+        self.version = Version()
+        """Grows with every change."""
+        self._requests: list[Request] = []
+        self._leaving: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    @overload
+    def __getitem__(self, index: int) -> Request: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Request]: ...
+    def __getitem__(self, index: int | slice) -> Request | list[Request]:
+        return self._requests[index]
+
+    @property
+    def leaving(self) -> Sequence[Request]:
+        """Requests in flight that are to be preempted when the job ends."""
+        return self._leaving
+
+    def add(self, request: Request) -> None:
+        """Put a request in its place."""
+        requests, at = self._requests, len(self._requests)
+        while at > 0 and requests[at - 1].order > request.order:
+            at -= 1
+        requests.insert(at, request)
+        self.version.n += 1
+
+    def remove(self, request: Request) -> None:
+        """Take a request out. Raises ValueError if it is not in the batch."""
+        self._requests.remove(request)
+        self.version.n += 1
+
+    def begin(self, requests: Iterable[Request]) -> None:
+        """These requests are in flight."""
+        for r in requests:
+            r.in_flight = True
+        self.version.n += 1
+
+    def end(self, requests: Iterable[Request]) -> None:
+        """These requests are in flight no more."""
+        for r in requests:
+            r.in_flight = False
+        self.version.n += 1
+
+    def compute(self, request: Request, n: int) -> None:
+        """There is KV of a request's first `n` tokens."""
+        request.computed = n
+        self.version.n += 1
+
+    def extend(self, request: Request, token: int) -> None:
+        """A request has generated one more token."""
+        request.tokens.append(token)
+        self.version.n += 1
+
+    def leave(self, request: Request) -> None:
+        """Preempt a request in flight when its job ends."""
+        if request not in self._leaving:
+            self._leaving.append(request)
+            self.version.n += 1
+
+    def left(self) -> list[Request]:
+        """Returns those that were to be preempted, and forgets that they were."""
+        leaving, self._leaving = self._leaving, []
+        self.version.n += 1
+        return leaving
+
+
+class Paused(Mapping[str, Request]):
+    """The paused requests, by id."""
+
+    def __init__(self) -> None:
+        self.version = Version()
+        """Grows with every change."""
+        self._requests: dict[str, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._requests)
+
+    def __getitem__(self, id: str) -> Request:
+        return self._requests[id]
+
+    def add(self, request: Request) -> None:
+        """Keep a request that has just been paused."""
+        self._requests[request.id] = request
+        self.version.n += 1
+
+    def remove(self, request: Request) -> None:
+        """Let a request go. Raises KeyError if it is not paused."""
+        del self._requests[request.id]
+        self.version.n += 1

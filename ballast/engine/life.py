@@ -1,0 +1,464 @@
+"""A model's life on one device: a state machine of five parts, whose transitions are a table.
+
+Each part moves by itself; `RULES` gives, for each transition, the parts that it concerns and the
+states between which it moves them. A part that a rule leaves out may be in any state, and stays
+there. What a state comes with (the transfer of weights that are on their way, the job in flight,
+the layers that are to rotate) is set and cleared with it, here and nowhere else.
+
+=========  ==========================================  ===================================
+part       states                                      what it is about
+=========  ==========================================  ===================================
+residency  absent, activating, resident, evicting,     the weights
+           failed
+work       idle, busy                                  the job in flight
+layers     still, ordered, settling, quieting          which layers' weights rotate
+kv         still, ordered, moving, stuck               which layers' KV rotates
+stay       served, leaving, gone                       whether it belongs to the device
+=========  ==========================================  ===================================
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from ballast.core.errors import BrokenPromise
+from ballast.core.job import Job
+from ballast.core.rotation import Rotation
+from ballast.core.version import Version
+from ballast.core.view import Residency
+
+
+class Work(enum.Enum):
+    """Whether a job of the model is in flight."""
+
+    IDLE = "idle"
+    BUSY = "busy"
+
+
+class Layers(enum.Enum):
+    """How far a change of the layers that rotate has come."""
+
+    STILL = "still"
+    """None is wanted."""
+    ORDERED = "ordered"
+    """One is wanted; the job in flight is in its way."""
+    SETTLING = "settling"
+    """One is wanted; loads of layers are in its way: `Settled` will come when they have ended."""
+    QUIETING = "quieting"
+    """None is wanted (any more), but loads are being waited for: `Settled` will come."""
+
+
+class Kv(enum.Enum):
+    """How far a change of the layers whose KV rotates has come."""
+
+    STILL = "still"
+    """None is wanted."""
+    ORDERED = "ordered"
+    """One is wanted; it begins when no job is in flight."""
+    MOVING = "moving"
+    """The job in flight, or about to start, copies KV: no block may change its place."""
+    STUCK = "stuck"
+    """A copy has failed: KV of this model is moved no more."""
+
+
+class Stay(enum.Enum):
+    """Whether the model belongs to the device."""
+
+    SERVED = "served"
+    LEAVING = "leaving"
+    """It is to go; requests accepted before are still answered, unless they are ended at once."""
+    GONE = "gone"
+    """Its addresses are given back. Nothing happens to it any more."""
+
+
+class Step(enum.Enum):
+    """What the device is to do next with a model, since nothing stands in the way (`Life.due`)."""
+
+    SETTLE = "settle"
+    """Let the loads of layers end, and load no more."""
+    EVICT = "evict"
+
+
+class Transition(enum.Enum):
+    """What can happen to a model."""
+
+    ACTIVATE = "activate"
+    FIND = "find"
+    """It is activated, and other models have brought all of its weights."""
+    REFILL = "refill"
+    """What another model was to bring has not come: one more transfer."""
+    LAND = "land"
+    FAIL = "fail"
+    ORDER_EVICTION = "order eviction"
+    EVICT = "evict"
+    BEGIN_JOB = "begin job"
+    END_JOB = "end job"
+    ORDER_TURN = "order turn"
+    SETTLE = "settle"
+    SETTLED = "settled"
+    ORDER_SWAP = "order swap"
+    BEGIN_MOVE = "begin move"
+    END_SWAP = "end swap"
+    """The change of layers whose KV rotates is done, or is given up."""
+    LOSE_KV = "lose KV"
+    LEAVE = "leave"
+    STRIKE = "strike"
+
+
+_R, _W, _L, _K, _S = Residency, Work, Layers, Kv, Stay
+_HERE = {_S.SERVED: _S.SERVED, _S.LEAVING: _S.LEAVING}
+_IDLE = {_W.IDLE: _W.IDLE}
+_RESIDENT = {_R.RESIDENT: _R.RESIDENT}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One transition: for each part, from which states to which. None: any, and it stays."""
+
+    residency: Mapping[Residency, Residency] | None = None
+    work: Mapping[Work, Work] | None = None
+    layers: Mapping[Layers, Layers] | None = None
+    kv: Mapping[Kv, Kv] | None = None
+    stay: Mapping[Stay, Stay] | None = None
+
+
+RULES: Mapping[Transition, Rule] = {
+    Transition.ACTIVATE: Rule(residency={_R.ABSENT: _R.ACTIVATING}, stay=_HERE),
+    Transition.FIND: Rule(residency={_R.ABSENT: _R.RESIDENT}, stay=_HERE),
+    Transition.REFILL: Rule(residency={_R.ACTIVATING: _R.ACTIVATING}),
+    Transition.LAND: Rule(residency={_R.ACTIVATING: _R.RESIDENT}),
+    Transition.FAIL: Rule(residency={_R.ACTIVATING: _R.FAILED}),
+    Transition.ORDER_EVICTION: Rule(
+        residency={_R.RESIDENT: _R.EVICTING},
+        layers={
+            _L.STILL: _L.STILL,
+            _L.ORDERED: _L.STILL,
+            _L.SETTLING: _L.QUIETING,
+            _L.QUIETING: _L.QUIETING,
+        },
+        stay=_HERE,
+    ),
+    Transition.EVICT: Rule(
+        residency={_R.EVICTING: _R.ABSENT},
+        work=_IDLE,
+        layers={_L.STILL: _L.STILL, _L.QUIETING: _L.QUIETING},
+        kv={_K.STILL: _K.STILL, _K.ORDERED: _K.STILL, _K.STUCK: _K.STUCK},
+    ),
+    Transition.BEGIN_JOB: Rule(
+        residency=_RESIDENT,
+        work={_W.IDLE: _W.BUSY},
+        layers={_L.STILL: _L.STILL},
+        kv={_K.STILL: _K.STILL, _K.MOVING: _K.MOVING, _K.STUCK: _K.STUCK},
+        stay=_HERE,
+    ),
+    Transition.END_JOB: Rule(work={_W.BUSY: _W.IDLE}),
+    Transition.ORDER_TURN: Rule(
+        residency=_RESIDENT,
+        layers={
+            _L.STILL: _L.ORDERED,
+            _L.ORDERED: _L.ORDERED,
+            _L.SETTLING: _L.SETTLING,
+            _L.QUIETING: _L.SETTLING,
+        },
+        stay=_HERE,
+    ),
+    Transition.SETTLE: Rule(
+        residency={_R.RESIDENT: _R.RESIDENT, _R.EVICTING: _R.EVICTING},
+        work=_IDLE,
+        layers={_L.STILL: _L.QUIETING, _L.ORDERED: _L.SETTLING},
+    ),
+    Transition.SETTLED: Rule(layers={_L.SETTLING: _L.STILL, _L.QUIETING: _L.STILL}),
+    Transition.ORDER_SWAP: Rule(residency=_RESIDENT, kv={_K.STILL: _K.ORDERED}, stay=_HERE),
+    Transition.BEGIN_MOVE: Rule(
+        residency=_RESIDENT, work=_IDLE, kv={_K.ORDERED: _K.MOVING}, stay=_HERE
+    ),
+    Transition.END_SWAP: Rule(work=_IDLE, kv={_K.ORDERED: _K.STILL, _K.MOVING: _K.STILL}),
+    Transition.LOSE_KV: Rule(work=_IDLE, kv={_K.MOVING: _K.STUCK}),
+    Transition.LEAVE: Rule(stay={_S.SERVED: _S.LEAVING}),
+    Transition.STRIKE: Rule(
+        residency={_R.ABSENT: _R.ABSENT, _R.RESIDENT: _R.ABSENT, _R.FAILED: _R.FAILED},
+        work=_IDLE,
+        layers={_L.STILL: _L.STILL},
+        kv={_K.STILL: _K.STILL, _K.ORDERED: _K.STILL, _K.STUCK: _K.STUCK},
+        stay={_S.LEAVING: _S.GONE},
+    ),
+}
+"""Every transition there is."""
+
+
+_PARTS = tuple(f.name for f in fields(Rule))
+_MOVES = {
+    t: tuple((p, moves) for p in _PARTS if (moves := getattr(rule, p)) is not None)
+    for t, rule in RULES.items()
+}
+
+
+class Life:
+    """Where one model is in its life. Every method is one transition of `RULES`.
+
+    Raises BrokenPromise, and changes nothing, where the transition is not legal.
+    """
+
+    __slots__ = (
+        "_job",
+        "_kv",
+        "_layers",
+        "_residency",
+        "_stay",
+        "_stuck",
+        "_swap",
+        "_transfer",
+        "_turn",
+        "_work",
+        "job_began",
+        "model",
+        "resident_since",
+        "version",
+    )
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.version = Version()
+        """Grows with every transition."""
+        self.job_began = 0.0
+        """When the job in flight, or the last one, was started, on the device's clock."""
+        self.resident_since = float("-inf")
+        """When the model became resident last, on the device's clock."""
+        self._residency, self._work, self._stay = Residency.ABSENT, Work.IDLE, Stay.SERVED
+        self._layers, self._kv = Layers.STILL, Kv.STILL
+        self._transfer: int | None = None
+        self._job: Job | None = None
+        self._turn: Rotation | None = None
+        self._swap: Rotation | None = None
+        self._stuck: str | None = None
+
+    # -- what it is -------------------------------------------------------------------------------
+
+    @property
+    def residency(self) -> Residency:
+        return self._residency
+
+    @property
+    def work(self) -> Work:
+        return self._work
+
+    @property
+    def layers(self) -> Layers:
+        return self._layers
+
+    @property
+    def kv(self) -> Kv:
+        """How far a change of the layers whose KV rotates has come."""
+        return self._kv
+
+    @property
+    def stay(self) -> Stay:
+        return self._stay
+
+    @property
+    def transfer_id(self) -> int | None:
+        """The transfer that brings the weights; None: none is on its way."""
+        return self._transfer
+
+    @property
+    def job(self) -> Job | None:
+        """The job in flight."""
+        return self._job
+
+    @property
+    def turning(self) -> Rotation | None:
+        """Layers that shall rotate once neither a job nor a load is in the way."""
+        return self._turn
+
+    @property
+    def swap_to(self) -> Rotation | None:
+        """Layers whose KV shall rotate once no job is in the way."""
+        return self._swap
+
+    @property
+    def swap_failed(self) -> str | None:
+        """Why KV of this model could not be moved; it is not tried again."""
+        return self._stuck
+
+    @property
+    def settling(self) -> bool:
+        """Whether loads of layers are being waited for: `Settled` is bound to come."""
+        return self._layers is Layers.SETTLING or self._layers is Layers.QUIETING
+
+    @property
+    def moving(self) -> bool:
+        """Whether the job in flight, or the next one, copies KV and computes nothing."""
+        return self._kv is Kv.MOVING
+
+    @property
+    def awaited(self) -> bool:
+        """Whether an event other than the end of a job is bound to come for it."""
+        layers = self._layers
+        waits = layers is Layers.SETTLING or layers is Layers.QUIETING
+        return waits or self._transfer is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether a job may begin: its weights are there, and nothing is in the way."""
+        return (
+            self._residency is Residency.RESIDENT
+            and self._work is Work.IDLE
+            and self._layers is Layers.STILL
+        )
+
+    def due(self, *, stirred: bool) -> Step | None:
+        """The step to be taken now; None: nothing is wanted, or something stands in the way.
+
+        `stirred`: loads of layers may be on their way.
+        """
+        if self._work is Work.BUSY:
+            return None
+        if self._residency is Residency.EVICTING and not stirred:
+            return Step.EVICT
+        wanted = self._residency is Residency.EVICTING or self._layers is Layers.ORDERED
+        return Step.SETTLE if wanted and not self.settling else None
+
+    # -- what happens to it -----------------------------------------------------------------------
+
+    def activate(self, transfer: int) -> None:
+        """A transfer brings its weights."""
+        self._go(Transition.ACTIVATE)
+        self._transfer = transfer
+
+    def find(self, now: float) -> None:
+        """It is activated without a transfer: other models have brought all of its weights."""
+        self._go(Transition.FIND)
+        self.resident_since = now
+
+    def refill(self, transfer: int) -> None:
+        """One more transfer brings what another model was to bring."""
+        self._go(Transition.REFILL)
+        self._transfer = transfer
+
+    def land(self, now: float) -> None:
+        """All of its weights are there."""
+        self._go(Transition.LAND)
+        self._transfer, self.resident_since = None, now
+
+    def fail(self) -> None:
+        """Its weights could not be brought."""
+        self._go(Transition.FAIL)
+        self._transfer = None
+
+    def order_eviction(self) -> None:
+        """It is to go when neither a job nor a load is in the way; it does not turn before."""
+        self._go(Transition.ORDER_EVICTION)
+        self._turn = None
+
+    def evict(self) -> None:
+        """Its weights are gone."""
+        self._go(Transition.EVICT)
+        self._swap = None
+
+    def begin_job(self, job: Job, now: float) -> None:
+        """A job is in flight; of a move of KV, the one that copies it."""
+        self._go(Transition.BEGIN_JOB)
+        self._job, self.job_began = job, now
+
+    def end_job(self) -> None:
+        """No job is in flight."""
+        self._go(Transition.END_JOB)
+        self._job = None
+
+    def order_turn(self, wanted: Rotation) -> None:
+        """These layers are to rotate when neither a job nor a load is in the way."""
+        self._go(Transition.ORDER_TURN)
+        self._turn = wanted
+
+    def settle(self) -> None:
+        """Loads of layers are being waited for."""
+        self._go(Transition.SETTLE)
+
+    def settled(self) -> Rotation | None:
+        """No load is on its way; returns the layers that are to rotate now, None: no change."""
+        self._go(Transition.SETTLED)
+        wanted, self._turn = self._turn, None
+        return wanted
+
+    def order_swap(self, wanted: Rotation) -> None:
+        """KV of these layers is to rotate when no job is in the way."""
+        self._go(Transition.ORDER_SWAP)
+        self._swap = wanted
+
+    def begin_move(self) -> None:
+        """The next job copies KV."""
+        self._go(Transition.BEGIN_MOVE)
+
+    def end_swap(self) -> None:
+        """The change of layers whose KV rotates is done, or given up."""
+        self._go(Transition.END_SWAP)
+        self._swap = None
+
+    def lose_kv(self, why: str) -> None:
+        """The job that was to copy KV has failed: what it was to copy is lost."""
+        self._go(Transition.LOSE_KV)
+        self._swap, self._stuck = None, why
+
+    def leave(self) -> None:
+        """It is to leave the device when its requests have ended."""
+        self._go(Transition.LEAVE)
+
+    def strike(self) -> None:
+        """It belongs to the device no more."""
+        self._go(Transition.STRIKE)
+        self._swap = None
+
+    # -- checks -----------------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        """Raises BrokenPromise unless the parts fit together. For moments between two events."""
+        residency, work, layers, kv = self._residency, self._work, self._layers, self._kv
+        there = residency in (Residency.RESIDENT, Residency.EVICTING)
+        for wrong, what in (
+            (work is Work.BUSY and not there, "a job without weights"),
+            (work is Work.BUSY and self.settling, "a job while loads are being waited for"),
+            (
+                residency is Residency.EVICTING and work is Work.IDLE and not self.settling,
+                "an eviction that nothing is in the way of",
+            ),
+            (
+                layers is Layers.ORDERED and work is Work.IDLE,
+                "a turn that nothing is in the way of",
+            ),
+            (
+                layers in (Layers.ORDERED, Layers.SETTLING) and residency is not Residency.RESIDENT,
+                "a turn without weights",
+            ),
+            (kv is Kv.MOVING and work is Work.IDLE, "KV that no job moves"),
+            (kv in (Kv.ORDERED, Kv.MOVING) and not there, "a swap without weights"),
+            (
+                self._stay is Stay.GONE and (there or work is Work.BUSY or self.awaited),
+                "something happens to it though it is gone",
+            ),
+            ((self._transfer is not None) != (residency is Residency.ACTIVATING), "a transfer"),
+            ((self._job is not None) != (work is Work.BUSY), "a job"),
+            ((self._turn is not None) != (layers in (Layers.ORDERED, Layers.SETTLING)), "a turn"),
+            ((self._swap is not None) != (kv in (Kv.ORDERED, Kv.MOVING)), "a swap"),
+            ((self._stuck is not None) != (kv is Kv.STUCK), "a failure"),
+        ):
+            if wrong:
+                raise BrokenPromise(f"{self}: {what}")
+
+    def __str__(self) -> str:
+        parts = (f"{p} {getattr(self, p).value}" for p in _PARTS)
+        return f"{self.model} ({', '.join(parts)})"
+
+    def _go(self, transition: Transition) -> None:
+        moves = _MOVES[transition]
+        for part, of in moves:
+            now = getattr(self, f"_{part}")
+            if now not in of:
+                legal = ", ".join(f"{a.value} -> {b.value}" for a, b in of.items())
+                raise BrokenPromise(
+                    f"{self.model}: {transition.value}: its {part} is {now.value}; legal: {legal}"
+                )
+        for part, of in moves:
+            setattr(self, f"_{part}", of[getattr(self, f"_{part}")])
+        self.version.n += 1

@@ -1,0 +1,34 @@
+"""Check that what policies see of a device is what is true on it."""
+
+from __future__ import annotations
+
+from ballast.core.view import Residency
+from ballast.engine.life import Kv, Work
+from ballast.engine.state import DeviceState
+from ballast.engine.views import deferred_pages, device_view, made_anew
+
+
+def check_views(state: DeviceState) -> None:
+    """The snapshot of every model equals one made anew, and shows the state of its life."""
+    for m, seen in zip(state.models.values(), device_view(state).models, strict=True):
+        assert seen == made_anew(m), f"the snapshot of {m.life} is stale"
+        assert m.deferred == deferred_pages(m)
+        life = m.life
+        assert seen.residency is life.residency
+        assert seen.busy == (life.work is Work.BUSY) == any(r.in_flight for r in seen.running)
+        assert seen.rotation == (life.turning or m.weights.slots.rotation)
+        assert seen.kv_turning == (life.kv in (Kv.ORDERED, Kv.MOVING))
+        assert (seen.kv_rotation or m.kv.rotation) == (life.swap_to or m.kv.rotation)
+        assert not seen.running or life.residency in (Residency.RESIDENT, Residency.EVICTING)
+        open_here = seen.waiting or seen.running or m.paused
+        idle = life.residency is Residency.RESIDENT and not open_here
+        assert (seen.idle_since is not None) == idle
+        for s in seen.shared:
+            there = (n for n, o in state.models.items() if o.residency is not Residency.EVICTING)
+            assert set(s.holders) == {n for n in there if holds(state, n, s.owner)}
+
+
+def holds(state: DeviceState, name: str, owner: str) -> bool:
+    """Whether a model that is on the device, or on its way there, uses a shared segment."""
+    m = state.models[name]
+    return m.weights.backed and any(s.owner == owner for s in m.weights.shared)
