@@ -44,7 +44,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from ballast.core.actions import Activate, Change, Evict, Join, Leave, Lend, Operation, Recall
 from ballast.core.entries import Entry, Sink
@@ -65,7 +65,7 @@ from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.engine.build import build_newcomer
 from ballast.engine.state import DeviceState
-from ballast.engine.views import device_view
+from ballast.engine.views import device_view, made_anew
 from ballast.policy.presets import Preset, resolve
 from ballast.sim.device import Profile, SimDevice, copy_nothing, hosted_nowhere
 from tests.sim.neighbours import WAY, Neighbours
@@ -286,9 +286,7 @@ class Watch:
         m.weights.validate()
         if m.kv.limit is not None and not self.shrunk:
             insist(m.kv.pages <= m.kv.limit, f"at {state.now} {m.spec.name} is over its limit")
-        kept = device_view(state)
-        state.touch(m)
-        fresh = device_view(state)
+        kept, fresh = device_view(state).model(m.spec.name), made_anew(m)
         if kept != fresh:
             insist(False, f"at {state.now} a snapshot is stale:", _difference(kept, fresh))
 
@@ -420,12 +418,12 @@ def _due(slo: Slo, order: Precedence) -> tuple[int, float]:
     return order.rank, order.arrival + min(slo.ttft, 10.0)
 
 
-def _difference(a: DeviceView, b: DeviceView) -> str:
-    for m, n in zip(a.models, b.models, strict=True):
-        for name in m.__slots__:
-            if getattr(m, name) != getattr(n, name):
-                return f"{m.name}.{name}: {getattr(m, name)} is {getattr(n, name)}"
-    return "not a model's"
+def _difference(a: ModelView, b: ModelView) -> str:
+    names = (field.name for field in fields(a) if field.compare)
+    found = (
+        f"{n}: {getattr(a, n)} is {getattr(b, n)}" for n in names if getattr(a, n) != getattr(b, n)
+    )
+    return f"{a.name}: {'; '.join(found)}"
 
 
 # -- a run ---------------------------------------------------------------------------------------
