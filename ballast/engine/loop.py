@@ -170,7 +170,7 @@ class Loop:
             self.operations.settle(outputs)
         lending = self.state.lending
         if not lending.alone and lending.borrower.wanted():
-            vacate(self.state, self.story)
+            vacate(self.state, self.story, self.preset.memory)
         self._proceed(outputs)
         if not lending.alone:
             lending.answer()

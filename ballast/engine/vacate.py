@@ -1,8 +1,8 @@
 """Move out of borrowed pages that are asked back, so that no request notices but by waiting.
 
-What is cached there goes; what is used is copied to pages of the device, for which cached prefixes
-make way; where there are none, requests are preempted. Blocks that a job in flight uses wait
-for its end.
+What is cached there goes; what is used is copied to pages of the device, for which makes way what
+the memory policy names; where that is nothing, or too little, requests are preempted. Blocks that a
+job in flight uses wait for its end.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 from ballast.core.actions import Preempt
 from ballast.core.request import Request
 from ballast.core.story import Story
+from ballast.engine.apply import apply
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
+from ballast.engine.views import device_view
+from ballast.policy.base import MemoryPolicy
 
 
-def vacate(state: DeviceState, story: Story) -> None:
+def vacate(state: DeviceState, story: Story, policy: MemoryPolicy) -> None:
     """As far as it goes now."""
     ranges = {id(m.kv.range): m for m in state.models.values()}
     slabs: dict[tuple[str, int], tuple[ModelState, int]] = {}
@@ -31,7 +34,7 @@ def vacate(state: DeviceState, story: Story) -> None:
             continue
         if m.kv.forsake(at):
             dropped += 1
-        elif m.kv.bring_home(at) or (_make_room(state, m) and m.kv.bring_home(at)):
+        elif m.kv.bring_home(at) or (_make_room(state, m, policy) and m.kv.bring_home(at)):
             home += 1
         else:
             home += _preempt(state, m, at, users, story)
@@ -56,18 +59,10 @@ def _preempt(
     return False
 
 
-def _make_room(state: DeviceState, m: ModelState) -> bool:
-    """Drop as many cached prefixes as a slab of `m` on the device's own pages takes the place of:
-    its own as far as its limit asks for that, then the longest unused models'. Where there are too
-    few, none is dropped; whether any was."""
+def _make_room(state: DeviceState, m: ModelState, policy: MemoryPolicy) -> bool:
+    """Have the policy make room for a slab of `m` on the device's own pages; whether it did."""
     wanted = m.kv.layout.slab_pages
-    own = m.kv.excess(wanted)
-    missing = max(own, wanted - state.pool.available(m.kv.owner))
-    others = sorted(state.models.values(), key=lambda o: (o.last_used, o.spec.name))
-    if own > m.kv.cached_pages or missing > sum(o.kv.cached_pages for o in others):
-        return False
-    missing -= m.kv.drop_cached(own)
-    for other in others:
-        if missing > 0:
-            missing -= other.kv.drop_cached(missing)
-    return True
+    own, missing = m.kv.excess(wanted), wanted - state.pool.available(m.kv.owner)
+    actions = policy.bring_home(device_view(state), m.spec.name, own, missing)
+    refusals = [apply(state, action, []) for action in actions]
+    return None in refusals

@@ -10,6 +10,7 @@ from ballast.core.actions import Action, Decision
 from ballast.core.compute import ComputeDecision, ComputeView
 from ballast.core.fleet import FleetDecision, FleetView
 from ballast.core.view import DeviceView
+from ballast.policy.home import caches_for
 from ballast.policy.requirements import Requirements
 from ballast.policy.stuck import last_resort
 from ballast.policy.ttl import Expiry, expire
@@ -41,6 +42,13 @@ class MemoryPolicy(ABC):
         """Let requests go on that lack memory, when no decision helps, nothing runs and nothing is
         on its way: `Recall` what is lent, or fail one (`Refuse`). Must not be empty."""
         return last_resort(view)
+
+    def bring_home(self, view: DeviceView, model: str, own: int, pages: int) -> Sequence[Action]:
+        """Make room for a slab of a model's KV that leaves pages borrowed from another device:
+        `own` pages of what the model itself holds, as its limit asks for, and as many more of
+        anybody's as make up `pages` (either may be negative). Where the answer does not suffice,
+        the youngest requests on that slab are preempted."""
+        return caches_for(view, model, own, pages)
 
 
 class ComputePolicy(ABC):
