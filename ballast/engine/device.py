@@ -287,6 +287,7 @@ class LiveDevice:
                 self.executors[name] = self.executors_of(self.hosts[name], m)
             except Exception as error:  # noqa: BLE001 - whatever it is, the others are served
                 self._compiling.forget(name)
+                self.state.unname(m)
                 self.state.strike(m)
                 self._refuse(name, error)
 
