@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import attrgetter
 
 from ballast.core.actions import Action, Promise
 from ballast.core.view import DeviceView
@@ -61,7 +62,7 @@ def cover(
     actions = Actions()
     promises: list[Promise] = []
     parts: dict[str, int] = {}
-    for claim in sorted(claims, key=_precedence):
+    for claim in sorted(claims, key=attrgetter("precedence")):
         if claim.grain:
             actions.take(_gather(view, claim, sources, budget))
             parts[claim.model] = pages = budget.use_part(claim)
@@ -80,12 +81,11 @@ def cover(
                 continue
             actions.take(chosen)
             needs = budget.needs(claim)
-        if claim.then is not None and needs <= budget.free:
-            promises += _promised(claim, budget.use(claim, needs))
+        there = needs <= budget.free
+        promises += _promised(claim, budget.use(claim, needs))
+        if there and claim.then is not None:
             actions.add(claim.then(needs))
             budget.bring(claim)
-        else:
-            promises += _promised(claim, budget.use(claim, needs))
     return Covered(budget, actions.final, tuple(promises), parts)
 
 
@@ -123,10 +123,6 @@ class Actions:
         if not self._last:
             return [action for _, action in self._actions]
         return [a for key, a in self._actions if key is None or a is self._last[key]]
-
-
-def _precedence(claim: Claim) -> tuple[object, ...]:
-    return claim.precedence
 
 
 def _promised(claim: Claim, pages: int) -> list[Promise]:

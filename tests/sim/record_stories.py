@@ -26,7 +26,6 @@ from ballast.policy.presets import resolve
 from ballast.sim.device import Profile, SimDevice
 from ballast.sim.lives import Life, read_lives
 from tests.sim import test_kvswap
-from tests.sim.neighbours import WAY
 from tests.sim.restless import layered_world, lending_world
 from tests.sim.scenarios import Ask, Model, Order, Scenario, Seeded, scenario
 from tests.sim.test_enough_memory import TURNS, world
@@ -126,13 +125,7 @@ class Lending:
 
     def record(self, path: Path) -> None:
         pair = Pair(self.seed, self.preset, path)
-        pair.go(3 * WAY)
-        while pair.now < pair.last + 1.0:
-            pair.act()
-            pair.go(pair.random.choice([0.01, 0.03, 0.1]))
-        while any(sim.open_requests for sim in pair.sims.values()):
-            pair.go(0.1)
-        pair.finish()
+        pair.play()
 
 
 @dataclass(frozen=True, slots=True)

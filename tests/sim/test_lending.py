@@ -72,6 +72,16 @@ class Pair(Neighbours):
         for m in state.models.values():
             self.seen["used"] += m.kv.borrowed_pages > 0
 
+    def play(self) -> None:
+        """Act at random as long as requests come, and on until all have ended."""
+        self.go(3 * WAY)
+        while self.now < self.last + 1.0:
+            self.act()
+            self.go(self.random.choice([0.01, 0.03, 0.1]))
+        while any(sim.open_requests for sim in self.sims.values()):
+            self.go(0.1)
+        self.finish()
+
     def act(self) -> None:
         lender = self.random.choice([NAMES[0], *NAMES])
         other = self.other(lender)
@@ -102,13 +112,7 @@ def test_books_agree_and_stories_replay(preset: str, tmp_path: Path) -> None:
     seen: Counter[str] = Counter()
     for seed in range(10):
         pair = Pair(seed, preset, tmp_path / f"{seed}")
-        pair.go(3 * WAY)
-        while pair.now < pair.last + 1.0:
-            pair.act()
-            pair.go(pair.random.choice([0.01, 0.03, 0.1]))
-        while any(sim.open_requests for sim in pair.sims.values()):
-            pair.go(0.1)
-        pair.finish()
+        pair.play()
         assert pair.ends.total() == pair.asked
         seen += pair.seen
         for life in read_lives(tmp_path / f"{seed}"):
