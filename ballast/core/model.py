@@ -93,6 +93,11 @@ class ModelSpec:
     base: str | None = None
     """Of an adapter in the eyes of a client (`served`): the model it stands on."""
 
+    def slo_of(self, adapter: int | None) -> Slo:
+        """Return the service level of its requests; `adapter`: of those for this one of its
+        adapters."""
+        return self.slo if adapter is None else self.adapters[adapter].slo
+
     @property
     def served(self) -> tuple[ModelSpec, ...]:
         """This model and each of its adapters, as clients see them: by name, level and limit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -143,6 +144,18 @@ class Order(NamedTuple):
     """Breaks ties, in the order in which the device heard of them."""
 
 
+def next_due(due: float, first: float | None, generated: int, pace: float) -> float:
+    """Return when a request's next token is due, in seconds on the device's clock: -inf where it
+    cannot keep its service level any more.
+
+    `due`: when its first token was due; `first`: when that came, None if it has not; `generated`:
+    tokens so far; `pace`: seconds per token after the first that its service level allows.
+    """
+    if first is None:
+        return due
+    return first + generated * pace if first <= due else -math.inf
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """The engine's book of one request. Only `ballast.engine` writes it.
@@ -212,6 +225,11 @@ class Request:
     @property
     def prompt_tokens(self) -> int:
         return len(self.submission.prompt)
+
+    @property
+    def last_at(self) -> float:
+        """When its last token came; before the first: when it arrived."""
+        return self.submission.arrival if self.last_token_at is None else self.last_token_at
 
     @property
     def output(self) -> list[int]:

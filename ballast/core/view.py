@@ -6,12 +6,13 @@ import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ballast.core.cost import StepCosts
 from ballast.core.model import ModelSpec
-from ballast.core.request import Order
+from ballast.core.request import Order, next_due
 from ballast.core.rotation import WHOLE, Rotation
+from ballast.core.traffic import Traffic
 
 T = TypeVar("T")
 
@@ -30,9 +31,8 @@ class Residency(enum.Enum):
     """Its weights could not be brought in; it serves nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestView:
-    """One request."""
+class RequestView(NamedTuple):
+    """One request. Times are in seconds on the device's clock."""
 
     id: str
     order: Order
@@ -42,8 +42,31 @@ class RequestView:
     pages: int
     """Pages that preempting it would free now (0 while waiting)."""
     in_flight: bool
-    blocks: int = 0
+    blocks: int
     """Blocks that preempting it would leave to its own model, on pages that others use too."""
+    generated: int
+    """Tokens of its output so far."""
+    max_tokens: int
+    """Most tokens that its output may have."""
+    due: float
+    """When its first token was, or is, due, by its service level: its adapter's, if it asks for
+    one."""
+    pace: float
+    """Seconds per output token after the first, on average, that its service level allows."""
+    first: float | None
+    """When its first token came; None: it has not."""
+    last: float
+    """When its last token came; before the first: when it arrived."""
+
+    @property
+    def left(self) -> int:
+        """Most tokens that it may still generate."""
+        return self.max_tokens - self.generated
+
+    @property
+    def next_due(self) -> float:
+        """When its next token is due: -inf where it cannot keep its service level any more."""
+        return next_due(self.due, self.first, self.generated, self.pace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +143,7 @@ class ModelView:
     idle_since: float | None = None
     """When its last request ended, or it became resident if that was later, in seconds; None: it
     is not resident, or has requests, paused ones included."""
+    traffic: Traffic = field(default_factory=Traffic)
     _derived: dict[Callable[[ModelView], Any], Any] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -135,6 +159,16 @@ class ModelView:
     @property
     def name(self) -> str:
         return self.spec.name
+
+    def arrival_rate(self, now: float) -> float:
+        """Return its requests per second, on average over about the last minute before `now`, a
+        time on the device's clock: `DeviceView.now`."""
+        return self.traffic.arrivals.per_second(now)
+
+    def expected_outputs(self, request: RequestView) -> int:
+        """Return how many tokens one of its requests is expected to generate from now on, at least
+        1."""
+        return self.traffic.expected_outputs(request.left)
 
     @property
     def idle(self) -> bool:

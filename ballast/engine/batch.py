@@ -70,9 +70,12 @@ class Batch(Sequence[Request]):
         request.computed = n
         self.version.n += 1
 
-    def extend(self, request: Request, token: int) -> None:
-        """A request has generated one more token."""
+    def extend(self, request: Request, token: int, at: float) -> None:
+        """A request has generated one more token, at a time on the device's clock."""
         request.tokens.append(token)
+        request.last_token_at = at
+        if request.first_token_at is None:
+            request.first_token_at = at
         self.version.n += 1
 
     def leave(self, request: Request) -> None:

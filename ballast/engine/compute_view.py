@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from itertools import chain, islice
 
 from ballast.core.compute import ComputeView, DecodeView, PromptView, Runnable, WorkView
-from ballast.core.request import Order, Request
+from ballast.core.request import Order, Request, next_due
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 
@@ -76,9 +75,9 @@ def _decode(m: ModelState, r: Request) -> DecodeView:
         r.order,
         r.submission.arrival + slo.ttft,
         r.first_token_at,
-        _last(r),
+        r.last_at,
         r.generated,
-        m.expected_outputs(r),
+        m.traffic.expected_outputs(r.submission.max_tokens - r.generated),
         slo.tpot,
         len(r.tokens),
     )
@@ -87,19 +86,12 @@ def _decode(m: ModelState, r: Request) -> DecodeView:
 def _prompt(m: ModelState, r: Request) -> PromptView:
     slo = m.slo(r)
     due = r.submission.arrival + slo.ttft
-    if r.first_token_at is not None:
-        kept = r.first_token_at <= due
-        due = r.first_token_at + r.generated * slo.tpot if kept else -math.inf
     return PromptView(
         r.order,
         len(r.tokens) - r.computed,
         r.computed,
-        due,
-        _last(r),
-        m.expected_outputs(r),
+        next_due(due, r.first_token_at, r.generated, slo.tpot),
+        r.last_at,
+        m.traffic.expected_outputs(r.submission.max_tokens - r.generated),
         slo.tpot,
     )
-
-
-def _last(r: Request) -> float:
-    return r.submission.arrival if r.last_token_at is None else r.last_token_at

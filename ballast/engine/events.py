@@ -66,6 +66,8 @@ def _arrival(state: DeviceState, event: Arrival) -> list[Output]:
     if seconds is not None and not s.resumed:
         state.patience.begin(request, seconds)
     m.last_used = s.arrival
+    if s.resumed is None:
+        m.traffic = m.traffic.arrived(s.arrival)
     state.asking = True
     return []
 

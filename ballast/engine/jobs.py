@@ -96,13 +96,11 @@ def _token(
     state: DeviceState, m: ModelState, request: Request, new: Sampled, now: float
 ) -> list[Output]:
     """One more token of a request's output; its last, perhaps."""
-    m.running.extend(request, new.token)
     queued = None
     if request.first_token_at is None:
-        request.first_token_at = now
         assert request.admitted_at is not None
         queued = request.admitted_at - request.submission.arrival
-    request.last_token_at = now
+    m.running.extend(request, new.token, now)
     n = request.generated
     told = TokenOut(request.id, new.token, n - 1, new.logprob, new.top, queued)
     reason = "stop" if new.ends else finish_reason(m, request.submission, new.token, n)
@@ -113,7 +111,7 @@ def _finished(state: DeviceState, m: ModelState, request: Request, reason: str) 
     m.prompt_tokens += request.prompt_tokens
     m.cached_tokens += request.cached_tokens
     m.output_tokens += request.generated - len(request.submission.resumed or ())
-    m.ended(request)
+    m.traffic = m.traffic.ended(request.prompt_tokens, request.generated)
     state.remember(m, request)
     told = Finished(
         request.id,

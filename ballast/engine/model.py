@@ -12,6 +12,7 @@ from ballast.core.report import STEP_BOUNDS
 from ballast.core.request import Request
 from ballast.core.rotation import Rotation
 from ballast.core.settings import Slo
+from ballast.core.traffic import Traffic
 from ballast.core.version import Version
 from ballast.core.view import ModelView, Residency, Shortage
 from ballast.engine.batch import Batch, Paused
@@ -21,9 +22,6 @@ from ballast.engine.waiting import Waiting
 from ballast.kv.blocks import KvCache
 from ballast.kv.swapper import KvSwapper
 from ballast.weights.residency import WeightsOnDevice
-
-OUTPUTS_WEIGHT = 0.05
-"""Of the request that ended last in `ModelState.mean_outputs`."""
 
 UNSEEN = frozenset(
     {
@@ -37,7 +35,6 @@ UNSEEN = frozenset(
         "activations",
         "evictions",
         "preemptions",
-        "mean_outputs",
         "prompt_tokens",
         "cached_tokens",
         "output_tokens",
@@ -89,8 +86,7 @@ class ModelState:
     decode_seconds: float | None = None
     """Of its last job that only decoded, without waiting for layers; below, of the last other."""
     prefill_seconds: float | None = None
-    mean_outputs: float | None = None
-    """Output tokens of a request, on average over those that ended lately; None: none has."""
+    traffic: Traffic = field(default_factory=Traffic)
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -174,20 +170,7 @@ class ModelState:
 
     def slo(self, r: Request) -> Slo:
         """Service level of a request: its adapter's, if it asks for one."""
-        return self.spec.slo if r.adapter is None else self.spec.adapters[r.adapter].slo
-
-    def expected_outputs(self, r: Request) -> int:
-        """Tokens that a request is expected to generate from now on, at least 1."""
-        allowed = r.submission.max_tokens - r.generated
-        if self.mean_outputs is not None:
-            allowed = min(allowed, round(self.mean_outputs))
-        return max(1, allowed)
-
-    def ended(self, r: Request) -> None:
-        """A request has ended with all of its output."""
-        n = float(r.generated)
-        before = n if self.mean_outputs is None else self.mean_outputs
-        self.mean_outputs = before + (n - before) * OUTPUTS_WEIGHT
+        return self.spec.slo_of(r.adapter)
 
     def phases(self) -> tuple[list[Request], list[Request]]:
         """Of `running`, those that decode, and those with prefill left."""

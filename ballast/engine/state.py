@@ -15,6 +15,7 @@ from ballast.core.job import SequenceWork
 from ballast.core.model import kv_room
 from ballast.core.request import Request, State
 from ballast.core.settings import DeviceSettings
+from ballast.core.traffic import Traffic
 from ballast.core.view import Residency
 from ballast.engine import swapping
 from ballast.engine.lanes import Lanes
@@ -63,6 +64,10 @@ class DeviceState:
         """What requests may ask for: models, and (base, index) of adapters."""
         self.shared: tuple[SharedSegment, ...] = ()
         """Segments that several models contain, or did."""
+        self.clock = clock
+        self.now = clock.now()
+        """Of the loop's present turn, or its last, as is the next: what a turn does follows from
+        them and its events, so that the story, which tells them all, replays to the same."""
         for m in models:
             self.enrol(m)
         self.pool = pool
@@ -75,10 +80,6 @@ class DeviceState:
         """Told when weights of a model are on their way."""
         self.grammars: GrammarStore | None = None
         """Compiles grammars; None: nobody samples here, so that grammars have no effect."""
-        self.clock = clock
-        self.now = clock.now()
-        """Of the loop's present turn, or its last, as is the next: what a turn does follows from
-        them and its events, so that the story, which tells them all, replays to the same."""
         self.link_bytes_per_second = link.bytes_per_second
         self.arena, self.graphs = arena, graphs
         self.requests: dict[str, Request] = {}
@@ -98,6 +99,7 @@ class DeviceState:
 
     def enrol(self, m: ModelState) -> None:
         """A model is of the device from now on."""
+        m.traffic = Traffic.since(self.now)
         self.models = {**self.models, m.spec.name: m}
         self.named[m.spec.name] = m, None
         for i, adapter in enumerate(m.spec.adapters):

@@ -59,7 +59,7 @@ def made_anew(m: ModelState) -> ModelView:
         limit=m.kv.limit,
         held=m.held,
         busy=m.job is not None,
-        waiting=m.waiting.snapshot(),
+        waiting=m.waiting.snapshot(m.spec),
         running=tuple(_request_view(m, r) for r in m.running),
         slab_pages=m.kv.layout.slab_pages,
         slab_blocks=m.kv.layout.blocks_per_slab,
@@ -80,6 +80,7 @@ def made_anew(m: ModelState) -> ModelView:
         first_cached_pages=_first_cached_pages(m),
         frozen=m.frozen,
         idle_since=m.idle_since,
+        traffic=m.traffic,
     )
 
 
@@ -112,4 +113,19 @@ def _now(m: ModelState, s: Shortage) -> Shortage:
 def _request_view(m: ModelState, r: Request) -> RequestView:
     leaves = r.in_flight and r in m.running.leaving
     pages, blocks = (0, 0) if leaves else m.kv.if_freed(r.blocks)
-    return RequestView(r.id, r.order, len(r.tokens), r.computed, pages, r.in_flight, blocks)
+    slo, submission = m.slo(r), r.submission
+    return RequestView(
+        r.id,
+        r.order,
+        len(r.tokens),
+        r.computed,
+        pages,
+        r.in_flight,
+        blocks,
+        r.generated,
+        submission.max_tokens,
+        submission.arrival + slo.ttft,
+        slo.tpot,
+        r.first_token_at,
+        r.last_at,
+    )

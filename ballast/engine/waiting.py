@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 
 from ballast.core.errors import BrokenPromise
+from ballast.core.model import ModelSpec
 from ballast.core.request import Order, Request
 from ballast.core.version import Version
 from ballast.core.view import RequestView
@@ -21,6 +22,8 @@ class Waiting:
         self.version = Version()
         """Grows with every change."""
         self._requests: list[Request] = []
+        self._spec: ModelSpec | None = None
+        """By which the views were made; None: there are none."""
         self._views: list[RequestView] = []
         self._snapshot: tuple[RequestView, ...] | None = ()
 
@@ -38,9 +41,9 @@ class Waiting:
     def add(self, request: Request) -> None:
         """Preempted requests go before later arrivals."""
         at = self._place(request.order)
-        view = RequestView(request.id, request.order, len(request.tokens), 0, 0, in_flight=False)
         self._requests.insert(at, request)
-        self._views.insert(at, view)
+        if self._spec is not None:
+            self._views.insert(at, _view(request, self._spec))
         self._snapshot = None
         self.version.n += 1
 
@@ -49,18 +52,41 @@ class Waiting:
         at = self._place(request.order)
         if self._requests[at : at + 1] != [request]:
             raise BrokenPromise(f"{request.id} is not waiting")
-        del self._requests[at], self._views[at]
+        del self._requests[at], self._views[at : at + 1]
         self._snapshot = None
         self.version.n += 1
 
-    def snapshot(self) -> tuple[RequestView, ...]:
-        """First come first; the same one until somebody comes or goes."""
+    def snapshot(self, spec: ModelSpec) -> tuple[RequestView, ...]:
+        """Return what policies see of them, first come first, by the service levels of `spec`: the
+        same tuple until a request comes or goes, or the spec is another one."""
+        if self._spec is not spec:
+            self._spec, self._snapshot = spec, None
+            self._views = [_view(r, spec) for r in self._requests]
         if self._snapshot is None:
             self._snapshot = tuple(self._views)
         return self._snapshot
 
     def _place(self, order: Order) -> int:
         return bisect_left(self._requests, order, key=_order)
+
+
+def _view(r: Request, spec: ModelSpec) -> RequestView:
+    slo = spec.slo_of(r.adapter)
+    return RequestView(
+        r.id,
+        r.order,
+        len(r.tokens),
+        computed=0,
+        pages=0,
+        in_flight=False,
+        blocks=0,
+        generated=r.generated,
+        max_tokens=r.submission.max_tokens,
+        due=r.submission.arrival + slo.ttft,
+        pace=slo.tpot,
+        first=r.first_token_at,
+        last=r.last_at,
+    )
 
 
 def _order(request: Request) -> Order:

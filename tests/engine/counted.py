@@ -35,7 +35,7 @@ def of_weights(weights: WeightsOnDevice) -> object:
 
 
 def of_batch(batch: Batch) -> object:
-    running = [(r.id, len(r.tokens), r.computed, r.in_flight) for r in batch]
+    running = [(r.id, len(r.tokens), r.computed, r.in_flight, r.last_at) for r in batch]
     return running, [r.id for r in batch.leaving]
 
 

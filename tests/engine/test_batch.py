@@ -37,8 +37,9 @@ def test_every_change_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     batch.end([first, second])
     assert not second.in_flight
     batch.compute(first, 2)
-    batch.extend(first, 7)
+    batch.extend(first, 7, 1.5)
     assert (first.computed, first.tokens) == (2, [1, 2, 7])
+    assert first.first_token_at == first.last_at == 1.5
     assert batch.left() == [first]
     assert batch.leaving == []
     batch.remove(first)

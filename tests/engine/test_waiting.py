@@ -13,12 +13,17 @@ from hypothesis import strategies as st
 from ballast.core.cost import UNMEASURED
 from ballast.core.errors import BrokenPromise
 from ballast.core.link import LinkRates
+from ballast.core.model import AdapterSpec
 from ballast.core.request import Order, Request, Submission
+from ballast.core.settings import Slo
 from ballast.core.view import RequestView
 from ballast.engine.waiting import Waiting
 from ballast.sim.device import Profile
 from ballast.sim.simulate import simulate
+from tests.policy import worlds
 from tests.sim.test_enough_memory import world
+
+SPEC = worlds.spec()
 
 
 def request(rank: int, arrival: float, sequence: int) -> Request:
@@ -40,9 +45,37 @@ def test_like_a_sorted_list(steps: list[tuple[bool, int, int]]) -> None:
             waiting.remove(plain.pop(arrival % len(plain)))
         assert list(waiting) == plain
         assert len(waiting) == len(plain)
-        seen = [(v.id, v.order, v.tokens, v.computed, v.pages) for v in waiting.snapshot()]
+        seen = [(v.id, v.order, v.tokens, v.computed, v.pages) for v in waiting.snapshot(SPEC)]
         assert seen == [(r.id, r.order, len(r.tokens), 0, 0) for r in plain]
-        assert waiting.snapshot() is waiting.snapshot()
+        assert waiting.snapshot(SPEC) is waiting.snapshot(SPEC)
+
+
+def test_deadlines_follow_the_spec_and_the_adapter() -> None:
+    """Whenever a request came, its deadlines are those of the spec that the snapshot is made by."""
+    tuned = AdapterSpec(name="tuned", fingerprint="1", rank=1, slo=Slo(ttft=5.0, tpot=0.5))
+    spec = replace(SPEC, slo=Slo(ttft=1.0, tpot=0.25), adapters=(tuned,))
+    hasty = replace(spec, slo=Slo(ttft=0.5, tpot=0.125))
+    waiting, own, adapted = Waiting(), request(0, 2.0, 1), request(0, 3.0, 2)
+    own.submission = replace(own.submission, arrival=2.0)
+    adapted.submission = replace(adapted.submission, arrival=3.0)
+    adapted.adapter = 0
+    waiting.add(own)
+    assert [(v.due, v.pace) for v in waiting.snapshot(spec)] == [(3.0, 0.25)]
+    waiting.add(adapted)
+    assert [(v.due, v.pace) for v in waiting.snapshot(spec)] == [(3.0, 0.25), (8.0, 0.5)]
+    assert [(v.due, v.pace) for v in waiting.snapshot(hasty)] == [(2.5, 0.125), (8.0, 0.5)]
+    own.first_token_at = own.last_token_at = 2.25
+    own.tokens += [7, 8]
+    waiting.remove(own)
+    waiting.add(own)
+    seen = waiting.snapshot(hasty)[0]
+    assert (seen.generated, seen.max_tokens, seen.left) == (2, 4, 2)
+    assert (seen.first, seen.last, seen.next_due) == (2.25, 2.25, 2.5)
+    late = waiting.snapshot(replace(spec, slo=Slo(ttft=0.125, tpot=0.25)))[0]
+    assert late.next_due == float("-inf")
+    waiting.remove(own)
+    waiting.remove(adapted)
+    assert waiting.snapshot(spec) == ()
 
 
 def test_who_does_not_wait_cannot_go() -> None:

@@ -53,9 +53,26 @@ def request(
     blocks: int = 0,
     tokens: int = 32,
     flying: bool = False,
+    generated: int = 0,
+    max_tokens: int = 512,
 ) -> RequestView:
-    order = Order(0, arrival, sequence)
-    return RequestView(f"r{sequence}", order, tokens, tokens - 1, pages, flying, blocks)
+    """A request that has its first token in time if it has any."""
+    slo = spec().slo
+    return RequestView(
+        f"r{sequence}",
+        Order(0, arrival, sequence),
+        tokens,
+        tokens - 1,
+        pages,
+        flying,
+        blocks,
+        generated,
+        max_tokens,
+        due=arrival + slo.ttft,
+        pace=slo.tpot,
+        first=arrival if generated else None,
+        last=arrival,
+    )
 
 
 def model(
