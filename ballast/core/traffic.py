@@ -66,7 +66,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class TrafficStats:
     """Arrivals and lengths of the requests of one model, its adapters' included."""
 
     arrivals: Arrivals = field(default_factory=Arrivals)
@@ -77,17 +77,19 @@ class Traffic:
     outputs: Lengths = field(default_factory=Lengths)
 
     @classmethod
-    def since(cls, now: float) -> Traffic:
+    def since(cls, now: float) -> TrafficStats:
         """Nothing has been seen yet; counting begins."""
         return cls(Arrivals(0.0, now, now))
 
-    def arrived(self, at: float) -> Traffic:
+    def arrived(self, at: float) -> TrafficStats:
         """One more request arrived."""
-        return Traffic(self.arrivals.and_one(at), self.prompts, self.outputs)
+        return TrafficStats(self.arrivals.and_one(at), self.prompts, self.outputs)
 
-    def ended(self, prompt: int, output: int) -> Traffic:
+    def ended(self, prompt: int, output: int) -> TrafficStats:
         """One more request has ended, of so many tokens."""
-        return Traffic(self.arrivals, self.prompts.and_one(prompt), self.outputs.and_one(output))
+        return TrafficStats(
+            self.arrivals, self.prompts.and_one(prompt), self.outputs.and_one(output)
+        )
 
     def expected_outputs(self, left: int) -> int:
         """Return how many tokens a request is expected to generate from now on, at least 1, where

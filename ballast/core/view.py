@@ -12,7 +12,7 @@ from ballast.core.cost import StepCosts
 from ballast.core.model import ModelSpec
 from ballast.core.request import Order, next_due
 from ballast.core.rotation import WHOLE, Rotation
-from ballast.core.traffic import Traffic
+from ballast.core.traffic import TrafficStats
 
 T = TypeVar("T")
 
@@ -143,7 +143,7 @@ class ModelView:
     idle_since: float | None = None
     """When its last request ended, or it became resident if that was later, in seconds; None: it
     is not resident, or has requests, paused ones included."""
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: TrafficStats = field(default_factory=TrafficStats)
     _derived: dict[Callable[[ModelView], Any], Any] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -234,6 +234,8 @@ class DeviceView:
     """Pages set aside for layers that stop rotating. Those set aside by the policy's own promises
     are not among them: it states these anew."""
     link_bytes_per_second: float
+    """To the device, of a copy that has the link to itself: as the link is paced, else as measured
+    on copies so far. Beside others a copy gets a part of that (`ballast.core.link`)."""
     models: tuple[ModelView, ...]
     """In the fleet's order."""
     shortages: tuple[Shortage, ...] = ()
@@ -243,6 +245,14 @@ class DeviceView:
     """(device, pages) lent to other devices and not recalled."""
     recalled: int = 0
     """Pages recalled from other devices that have not been returned."""
+    activation_bytes_per_second: float | None = None
+    """At which the last activations brought weights, from their order to the moment when they were
+    there, waits for other activations left out; None: none has ended."""
+
+    @property
+    def weights_bytes_per_second(self) -> float:
+        """At which an activation may be expected to bring weights."""
+        return self.activation_bytes_per_second or self.link_bytes_per_second
 
     @property
     def coming(self) -> int:

@@ -58,6 +58,7 @@ def _activate(state: DeviceState, a: Activate) -> Refusal:
         state.asking = True
     else:
         m.life.activate(transfer)
+        state.activation_rate.begin(transfer, state.now)
         state.activating(a.model)
     return None
 

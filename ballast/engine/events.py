@@ -108,14 +108,17 @@ def _grammar_ready(state: DeviceState, event: GrammarReady) -> list[Output]:
 
 def _transfer_done(state: DeviceState, event: TransferDone) -> list[Output]:
     m = next(m for m in state.models.values() if m.life.transfer_id == event.transfer_id)
+    failed = event.error is not None
+    state.activation_rate.end(event.transfer_id, event.n_bytes, state.now, failed=failed)
     state.asking = True
-    if event.error is None:
+    if not failed:
         if m.weights.landed():
             m.life.land(state.now)
         else:
             transfer = state.next_transfer()
             m.life.refill(transfer)
             m.weights.fill(transfer)
+            state.activation_rate.begin(transfer, state.now)
         return []
     m.weights.evict()
     m.life.fail()

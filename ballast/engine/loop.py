@@ -13,7 +13,7 @@ from ballast.core.event import Event, Operate, Output, Timer
 from ballast.core.job import Job, SequenceWork
 from ballast.core.request import Request, State
 from ballast.core.story import Story
-from ballast.core.traffic import Traffic
+from ballast.core.traffic import TrafficStats
 from ballast.core.view import DeviceView
 from ballast.engine.apply import apply
 from ballast.engine.compute_view import compute_view, could_run, runnable
@@ -104,7 +104,7 @@ class Loop:
         self.state.now = now = self.clock.now()
         self.state.link_bytes_per_second = self.state.link.bytes_per_second
         for m in self.state.models.values():
-            m.traffic = Traffic.since(now)
+            m.traffic = TrafficStats.since(now)
         if self.story.whole:
             self.story.begins(now, snapshot(self.state, self.preset, self.story))
         outputs: list[Output] = []

@@ -12,7 +12,7 @@ from ballast.core.report import STEP_BOUNDS
 from ballast.core.request import Request
 from ballast.core.rotation import Rotation
 from ballast.core.settings import Slo
-from ballast.core.traffic import Traffic
+from ballast.core.traffic import TrafficStats
 from ballast.core.version import Version
 from ballast.core.view import ModelView, Residency, Shortage
 from ballast.engine.batch import Batch, Paused
@@ -86,7 +86,7 @@ class ModelState:
     decode_seconds: float | None = None
     """Of its last job that only decoded, without waiting for layers; below, of the last other."""
     prefill_seconds: float | None = None
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: TrafficStats = field(default_factory=TrafficStats)
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0

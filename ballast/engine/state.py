@@ -15,9 +15,10 @@ from ballast.core.job import SequenceWork
 from ballast.core.model import kv_room
 from ballast.core.request import Request, State
 from ballast.core.settings import DeviceSettings
-from ballast.core.traffic import Traffic
+from ballast.core.traffic import TrafficStats
 from ballast.core.view import Residency
 from ballast.engine import swapping
+from ballast.engine.activation_rate import ActivationRate
 from ballast.engine.lanes import Lanes
 from ballast.engine.lending import Lending
 from ballast.engine.model import ModelState
@@ -81,6 +82,7 @@ class DeviceState:
         self.grammars: GrammarStore | None = None
         """Compiles grammars; None: nobody samples here, so that grammars have no effect."""
         self.link_bytes_per_second = link.bytes_per_second
+        self.activation_rate = ActivationRate()
         self.arena, self.graphs = arena, graphs
         self.requests: dict[str, Request] = {}
         self.patience = Patience(self.requests)
@@ -99,7 +101,7 @@ class DeviceState:
 
     def enrol(self, m: ModelState) -> None:
         """A model is of the device from now on."""
-        m.traffic = Traffic.since(self.now)
+        m.traffic = TrafficStats.since(self.now)
         self.models = {**self.models, m.spec.name: m}
         self.named[m.spec.name] = m, None
         for i, adapter in enumerate(m.spec.adapters):

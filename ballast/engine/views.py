@@ -40,6 +40,7 @@ def device_view(state: DeviceState) -> DeviceView:
         borrowed=state.lending.borrower.unused,
         lent=state.lending.standing(),
         recalled=state.lending.recalled,
+        activation_bytes_per_second=state.activation_rate.bytes_per_second,
     )
 
 

@@ -26,7 +26,7 @@ REUSE = 0.05
 
 def reload_seconds(view: DeviceView, m: ModelView) -> float:
     """To copy a model's weights from the host again; of shared segments, its part."""
-    return copy_seconds(round(m.fair_pages * view.page_bytes), view.link_bytes_per_second)
+    return copy_seconds(round(m.fair_pages * view.page_bytes), view.weights_bytes_per_second)
 
 
 def _undoing_seconds(view: DeviceView, m: ModelView) -> float:

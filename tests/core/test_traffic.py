@@ -14,7 +14,7 @@ from ballast.core.traffic import (
     WINDOW,
     Arrivals,
     Lengths,
-    Traffic,
+    TrafficStats,
 )
 
 times = st.lists(st.floats(0, 1000), max_size=30)
@@ -22,7 +22,7 @@ times = st.lists(st.floats(0, 1000), max_size=30)
 
 @given(times, st.floats(0, 500))
 def test_a_rate_is_decayed_arrivals_over_decayed_time(ats: list[float], later: float) -> None:
-    seen = Traffic.since(0.0)
+    seen = TrafficStats.since(0.0)
     for at in ats:
         seen = seen.arrived(at)
     now = max(ats, default=0.0) + later
@@ -33,7 +33,7 @@ def test_a_rate_is_decayed_arrivals_over_decayed_time(ats: list[float], later: f
 
 @pytest.mark.parametrize("seconds", [5, 60, 600])
 def test_a_steady_rate_is_found_early_and_late(seconds: int) -> None:
-    seen = Traffic.since(100.0)
+    seen = TrafficStats.since(100.0)
     for i in range(4 * seconds):
         seen = seen.arrived(100.0 + (i + 0.5) / 4)
     assert seen.arrivals.per_second(100.0 + seconds) == pytest.approx(4.0, rel=1e-3)
@@ -47,7 +47,7 @@ def test_a_rate_falls_while_nothing_arrives() -> None:
 
 
 def test_the_first_arrival_is_no_burst() -> None:
-    assert Traffic.since(3.0).arrived(3.0).arrivals.per_second(3.0) == 1 / LEAST_SECONDS
+    assert TrafficStats.since(3.0).arrived(3.0).arrivals.per_second(3.0) == 1 / LEAST_SECONDS
 
 
 @given(st.lists(st.integers(0, 4000), min_size=1, max_size=40))
@@ -67,10 +67,10 @@ def test_lengths_are_weighted_averages(lengths: list[int]) -> None:
 
 
 def test_what_is_left_is_expected_until_requests_have_ended() -> None:
-    seen = Traffic()
+    seen = TrafficStats()
     assert seen.expected_outputs(300) == 300
     seen = seen.ended(prompt=50, output=40)
     assert (seen.prompts.mean, seen.outputs.mean) == (50.0, 40.0)
     assert [seen.expected_outputs(left) for left in (300, 40, 7, 0)] == [40, 40, 7, 1]
-    nothing = Traffic().ended(prompt=50, output=0)
+    nothing = TrafficStats().ended(prompt=50, output=0)
     assert nothing.expected_outputs(300) == 1

@@ -12,7 +12,7 @@ from ballast.core.link import LinkRates
 from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import Slo
-from ballast.core.traffic import Traffic
+from ballast.core.traffic import TrafficStats
 from ballast.core.view import RequestView
 from ballast.engine.state import DeviceState
 from ballast.engine.views import device_view
@@ -65,7 +65,7 @@ class World:
             self.check(r)
             self.seen += 1
         came = [s.arrival for s in self.sent.values() if s.arrival <= now and s.resumed is None]
-        traffic = Traffic.since(0.0)
+        traffic = TrafficStats.since(0.0)
         for at in came:
             traffic = traffic.arrived(at)
         assert m.arrival_rate(now) == pytest.approx(traffic.arrivals.per_second(now))
