@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-from ballast.core.request import Request
 from ballast.core.units import ceil_div
 from ballast.core.view import (
     DeviceView,
@@ -36,7 +36,7 @@ def device_view(state: DeviceState) -> DeviceView:
         promised=state.pool.promised - state.promises.pages,
         link_bytes_per_second=state.link_bytes_per_second,
         models=tuple(m.view for m in models),
-        shortages=tuple(_now(m, s) for m in models for s in m.shortages),
+        shortages=tuple(s for m in models if m.shortages for s in _shortages(m)),
         borrowed=state.lending.borrower.unused,
         lent=state.lending.standing(),
         recalled=state.lending.recalled,
@@ -61,7 +61,7 @@ def made_anew(m: ModelState) -> ModelView:
         held=m.held,
         busy=m.job is not None,
         waiting=m.waiting.snapshot(m.spec),
-        running=tuple(_request_view(m, r) for r in m.running),
+        running=tuple(_running(m)),
         slab_pages=m.kv.layout.slab_pages,
         slab_blocks=m.kv.layout.blocks_per_slab,
         first_pages=first,
@@ -105,28 +105,36 @@ def _first_cached_pages(m: ModelState) -> int:
     return m.kv.prefix_pages(*m.waiting.first.prefix)
 
 
-def _now(m: ModelState, s: Shortage) -> Shortage:
-    """A shortage when some of what the request lacked may have come back, on pages in use."""
-    blocks = max(0, s.wanted - m.kv.at_hand)
-    return s if blocks == s.blocks else replace(s, pages=m.kv.pages_for(s.wanted), blocks=blocks)
+def _shortages(m: ModelState) -> Iterator[Shortage]:
+    """Its shortages now that some of what the requests lacked may have come back, on pages in
+    use."""
+    at_hand = m.kv.at_hand
+    for s in m.shortages:
+        blocks = max(0, s.wanted - at_hand)
+        same = blocks == s.blocks
+        yield s if same else replace(s, pages=m.kv.pages_for(s.wanted), blocks=blocks)
 
 
-def _request_view(m: ModelState, r: Request) -> RequestView:
-    leaves = r.in_flight and r in m.running.leaving
-    pages, blocks = (0, 0) if leaves else m.kv.if_freed(r.blocks)
-    slo, submission = m.slo(r), r.submission
-    return RequestView(
-        r.id,
-        r.order,
-        len(r.tokens),
-        r.computed,
-        pages,
-        r.in_flight,
-        blocks,
-        r.generated,
-        submission.max_tokens,
-        submission.arrival + slo.ttft,
-        slo.tpot,
-        r.first_token_at,
-        r.last_at,
-    )
+def _running(m: ModelState) -> Iterator[RequestView]:
+    """What policies see of the running requests, of whom there may be hundreds."""
+    if_freed, leaving, slo_of = m.kv.if_freed, m.running.leaving, m.spec.slo_of
+    for r in m.running:
+        leaves = r.in_flight and r in leaving
+        pages, blocks = (0, 0) if leaves else if_freed(r.blocks)
+        submission, n, last, slo = r.submission, len(r.tokens), r.last_token_at, slo_of(r.adapter)
+        arrival = submission.arrival
+        yield RequestView(
+            submission.id,
+            r.order,
+            n,
+            r.computed,
+            pages,
+            r.in_flight,
+            blocks,
+            n - len(submission.prompt),
+            submission.max_tokens,
+            arrival + slo.ttft,
+            slo.tpot,
+            r.first_token_at,
+            arrival if last is None else last,
+        )

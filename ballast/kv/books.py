@@ -190,8 +190,12 @@ class BlockBooks:
         if self._size == 1:
             n = sum(b in self._backing.abroad for b in blocks) if self._backing.abroad else 0
             return (len(blocks) - n) * self.layout.slab_pages, n
-        of, emptied, stay = self._slabs.of, 0, 0
-        for index, n in Counter(map(self._size.__rfloordiv__, blocks)).items():
+        size, of, emptied, stay = self._size, self._slabs.of, 0, 0
+        counts: dict[int, int] = {}  # a Counter takes longer for tables of usual lengths
+        for block in blocks:
+            index = block // size
+            counts[index] = counts.get(index, 0) + 1
+        for index, n in counts.items():
             if of[index].used == n and index not in self._backing.abroad:
                 emptied += 1
             else:
