@@ -93,6 +93,21 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
+class Reorder:
+    """Give waiting requests of a model another place in its queue: among requests of one priority
+    those with a lower `place` are admitted first, and of one place those that arrived first.
+
+    A place is 0 unless given. Who may undo whose work does not depend on it.
+    """
+
+    model: str
+    requests: tuple[str, ...]
+    """Their ids."""
+    place: int
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Refuse:
     """Fail a waiting request that this policy will never serve."""
 
@@ -143,7 +158,17 @@ class Recall:
 
 
 ModelAction = (
-    Activate | Evict | Preempt | DropCache | Compact | Limit | Hold | Refuse | Remap | SwapKv
+    Activate
+    | Evict
+    | Preempt
+    | DropCache
+    | Compact
+    | Limit
+    | Hold
+    | Reorder
+    | Refuse
+    | Remap
+    | SwapKv
 )
 Action = ModelAction | Recall
 

@@ -173,6 +173,8 @@ class Request:
     """Index into the model's adapters."""
     salt: str = ""
     """What keeps its cached prefixes apart from those of other adapters and tenants."""
+    place: int = 0
+    """In its model's queue (`ballast.core.actions.Reorder`)."""
     state: State = State.WAITING
     computed: int = 0
     blocks: list[int] = field(default_factory=list)

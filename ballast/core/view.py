@@ -57,6 +57,8 @@ class RequestView(NamedTuple):
     """When its first token came; None: it has not."""
     last: float
     """When its last token came; before the first: when it arrived."""
+    place: int = 0
+    """In its model's queue (`ballast.core.actions.Reorder`)."""
 
     @property
     def left(self) -> int:
@@ -100,7 +102,7 @@ class ModelView:
     busy: bool
     """A job of this model is in flight."""
     waiting: tuple[RequestView, ...]
-    """First come first."""
+    """In the order in which they are admitted: by priority, place, arrival."""
     running: tuple[RequestView, ...]
     """First come first."""
     slab_pages: int

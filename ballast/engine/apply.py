@@ -17,6 +17,7 @@ from ballast.core.actions import (
     Recall,
     Refuse,
     Remap,
+    Reorder,
     SwapKv,
 )
 from ballast.core.event import Output
@@ -114,6 +115,17 @@ def _hold(state: DeviceState, a: Hold) -> Refusal:
     return None
 
 
+def _reorder(state: DeviceState, a: Reorder) -> Refusal:
+    m = state.models[a.model]
+    requests = [state.requests.get(name) for name in a.requests]
+    waiting = [r for r in requests if r is not None and r.state is State.WAITING]
+    if len(waiting) < len(requests):
+        return "not all of these requests wait"
+    for r in waiting:
+        m.waiting.move(r, a.place)
+    return None
+
+
 def _remap(state: DeviceState, a: Remap) -> Refusal:
     m = state.models[a.model]
     if m.residency is not Residency.RESIDENT:
@@ -156,6 +168,7 @@ _HANDLERS: dict[type, Callable[[DeviceState, Any], Refusal]] = {
     Compact: _compact,
     Limit: _limit,
     Hold: _hold,
+    Reorder: _reorder,
     Remap: _remap,
     SwapKv: _swap_kv,
 }

@@ -79,6 +79,10 @@ class Loop:
         self._turn: object = None
         """What the compute policy remembers."""
         self._memo: object = None
+        self._admission_memo: object = None
+        """What the admission policy remembers."""
+        self._reorder_at: float | None = None
+        """When the admission policy wished to be asked again: no remedy where all are stuck."""
         self._wake_at: float | None = None
         """When the policy wished to be asked again."""
         self._expires_at: float | None = None
@@ -127,7 +131,13 @@ class Loop:
     def until(self) -> float | None:
         """When it turns next, on its clock, if no event comes before."""
         state = self.state
-        return _earliest(self._wake_at, self._expires_at, state.patience.next, state.lending.next)
+        return _earliest(
+            self._wake_at,
+            self._reorder_at,
+            self._expires_at,
+            state.patience.next,
+            state.lending.next,
+        )
 
     def leapt(self, job: Job, following: ModelState, steps: int) -> None:
         """In virtual time: `job` and those after it, `steps` in all, have ended. They only decoded;
@@ -213,6 +223,9 @@ class Loop:
         expired = self._expire(view, outputs)
         if expired:
             view = device_view(self.state)
+        reordered = self._reorder(view, outputs)
+        if reordered:
+            view = device_view(self.state)
         self.state.asking = False
         decision = self.preset.memory(view, self._memo)
         self._memo = decision.memo
@@ -220,7 +233,7 @@ class Loop:
         self._wake_at = decision.wake_at if later else None
         before = self.state.promises.stated
         self.state.promises.withdraw()
-        done = expired
+        done = expired or reordered
         for action in decision.actions:
             refused = apply(self.state, action, outputs)
             self.story.decision(view.now, action, refused)
@@ -231,6 +244,15 @@ class Loop:
             self.story.promises(view.now, self.state.promises.stated)
             return True
         return done
+
+    def _reorder(self, view: DeviceView, outputs: list[Output]) -> bool:
+        """Have the admission policy order queues; whether it has changed any."""
+        decision = self.preset.admission(view, self._admission_memo)
+        self._admission_memo, self._reorder_at = decision.memo, decision.wake_at
+        for action in decision.actions:
+            refused = apply(self.state, action, outputs)
+            self.story.decision(view.now, action, refused, by="admission")
+        return bool(decision.actions)
 
     def _expire(self, view: DeviceView, outputs: list[Output]) -> bool:
         """Evict models whose time to live is over, before the policy is asked; whether there were

@@ -13,7 +13,8 @@ from ballast.core.view import RequestView
 
 
 class Waiting:
-    """Sorted by `Request.order`; what does not change while a request waits is kept with it.
+    """Sorted by priority, place in the queue and arrival; what does not change while a request
+    waits is kept with it.
 
     Python's own work for one that comes or goes does not grow with their number.
     """
@@ -35,12 +36,12 @@ class Waiting:
 
     @property
     def first(self) -> Request:
-        """Who comes first; there must be one."""
+        """The request that is admitted next; there must be one."""
         return self._requests[0]
 
     def add(self, request: Request) -> None:
-        """Preempted requests go before later arrivals."""
-        at = self._place(request.order)
+        """Take a request in; preempted ones go before later arrivals of the same place."""
+        at = self._index(request)
         self._requests.insert(at, request)
         if self._spec is not None:
             self._views.insert(at, _view(request, self._spec))
@@ -49,7 +50,7 @@ class Waiting:
 
     def remove(self, request: Request) -> None:
         """Raises BrokenPromise if it does not wait here."""
-        at = self._place(request.order)
+        at = self._index(request)
         if self._requests[at : at + 1] != [request]:
             raise BrokenPromise(f"{request.id} is not waiting")
         del self._requests[at], self._views[at : at + 1]
@@ -57,7 +58,7 @@ class Waiting:
         self.version.n += 1
 
     def snapshot(self, spec: ModelSpec) -> tuple[RequestView, ...]:
-        """Return what policies see of them, first come first, by the service levels of `spec`: the
+        """Return what policies see of them, in this order, by the service levels of `spec`: the
         same tuple until a request comes or goes, or the spec is another one."""
         if self._spec is not spec:
             self._spec, self._snapshot = spec, None
@@ -66,8 +67,14 @@ class Waiting:
             self._snapshot = tuple(self._views)
         return self._snapshot
 
-    def _place(self, order: Order) -> int:
-        return bisect_left(self._requests, order, key=_order)
+    def move(self, request: Request, place: int) -> None:
+        """Give a request that waits here another place. Raises BrokenPromise if it does not."""
+        self.remove(request)
+        request.place = place
+        self.add(request)
+
+    def _index(self, request: Request) -> int:
+        return bisect_left(self._requests, _key(request), key=_key)
 
 
 def _view(r: Request, spec: ModelSpec) -> RequestView:
@@ -86,8 +93,9 @@ def _view(r: Request, spec: ModelSpec) -> RequestView:
         pace=slo.tpot,
         first=r.first_token_at,
         last=r.last_at,
+        place=r.place,
     )
 
 
-def _order(request: Request) -> Order:
-    return request.order
+def _key(request: Request) -> tuple[int, int, Order]:
+    return request.order.rank, request.place, request.order

@@ -9,14 +9,13 @@ from ballast.core.view import DeviceView
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.claims import activation_claims, earliest, shortage_claims
 from ballast.policy.cover import cover
+from ballast.policy.fair import Sharing, share_out
 from ballast.policy.offers import (
     cached_prefixes,
     idle_models,
     lent_pages,
     loose_blocks,
     own_prefix,
-    younger_models,
-    younger_requests,
 )
 
 
@@ -33,8 +32,11 @@ class Balloon(MemoryPolicy):
 
     patience: float = 0.5
     by_price: float = 0
+    fair_shares: float = 1
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
+        sharing = share_out(view) if self.fair_shares else Sharing(view)
+        view = sharing.view
         absent, wake_absent = activation_claims(view, self.patience)
         short, wake_short = shortage_claims(view, self.patience)
         sources = [
@@ -42,10 +44,12 @@ class Balloon(MemoryPolicy):
             loose_blocks,
             idle_models,
             lent_pages,
-            younger_requests,
+            sharing.younger,
             younger_models,
             own_prefix,
         ]
-        covered = cover(view, [*absent, *short], sources, by_price=bool(self.by_price))
+        covered = cover(
+            view, [*absent, *sharing.claims(short)], sources, by_price=bool(self.by_price)
+        )
         wake = earliest(wake_absent, wake_short)
-        return Decision(tuple(covered.actions), memo, wake, covered.promises)
+        return Decision((*sharing.holds, *covered.actions), memo, wake, covered.promises)

@@ -51,6 +51,17 @@ class MemoryPolicy(ABC):
         return caches_for(view, model, own, pages)
 
 
+class AdmissionPolicy(ABC):
+    """In which order waiting requests are admitted. That is not who comes first where work is
+    undone: precedence stays with `Order`. Equal views and memos give equal decisions."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __call__(self, view: DeviceView, memo: object) -> Decision:
+        """Reorder queues (`Reorder`). Asked before the memory policy, which sees the new order."""
+
+
 class ComputePolicy(ABC):
     """Which model's job runs next on an idle lane. Equal views and memos give equal decisions."""
 

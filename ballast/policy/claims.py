@@ -83,15 +83,27 @@ def shortage_claims(view: DeviceView, patience: float) -> tuple[list[Claim], flo
     for s in short:
         m = view.model(s.model)
         r = m.derived(_running_by_id).get(s.request_id)
-        urgent = r is not None
-        if r is None and m.waiting and m.waiting[0].id == s.request_id:
+        waits = r is None
+        urgent = not waits
+        if waits and m.waiting and m.waiting[0].id == s.request_id:
             r = m.waiting[0]
             urgent, overdue_at = _overdue(view, m, r.order, patience)
             wake = earliest(wake, overdue_at)
         if r is not None:
             due = 0.0 if urgent else _due(m, r.order)
             gain = math.inf if urgent else _gain(view, m, overdue_at)
-            claims.append(Claim(m.name, r.order, s.pages, urgent, s.blocks, due=due, gain=gain))
+            claims.append(
+                Claim(
+                    m.name,
+                    r.order,
+                    s.pages,
+                    urgent,
+                    s.blocks,
+                    due=due,
+                    gain=gain,
+                    admission=waits,
+                )
+            )
     return claims, wake
 
 

@@ -171,8 +171,13 @@ class Deadline(ComputePolicy):
         due, pace, steps = math.inf, math.inf, 1
         for d in decodes:
             if self._keeps(now, d, seconds):
-                due = min(due, self._next_due(d))
-                pace = min(pace, d.pace, self.longest_wait)
+                next_due, its_pace = self._next_due(d), min(d.pace, self.longest_wait)
+                if d.first is not None and next_due < now + seconds:
+                    # Behind its pace, for want of memory maybe: it catches up by its last token.
+                    its_pace = min(its_pace, (_last_due(d) - now) / d.outputs)
+                    next_due = now + its_pace
+                due = min(due, next_due)
+                pace = min(pace, its_pace)
                 steps = max(steps, d.outputs)
         task = None if due == math.inf else Task(due - now, seconds, pace, steps)
         return _Batch(work, seconds, task, min(d.last for d in decodes))
@@ -191,9 +196,7 @@ class Deadline(ComputePolicy):
         """Whether a request keeps its level if it decodes without a pause from now on."""
         if d.first is None:
             return now + step <= self._next_due(d)
-        return d.first <= d.due and now + d.outputs * step <= d.first + d.pace * (
-            d.generated + d.outputs - 1
-        )
+        return d.first <= d.due and now + d.outputs * step <= _last_due(d)
 
     def _next_due(self, d: DecodeView) -> float:
         due = d.due if d.first is None else d.first + d.generated * d.pace
@@ -364,6 +367,12 @@ class Deadline(ComputePolicy):
         return work.costs.of(
             Load(tokens, chunks, pairs, len(decodes), sum(d.context for d in decodes))
         )
+
+
+def _last_due(d: DecodeView) -> float:
+    """When the last token of an answer that has begun is due, as long as that is expected to be."""
+    assert d.first is not None, "its first token has come"
+    return d.first + d.pace * (d.generated + d.outputs - 1)
 
 
 def prefill_seconds(work: WorkView, p: PromptView, step_tokens: int) -> float:

@@ -17,6 +17,7 @@ from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.claims import activation_claims, earliest, kv_claims
 from ballast.policy.cover import cover
+from ballast.policy.fair import Sharing, share_out
 from ballast.policy.market import Claim, Offer, Source
 from ballast.policy.offers import (
     cached_prefixes,
@@ -24,7 +25,6 @@ from ballast.policy.offers import (
     loose_blocks,
     own_prefix,
     own_younger_requests,
-    younger_requests,
 )
 from ballast.policy.recompute import PATIENCE, Standing, hold, pooled, served, stand, turns_of
 from ballast.policy.requirements import Requirements
@@ -68,6 +68,7 @@ class KvSwap(MemoryPolicy):
     reserve: float = 0.1
     mixed: float = 0.43
     by_price: float = 0
+    fair_shares: float = 1
 
     @property
     def requires(self) -> Requirements:
@@ -78,6 +79,9 @@ class KvSwap(MemoryPolicy):
         turns = turns_of(self.temporal, self.quantum, self.preemptive)
         standing, actions = stand(view, before, pooled if self.pooled else shares, turns)
         whole, view = view, served(view, standing, turns)
+        fair = bool(self.fair_shares and self.pooled and turns is None)
+        sharing = share_out(view) if fair else Sharing(view)
+        view = sharing.view
         turning = {m.name for m in view.models if m.kv_turning}
         found, short_at = kv_claims(view, waiting=True, patience=PATIENCE)
         claims = [c for c in found if c.model not in turning]
@@ -92,7 +96,7 @@ class KvSwap(MemoryPolicy):
                 loose_blocks,
                 lent_pages,
                 layers,
-                younger_requests,
+                sharing.younger,
                 own_prefix,
             ]
             claims, limited = part_limited(view, claims)
@@ -106,7 +110,7 @@ class KvSwap(MemoryPolicy):
             freeing = cover_within(view, running, [layers, own_younger_requests])
             freeing = freeing or cover_within(view, waiting, [layers])
         ended = hold(whole, standing, turns, promises, freed=bool(freeing or turning))
-        actions += [*ended.holds, *freeing]
+        actions += [*sharing.holds, *ended.holds, *freeing]
         if not view.shortages:
             actions += self._reversions(view)
         wake = earliest(wake, ended.up_at)

@@ -35,6 +35,8 @@ class Claim(NamedTuple):
     """What to do once so many pages are free; None: the loop will see that they are."""
     grain: int = 0
     """Pages by which a part of the claim can be covered; 0: all or nothing."""
+    admission: bool = False
+    """Its request waits to be admitted: it holds nothing yet, and its model is there."""
     overdue: bool = False
     """Its request has waited longer than it should."""
     due: float = 0.0

@@ -12,6 +12,7 @@ from ballast.policy.base import MemoryPolicy
 from ballast.policy.budget import PageBudget
 from ballast.policy.claims import activation_claims, earliest, kv_claims, queue_claims
 from ballast.policy.cover import cover
+from ballast.policy.fair import Sharing, share_out
 from ballast.policy.layers import Layers, last_remaps, lendable
 from ballast.policy.market import Claim, Source
 from ballast.policy.offers import (
@@ -20,7 +21,6 @@ from ballast.policy.offers import (
     loose_blocks,
     own_prefix,
     own_younger_requests,
-    younger_requests,
 )
 from ballast.policy.recompute import PATIENCE, Standing, hold, served, stand, turns_of
 from ballast.policy.requirements import Requirements
@@ -72,6 +72,7 @@ class Mirage(MemoryPolicy):
     lookahead: float = 8
     reserve: float = 0.1
     by_price: float = 0
+    fair_shares: float = 1
 
     @property
     def requires(self) -> Requirements:
@@ -83,6 +84,9 @@ class Mirage(MemoryPolicy):
         divide = self._with_layers if self.pooled else shares
         standing, actions = stand(view, before.standing, divide, turns)
         whole, view = view, served(view, standing, turns)
+        fair = bool(self.fair_shares and self.pooled and turns is None)
+        sharing = share_out(view) if fair else Sharing(view)
+        view = sharing.view
         active = self._active(view, standing)
         layers = self._layers(view, standing, active)
         claims, short_at = kv_claims(view, waiting=True, patience=PATIENCE)
@@ -96,7 +100,7 @@ class Mirage(MemoryPolicy):
                 cached_prefixes,
                 loose_blocks,
                 lent_pages,
-                *_of(layers, younger_requests),
+                *_of(layers, sharing.younger),
                 own_prefix,
             ]
             lacking, limited = part_limited(view, claims)
@@ -128,7 +132,9 @@ class Mirage(MemoryPolicy):
             layers.settled(view, a) if isinstance(a, Remap) else a for a in last_remaps(done)
         )
         changes = (a for a in settled if a is not None)
-        return Decision((*actions, *ended.holds, *changes), memory, wake, ended.promises)
+        return Decision(
+            (*actions, *sharing.holds, *ended.holds, *changes), memory, wake, ended.promises
+        )
 
     def _active(self, view: DeviceView, standing: Standing) -> frozenset[str]:
         """Models with requests; where there are turns, of these the one whose turn it is."""

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from ballast.core.errors import ConfigError
 from ballast.core.settings import FleetSettings
+from ballast.policy.admission import LateLast
 from ballast.policy.balloon import Balloon
-from ballast.policy.base import ComputePolicy, MemoryPolicy
+from ballast.policy.base import AdmissionPolicy, ComputePolicy, MemoryPolicy
 from ballast.policy.deadline import Deadline
 from ballast.policy.kvswap import KvSwap
 from ballast.policy.mirage import Mirage
@@ -40,11 +41,12 @@ class Preset:
     """Name of the compute policy."""
     options: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Those given."""
+    admission: AdmissionPolicy = dataclasses.field(default_factory=LateLast)
 
     @property
     def values(self) -> dict[str, float]:
         """Of all its options."""
-        policies = (self.memory, self.compute)
+        policies = (self.memory, self.compute, self.admission)
         return {name: getattr(p, name) for p in policies for name in _fields(type(p))}
 
     @property
@@ -74,13 +76,14 @@ PRESETS = tuple(_KINDS)
 
 
 def option_names(name: str) -> tuple[str, ...]:
-    """Options of the memory policy of preset `name`, and of its order of compute.
+    """Options of preset `name`: of its memory policy, its order of compute and its order of
+    admission.
 
     An option means the same, and has the same default, in every preset that has it. Raises
     ConfigError for an unknown preset.
     """
     kind, compute, _ = _parts(name)
-    return (*_fields(kind.memory), *_fields(ORDERS[compute]))
+    return _all_fields(kind.memory, ORDERS[compute])
 
 
 def shared_options(name: str, options: Mapping[str, float]) -> dict[str, float]:
@@ -103,12 +106,13 @@ def resolve(
             raise ConfigError("order", order, f"use one of {', '.join(ORDERS)}")
         asked = order
     given = dict(options or {})
-    known = (*_fields(kind.memory), *_fields(ORDERS[asked]))
+    known = _all_fields(kind.memory, ORDERS[asked])
     for key in given.keys() - set(known):
         allowed = ", ".join(known) or "none"
         raise ConfigError(f"options.{key}", given[key], f"preset {name!r} has options: {allowed}")
     memory = kind.memory(**_own(kind.memory, given))
-    return Preset(name, memory, ORDERS[asked](**_own(ORDERS[asked], given)), asked, given)
+    compute = ORDERS[asked](**_own(ORDERS[asked], given))
+    return Preset(name, memory, compute, asked, given, LateLast(**_own(LateLast, given)))
 
 
 def preset_of(fleet: FleetSettings) -> Preset:
@@ -137,6 +141,12 @@ def _parts(name: str) -> tuple[_Kind, str, bool]:
 
 def _fields(policy: Callable[..., object]) -> list[str]:
     return [f.name for f in dataclasses.fields(policy)]  # type: ignore[arg-type]
+
+
+def _all_fields(
+    memory: Callable[..., MemoryPolicy], compute: Callable[..., ComputePolicy]
+) -> tuple[str, ...]:
+    return (*_fields(memory), *_fields(compute), *_fields(LateLast))
 
 
 def _own(policy: Callable[..., object], options: Mapping[str, float]) -> dict[str, float]:

@@ -10,13 +10,13 @@ from ballast.core.view import DeviceView
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.claims import activation_claims, earliest, kv_claims
 from ballast.policy.cover import cover
+from ballast.policy.fair import Sharing, share_out
 from ballast.policy.offers import (
     cached_prefixes,
     lent_pages,
     loose_blocks,
     own_prefix,
     own_younger_requests,
-    younger_requests,
 )
 from ballast.policy.static import (
     Division,
@@ -57,17 +57,21 @@ class Recompute(MemoryPolicy):
     preemptive: float = 0
     pooled: float = 1
     by_price: float = 0
+    fair_shares: float = 1
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         before = memo if isinstance(memo, Standing) else None
         turns = turns_of(self.temporal, self.quantum, self.preemptive)
         standing, actions = stand(view, before, pooled if self.pooled else shares, turns)
         whole, view = view, served(view, standing, turns)
+        fair = bool(self.fair_shares and self.pooled and turns is None)
+        sharing = share_out(view) if fair else Sharing(view)
+        view = sharing.view
         wake, promises = None, tuple[Promise, ...]()
         if self.pooled:
             absent, absent_at = activation_claims(view, PATIENCE)
             short, short_at = kv_claims(view, waiting=True, patience=PATIENCE)
-            sources = [cached_prefixes, loose_blocks, lent_pages, younger_requests, own_prefix]
+            sources = [cached_prefixes, loose_blocks, lent_pages, sharing.younger, own_prefix]
             short, limited = part_limited(view, short)
             covered = cover(view, [*absent, *short], sources, by_price=bool(self.by_price))
             freeing, promises = covered.actions, covered.promises
@@ -78,7 +82,9 @@ class Recompute(MemoryPolicy):
             freeing = cover_within(view, claims, [own_younger_requests])
         ended = hold(whole, standing, turns, promises, freed=bool(freeing))
         wake = earliest(wake, ended.up_at)
-        return Decision((*actions, *ended.holds, *freeing), ended.standing, wake, ended.promises)
+        return Decision(
+            (*actions, *sharing.holds, *ended.holds, *freeing), ended.standing, wake, ended.promises
+        )
 
 
 def turns_of(temporal: float, quantum: float, preemptive: float) -> RoundRobin | None:

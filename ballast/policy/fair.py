@@ -1,0 +1,135 @@
+"""Fair shares of KV memory where models contend for it: who has more waits, and is undone first.
+
+One pool without shares lends memory to whoever asks first, and under overload that is the model
+whose requests hold most KV: it makes models wait that need little. Here a model may have more than
+its share as long as no other model with less lacks pages (max-min fairness, as of processor
+sharing with weights: Demers, Keshav, Shenker 1989).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ballast.core.actions import Action, Hold
+from ballast.core.view import DeviceView, ModelView, Residency
+from ballast.policy.market import Claim, Offer, Source
+from ballast.policy.offers import younger_models, younger_requests
+
+
+def fair_shares(view: DeviceView) -> Mapping[str, float]:
+    """Return the KV pages due to each model that has requests here: all that KV holds or could have
+    at once, divided in proportion to the configured shares."""
+    contending = [m for m in view.models if not m.idle and _here(m)]
+    pages = view.coming + sum(m.kv_pages for m in view.models)
+    total = sum(m.spec.share for m in contending)
+    return {m.name: pages * m.spec.share / total for m in contending}
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How models share a device's KV memory in one decision."""
+
+    view: DeviceView
+    """As it will be once the models are held."""
+    holds: Sequence[Action] = ()
+    younger: Source = younger_requests
+    """Requests that are undone for older ones."""
+    younger_models: Source = younger_models
+    """The same of whole models."""
+
+    def claims(self, found: Sequence[Claim]) -> list[Claim]:
+        """Let claims of requests that wait to be admitted undo no work but what they are entitled
+        to; without any, what becomes free is kept for those that are overdue."""
+        return [self._without_undoing(c) if c.admission and c.may_preempt else c for c in found]
+
+    def _without_undoing(self, claim: Claim) -> Claim:
+        view = self.view
+        if _entitled(view, claim) or any(
+            m.running and max(r.order.rank for r in m.running) > claim.order.rank
+            for m in view.models
+        ):
+            return claim
+        return claim._replace(may_preempt=False, overdue=True)
+
+
+def share_out(view: DeviceView) -> Sharing:
+    """Hold the models that have more than their share while another one with less lacks pages for
+    its next request, and have their requests undone before others'.
+
+    A model that runs nothing is never held, however much its next request needs. For policies
+    that hold no models for reasons of their own.
+    """
+    shares = view.derived(fair_shares)
+    lacking = {s.request_id for s in view.shortages if not s.limited}
+    below: set[str] = set()
+    above: set[str] = set()
+    for m in view.models:
+        if m.name in shares:
+            if m.running and _used(m) + (m.first_pages if m.waiting else 0) > shares[m.name]:
+                above.add(m.name)
+            elif m.waiting and m.waiting[0].id in lacking:
+                below.add(m.name)
+    held = above if below else set()
+    changed = [m for m in view.models if m.held != (m.name in held)]
+    if not changed and not held:
+        return Sharing(view, (), younger_requests_by_share, younger_models_by_share)
+    holds = [Hold(m.name, m.name in held, _HELD if m.name in held else _RELEASED) for m in changed]
+    models = tuple(replace(m, held=not m.held) if m in changed else m for m in view.models)
+    first = {m.waiting[0].id for m in models if m.held and m.waiting}
+    shortages = tuple(s for s in view.shortages if s.request_id not in first)
+    left = replace(view, models=models, shortages=shortages)
+    return Sharing(left, holds, younger_requests_by_share, younger_models_by_share)
+
+
+_HELD = "it has more than its share, and others lack theirs"
+_RELEASED = "nobody lacks a share"
+
+
+def younger_requests_by_share(view: DeviceView, claim: Claim) -> Iterator[Offer]:
+    """As `younger_requests`: those of models that have more than their share first."""
+    shares = view.derived(fair_shares)
+    beyond = {m.name: _used(m) - shares.get(m.name, 0.0) for m in view.models}
+    entitled = not claim.admission or _entitled(view, claim)
+    rest: list[Offer] = []
+    for offer in younger_requests(view, claim):
+        if entitled and beyond[offer.owner] > 0:
+            beyond[offer.owner] -= offer.pages
+            yield offer
+        elif not claim.admission or _promoted(view, claim) or _more_important(claim, offer):
+            rest.append(offer)
+    yield from rest
+
+
+def younger_models_by_share(view: DeviceView, claim: Claim) -> Iterator[Offer]:
+    """As `younger_models`: but a request that waits to be admitted has them undone only where it is
+    more important, or comes first after all others have come before it."""
+    for offer in younger_models(view, claim):
+        if not claim.admission or _promoted(view, claim) or _more_important(claim, offer):
+            yield offer
+
+
+def _entitled(view: DeviceView, claim: Claim) -> bool:
+    """Whether a request that waits to be admitted may undo work of models that have more than
+    their share: its own model has less, or it was put first in its queue."""
+    m = view.model(claim.model)
+    share = view.derived(fair_shares).get(m.name, 0.0)
+    return _promoted(view, claim) or not m.running or _used(m) + m.first_pages <= share
+
+
+def _promoted(view: DeviceView, claim: Claim) -> bool:
+    return any(r.place < 0 and r.order == claim.order for r in view.model(claim.model).waiting[:1])
+
+
+def _more_important(claim: Claim, offer: Offer) -> bool:
+    return offer.undoes is not None and offer.undoes.rank > claim.order.rank
+
+
+def _used(m: ModelView) -> int:
+    """Pages of a model's KV in use, those included whose content lies on the host now."""
+    swapped = 0 if m.kv_rotation is None else m.kv_rotation.lent * m.kv_layer_pages
+    return m.kv_pages - m.cached_pages + swapped
+
+
+def _here(m: ModelView) -> bool:
+    return m.residency in (Residency.RESIDENT, Residency.ACTIVATING)
