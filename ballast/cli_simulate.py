@@ -38,11 +38,11 @@ Lanes = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Of the workload.")]
 Placed = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--placement",
         help="weights, work, follow or both: by weights, or by expected work as well; for good, or "
-        "as the load goes.",
+        "as the load goes. Default: the fleet file's, else the preset's own.",
     ),
 ]
 
@@ -52,7 +52,7 @@ def simulate(
     devices: Devices,
     workload: Workload = "bursty",
     preset: Presets = None,
-    placement: Placed = "work",
+    placement: Placed = None,
     lanes: Lanes = 1,
     rate: Rate = None,
     seconds: Seconds = 600.0,
@@ -69,10 +69,9 @@ def simulate(
         from ballast.bench.asked import Asked
         from ballast.bench.show import runs_table, sizes_text
         from ballast.bench.simulating import simulate_presets, simulation_json
-        from ballast.policy.fleets import placement_of
         from ballast.sim.cluster import kinds_of
 
-    kinds, placed = kinds_of(devices, lanes), placement_of(placement)
+    kinds = kinds_of(devices, lanes)
     work = (workload, rate, seconds, most_tokens, seed)
     asked = Asked.of(load(fleet_file, simulated=True), preset, *work)
     console = Console()
@@ -85,7 +84,7 @@ def simulate(
                 kinds,
                 asked.workload,
                 asked.presets,
-                placed,
+                placement,
                 progress,
                 story=story,
             )
@@ -94,7 +93,7 @@ def simulate(
     sizes = sizes_text(asked.specs, runs[0])
     console.print(sizes, soft_wrap=True)
     if json is not None:
-        write_json(json, simulation_json(kinds, asked.specs, asked.workload, placed, runs))
+        write_json(json, simulation_json(kinds, asked.specs, asked.workload, runs))
     if html is not None:
         from ballast.bench.page import page
 
@@ -115,7 +114,7 @@ def plan(
         bool, typer.Option("--each", help="Of every model's requests, not of all together.")
     ] = False,
     preset: Presets = None,
-    placement: Placed = "work",
+    placement: Placed = None,
     lanes: Lanes = 1,
     rate: Rate = None,
     seconds: Seconds = 600.0,
@@ -134,10 +133,9 @@ def plan(
         from ballast.bench.asked import Asked
         from ballast.bench.planning import plan_preset
         from ballast.bench.show import plans_table
-        from ballast.policy.fleets import placement_of
         from ballast.sim.cluster import kinds_of
 
-    kinds, placed = kinds_of(devices, lanes), placement_of(placement)
+    kinds = kinds_of(devices, lanes)
     if len(kinds) > 1 or kinds[0].number > 1:
         raise ConfigError("--devices", devices, "one kind without a number, which is sought")
     work = (workload, rate, seconds, most_tokens, seed)
@@ -153,7 +151,7 @@ def plan(
                 asked.workload,
                 name,
                 target,
-                placed,
+                placement,
                 each=each,
                 most=most_devices,
                 progress=progress,
@@ -167,7 +165,6 @@ def plan(
             "lanes": kinds[0].lanes,
             "target": target,
             "each": each,
-            "placement": placed.name,
             "workload": asked.workload.describe(),
             "presets": [plan.to_json() for plan in plans],
         }

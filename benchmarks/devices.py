@@ -37,7 +37,6 @@ from ballast.bench.search import RateSearch, bisect_max_rate, search_in_turns, s
 from ballast.bench.servers import ServersRun, run_servers
 from ballast.cluster.placing import homes_of, part_of
 from ballast.core.settings import FleetSettings, LinkSettings, Slo
-from ballast.policy.fleets import placement_of
 from ballast.policy.presets import resolve
 from ballast.sim.calibrate import calibrate
 from ballast.sim.cluster import Kind
@@ -85,16 +84,16 @@ class Bench:
         assert settings.threads is not None
         assert link.pace is not None
         profile = replace(self.profiles[settings.threads], link=link.pace)
+        placement = servers[0].placement or "weights"  # servers expect no work
         kind = Kind(len(devices), profile_of("cpu", profile, settings))
 
         def run(rate: float) -> float:
             ran = run_cluster(
-                resolve(PRESET, {}),
+                resolve(PRESET, {}, placement=placement),
                 [kind],
                 self.setting.specs,
                 self.setting.workload.scale_rate(rate),
                 self.slos,
-                placement=placement_of(servers[0].placement),
             )
             return ran.report.total.attainment
 

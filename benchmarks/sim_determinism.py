@@ -30,7 +30,6 @@ from ballast.core.settings import (
     Slo,
 )
 from ballast.fleet.file import CATALOGUE
-from ballast.policy.fleets import placement_of
 from ballast.sim.cluster import kinds_of
 from benchmarks.common import finish, options
 
@@ -39,7 +38,7 @@ MODELS = 12
 DEVICES = "1xH100-80G,1xA100-80G,2xL4"
 PRESETS = "static,swap,balloon"
 RATE, SECONDS, MOST_TOKENS = 3.0, 60.0, 1024
-PLACED = placement_of("both")
+PLACED = "both"
 HASH_SEEDS = ("0", "1", "4242", "random")
 
 
@@ -59,7 +58,7 @@ def written(seed: int, seconds: float) -> str:
         asking = (asked.specs, kinds, asked.workload, asked.presets, PLACED)
         runs = list(simulate_presets(fleet, *asking, story=story))
         stories = b"".join(file.read_bytes() for file in sorted(story.parent.iterdir()))
-    told = dumps(simulation_json(kinds, asked.specs, asked.workload, PLACED, runs))
+    told = dumps(simulation_json(kinds, asked.specs, asked.workload, runs))
     told += page("a page", [asked.described()], [run.report for run in runs], runs)
     return hashlib.sha256(told.encode() + stories).hexdigest()
 

@@ -24,7 +24,6 @@ from ballast.bench.choose import workload_of
 from ballast.bench.clusters import run_cluster
 from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
-from ballast.policy.fleets import placement_of
 from ballast.policy.presets import resolve
 from ballast.sim.catalogue import catalogue
 from ballast.sim.cluster import kinds_of
@@ -55,12 +54,11 @@ def one(models: int, devices: int, seconds: float, rate: float, preset: str) -> 
     work = workload_of("bursty", names, rate=rate, seconds=seconds, most_tokens=MOST_TOKENS, seed=1)
     began = time.perf_counter()
     ran = run_cluster(
-        resolve(preset),
+        resolve(preset, placement="work"),
         kinds_of(f"{devices}xH100-80G"),
         specs,
         work,
         dict.fromkeys(names, SLO),
-        placement=placement_of("work"),
     )
     return {
         "wall_s": time.perf_counter() - began,

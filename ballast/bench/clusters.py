@@ -20,7 +20,6 @@ from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, Slo
 from ballast.engine.state import DeviceState
-from ballast.policy.fleets import Placement
 from ballast.policy.presets import Preset
 from ballast.sim.cluster import SERVED, Cluster, Kind
 from ballast.sim.device import COUNTED
@@ -35,6 +34,8 @@ class ClusterRun:
     devices: dict[str, dict[str, Any]]
     """By device: its memory, its models and their weights, and what it did."""
     jobs: int
+    placement: str
+    """Name of the fleet policy."""
     moves: tuple[dict[str, Any], ...]
     """What the fleet's policy asked for, in order: when, what, and why it was refused, if it was.
     """
@@ -69,7 +70,12 @@ class ClusterRun:
 
     def to_json(self) -> dict[str, Any]:
         """The report's form, the devices, and how models moved between them."""
-        return {**self.report.to_json(), "moves": list(self.moves), "devices": self.devices}
+        return {
+            **self.report.to_json(),
+            "placement": self.placement,
+            "moves": list(self.moves),
+            "devices": self.devices,
+        }
 
 
 def run_cluster(
@@ -79,12 +85,11 @@ def run_cluster(
     workload: Workload,
     slos: Mapping[str, Slo],
     served: DeviceSettings = SERVED,
-    placement: Placement | None = None,
     progress: Callable[[int], None] = lambda sent: None,
     missed: Callable[[str], None] | None = None,
     sink_of: SinkOf = lambda device: None,
 ) -> ClusterRun:
-    """`placement`: see `Cluster`; the traffic it expects is the workload's own, on average.
+    """The traffic that a fleet policy may expect is the workload's own, on average.
     `progress` hears how many requests have arrived, and `missed` the model of each that got
     its first token too late, or an error instead, when it does; `sink_of` says who gets a device's
     story. Raises ConfigError (see `sim.cluster`), and what `progress` and `missed` raise.
@@ -119,7 +124,6 @@ def run_cluster(
         preset,
         heard,
         served,
-        placement,
         traffic_of(workload),
         watch=watch,
         told=told,
@@ -146,7 +150,7 @@ def run_cluster(
         name=preset.name,
         workload=workload.describe(),
     )
-    return ClusterRun(report, _did(cluster), cluster.jobs, tuple(moves))
+    return ClusterRun(report, _did(cluster), cluster.jobs, preset.placement, tuple(moves))
 
 
 def traffic_of(workload: Workload) -> dict[str, Traffic]:

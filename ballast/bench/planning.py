@@ -17,7 +17,7 @@ from ballast.bench.simulating import Progress, simulate_presets
 from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings
-from ballast.policy.fleets import Placement
+from ballast.policy.presets import resolve
 from ballast.sim.cluster import Kind
 from ballast.workload.workload import Workload
 
@@ -29,6 +29,8 @@ class Planned:
     """How many devices one preset needs."""
 
     preset: str
+    placement: str
+    """Name of the fleet policy."""
     found: Fewest
     """Its attainments are upper bounds where a run was cut short."""
     rows: dict[int, dict[str, Any]]
@@ -45,7 +47,7 @@ class Planned:
             for n, share in self.found.tried.items()
         ]
         found = {"devices": self.found.number, "steady": self.found.steady}
-        return {"name": self.preset, **found, "tried": tried}
+        return {"name": self.preset, "placement": self.placement, **found, "tried": tried}
 
 
 class _Hopeless(Exception):
@@ -63,7 +65,7 @@ def plan_preset(
     workload: Workload,
     preset: str,
     target: float,
-    placement: Placement,
+    placement: str | None = None,
     *,
     each: bool = False,
     most: int = MOST_DEVICES,
@@ -71,8 +73,9 @@ def plan_preset(
 ) -> Planned:
     """The fewest devices of a kind with which a share `target` of requests is in its service level.
 
-    `each`: of every model's requests, not just of all together. Where a model has one device, no
-    more devices than models are tried. Raises ConfigError.
+    `placement`: as of `simulate_presets`. `each`: of every model's requests, not just of all
+    together. Where a model has one device, no more devices than models are tried. Raises
+    ConfigError.
     """
     if not 0 < target <= 1:
         raise ConfigError("target", target, "a share above 0 and at most 1, as in 0.99")
@@ -104,9 +107,9 @@ def plan_preset(
         rows[number] = _row(ran)
         return ran.report.worst_attainment if each else ran.report.total.attainment
 
-    one_each = not placement.expects and placement.policy is None
-    found = fewest(run, target, min(most, len(specs)) if one_each else most)
-    plan = Planned(preset, found, rows)
+    chosen = resolve(preset, placement=placement or fleet.placement)
+    found = fewest(run, target, most if chosen.fleet.replicates else min(most, len(specs)))
+    plan = Planned(preset, chosen.placement, found, rows)
     for number in (plan.shown, plan.shown - 1):
         if number not in rows and number > 0:
             run(number, whole=True)

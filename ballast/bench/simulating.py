@@ -12,7 +12,6 @@ from ballast.bench.stories import fresh, stories
 from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.settings import FleetSettings
-from ballast.policy.fleets import Placement
 from ballast.policy.presets import resolve
 from ballast.sim.cluster import Kind
 from ballast.workload.workload import Workload
@@ -27,18 +26,20 @@ def simulate_presets(
     kinds: Sequence[Kind],
     workload: Workload,
     presets: Sequence[str],
-    placement: Placement,
+    placement: str | None = None,
     progress: Progress = lambda what, sent: None,
     missed: Callable[[str], None] | None = None,
     story: Path | None = None,
 ) -> Iterator[ClusterRun]:
-    """Each preset in turn. `missed`: see `run_cluster`; `story`: as `stories.fresh`.
+    """Each preset in turn. `placement` names a fleet policy in place of the fleet's own (None);
+    `missed`: see `run_cluster`; `story`: as `stories.fresh`.
 
     Raises ConfigError; for an unknown preset, before any has run.
     """
     if not workload.requests:
         raise ConfigError("workload", workload.name, "it must have requests: ask for more seconds")
-    chosen = [resolve(name, options_of(fleet, name)) for name in presets]
+    placement = placement or fleet.placement
+    chosen = [resolve(name, options_of(fleet, name), placement=placement) for name in presets]
     for preset in chosen:
 
         def arrived(sent: int, name: str = preset.name) -> None:
@@ -52,7 +53,6 @@ def simulate_presets(
                 specs,
                 workload,
                 slos,
-                placement=placement,
                 progress=arrived,
                 missed=missed,
                 sink_of=sink_of,
@@ -64,7 +64,6 @@ def simulation_json(
     kinds: Sequence[Kind],
     specs: Sequence[ModelSpec],
     workload: Workload,
-    placement: Placement,
     runs: Sequence[ClusterRun],
 ) -> dict[str, Any]:
     """Plain data; equal simulations give equal documents, for no time of this machine is in it."""
@@ -74,7 +73,6 @@ def simulation_json(
         ],
         "workload": workload.describe(),
         "requests": len(workload.requests),
-        "placement": placement.name,
         "weights_bytes": weight_bytes(specs),
         "presets": [run.to_json() for run in runs],
     }

@@ -22,7 +22,6 @@ from ballast.core.actions import Lend, Recall
 from ballast.core.command import Add, DeviceOrder, Order, Outcome, Remove
 from ballast.core.errors import ConfigError, Unavailable
 from ballast.core.settings import FleetSettings, ModelSettings, ServerSettings
-from ballast.policy.fleets import placement_of
 from ballast.transport.messages import OfLease, OfPeer
 
 log = logging.getLogger(__name__)
@@ -63,9 +62,8 @@ class Controller(Routing):
                 task.cancel()
         if fleet.server.spare_worker:
             await self._spare.hire()
-        policy = placement_of(fleet.placement).policy
-        if policy is not None and fleet.others:
-            self._following = asyncio.create_task(Following(self, policy).run())
+        if self.fleet_policy.moves and fleet.others:
+            self._following = asyncio.create_task(Following(self, self.fleet_policy).run())
 
     def configure(self, server: ServerSettings) -> None:
         """Other limits of the server; the next workers are watched by the new ones."""

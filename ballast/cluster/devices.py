@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from ballast.cluster.device import RemoteDevice
@@ -12,6 +13,7 @@ from ballast.core.capability import Capability
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.settings import FleetSettings
+from ballast.policy.base import FleetPolicy
 from ballast.policy.presets import preset_of
 
 DECISIONS_KEPT = 2000
@@ -61,6 +63,11 @@ class Devices:
         if [*map(id, reports)] != [*map(id, self._reports)]:
             self._reports, self._together = reports, together(reports)
         return self._together
+
+    @cached_property
+    def fleet_policy(self) -> FleetPolicy:
+        """The fleet part of the preset, which never changes while a server runs."""
+        return preset_of(self.fleet).fleet
 
     @property
     def lending(self) -> tuple[Capability, ...]:

@@ -15,10 +15,12 @@ from ballast.core.fleet import (
 )
 from ballast.core.report import DeviceReport
 from ballast.policy.base import FleetPolicy
-from ballast.policy.route import Replica, Route, held_prefix
+from ballast.policy.route import Replica
+from ballast.policy.stay import Stay
 
 LookAt = Callable[[str], Replica]
 """A device by its name, as it is for the request at hand."""
+_STAY = Stay()
 
 
 class FleetBook:
@@ -32,16 +34,14 @@ class FleetBook:
         homes: Mapping[str, Sequence[str]],
         needs: Sequence[Need] = (),
         rooms: Sequence[Room] = (),
-        policy: FleetPolicy | None = None,
-        route: Route = held_prefix,
+        policy: FleetPolicy = _STAY,
     ) -> None:
-        """`homes`: by model, the devices that serve it; without a `policy` they stay."""
+        """`homes`: by model, the devices that serve it; where the policy moves none, they stay."""
         self.homes = {model: tuple(on) for model, on in homes.items()}
         self.epoch = 0
-        self.wake_at = None if policy is None else 0.0
+        self.wake_at = 0.0 if policy.moves else None
         """When the policy wishes to be asked."""
         self._policy, self._needs, self._rooms = policy, tuple(needs), tuple(rooms)
-        self._route = route
         self._memo: object = None
         self._seen: dict[tuple[str, str], float] = {}
         """By device and model, seconds of the lane, as of the view before."""
@@ -50,11 +50,13 @@ class FleetBook:
     def choose(self, model: str, look_at: LookAt) -> str:
         """The device for a request; `look_at` is asked only where there are several."""
         homes = self.homes[model]
-        return homes[0] if len(homes) == 1 else self._route([look_at(name) for name in homes])
+        return (
+            homes[0] if len(homes) == 1 else self._policy.route([look_at(name) for name in homes])
+        )
 
     def decide(self, now: float, reports: Mapping[str, DeviceReport]) -> tuple[FleetAction, ...]:
         """What the policy wants done now. `reports`: by device, all as of `now`."""
-        if self._policy is None:
+        if not self._policy.moves:
             return ()
         decision = self._policy(self._view(now, reports), self._memo)
         self._memo, self.wake_at = decision.memo, decision.wake_at

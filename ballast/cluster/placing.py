@@ -12,7 +12,7 @@ from ballast.core.model import ModelSpec, weight_pages
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import ceil_div, format_bytes
 from ballast.engine.build import set_aside
-from ballast.policy.placement import spread
+from ballast.policy.presets import preset_of
 from ballast.weights.stored import served_bytes
 
 Homes = Mapping[str, Sequence[str]]
@@ -66,7 +66,7 @@ def placed(
         Room(name, max(device.page_bytes, device.budget_bytes - taken[name]))
         for name, (device, _) in devices.items()
     ]
-    return spread(needs, rooms)
+    return preset_of(fleet).fleet.place(needs, rooms)
 
 
 def need_of(spec: ModelSpec, devices: Iterable[DeviceSettings], work: Mapping[str, float]) -> Need:

@@ -10,7 +10,7 @@ from ballast.cluster.devices import Devices
 from ballast.cluster.outlet import OpenRequest, Outlet
 from ballast.core.errors import Unavailable
 from ballast.core.request import Submission
-from ballast.policy.route import Replica, held_prefix
+from ballast.policy.route import Replica
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Routing(Devices):
     def _chosen(self, submission: Submission, devices: Sequence[RemoteDevice]) -> RemoteDevice:
         """Of devices that can take a request, the one that gets it: the model has several."""
         replicas = [Replica(d.name, len(d.requests), d.held_tokens(submission)) for d in devices]
-        chosen = self.devices[held_prefix(replicas)]
+        chosen = self.devices[self.fleet_policy.route(replicas)]
         chosen.remember(submission)
         return chosen
 

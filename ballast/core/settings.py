@@ -252,8 +252,9 @@ class FleetSettings:
     """Further devices of this host."""
     other_links: tuple[LinkSettings, ...] = ()
     """Of `others`, in their order."""
-    placement: str = "weights"
-    """Whether models stay where they were placed (`weights`), or follow the load (`follow`)."""
+    placement: str | None = None
+    """Name of the fleet policy: whether models stay where they were placed, or follow the load;
+    None: the preset's own."""
     preset: str = "balloon"
     options: dict[str, float] = field(default_factory=dict)
     """Tunables of the preset; an unknown name is a ConfigError."""

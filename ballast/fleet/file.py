@@ -310,9 +310,6 @@ def _check_group(keys: FleetKeys, device: DeviceSettings, at: str) -> None:
     if device.kv_layout is not KvLayout.BLOCK_MAJOR:
         allowed = f"a device with `tensor_parallel` has it {KvLayout.BLOCK_MAJOR} so far"
         raise ConfigError(f"{at}.kv_layout", device.kv_layout, allowed)
-    if keys.placement != "weights":
-        allowed = "models cannot follow the load to devices that share them over ranks: weights"
-        raise ConfigError("placement", keys.placement, allowed)
 
 
 def _check_api_keys(server: ServerKeys) -> None:

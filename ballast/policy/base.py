@@ -4,31 +4,35 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 from ballast.core.actions import Action, Decision
 from ballast.core.compute import ComputeDecision, ComputeView
-from ballast.core.fleet import FleetDecision, FleetView
+from ballast.core.fleet import FleetDecision, FleetView, Need, Room
 from ballast.core.view import DeviceView
 from ballast.policy.home import caches_for
+from ballast.policy.placement import spread
 from ballast.policy.requirements import Requirements
+from ballast.policy.route import Replica, held_prefix
 from ballast.policy.stuck import last_resort
 from ballast.policy.ttl import Expiry, expire
 
 
-class MemoryPolicy(ABC):
-    """Memory and residency of one device. Everything that is decided about them is asked of it;
-    what has a default here is decided alike under every policy that does not say otherwise.
-
-    Equal views and memos give equal decisions.
-    """
+class Policy:
+    """Part of a preset. Equal views and memos give equal decisions."""
 
     __slots__ = ()
 
     @property
     def requires(self) -> Requirements:
-        """What the device must be able to do; by default nothing."""
+        """What every device that it decides for must be able to do; by default nothing."""
         return Requirements()
+
+
+class MemoryPolicy(Policy, ABC):
+    """Memory and residency of one device. Everything that is decided about them is asked of it;
+    what has a default here is decided alike under every policy that does not say otherwise."""
+
+    __slots__ = ()
 
     @abstractmethod
     def __call__(self, view: DeviceView, memo: object) -> Decision:
@@ -51,9 +55,9 @@ class MemoryPolicy(ABC):
         return caches_for(view, model, own, pages)
 
 
-class AdmissionPolicy(ABC):
+class AdmissionPolicy(Policy, ABC):
     """In which order waiting requests are admitted. That is not who comes first where work is
-    undone: precedence stays with `Order`. Equal views and memos give equal decisions."""
+    undone: precedence stays with `Order`."""
 
     __slots__ = ()
 
@@ -62,8 +66,8 @@ class AdmissionPolicy(ABC):
         """Reorder queues (`Reorder`). Asked before the memory policy, which sees the new order."""
 
 
-class ComputePolicy(ABC):
-    """Which model's job runs next on an idle lane. Equal views and memos give equal decisions."""
+class ComputePolicy(Policy, ABC):
+    """Which model's job runs next on an idle lane."""
 
     __slots__ = ()
 
@@ -78,7 +82,31 @@ class ComputePolicy(ABC):
         """Decide. Asked when a lane is idle and a model could run."""
 
 
-class FleetPolicy(Protocol):
-    """Which devices serve which models, as time goes on. Asked when it wished to be."""
+class FleetPolicy(Policy, ABC):
+    """Which devices serve which models, and which of a model's devices gets a request."""
 
-    def __call__(self, view: FleetView, memo: object) -> FleetDecision: ...
+    __slots__ = ()
+
+    @property
+    def moves(self) -> bool:
+        """Whether it decides again after the start. If not it is never called, and only operators
+        move models."""
+        return False
+
+    @property
+    def replicates(self) -> bool:
+        """Whether a model can come to have several devices, at the start or later."""
+        return self.moves
+
+    def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
+        """Return, by model, its devices at the start. Raises ConfigError for a model that no device
+        can serve."""
+        return spread(needs, rooms)
+
+    def route(self, replicas: Sequence[Replica]) -> str:
+        """Return the name of the device that gets a request; there are several."""
+        return held_prefix(replicas)
+
+    @abstractmethod
+    def __call__(self, view: FleetView, memo: object) -> FleetDecision:
+        """Decide. Asked first when the fleet has started, then when it wished to be."""

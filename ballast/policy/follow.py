@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ballast.core.fleet import (
@@ -13,8 +13,12 @@ from ballast.core.fleet import (
     Hosting,
     Need,
     Place,
+    Room,
     Withdraw,
 )
+from ballast.policy.base import FleetPolicy
+from ballast.policy.placement import spread
+from ballast.policy.requirements import Requirements
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +32,8 @@ class Moments:
 
 
 @dataclass(frozen=True, slots=True)
-class Follow:
-    """Looks every `every` seconds.
+class Follow(FleetPolicy):
+    """Looks every `every` seconds. `by_work`: as `Stay`, of where models are placed at the start.
 
     A device is behind if requests are late on it. One of its models (that with the most late ones)
     is then served by one more device: of those that are not behind, have at most half as many open
@@ -45,6 +49,18 @@ class Follow:
     settling: float = 10.0
     low: float = 0.4
     patience: float = 30.0
+    by_work: bool = False
+
+    @property
+    def requires(self) -> Requirements:
+        return Requirements(following=True)
+
+    @property
+    def moves(self) -> bool:
+        return True
+
+    def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
+        return spread(needs, rooms, by_work=self.by_work)
 
     def __call__(self, view: FleetView, memo: object) -> FleetDecision:
         before = memo if isinstance(memo, Moments) else Moments()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ballast.core.errors import ConfigError
 from ballast.core.fleet import Need, Room
@@ -12,7 +13,9 @@ BUSY = 0.7
 """Share of a device's time that one model is expected to fill before it gets another device."""
 
 
-def spread(needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
+def spread(
+    needs: Sequence[Need], rooms: Sequence[Room], *, by_work: bool = True
+) -> dict[str, list[str]]:
     """By model, its devices: the busiest and largest first, each to where it leaves the least
     crowded device.
 
@@ -20,9 +23,11 @@ def spread(needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]
     (which may exceed 1: weights come and go). Devices that are equally crowded are taken in their
     order. When all have one, a model whose expected work would fill a device for more than `BUSY`
     gets more, as many as that takes, where all weights still fit, those first that have most work
-    for each of theirs.
+    for each of theirs. Unless `by_work`, no work counts as expected.
     Raises ConfigError, with the bytes that are missing, for a model that no device can serve.
     """
+    if not by_work:
+        needs = [replace(need, work={}) for need in needs]
     homes: dict[str, list[str]] = {}
     weights = dict.fromkeys((r.device for r in rooms), 0)
     work = dict.fromkeys((r.device for r in rooms), 0.0)

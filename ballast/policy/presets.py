@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ballast.core.errors import ConfigError
-from ballast.core.settings import FleetSettings
+from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.policy.admission import LateLast
 from ballast.policy.balloon import Balloon
-from ballast.policy.base import AdmissionPolicy, ComputePolicy, MemoryPolicy
+from ballast.policy.base import AdmissionPolicy, ComputePolicy, FleetPolicy, MemoryPolicy
 from ballast.policy.deadline import Deadline
+from ballast.policy.fleets import PLACEMENTS
 from ballast.policy.kvswap import KvSwap
 from ballast.policy.mirage import Mirage
 from ballast.policy.order import RoundRobin
@@ -31,7 +32,8 @@ _JOIN = "+"
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A combination of policies, resolved with its options."""
+    """A memory policy, a compute policy and a fleet policy, resolved with their options, and what
+    they require of devices."""
 
     name: str
     """As it was asked for: with the order's name where that is not the preset's own."""
@@ -39,6 +41,9 @@ class Preset:
     compute: ComputePolicy
     order: str
     """Name of the compute policy."""
+    fleet: FleetPolicy
+    placement: str
+    """Name of the fleet policy."""
     options: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Those given."""
     admission: AdmissionPolicy = dataclasses.field(default_factory=LateLast)
@@ -51,17 +56,31 @@ class Preset:
 
     @property
     def requires(self) -> Requirements:
-        """What its memory policy requires of a device."""
+        """What its memory policy requires of the device that it runs on."""
         return self.memory.requires
+
+    def refusal(self, device: DeviceSettings) -> ConfigError | None:
+        """The error of a fleet with a device that cannot do what a policy requires."""
+        for key, value, requires in (
+            ("preset", self.name, self.memory.requires),
+            ("preset", self.name, self.compute.requires),
+            ("placement", self.placement, self.fleet.requires),
+        ):
+            if (why := requires.refusal(device)) is not None:
+                return ConfigError(key, value, f"another one for {device.name}: {why}")
+        return None
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a preset is made of."""
+    """The parts of a preset; what it requires, these declare."""
 
     memory: Callable[..., MemoryPolicy]
     """A dataclass; its fields are the preset's options."""
     order: str = "round-robin"
+    """Name of its compute policy, one of `ORDERS`."""
+    placement: str = "work"
+    """Name of its fleet policy, one of `PLACEMENTS`."""
 
 
 _KINDS = {
@@ -93,12 +112,16 @@ def shared_options(name: str, options: Mapping[str, float]) -> dict[str, float]:
 
 
 def resolve(
-    name: str, options: Mapping[str, float] | None = None, order: str | None = None
+    name: str,
+    options: Mapping[str, float] | None = None,
+    order: str | None = None,
+    placement: str | None = None,
 ) -> Preset:
-    """The preset `name`, tuned by `options`: fields of its policies.
+    """The preset `name`, tuned by `options`: fields of its memory and compute policies.
 
     `name` may end in another order of compute than the preset's own (`swap+deadline`); `order`, if
-    given, is that order. Raises ConfigError for an unknown preset, order or option.
+    given, is that order. `placement` names a fleet policy in place of the preset's own. Raises
+    ConfigError for an unknown preset, order, placement or option.
     """
     kind, asked, named = _parts(name)
     if not named and order is not None:
@@ -110,18 +133,28 @@ def resolve(
     for key in given.keys() - set(known):
         allowed = ", ".join(known) or "none"
         raise ConfigError(f"options.{key}", given[key], f"preset {name!r} has options: {allowed}")
-    memory = kind.memory(**_own(kind.memory, given))
-    compute = ORDERS[asked](**_own(ORDERS[asked], given))
-    return Preset(name, memory, compute, asked, given, LateLast(**_own(LateLast, given)))
+    placement = placement or kind.placement
+    if placement not in PLACEMENTS:
+        raise ConfigError("placement", placement, f"use one of {', '.join(PLACEMENTS)}")
+    return Preset(
+        name,
+        kind.memory(**_own(kind.memory, given)),
+        ORDERS[asked](**_own(ORDERS[asked], given)),
+        asked,
+        PLACEMENTS[placement],
+        placement,
+        given,
+        LateLast(**_own(LateLast, given)),
+    )
 
 
 def preset_of(fleet: FleetSettings) -> Preset:
-    """The preset of a fleet, with its options. Raises ConfigError as `resolve`, and where one of
-    the fleet's devices cannot do what the preset requires."""
-    preset = resolve(fleet.preset, fleet.options)
+    """The preset of a fleet, with its options and placement. Raises ConfigError as `resolve`, and
+    where one of the fleet's devices cannot do what a policy requires."""
+    preset = resolve(fleet.preset, fleet.options, placement=fleet.placement)
     for device in (fleet.device, *fleet.others):
-        if (why := preset.requires.refusal(device)) is not None:
-            raise ConfigError("preset", fleet.preset, f"another one for {device.name}: {why}")
+        if (refusal := preset.refusal(device)) is not None:
+            raise refusal
     return preset
 
 

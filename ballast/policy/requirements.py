@@ -1,4 +1,4 @@
-"""What a memory policy requires of the device that it runs on."""
+"""What policies require of the devices that they run on."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ class Requirements:
     borrowed pages, which back whole blocks."""
     dirty: bool = False
     """Of such a layer only what a step has written goes back to the host; else all of it."""
+    following: bool = False
+    """Models come to the device and leave it as the load goes."""
 
     def __post_init__(self) -> None:
         if self.rotation and self.kv_swapping:
@@ -30,4 +32,6 @@ class Requirements:
             return "its layers of weights must rotate, which those spread over ranks cannot so far"
         if self.kv_swapping and device.tensor_parallel > 1:
             return "KV must be swapped layer by layer, which devices of one rank can so far"
+        if self.following and device.tensor_parallel > 1:
+            return "models cannot follow the load to devices that share them over ranks"
         return None

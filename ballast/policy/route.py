@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 SLACK = 4
@@ -18,9 +18,6 @@ class Replica:
     """Of all its models."""
     cached_tokens: int = 0
     """Of the request's prompt, those whose KV it holds."""
-
-
-Route = Callable[[Sequence[Replica]], str]
 
 
 def held_prefix(replicas: Sequence[Replica]) -> str:

@@ -26,7 +26,6 @@ from ballast.fleet.file import entry_settings
 from ballast.fleet.levels import Levels, change_to, foreign, with_levels
 from ballast.fleet.schema import NamedModelKeys
 from ballast.fleet.source import Reading, Source
-from ballast.policy.fleets import placement_of
 from ballast.server.faults import Fault
 from ballast.server.keys import warn_of_keys
 from ballast.server.service import Service
@@ -121,7 +120,7 @@ class Operating:
         NotKept."""
         model = self._settings(name)
         assert isinstance(model, ModelSettings)
-        follows = placement_of(self._controller.fleet.placement).policy is not None
+        follows = self._controller.fleet_policy.moves
         if model.devices or not follows:
             async with self._records:
                 await self._keep(self._source.changes.homing(model, devices))

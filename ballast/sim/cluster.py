@@ -19,8 +19,6 @@ from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings
 from ballast.core.units import MiB
 from ballast.engine.state import DeviceState
-from ballast.policy.fleets import Placement, placement_of
-from ballast.policy.placement import spread
 from ballast.policy.presets import Preset
 from ballast.sim.controller import Controller, Told
 from ballast.sim.device import SimDevice
@@ -71,20 +69,17 @@ class Cluster:
         preset: Preset,
         heard: Heard,
         served: DeviceSettings = SERVED,
-        placement: Placement | None = None,
         traffic: Mapping[str, Traffic] | None = None,
         watch: Watch | None = None,
         told: Told = lambda at, action, refused: None,
         sink_of: Callable[[str], Sink | None] = lambda device: None,
     ) -> None:
-        """`served`: what devices have in common (its budget is each one's own); `placement`: how
-        models are placed, by their weights and for good unless it says otherwise; `traffic`: by
-        model, what is expected, where that counts. `told` hears how models move;
-        `sink_of` says, by device, who gets its story.
+        """`served`: what devices have in common (its budget is each one's own); `traffic`: by
+        model, what is expected, for a fleet policy that places by work. `told` is called with how
+        models move; `sink_of` returns, by device, the sink of its story.
 
         Raises ConfigError for a model that no device can serve.
         """
-        placement = placement or placement_of("weights")
         profiles: dict[str, DeviceProfile] = {}
         kind_of: dict[str, str] = {}
         """By device. Measured profiles may have the same name and not be equally fast."""
@@ -99,17 +94,16 @@ class Cluster:
             for name, p in profiles.items()
         }
         rooms = [Room(n, settings[n].budget_bytes, kind_of[n]) for n in profiles]
-        expected = traffic if placement.expects and traffic is not None else {}
         by_kind = {kind_of[n]: p for n, p in profiles.items()}
         kept = dict.fromkeys(replace(s, name="", budget_bytes=0) for s in settings.values())
-        needs = [need_of(s, kept, _work(s, by_kind, expected)) for s in specs]
-        homes = spread(needs, rooms)
+        needs = [need_of(s, kept, _work(s, by_kind, traffic or {})) for s in specs]
+        homes = preset.fleet.place(needs, rooms)
         self.devices: dict[str, SimDevice] = {}
         """By name, those that serve or may come to serve any model."""
         for room in rooms:
             name, profile = room.device, profiles[room.device]
             own = [s for s in specs if name in homes[s.name]]
-            if not own and placement.policy is None:
+            if not own and not preset.fleet.moves:
                 continue
             observe = None if watch is None else functools.partial(watch, name)
             said = functools.partial(heard, name)
@@ -118,7 +112,7 @@ class Cluster:
             )
         self.controller = Controller(
             self.devices,
-            FleetBook(homes, needs, rooms, placement.policy),
+            FleetBook(homes, needs, rooms, preset.fleet),
             specs,
             lambda device, spec: profiles[device].costs(spec),
             told,

@@ -15,6 +15,7 @@ from ballast.bench.page import page
 from ballast.bench.planning import plan_preset
 from ballast.bench.show import plans_table, runs_table, sizes_text
 from ballast.bench.simulating import simulate_presets, simulation_json
+from ballast.bench.sizes import sizes_of
 from ballast.core.errors import ConfigError
 from ballast.core.settings import (
     DeviceSettings,
@@ -24,11 +25,10 @@ from ballast.core.settings import (
     Slo,
 )
 from ballast.core.units import MiB
-from ballast.policy.fleets import placement_of
 from ballast.sim.cluster import kinds_of
 
 SLO = Slo(ttft=2.0, tpot=0.1)
-PLACED = placement_of("weights")
+PLACED = "weights"
 
 
 def fleet(n: int, path: str = "catalogue:Llama-2-13b") -> FleetSettings:
@@ -71,13 +71,12 @@ def test_presets_side_by_side() -> None:
     for row in ("in SLO, m0", "TTFT p90", "evictions", "weights in memory, most", "preemptions"):
         assert row in shown
 
-    told = json.loads(json.dumps(simulation_json(kinds, it.specs, it.workload, PLACED, runs)))
+    told = json.loads(json.dumps(simulation_json(kinds, it.specs, it.workload, runs)))
     assert told["requests"] == n
+    assert [preset["placement"] for preset in told["presets"]] == [PLACED, PLACED]
     assert told["devices"][1] == {"device": "L4", "number": 1, "lanes": 1}
     again = list(simulate_presets(it.fleet, it.specs, kinds, it.workload, it.presets, PLACED))
-    assert told == json.loads(
-        json.dumps(simulation_json(kinds, it.specs, it.workload, PLACED, again))
-    )
+    assert told == json.loads(json.dumps(simulation_json(kinds, it.specs, it.workload, again)))
 
 
 def test_devices_have_the_lanes_that_are_asked_for() -> None:
@@ -180,8 +179,7 @@ def test_a_busy_model_is_served_by_several_devices(placement: str) -> None:
     it = Asked.of(fleet(2, "catalogue:Llama-2-7b"), "balloon", "poisson", 60.0, 12.0, 512, 1)
 
     def run(name: str) -> ClusterRun:
-        where = placement_of(name)
-        (ran,) = simulate_presets(it.fleet, it.specs, kinds, it.workload, ["balloon"], where)
+        (ran,) = simulate_presets(it.fleet, it.specs, kinds, it.workload, ["balloon"], name)
         return ran
 
     alone, several = run("weights"), run(placement)
@@ -192,6 +190,21 @@ def test_a_busy_model_is_served_by_several_devices(placement: str) -> None:
     assert len(moves) >= several.placed + several.withdrawn
     assert all(m["action"] != "Place" or "late on" in m["why"] for m in moves)
     assert several.report.total.answered == len(it.workload.requests)
+
+
+def test_a_simulation_places_as_the_fleet_does_unless_it_is_asked_otherwise() -> None:
+    """The fleet file's `placement`, where it has one; else the preset's fleet policy."""
+    kinds, it = kinds_of("2xL4"), asked(1, 0.1, "static")
+    for own, wanted, found in (
+        (None, None, "work"),
+        ("follow", None, "follow"),
+        ("follow", "weights", "weights"),
+    ):
+        served = replace(fleet(1, "catalogue:Llama-2-7b"), placement=own)
+        specs = sizes_of(served)
+        (ran,) = simulate_presets(served, specs, kinds, it.workload, ["static"], wanted)
+        assert ran.to_json()["placement"] == found
+        assert len(ran.devices) == (2 if found == "follow" else 1)
 
 
 @pytest.mark.parametrize(("target", "most"), [(0.0, 8), (1.5, 8), (0.99, 0)])

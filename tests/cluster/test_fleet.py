@@ -7,6 +7,7 @@ from dataclasses import replace
 from ballast.cluster.fleet import FleetBook
 from ballast.core.fleet import FleetDecision, FleetView, Need, Place, Room, Withdraw
 from ballast.core.report import DeviceReport, ModelReport
+from ballast.policy.base import FleetPolicy
 from ballast.policy.route import Replica
 
 MODEL = ModelReport(
@@ -40,12 +41,16 @@ REPORT = DeviceReport(
 )
 
 
-class Asked:
+class Asked(FleetPolicy):
     """A policy that remembers what it saw, and wants `wanted`."""
 
     def __init__(self, *wanted: Place | Withdraw) -> None:
         self.wanted = wanted
         self.seen: list[tuple[FleetView, object]] = []
+
+    @property
+    def moves(self) -> bool:
+        return True
 
     def __call__(self, view: FleetView, memo: object) -> FleetDecision:
         self.seen.append((view, memo))

@@ -210,12 +210,7 @@ def test_a_value_from_the_environment_is_a_value_and_never_structure(home: Path)
             "devices[0].lanes",
             "one job at a time",
         ),
-        (
-            "  - {budget: 64MiB}",
-            "  - {budget: 64MiB, tensor_parallel: 2}\nplacement: follow",
-            "placement",
-            "over ranks",
-        ),
+        ("models:", "placement: followed\nmodels:", "placement", "'follow'"),
         ("budget: 64MiB", "budget: 64MiB, page: 3000", "devices[0].page", "power of two"),
         ("budget: 64MiB", "budget: 64MiB, bugdet: 1", "devices[0].bugdet", "'budget'"),
         (

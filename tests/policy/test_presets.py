@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import replace
 from math import inf
+from typing import get_args
 
 import pytest
 
 from ballast.core.actions import Activate, DropCache, Evict, Hold, Limit, Preempt, Refuse
 from ballast.core.errors import ConfigError
+from ballast.core.fleet import FleetDecision, FleetView, Need, Room
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.view import Residency, SharedView, Shortage
+from ballast.fleet.schema import FleetKeys
 from ballast.policy.balloon import Balloon
 from ballast.policy.deadline import Deadline
+from ballast.policy.fleets import PLACEMENTS
 from ballast.policy.order import RoundRobin
 from ballast.policy.presets import (
     ORDERS,
@@ -510,6 +514,55 @@ def test_what_a_device_cannot_do_is_refused_with_the_reason() -> None:
             preset_of(replace(fleet, others=(ranks,)))
     for name in ("static", "swap", "balloon", "recompute"):
         assert resolve(name).requires == Requirements()
+
+
+# -- the fleet part -------------------------------------------------------------------------------
+
+
+def test_a_preset_names_its_fleet_policy_and_a_fleet_may_name_another() -> None:
+    for name in PRESETS:
+        chosen = resolve(name)
+        assert chosen.fleet is PLACEMENTS[chosen.placement]
+        assert chosen.placement == "work", "by weights alone where no work is expected"
+        fleet = FleetSettings(models=(), device=DeviceSettings(budget_bytes=2**20), preset=name)
+        assert preset_of(fleet).fleet == chosen.fleet
+        for other, policy in PLACEMENTS.items():
+            assert preset_of(replace(fleet, placement=other)).fleet is policy
+            assert resolve(name, placement=other).memory == chosen.memory
+    with pytest.raises(ConfigError, match="weights, work, follow, both"):
+        resolve("balloon", placement="wieghts")
+
+
+def test_a_fleet_file_may_name_every_fleet_policy() -> None:
+    (names, none) = get_args(FleetKeys.model_fields["placement"].annotation)
+    assert get_args(names) == tuple(PLACEMENTS)
+    assert none is type(None)
+
+
+def test_models_cannot_follow_the_load_to_devices_of_several_ranks() -> None:
+    ranks = DeviceSettings(name="cpu:1", budget_bytes=2**20, tensor_parallel=2)
+    one = DeviceSettings(budget_bytes=2**20)
+    for placement, policy in PLACEMENTS.items():
+        fleet = FleetSettings(models=(), device=one, others=(ranks,), placement=placement)
+        assert policy.requires == Requirements(following=policy.moves)
+        if policy.moves:
+            with pytest.raises(ConfigError, match=r"^placement: .*cpu:1: .*over ranks"):
+                preset_of(fleet)
+        else:
+            assert preset_of(fleet).placement == placement
+
+
+def test_only_who_expects_work_gives_a_busy_model_several_devices() -> None:
+    rooms = [Room("x", 100), Room("y", 100)]
+    busy, quiet = Need("busy", 10, 10, {"": 1.2}), Need("quiet", 10, 10)
+    for placement, policy in PLACEMENTS.items():
+        by_work = placement in ("work", "both")
+        assert len(policy.place([busy, quiet], rooms)["busy"]) == (2 if by_work else 1)
+        assert policy.replicates == (by_work or policy.moves)
+        assert policy.place([quiet], rooms) == {"quiet": ["x"]}
+        assert policy.moves == (placement in ("follow", "both"))
+    decision = PLACEMENTS["weights"](FleetView(0.0, (), ()), "memo")
+    assert decision == FleetDecision(memo="memo"), "it wishes never to be asked"
 
 
 def test_layers_of_weights_and_of_kv_cannot_both_rotate() -> None:

@@ -12,7 +12,6 @@ from ballast.core.errors import ConfigError
 from ballast.core.event import Failed, Finished, Output, TokenOut
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
-from ballast.policy.fleets import placement_of
 from ballast.policy.presets import resolve
 from ballast.sim.catalogue import facts
 from ballast.sim.cluster import Cluster, Kind, kinds_of
@@ -103,9 +102,8 @@ def test_profiles_of_one_name_are_told_apart() -> None:
     homes = Cluster(
         [Kind(1, quick), Kind(1, slow)],
         [spec(name) for name in expected],
-        resolve("balloon"),
+        resolve("balloon", placement="work"),
         lambda device, at, output: None,
-        placement=placement_of("work"),
         traffic=expected,
     ).controller.book.homes
     assert set(homes.values()) == {("H100-80G:0",)}, "all are easy for the quick one"

@@ -22,8 +22,10 @@ from ballast.core.fleet import (
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
+from ballast.policy.base import FleetPolicy
 from ballast.policy.presets import resolve
 from ballast.policy.route import Replica
+from ballast.policy.stay import Stay
 from ballast.sim.controller import Controller
 from ballast.sim.device import Profile, SimDevice
 from ballast.sim.leap import Said
@@ -41,8 +43,11 @@ def device(settings: FleetSettings, names: list[str], said: Said) -> SimDevice:
     return SimDevice(settings.device, specs, resolve(settings.preset), PROFILE, said)
 
 
-def least_open(replicas: Sequence[Replica]) -> str:
-    return min(replicas, key=lambda r: r.open_requests).device
+class LeastOpen(Stay):
+    """Prefixes that devices hold do not matter."""
+
+    def route(self, replicas: Sequence[Replica]) -> str:
+        return min(replicas, key=lambda r: r.open_requests).device
 
 
 def controller(devices: dict[str, SimDevice], book: FleetBook) -> Controller:
@@ -85,9 +90,8 @@ def test_replicas_share_the_requests_by_what_is_open() -> None:
         counts = [d.open_requests for d in devices.values()]
         open_then.append((devices[chosen].open_requests, min(counts)))
 
-    simulate_devices(
-        controller(devices, FleetBook({"a": list(devices)}, route=least_open)), arrivals, sent=note
-    )
+    book = FleetBook({"a": list(devices)}, policy=LeastOpen())
+    simulate_devices(controller(devices, book), arrivals, sent=note)
     assert len(ends) == 120
     assert all(isinstance(end, Finished) for end in ends)
     assert all(mine == least for mine, least in open_then)
@@ -112,11 +116,15 @@ def test_the_same_again_is_the_same() -> None:
     assert runs[0] == runs[1] != []
 
 
-class Restless:
+class Restless(FleetPolicy):
     """Moves models about without any reason; some of what it wants cannot be done."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
+
+    @property
+    def moves(self) -> bool:
+        return True
 
     def __call__(self, view: FleetView, memo: object) -> FleetDecision:
         kinds = (Place, Withdraw)
