@@ -157,6 +157,16 @@ class Recall:
     why: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """Return pages that were borrowed from another device, of those that nothing lies on, before
+    they are asked back."""
+
+    to: str
+    pages: int
+    why: str = ""
+
+
 ModelAction = (
     Activate
     | Evict
@@ -170,7 +180,7 @@ ModelAction = (
     | Remap
     | SwapKv
 )
-Action = ModelAction | Recall
+Action = ModelAction | Recall | GiveBack
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,6 +250,8 @@ class DeviceView:
     activation_bytes_per_second: float | None = None
     """At which the last activations brought weights, from their order to the moment when they were
     there, waits for other activations left out; None: none has ended."""
+    lenders: tuple[tuple[str, int], ...] = ()
+    """(device, pages) of `borrowed`, those of each device; devices of none left out."""
 
     @property
     def weights_bytes_per_second(self) -> float:

@@ -11,6 +11,7 @@ from ballast.core.actions import (
     Compact,
     DropCache,
     Evict,
+    GiveBack,
     Hold,
     Limit,
     Preempt,
@@ -37,6 +38,9 @@ def apply(state: DeviceState, action: Action, outputs: list[Output]) -> Refusal:
     if isinstance(action, Recall):
         out = state.lending.recall(action.to, action.pages, state.now + action.seconds)
         return None if out else f"nothing is lent to {action.to}"
+    if isinstance(action, GiveBack):
+        returned = state.lending.give_back(action.to, action.pages)
+        return None if returned else f"no unused page of {action.to} is here"
     if action.model not in state.models:
         return f"no model {action.model!r} on this device"
     if isinstance(action, Refuse):

@@ -128,6 +128,10 @@ class Lending:
             self.next = due if self.next is None else min(self.next, due)
         return asked
 
+    def give_back(self, lender: str, pages: int) -> int:
+        """Return up to so many unused pages to a lender by the next `answer`; how many."""
+        return self.borrower.offer_back(lender, pages)
+
     def check(self, now: float) -> None:
         """Have those killed that are late."""
         if self.next is not None and now >= self.next:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Protocol
 
-from ballast.core.actions import Refuse
+from ballast.core.actions import Action, Refuse
 from ballast.core.clock import Clock
 from ballast.core.compute import ComputeDecision
 from ballast.core.event import Event, Operate, Output, Timer
@@ -25,8 +25,8 @@ from ballast.engine.snapshot import snapshot
 from ballast.engine.state import DeviceState
 from ballast.engine.vacate import vacate
 from ballast.engine.views import device_view
-from ballast.policy.base import MemoryPolicy
 from ballast.policy.presets import Preset
+from ballast.policy.stuck import last_resort
 
 ROUNDS = 8
 """Most times that one turn asks the policy about shortages found while forming a job."""
@@ -71,7 +71,7 @@ class Loop:
         self.clock = clock
         self.outbox = outbox
         self.story = story
-        self.operations = Operations(state, story, answered)
+        self.operations = Operations(state, preset.memory, story, answered)
         self.turn_since: float | None = None
         """When the present turn began, on the clock; None while it waits for events."""
         self.choice: ComputeDecision | None = None
@@ -205,11 +205,13 @@ class Loop:
             self._decide(outputs)
             self.choice = None
         self._dispatch(outputs)
+        resorts = 0
         while self._stuck:
             # The last job may have ended what stood in the way of a remedy.
             self.choice = None
             if not self._decide(outputs):
-                self._last_resort(outputs)
+                resorts += 1
+                self._last_resort(outputs, shared=resorts > ROUNDS)
                 if self.state.lending.awaiting:
                     break
                 self._decide(outputs)
@@ -344,21 +346,34 @@ class Loop:
             return False
         return self._wake_at is None and any(map(_may_run, state.requests.values()))
 
-    def _last_resort(self, outputs: list[Output]) -> None:
-        """No decision helped, and nothing is on its way: do what the policy has for that."""
-        state, policy = self.state, self.preset.memory
-        view = device_view(state)
-        # A policy without an answer must not keep requests waiting for ever.
-        for action in policy.when_stuck(view) or MemoryPolicy.when_stuck(policy, view):
-            if isinstance(action, Refuse):
-                reason = f"preset {self.preset.name!r} found no memory for this request"
-                refusal = replace(action, why=f"{reason}: {action.why}")
-                self.story.decision(state.now, refusal, None)
-                failed = state.requests[action.request_id]
-                outputs.append(state.fail(failed, "out_of_memory", refusal.why))
-            else:
-                refused = apply(state, action, outputs)
-                self.story.decision(state.now, action, refused, by="shortage")
+    def _last_resort(self, outputs: list[Output], shared: bool) -> None:
+        """No decision helped, and nothing is on its way: do what the policy has for that.
+
+        What all policies share (`last_resort`) is done where the policy's own answer changes
+        nothing, or if `shared`: a policy without a remedy must not keep requests waiting for ever.
+        """
+        view = device_view(self.state)
+        done = False
+        if not shared:
+            for action in self.preset.memory.when_stuck(view):
+                done = self._resort_to(action, outputs) or done
+        if not done:
+            for action in last_resort(view):
+                self._resort_to(action, outputs)
+
+    def _resort_to(self, action: Action, outputs: list[Output]) -> bool:
+        """Do it; whether it was done. A request that runs can be refused here as well."""
+        state = self.state
+        if isinstance(action, Refuse) and action.request_id in state.requests:
+            reason = f"preset {self.preset.name!r} found no memory for this request"
+            refusal = replace(action, why=f"{reason}: {action.why}")
+            self.story.decision(state.now, refusal, None)
+            failed = state.requests[action.request_id]
+            outputs.append(state.fail(failed, "out_of_memory", refusal.why))
+            return True
+        refused = apply(state, action, outputs)
+        self.story.decision(state.now, action, refused, by="shortage")
+        return refused is None
 
 
 def _may_run(request: Request) -> bool:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ballast.core.actions import Activate, Change, Evict, Join, Leave, Lend, Operation, Recall
+from ballast.core.actions import (
+    Action,
+    Activate,
+    Change,
+    Evict,
+    Join,
+    Leave,
+    Lend,
+    Operation,
+    Recall,
+)
 from ballast.core.errors import ConfigError
 from ballast.core.event import Operate, Output
 from ballast.core.story import Story
@@ -18,6 +28,8 @@ from ballast.engine.life import Stay
 from ballast.engine.model import ModelState
 from ballast.engine.snapshot import model_told
 from ballast.engine.state import DeviceState
+from ballast.engine.views import device_view
+from ballast.policy.base import MemoryPolicy
 from ballast.weights.shared import SharedSegment
 
 Answered = Callable[[str, str | None], None]
@@ -29,8 +41,11 @@ REMOVED = "the model is being removed from this server"
 class Operations:
     """Operations that were begun and have not ended. Used by the loop's thread, but for `ready`."""
 
-    def __init__(self, state: DeviceState, story: Story, answered: Answered | None) -> None:
+    def __init__(
+        self, state: DeviceState, policy: MemoryPolicy, story: Story, answered: Answered | None
+    ) -> None:
         self._state = state
+        self._policy = policy
         self._story = story
         self._answered = answered or (lambda id, refusal: None)
         self.pending: dict[str, Operation] = {}
@@ -71,11 +86,11 @@ class Operations:
     def _try(self, wanted: Operation, outputs: list[Output]) -> Refusal:
         state = self._state
         if isinstance(wanted, Lend):
-            return self._lend(wanted)
+            return self._lend(wanted, outputs)
         if isinstance(wanted, Recall):
             return apply(state, wanted, outputs)
         if isinstance(wanted, Join):
-            return self._join(wanted.model)
+            return self._join(wanted.model, outputs)
         if isinstance(wanted, Leave) and wanted.at_once and wanted.model not in state.named:
             there = state.models.get(wanted.model)
             if there is not None and there.life.stay is Stay.LEAVING:
@@ -96,7 +111,12 @@ class Operations:
             return None
         return apply(state, wanted, outputs)
 
-    def _lend(self, wanted: Lend) -> Refusal:
+    def _lend(self, wanted: Lend, outputs: list[Output]) -> Refusal:
+        answer = self._policy.lend(device_view(self._state), wanted.to, wanted.pages)
+        if answer.refusal is not None:
+            return answer.refusal
+        for action in answer.actions:
+            self._apply(action, outputs)
         lease = self._state.lending.lend(wanted.to, wanted.pages)
         if isinstance(lease, str):
             return lease
@@ -104,7 +124,7 @@ class Operations:
         self._state.asking = True
         return None
 
-    def _join(self, name: str) -> Refusal:
+    def _join(self, name: str, outputs: list[Output]) -> Refusal:
         """All it takes is there, or nothing changes."""
         state, settings = self._state, self._state.settings
         m, shared = self.ready.pop(name)
@@ -126,7 +146,7 @@ class Operations:
             check_room(m.spec, others, settings, layered=layered, aside=state.set_aside)
         except ConfigError as error:
             return str(error)
-        if not self._grow_arena(arena):
+        if not self._grow_arena(arena, outputs):
             return (
                 f"its largest jobs take {arena - state.arena.pages} pages of activations more than "
                 "are set aside, and they are not free; evict a model first"
@@ -137,15 +157,24 @@ class Operations:
         state.asking = True
         return None
 
-    def _grow_arena(self, pages: int) -> bool:
-        """With what is free, and what only cached prefixes hold."""
+    def _grow_arena(self, pages: int, outputs: list[Output]) -> bool:
+        """Whether the arena has so many pages, with what is free and what the policy frees."""
         state = self._state
-        n_bytes = pages * state.settings.page_bytes
-        for m in state.models.values():
-            missing = pages - state.arena.pages - state.pool.available(state.arena.owner)
-            if missing > 0 and m.kv.drop_cached(missing):
-                state.freed += 1
-        return state.arena.resize(n_bytes) is None
+
+        def missing() -> int:
+            return pages - state.arena.pages - state.pool.available(state.arena.owner)
+
+        if missing() > 0:
+            for action in self._policy.grow_activations(device_view(state), missing()):
+                self._apply(action, outputs)
+                if missing() <= 0:
+                    break
+        return state.arena.resize(pages * state.settings.page_bytes) is None
+
+    def _apply(self, action: Action, outputs: list[Output]) -> None:
+        """Do what the policy has asked for in order that an operation can be done."""
+        refused = apply(self._state, action, outputs)
+        self._story.decision(self._state.now, action, refused)
 
     def _change(self, m: ModelState, adapter: int | None, c: Change) -> Refusal:
         if adapter is None:

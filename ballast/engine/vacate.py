@@ -1,8 +1,8 @@
 """Move out of borrowed pages that are asked back, so that no request notices but by waiting.
 
 What is cached there goes; what is used is copied to pages of the device, for which makes way what
-the memory policy names; where that is nothing, or too little, requests are preempted. Blocks that a
-job in flight uses wait for its end.
+the memory policy names; where that is nothing, or too little, requests are preempted in the order
+that it names. Blocks that a job in flight uses wait for its end.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def vacate(state: DeviceState, story: Story, policy: MemoryPolicy) -> None:
         elif m.kv.bring_home(at) or (_make_room(state, m, policy) and m.kv.bring_home(at)):
             home += 1
         else:
-            home += _preempt(state, m, at, users, story)
+            home += _preempt(state, m, at, _in_order(state, m, users, policy), story)
         state.freed += 1
         state.asking = True
     if home or dropped:
@@ -47,8 +47,8 @@ def vacate(state: DeviceState, story: Story, policy: MemoryPolicy) -> None:
 def _preempt(
     state: DeviceState, m: ModelState, at: int, users: list[Request], story: Story
 ) -> bool:
-    """Of the slab's requests the youngest, until it is empty, or there is room for what is left."""
-    for r in reversed(users):
+    """Preempt the slab's requests in order, until it is empty or what is left finds room."""
+    for r in users:
         state.preempt(m, r)
         why = "borrowed pages are asked back"
         story.decision(state.now, Preempt(m.spec.name, r.id, why), None, by="lender")
@@ -57,6 +57,16 @@ def _preempt(
         if m.kv.bring_home(at):
             return True
     return False
+
+
+def _in_order(
+    state: DeviceState, m: ModelState, users: list[Request], policy: MemoryPolicy
+) -> list[Request]:
+    """The requests of a slab, each once, in the order in which the policy has them preempted."""
+    youngest_first = {r.id: r for r in reversed(users)}
+    named = policy.vacate(device_view(state), m.spec.name, [r.id for r in users])
+    ids = dict.fromkeys([*(id for id in named if id in youngest_first), *youngest_first])
+    return [youngest_first[id] for id in ids]
 
 
 def _make_room(state: DeviceState, m: ModelState, policy: MemoryPolicy) -> bool:

@@ -41,6 +41,7 @@ def device_view(state: DeviceState) -> DeviceView:
         lent=state.lending.standing(),
         recalled=state.lending.recalled,
         activation_bytes_per_second=state.activation_rate.bytes_per_second,
+        lenders=state.lending.borrower.unused_of(),
     )
 
 

@@ -73,6 +73,10 @@ class Borrower:
         """Pages that `back` could get now."""
         return sum(len(peer.unused) for peer in self._peers)
 
+    def unused_of(self) -> tuple[tuple[str, int], ...]:
+        """(lender, pages of `unused`), lenders of none left out."""
+        return tuple((peer.name, len(peer.unused)) for peer in self._peers if peer.unused)
+
     @property
     def in_use(self) -> int:
         """Pages mapped here."""

@@ -9,7 +9,9 @@ from ballast.core.actions import Action, Decision
 from ballast.core.compute import ComputeDecision, ComputeView
 from ballast.core.fleet import FleetDecision, FleetView, Need, Room
 from ballast.core.view import DeviceView
+from ballast.policy.activations import caches_in_order
 from ballast.policy.home import caches_for
+from ballast.policy.lending import LendAnswer
 from ballast.policy.placement import spread
 from ballast.policy.requirements import Requirements
 from ballast.policy.route import Replica, held_prefix
@@ -44,7 +46,8 @@ class MemoryPolicy(Policy, ABC):
 
     def when_stuck(self, view: DeviceView) -> Sequence[Action]:
         """Let requests go on that lack memory, when no decision helps, nothing runs and nothing is
-        on its way: `Recall` what is lent, or fail one (`Refuse`). Must not be empty."""
+        on its way: `Recall` what is lent, or fail one (`Refuse`). Where none of it can be done, or
+        it has not helped many times, the answer that policies share is taken instead."""
         return last_resort(view)
 
     def bring_home(self, view: DeviceView, model: str, own: int, pages: int) -> Sequence[Action]:
@@ -53,6 +56,23 @@ class MemoryPolicy(Policy, ABC):
         anybody's as make up `pages` (either may be negative). Where the answer does not suffice,
         the youngest requests on that slab are preempted."""
         return caches_for(view, model, own, pages)
+
+    def vacate(self, view: DeviceView, model: str, requests: Sequence[str]) -> Sequence[str]:
+        """Return in which order running requests of a model, given oldest first, are preempted
+        where no room was made for their slab by `bring_home`, until the slab is empty or what is
+        left of it finds room. Those not named come after, youngest first."""
+        return requests[::-1]
+
+    def lend(self, view: DeviceView, to: str, pages: int) -> LendAnswer:
+        """Make room for pages that an operator lends to another device, or refuse to. By default
+        nothing makes way, and free pages are lent, all of them if it comes to that."""
+        return LendAnswer()
+
+    def grow_activations(self, view: DeviceView, pages: int) -> Sequence[Action]:
+        """Make room for so many pages of activations more than are free, for a model that joins.
+        The actions are done in order until there is room; where there is none after the last, the
+        model is refused."""
+        return caches_in_order(view, pages)
 
 
 class AdmissionPolicy(Policy, ABC):

@@ -19,6 +19,7 @@ from ballast.core.settings import Slo
 from ballast.engine.state import DeviceState
 from ballast.engine.views import device_view
 from ballast.memory.vm_null import NullVm
+from ballast.policy.base import MemoryPolicy
 from ballast.policy.presets import resolve
 from ballast.sim.device import Profile, SimDevice
 from tests.sim.test_simulate import COSTS, PAGE, fleet, spec
@@ -36,7 +37,10 @@ class World:
         preset: str = "balloon",
         lanes: int = 1,
         leaps: bool = True,
+        memory: MemoryPolicy | None = None,
     ) -> None:
+        """`memory` decides in place of the preset's memory policy, if it is given."""
+        chosen = resolve(preset)
         settings = fleet(preset, list(specs), pages, lanes=lanes, threads=lanes).device
         arena = max(activation_bytes(s, settings.step_tokens, settings.step_logits) for s in specs)
         more = (lanes - 1) * arena
@@ -48,7 +52,7 @@ class World:
         self.device = SimDevice(
             settings,
             specs,
-            resolve(preset),
+            chosen if memory is None else replace(chosen, memory=memory),
             profile,
             self._said,
             observe=self._observe,
