@@ -28,6 +28,7 @@ ORDERS: Mapping[str, Callable[..., ComputePolicy]] = {
 }
 """Compute policies: dataclasses, whose fields are options."""
 _JOIN = "+"
+_PLACEMENT = "work"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,16 @@ class Preset:
     compute: ComputePolicy
     order: str
     """Name of the compute policy."""
-    fleet: FleetPolicy
-    placement: str
-    """Name of the fleet policy."""
     options: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Those given."""
+    placement: str = _PLACEMENT
+    """Name of the fleet policy."""
     admission: AdmissionPolicy = dataclasses.field(default_factory=LateLast)
+
+    @property
+    def fleet(self) -> FleetPolicy:
+        """The fleet policy."""
+        return PLACEMENTS[self.placement]
 
     @property
     def values(self) -> dict[str, float]:
@@ -79,7 +84,7 @@ class _Kind:
     """A dataclass; its fields are the preset's options."""
     order: str = "round-robin"
     """Name of its compute policy, one of `ORDERS`."""
-    placement: str = "work"
+    placement: str = _PLACEMENT
     """Name of its fleet policy, one of `PLACEMENTS`."""
 
 
@@ -141,9 +146,8 @@ def resolve(
         kind.memory(**_own(kind.memory, given)),
         ORDERS[asked](**_own(ORDERS[asked], given)),
         asked,
-        PLACEMENTS[placement],
-        placement,
         given,
+        placement,
         LateLast(**_own(LateLast, given)),
     )
 
