@@ -99,9 +99,6 @@ class SimDevice:
         link = SimLink(self._heap, self.clock, moving, profile.link.to_device)
         self._rotors = SimRotors(self._heap, self.clock, link, profile.link)
         requires = preset.requires
-        if requires.kv_swapping and settings.lanes > 1:
-            allowed = f"preset {preset.name!r} is simulated on devices of one lane"
-            raise ConfigError("lanes", settings.lanes, allowed)
         swappers = SimSwappers(profile.link, requires.dirty) if requires.kv_swapping else None
         vm = NullVm(settings.page_bytes, settings.budget_bytes // settings.page_bytes)
         self.state = build_state(

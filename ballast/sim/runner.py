@@ -57,16 +57,20 @@ class SimRunner:
 
     def start(self, job: Job) -> None:
         results = tuple(self._results(self._specs[job.model], job))
-        if job.parts is not None and job.parts < self._parts:
-            share, split = job.parts / self._parts, self._costs[job.model].split(job.load)
-            stall = self._rotors.stall(job.model, self._lanes.alone(share, *split))
-            self._lanes.start(job, share, *split, results, stall)
-            return
+        share = 1.0 if job.parts is None else job.parts / self._parts
         read, written = sum(w.start for w in job.work), sum(len(w.tokens) for w in job.work)
         if self._swappers is not None and not written:
-            seconds = self._swappers.carrying(job.model)
+            seconds = self._swappers.carrying(job.model) / share
             end = self._clock.now() + seconds + self._overhead
             self._heap.schedule(end, JobDone(job, results, seconds, seconds))
+            return
+        if share < 1:
+            split = self._costs[job.model].split(job.load)
+            seconds = self._lanes.alone(share, *split)
+            stall = self._rotors.stall(job.model, seconds)
+            if self._swappers is not None:
+                stall += self._swappers.stall(job.model, seconds, read, written, share)
+            self._lanes.start(job, share, *split, results, stall)
             return
         seconds, stall, end = self._until(job.model, job.load, read, written)
         self._heap.schedule(end, JobDone(job, results, seconds, stall))

@@ -1,8 +1,9 @@
 """KV of rotating layers in virtual time: how long jobs take that load and store it.
 
-A job's loads and stores share the link with nothing else: what weights and other models move
-meanwhile does not slow them, nor they that. Blocks that sequences of a job have in common count
-for each.
+A job has so much of the link as of the device's compute, so that jobs on several lanes together
+never move more than it carries; a job that has all of the compute has all of it. What weights move
+meanwhile does not slow its loads and stores, nor they that. Blocks that sequences of a job have in
+common count for each.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class SimSwapper:
     def turn(self, rotation: Rotation) -> None:
         self._rotation = rotation
 
-    def stall(self, seconds: float, read: int, written: int) -> float:
+    def stall(self, seconds: float, read: int, written: int, share: float = 1.0) -> float:
         """Seconds more of a job that takes so many alone: it reads and writes KV of such numbers
-        of tokens."""
+        of tokens, with such a share of the link."""
         if self._rotation == WHOLE:
             return 0.0
         stored = written if self._dirty else read + written
@@ -52,7 +53,7 @@ class SimSwapper:
                 seconds,
                 read * self._token_bytes,
                 stored * self._token_bytes,
-                self._rates,
+                self._rates.part(share),
             )
             - seconds
         )
@@ -74,10 +75,12 @@ class SimSwappers:
         """Seconds of its job that computes nothing."""
         return self._swappers[model].carrying
 
-    def stall(self, model: str, seconds: float, read: int, written: int) -> float:
+    def stall(
+        self, model: str, seconds: float, read: int, written: int, share: float = 1.0
+    ) -> float:
         """As of `SimSwapper`; 0 of a model that has none."""
         swapper = self._swappers.get(model)
-        return 0.0 if swapper is None else swapper.stall(seconds, read, written)
+        return 0.0 if swapper is None else swapper.stall(seconds, read, written, share)
 
 
 class _Nothing:

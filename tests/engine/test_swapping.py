@@ -56,16 +56,23 @@ def swapping(settings: FleetSettings, **options: float) -> FleetSettings:
 
 
 @pytest.mark.parametrize(
-    ("model_impl", "linear", "dirty"),
-    [("generic", "plain", 0), ("fused", "packed", 0), ("fused", "packed", 1)],
+    ("model_impl", "linear", "dirty", "lanes"),
+    [
+        ("generic", "plain", 0, 1),
+        ("fused", "packed", 0, 1),
+        ("fused", "packed", 1, 1),
+        ("fused", "packed", 0, 2),
+    ],
 )
 def test_swapped_kv_changes_no_token(
-    paths: dict[str, Path], model_impl: str, linear: str, dirty: int
+    paths: dict[str, Path], model_impl: str, linear: str, dirty: int, lanes: int
 ) -> None:
     requests = [*asked(4), *(replace(r, id=f"{r.id}-warm") for r in asked(3, 0.8))]
     settings = with_path(fleet(paths), model_impl, linear)
     with InProcess(settings) as server:
         alone = server.generate(requests)
+    several = replace(settings.device, lanes=lanes, threads=2 if lanes > 1 else None)
+    settings = replace(settings, device=several)
     with InProcess(swapping(settings, dirty=dirty)) as server:
         loop = server.device.loop
         loop.preset = Preset(

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from ballast.core.actions import SwapKv
-from ballast.core.errors import ConfigError
 from ballast.core.event import Finished
 from ballast.core.link import LinkRates
 from ballast.core.rotation import WHOLE, Rotation
@@ -116,11 +115,45 @@ def test_a_job_waits_for_what_it_reads_and_for_what_it_stores() -> None:
         assert swapper.stall(0.1, 1000, 30) == whole - 0.1 > 0
 
 
-def test_several_lanes_are_not_simulated() -> None:
-    profile = Profile(costs={"a": COSTS}, link=FAST, overhead=0.0)
-    several = fleet("kvswap", [SPEC], 200, lanes=2, threads=2)
-    with pytest.raises(ConfigError, match="one lane"):
-        simulate(several, [SPEC], [], profile, Heard())
+TWO = [replace(SPEC, name=name, fingerprint=name) for name in "ab"]
+
+
+def on_two_lanes(rates: LinkRates, **options: float) -> tuple[Simulated, list[dict[str, Any]]]:
+    """Two models beside each other, of which each is short of memory."""
+    entries: list[dict[str, Any]] = []
+    heard = Heard()
+    profile = Profile(costs={m.name: COSTS for m in TWO}, link=rates, overhead=1e-4)
+    several = replace(fleet("kvswap", TWO, 140, lanes=2, threads=2), options=options)
+    arrivals = submissions(["a", "b"], 40, 1, rate=60.0)
+    result = simulate(several, TWO, arrivals, profile, heard, entries.extend, watch)
+    assert {type(heard.ended[s.id]) for s in arrivals} == {Finished}
+    assert all(heard.tokens[s.id] == s.max_tokens for s in arrivals)
+    result.state.validate()
+    return result, entries
+
+
+def test_kv_is_swapped_on_several_lanes() -> None:
+    """Jobs on part of the compute wait for it, and longer than on all of it."""
+    _, entries = on_two_lanes(FAST, cap=0)
+    rotating = {e["model"] for e in entries if e.get("action") == "SwapKv"}
+    assert rotating == {"a", "b"}
+    jobs = [(e["lane"], e["parts"]) for e in entries if "parts" in e]
+    assert {(0, 1), (1, 1)} <= set(jobs), "each with half of the compute"
+    _, entries = on_two_lanes(LinkRates(1e8, 1e8, 5e7, 5e7), cap=0)
+    halves = {e["job"] for e in entries if e.get("parts") == 1 and "decode" in e}
+    ends = (e for e in entries if e.get("event") == "JobDone" and e["job"] in halves)
+    stalls = [e.get("stall", 0.0) for e in ends]
+    assert sum(stall > 0 for stall in stalls) > 10
+
+
+def test_jobs_on_several_lanes_share_the_link() -> None:
+    vm = NullVm(worlds.PAGE, 90)
+    swapper = SimSwapper(KvCache(SPEC, Pool(vm, 90), vm, layered=True), LinkRates.even(1e6), False)
+    swapper.turn(Rotation((2, 4, 6), 2))
+    half = SimSwapper(KvCache(SPEC, Pool(vm, 90), vm, layered=True), LinkRates.even(5e5), False)
+    half.turn(Rotation((2, 4, 6), 2))
+    assert swapper.stall(0.1, 1000, 30, 0.5) == half.stall(0.1, 1000, 30)
+    assert swapper.stall(0.1, 1000, 30, 0.5) > swapper.stall(0.1, 1000, 30)
 
 
 def test_kv_comes_home_while_a_part_of_what_kv_has_stays_free() -> None:
