@@ -94,7 +94,6 @@ def _drop_cache(state: DeviceState, a: DropCache) -> Refusal:
     m = state.models[a.model]
     spared = state.requests.get(a.spare)
     freed = m.kv.drop_cached(a.pages, spare=m.kv.find(*spared.prefix) if spared else ())
-    state.freed += freed > 0
     return None if freed else "nothing is cached that is not in use"
 
 
@@ -102,14 +101,12 @@ def _compact(state: DeviceState, a: Compact) -> Refusal:
     m = state.models[a.model]
     fixed = {b for r in m.running if r.in_flight for b in r.blocks}
     freed = m.kv.compact([r.blocks for r in m.running], a.pages, fixed=fixed)
-    state.freed += freed > 0
     return None if freed else "its blocks are already together"
 
 
 def _limit(state: DeviceState, a: Limit) -> Refusal:
     m = state.models[a.model]
     m.kv.limit = a.pages
-    state.freed += 1
     return None
 
 
@@ -152,7 +149,6 @@ def _swap_kv(state: DeviceState, a: SwapKv) -> Refusal:
     refused = swapping.refusal(m, a.rotation)
     if refused is None:
         swapping.change(m, a.rotation)
-        state.freed += 1
     return refused
 
 

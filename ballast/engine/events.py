@@ -122,7 +122,6 @@ def _transfer_done(state: DeviceState, event: TransferDone) -> list[Output]:
         return []
     m.weights.evict()
     m.life.fail()
-    state.freed += 1
     reason = f"the weights of {m.spec.name!r} could not be brought in: {event.error}"
     return state.fail_all(m, "model_failed", reason)
 
@@ -137,7 +136,6 @@ def _timer(state: DeviceState, event: Timer) -> list[Output]:
 
 def _of_peers(state: DeviceState, event: Heard) -> list[Output]:
     if state.lending.handle(event):
-        state.freed += 1
         state.asking = True
     return []
 

@@ -233,16 +233,13 @@ class Loop:
         self._memo = decision.memo
         later = decision.wake_at is not None and decision.wake_at > view.now
         self._wake_at = decision.wake_at if later else None
-        before = self.state.promises.stated
-        self.state.promises.withdraw()
+        self.state.promises.suspend()
         done = expired or reordered
         for action in decision.actions:
             refused = apply(self.state, action, outputs)
             self.story.decision(view.now, action, refused)
             done = done or refused is None
-        self.state.promises.make(decision.promises, self.state.models)
-        if self.state.promises.stated != before:
-            self.state.freed += 1
+        if self.state.promises.make(decision.promises, self.state.models):
             self.story.promises(view.now, self.state.promises.stated)
             return True
         return done

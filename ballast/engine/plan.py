@@ -155,12 +155,10 @@ def plan(
 
 def _admit(m: ModelState, r: Request, now: float) -> Short | None:
     """Take a waiting request into the batch, on top of the prefix that is cached."""
-    blocks = m.kv.match(*r.prefix)
-    cached = len(blocks) * m.spec.block_tokens
-    short = m.kv.grow(blocks, len(r.tokens))
-    if short is not None:
-        m.kv.free(blocks)
-        return short
+    found = m.kv.admit(len(r.tokens), *r.prefix)
+    if isinstance(found, Short):
+        return found
+    blocks, cached = found
     m.waiting.remove(r)
     r.blocks = blocks
     r.computed = cached

@@ -34,15 +34,23 @@ class Promises:
         """Pages set aside now."""
         return sum(self._pool.promised_to(owner) for owner in self._owners)
 
-    def withdraw(self) -> None:
-        """Set nothing aside any more."""
+    def suspend(self) -> None:
+        """Set nothing aside until a decision's promises are made: its actions come first."""
         for owner in self._owners:
             self._pool.withdraw(owner)
-        self._stated, self._owners, self._unfilled = (), [], []
+        self._owners, self._unfilled = [], []
 
-    def make(self, promises: Iterable[Promise], models: Mapping[str, ModelState]) -> None:
-        """Let these promises, in order of precedence, be the ones in force."""
-        self.withdraw()
+    def withdraw(self) -> None:
+        """Set nothing aside any more."""
+        self.suspend()
+        self._pool.freed.n += bool(self._stated)
+        self._stated = ()
+
+    def make(self, promises: Iterable[Promise], models: Mapping[str, ModelState]) -> bool:
+        """Let these promises, in order of precedence, be the ones in force; whether they are others
+        than before."""
+        self.suspend()
+        before = self._stated
         self._stated = tuple(p for p in promises if p.model in models)
         for p in self._stated:
             m = models[p.model]
@@ -52,6 +60,9 @@ class Promises:
                 self._unfilled.append((m.kv.owner, p.kv))
         self._owners = list(dict.fromkeys(owner for owner, _ in self._unfilled))
         self.fill()
+        changed = self._stated != before
+        self._pool.freed.n += changed
+        return changed
 
     def fill(self) -> None:
         """Set pages aside that have become free, or are reclaiming, for those who lack some."""

@@ -89,8 +89,6 @@ class DeviceState:
         self.lanes = Lanes(settings)
         self.asking = True
         """Something happened that a policy should know of."""
-        self.freed = 0
-        """Grows whenever pages or blocks become free: a blocked admission is worth trying again."""
         self.draining = False
         self.stopped: str | None = None
         self.jobs = 0
@@ -121,7 +119,6 @@ class DeviceState:
         m.weights.close()
         self.models = {name: other for name, other in self.models.items() if other is not m}
         self._list_shared()
-        self.freed += 1
         self.asking = True
 
     def _list_shared(self) -> None:
@@ -129,6 +126,11 @@ class DeviceState:
         self.shared = tuple(dict.fromkeys(s for m in models for s in m.weights.shared))
 
     # -- memory -----------------------------------------------------------------------------------
+
+    @property
+    def freed(self) -> int:
+        """Grows whenever a refused admission is worth trying again: pages or blocks became free."""
+        return self.pool.freed.n
 
     @property
     def set_aside(self) -> int:
@@ -181,7 +183,6 @@ class DeviceState:
         if request.blocks:
             m.kv.free(request.blocks, surrender=surrender)
             request.blocks = []
-            self.freed += 1
         request.computed = 0
 
     def withdraw(self, m: ModelState, request: Request, *, surrender: bool = False) -> None:
@@ -218,17 +219,13 @@ class DeviceState:
         m.weights.evict()
         m.life.evict()
         m.evictions += 1
-        self.freed += 1
         self.asking = True
 
     def begin_swap(self, m: ModelState) -> list[SequenceWork]:
         """The work of a job that changes which layers' KV rotates, if that is due."""
         if m.life.swap_to is None:
             return []
-        work = swapping.begin(m)
-        if not work:  # that was all
-            self.freed += 1
-        return work
+        return swapping.begin(m)
 
     def next_transfer(self) -> int:
         """A number for a transfer, never used before on this device."""

@@ -18,13 +18,9 @@ from ballast.engine.state import DeviceState
 def remap(state: DeviceState, m: ModelState, wanted: Rotation) -> Short | None:
     """Let these layers of a resident model rotate as soon as nothing stands in the way. Pages that
     it takes more are promised to it now, or nothing changes."""
-    owner = m.weights.owner
-    state.pool.withdraw(owner)
     back = (m.weights.slots.rotation.lent - wanted.lent) * m.weights.slots.layer_pages
-    short = state.pool.promise(owner, max(0, back))
+    short = state.pool.promise_instead(m.weights.owner, max(0, back))
     if short is not None:
-        if m.life.turning is not None:  # what was promised for that is not taken by anybody
-            state.pool.promise(owner, max(0, m.pages_to_take))
         return short
     m.life.order_turn(wanted)
     proceed(state, m)
@@ -35,7 +31,7 @@ def drive_out(state: DeviceState, m: ModelState) -> None:
     """Evict a model as soon as no job, and no load of a layer, stands in the way."""
     m.life.order_eviction()
     m.weights.going()
-    state.pool.withdraw(m.weights.owner)
+    state.pool.promise_instead(m.weights.owner, 0)
     proceed(state, m)
 
 
@@ -69,5 +65,4 @@ def _turn(state: DeviceState, m: ModelState, wanted: Rotation) -> None:
         # Its promise is worth less than it was: pages that others were to give back are not
         # there yet. The policy will see, and may ask again; layers stay as they are.
         m.weights.turn(m.weights.slots.rotation)
-    state.pool.withdraw(m.weights.owner)
-    state.freed += 1
+    state.pool.promise_instead(m.weights.owner, 0)

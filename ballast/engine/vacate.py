@@ -38,7 +38,6 @@ def vacate(state: DeviceState, story: Story, policy: MemoryPolicy) -> None:
             home += 1
         else:
             home += _preempt(state, m, at, _in_order(state, m, users, policy), story)
-        state.freed += 1
         state.asking = True
     if home or dropped:
         story.vacated(state.now, home, dropped)

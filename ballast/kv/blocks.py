@@ -95,7 +95,9 @@ class KvCache(BlockTables):
         if self._layered is None or wanted == self.rotation:
             return wanted == self.rotation
         self.version.n += 1
-        return self._layered.turn(wanted, self._slabs.of)
+        turned = self._layered.turn(wanted, self._slabs.of)
+        self.freed.n += turned  # growth takes other pages than before
+        return turned
 
     def close(self) -> None:
         """Clear, and give the addresses back."""

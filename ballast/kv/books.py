@@ -46,6 +46,8 @@ class BlockBooks:
         self.move = move
         self.version = Version()
         """Grows with every change of what the cache has, or may have."""
+        self.freed = pool.freed
+        """Grows whenever a growth of a table that was refused may succeed."""
         self._fixed = False
         self.hit_tokens = 0
         """Tokens whose KV `match` has found, and, below, those it was asked for; since start."""
@@ -117,6 +119,7 @@ class BlockBooks:
     @limit.setter
     def limit(self, pages: int | None) -> None:
         self.version.n += 1
+        self.freed.n += 1
         self._backing.limit = pages
 
     @property

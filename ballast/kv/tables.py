@@ -81,6 +81,21 @@ class BlockTables(BlockBooks):
         blocks += taken
         return None
 
+    def admit(
+        self, n_tokens: int, prefix: Sequence[int], salt: str = ""
+    ) -> tuple[list[int], int] | Short:
+        """Return a new table for `n_tokens`, and how many of them have KV: those of the longest
+        cached part of `prefix`. Or return what `grow` lacks: then no block has changed its state
+        and nothing counts as freed; that the prefix was asked for is noted, as by `match`.
+        """
+        blocks = self.match(prefix, salt)
+        cached = len(blocks) * self.spec.block_tokens
+        short = self.grow(blocks, n_tokens)
+        if short is None:
+            return blocks, cached
+        self._release(blocks)
+        return short
+
     def free(self, blocks: Sequence[int], *, surrender: bool = False) -> None:
         """Drop a table's references. Blocks that hold a prefix stay cached, others become free.
 
@@ -88,6 +103,25 @@ class BlockTables(BlockBooks):
         free at once (for a preemption); prefixes in other slabs stay. The list is left as it is.
         """
         self.version.n += 1
+        self.freed.n += bool(blocks)
+        self._release(blocks, surrender)
+
+    def remember(
+        self, tokens: Sequence[int], blocks: Sequence[int], computed: int, salt: str = ""
+    ) -> None:
+        """Offer a table's full blocks to the prefix cache; KV exists for `tokens[:computed]`.
+
+        May be called after every step: if no block has filled since, it costs one look-up. Of two
+        blocks with equal contents the first is cached; the other stays private while the first is.
+        """
+        if self._prefix is not None:
+            self.version.n += 1
+            self._prefix.name(tokens, blocks, computed // self.spec.block_tokens, salt)
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _release(self, blocks: Sequence[int], surrender: bool = False) -> None:
+        """`free`, uncounted."""
         refs, size = self._refs, self._size
         lost: dict[int, list[int]] = {}
         # From the end: the tail of a prefix is less worth keeping than its beginning.
@@ -113,24 +147,12 @@ class BlockTables(BlockBooks):
                 emptied.append(slab)
         self._give_back(emptied)
 
-    def remember(
-        self, tokens: Sequence[int], blocks: Sequence[int], computed: int, salt: str = ""
-    ) -> None:
-        """Offer a table's full blocks to the prefix cache; KV exists for `tokens[:computed]`.
-
-        May be called after every step: if no block has filled since, it costs one look-up. Of two
-        blocks with equal contents the first is cached; the other stays private while the first is.
-        """
-        if self._prefix is not None:
-            self.version.n += 1
-            self._prefix.name(tokens, blocks, computed // self.spec.block_tokens, salt)
-
-    # -- inside -----------------------------------------------------------------------------------
-
     def _back(self, n: int) -> bool:
         """`n` more slabs, or none."""
+        freed = self.freed.n
         indices = self._backing.back(n)
         if indices is None:
+            self.freed.n = freed  # pages given back were leased by the same attempt
             return False
         self._slabs.open(indices)
         return True
@@ -139,6 +161,7 @@ class BlockTables(BlockBooks):
         """Pages of empty slabs go to the pool; how many."""
         if not slabs:
             return 0
+        self.freed.n += 1  # borrowed pages as well, which the pool does not count
         for slab in slabs:
             self._slabs.close(slab)
         return self._backing.release([slab.index for slab in slabs])

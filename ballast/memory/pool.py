@@ -11,6 +11,7 @@ import numpy as np
 
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise, DeviceError
+from ballast.core.version import Version
 from ballast.memory.ledger import Ledger
 from ballast.memory.runs import Runs
 from ballast.memory.vm import Fence, Vm
@@ -46,6 +47,10 @@ class Pool:
         self._step = threading.Lock()
         self._books = threading.Lock()
         self._on_taken: Callable[[], None] | None = None
+        self.freed = Version()
+        """Grows whenever what was refused for want of pages may be granted: pages became free, or
+        can be borrowed. KV caches and promises, which live on these pages, count in it what they
+        give up. A refusal never makes it grow."""
         self.unfilled = 0
         """Leases that were `Short` for want of the machine's memory, not of pages."""
 
@@ -178,9 +183,20 @@ class Pool:
             return self._ledger.promise(owner, n)
 
     def withdraw(self, owner: str) -> int:
-        """Forget all that is promised to `owner`; how many pages that was."""
+        """Forget all that is promised to `owner`, until that is promised anew; how many pages that
+        was. It does not count as `freed`."""
         with self._books:
             return self._ledger.withdraw(owner)
+
+    def promise_instead(self, owner: str, n: int) -> Short | None:
+        """Set `n` pages aside for `owner` instead of those that were, or change nothing."""
+        with self._books:
+            before = self._ledger.withdraw(owner)
+            short = self._ledger.promise(owner, n)
+            if short is not None:
+                self._ledger.promise(owner, before)
+        self.freed.n += short is None and n < before
+        return short
 
     def hand_over(self, source: str, target: str, pages: Sequence[int]) -> None:
         """Populated pages change owner directly. Who maps them where is the caller's business."""
@@ -211,6 +227,7 @@ class Pool:
             raise BrokenPromise(f"borrowed from {peer} a page of our own")
         with self._books:
             self._ledger.borrow(peer, pages)
+        self.freed.n += 1
 
     def restore(self, peer: str, pages: Sequence[int]) -> None:
         """Borrowed pages that no owner here holds are the peer's alone again."""
@@ -316,6 +333,7 @@ class Pool:
                 raise
         with self._books:
             self._free(entry.owner, entry.pages)
+        self.freed.n += 1
 
     def _free(self, owner: str, pages: Sequence[int]) -> None:
         self._ledger.freed(owner, pages)
