@@ -60,7 +60,6 @@ def _activate(state: DeviceState, a: Activate) -> Refusal:
     if m.weights.filled:
         # Other models have brought all of it.
         m.life.find(state.now)
-        state.asking = True
     else:
         m.life.activate(transfer)
         state.activation_rate.begin(transfer, state.now)

@@ -1,7 +1,8 @@
 """The requests of one model that run, and those that are paused.
 
 What policies see of these requests changes by the methods here, which count their changes in
-`version`, so that a snapshot knows whether it is stale.
+`version`, so that a snapshot knows whether it is stale. Those that a policy should be asked about
+count in `news` as well.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ class Batch(Sequence[Request]):
     def __init__(self) -> None:
         self.version = Version()
         """Grows with every change."""
+        self.news = Version()
+        """Grows with every request that ends, or is preempted or paused."""
         self._requests: list[Request] = []
         self._leaving: list[Request] = []
 
@@ -52,6 +55,7 @@ class Batch(Sequence[Request]):
         """Take a request out. Raises ValueError if it is not in the batch."""
         self._requests.remove(request)
         self.version.n += 1
+        self.news.n += 1
 
     def begin(self, requests: Iterable[Request]) -> None:
         """These requests are in flight."""
@@ -96,7 +100,8 @@ class Paused(Mapping[str, Request]):
 
     def __init__(self) -> None:
         self.version = Version()
-        """Grows with every change."""
+        """Grows with every change, like `news`."""
+        self.news = Version()
         self._requests: dict[str, Request] = {}
 
     def __len__(self) -> int:
@@ -112,8 +117,10 @@ class Paused(Mapping[str, Request]):
         """Keep a request that has just been paused."""
         self._requests[request.id] = request
         self.version.n += 1
+        self.news.n += 1
 
     def remove(self, request: Request) -> None:
         """Let a request go. Raises KeyError if it is not paused."""
         del self._requests[request.id]
         self.version.n += 1
+        self.news.n += 1

@@ -68,7 +68,6 @@ def _arrival(state: DeviceState, event: Arrival) -> list[Output]:
     m.last_used = s.arrival
     if s.resumed is None:
         m.traffic = m.traffic.arrived(s.arrival)
-    state.asking = True
     return []
 
 
@@ -110,7 +109,6 @@ def _transfer_done(state: DeviceState, event: TransferDone) -> list[Output]:
     m = next(m for m in state.models.values() if m.life.transfer_id == event.transfer_id)
     failed = event.error is not None
     state.activation_rate.end(event.transfer_id, event.n_bytes, state.now, failed=failed)
-    state.asking = True
     if not failed:
         if m.weights.landed():
             m.life.land(state.now)
@@ -128,15 +126,14 @@ def _transfer_done(state: DeviceState, event: TransferDone) -> list[Output]:
 
 def _timer(state: DeviceState, event: Timer) -> list[Output]:
     state.lending.check(state.now)
-    state.asking = True
+    state.news.n += 1  # a moment has come that somebody waited for
     reason = "it was not admitted in the time that its model gives requests to wait"
     overdue = state.patience.over(state.now)
     return [state.fail(request, "queue_timeout", reason) for request in overdue]
 
 
 def _of_peers(state: DeviceState, event: Heard) -> list[Output]:
-    if state.lending.handle(event):
-        state.asking = True
+    state.lending.handle(event)
     return []
 
 

@@ -139,7 +139,6 @@ def _settle(state: DeviceState, m: ModelState, job: Job) -> list[Output]:
     outputs: list[Output] = []
     if m.life.moving:
         swapping.end(m)
-        state.asking = True
     for work in job.work:
         request = state.requests.get(work.request_id)
         if request is not None and request.cancelled:

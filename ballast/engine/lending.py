@@ -20,6 +20,7 @@ from ballast.core.lease import (
     Returned,
     Word,
 )
+from ballast.core.version import Version
 from ballast.memory.borrow import Borrower
 from ballast.memory.lend import Lender
 from ballast.memory.pool import Pool
@@ -49,6 +50,8 @@ class Lending:
         """Pages by borrower; replaced, never changed, like what follows."""
         self.borrowed: dict[str, int] = {}
         """By lender."""
+        self.news = Version()
+        """Grows with what a policy should be asked about."""
         self.alone = True
         """Nothing was ever heard of another device."""
         self.next: float | None = None
@@ -78,9 +81,9 @@ class Lending:
         """Whether some of them are with that peer."""
         return self._lender.recalled(peer) > 0
 
-    def handle(self, event: Heard) -> bool:
-        """Take in what another device said, or that it is there or gone; whether pages came free
-        or can be borrowed."""
+    def handle(self, event: Heard) -> None:
+        """Take in what another device sent, or that it is there or gone; it is news if pages came
+        free or can be borrowed."""
         self.alone = more = False
         match event:
             case PeerMet():
@@ -96,7 +99,7 @@ class Lending:
                 self.offered.pop((lease.borrower, lease.epoch, lease.id), None)
                 more = _taken(self._lender.returned(lease))
         self._count()
-        return more
+        self.news.n += more
 
     def lend(self, peer: str, pages: int) -> Lease | str:
         """Free pages for a peer; why not, if so."""
@@ -107,6 +110,7 @@ class Lending:
         if isinstance(lease, Short):
             return f"short of {lease.pages} pages"
         self._count()
+        self.news.n += 1
         self.offered[peer, lease.epoch, lease.id] = lease.pages
         self.say(Lent(lease))
         return lease

@@ -187,6 +187,20 @@ RULES: Mapping[Transition, Rule] = {
 }
 """Every transition there is."""
 
+NEWS = frozenset(
+    {
+        Transition.FIND,
+        Transition.REFILL,
+        Transition.LAND,
+        Transition.FAIL,
+        Transition.EVICT,
+        Transition.SETTLED,
+        Transition.END_SWAP,
+        Transition.LOSE_KV,
+        Transition.STRIKE,
+    }
+)
+"""Those that policies are asked about: what they ordered has come to an end."""
 
 _PARTS = tuple(f.name for f in fields(Rule))
 _MOVES = {
@@ -214,6 +228,7 @@ class Life:
         "_work",
         "job_began",
         "model",
+        "news",
         "resident_since",
         "version",
     )
@@ -222,6 +237,8 @@ class Life:
         self.model = model
         self.version = Version()
         """Grows with every transition."""
+        self.news = Version()
+        """Grows with those in `NEWS`."""
         self.job_began = 0.0
         """When the job in flight, or the last one, was started, on the device's clock."""
         self.resident_since = float("-inf")
@@ -462,3 +479,4 @@ class Life:
         for part, of in moves:
             setattr(self, f"_{part}", of[getattr(self, f"_{part}")])
         self.version.n += 1
+        self.news.n += transition in NEWS

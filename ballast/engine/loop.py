@@ -228,7 +228,7 @@ class Loop:
         reordered = self._reorder(view, outputs)
         if reordered:
             view = device_view(self.state)
-        self.state.asking = False
+        self.state.asked = self.state.news.n
         decision = self.preset.memory(view, self._memo)
         self._memo = decision.memo
         later = decision.wake_at is not None and decision.wake_at > view.now

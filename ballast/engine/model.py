@@ -26,6 +26,7 @@ from ballast.weights.residency import WeightsOnDevice
 UNSEEN = frozenset(
     {
         "version",
+        "news",
         "view",
         "deferred",
         "viewed",
@@ -56,6 +57,9 @@ class ModelState:
 
     version: Version = field(init=False, default_factory=Version)
     """Grows with every change of what policies see of the model: the parts have it in common."""
+    news: Version = field(init=False, default_factory=Version)
+    """Grows with every change of the model that a policy should be asked about; the device's models
+    and their parts have it in common."""
     spec: ModelSpec
     weights: WeightsOnDevice
     kv: KvCache
@@ -105,11 +109,20 @@ class ModelState:
         parts = (self.life, self.kv, self.weights, self.waiting, self.running, self.paused)
         for part in parts:
             part.version = self.version
+        self.report_to(self.news)
 
     def __setattr__(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
         if name not in UNSEEN:
             self.version.n += 1
+            if name == "spec":
+                self.news.n += 1
+
+    def report_to(self, news: Version) -> None:
+        """Count news in `news`, as of a device to which the model belongs."""
+        self.news = news
+        for part in (self.life, self.waiting, self.running, self.paused):
+            part.news = news
 
     @property
     def residency(self) -> Residency:

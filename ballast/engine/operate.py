@@ -56,9 +56,7 @@ class Operations:
 
     def begin(self, event: Operate, outputs: list[Output]) -> None:
         """Do it, or begin to. It comes before what a policy has set pages aside for."""
-        if self._state.promises.stated:
-            self._state.promises.withdraw()
-            self._state.asking = True
+        self._state.promises.withdraw()
         refused = self._try(event.operation, outputs)
         self._story.decision(self._state.now, event.operation, refused, by="operator")
         if refused is None and isinstance(event.operation, Activate | Evict | Leave | Recall):
@@ -121,7 +119,6 @@ class Operations:
         if isinstance(lease, str):
             return lease
         self._story.lends(lease)
-        self._state.asking = True
         return None
 
     def _join(self, name: str, outputs: list[Output]) -> Refusal:
@@ -154,7 +151,6 @@ class Operations:
         for other in state.models.values():
             other.weights.share(shared)
         state.enrol(m)
-        state.asking = True
         return None
 
     def _grow_arena(self, pages: int, outputs: list[Output]) -> bool:
@@ -200,7 +196,6 @@ class Operations:
             adapters = list(m.spec.adapters)
             adapters[adapter] = changed
             m.spec = replace(m.spec, adapters=tuple(adapters))
-        self._state.asking = True
         return None
 
     # -- what each ends with ----------------------------------------------------------------------

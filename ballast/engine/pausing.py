@@ -30,7 +30,6 @@ def resume(state: DeviceState, request: Request, what: WaitsFor) -> None:
     request.to(State.WAITING)
     m.waiting.add(request)
     m.last_used = state.now
-    state.asking = True
 
 
 def settle(state: DeviceState, m: ModelState, request: Request) -> None:
@@ -40,4 +39,3 @@ def settle(state: DeviceState, m: ModelState, request: Request) -> None:
     state.withdraw(m, request)
     request.to(State.PAUSED)
     m.paused.add(request)
-    state.asking = True

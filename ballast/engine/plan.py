@@ -159,7 +159,7 @@ def _admit(m: ModelState, r: Request, now: float) -> Short | None:
     if isinstance(found, Short):
         return found
     blocks, cached = found
-    m.waiting.remove(r)
+    m.waiting.admit(r)
     r.blocks = blocks
     r.computed = cached
     if r.admitted_at is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ballast.core.actions import Promise
+from ballast.core.version import Version
 from ballast.core.view import Residency
 from ballast.engine.model import ModelState
 from ballast.memory.pool import Pool
@@ -16,8 +17,9 @@ class Promises:
     Invariant: a page is set aside once at most; what a model has taken is not set aside again.
     """
 
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
+    def __init__(self, pool: Pool, news: Version) -> None:
+        """`news` grows when promises are withdrawn that a policy has made."""
+        self._pool, self._news = pool, news
         self._stated: tuple[Promise, ...] = ()
         self._owners: list[str] = []
         """Owners in the pool for whom pages are, or are to be, set aside."""
@@ -43,8 +45,10 @@ class Promises:
     def withdraw(self) -> None:
         """Set nothing aside any more."""
         self.suspend()
-        self._pool.freed.n += bool(self._stated)
-        self._stated = ()
+        if self._stated:
+            self._stated = ()
+            self._pool.freed.n += 1
+            self._news.n += 1
 
     def make(self, promises: Iterable[Promise], models: Mapping[str, ModelState]) -> bool:
         """Let these promises, in order of precedence, be the ones in force; whether they are others

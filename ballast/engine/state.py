@@ -16,6 +16,7 @@ from ballast.core.model import kv_room
 from ballast.core.request import Request, State
 from ballast.core.settings import DeviceSettings
 from ballast.core.traffic import TrafficStats
+from ballast.core.version import Version
 from ballast.core.view import Residency
 from ballast.engine import swapping
 from ballast.engine.activation_rate import ActivationRate
@@ -69,11 +70,17 @@ class DeviceState:
         self.now = clock.now()
         """Of the loop's present turn, or its last, as is the next: what a turn does follows from
         them and its events, so that the story, which tells them all, replays to the same."""
+        self.news = Version()
+        """Grows with everything that a policy should be asked about: whatever holds such facts has
+        it in common."""
+        self.asked = -1
+        """`news` when a policy was asked last; -1: none was."""
         for m in models:
             self.enrol(m)
         self.pool = pool
-        self.promises = Promises(pool)
+        self.promises = Promises(pool, self.news)
         self.lending = lending
+        lending.news = self.news
         self.link = link
         self.make_rotor, self.make_swapper = make_rotor, make_swapper
         """For models that join."""
@@ -87,8 +94,6 @@ class DeviceState:
         self.requests: dict[str, Request] = {}
         self.patience = Patience(self.requests)
         self.lanes = Lanes(settings)
-        self.asking = True
-        """Something happened that a policy should know of."""
         self.draining = False
         self.stopped: str | None = None
         self.jobs = 0
@@ -100,6 +105,8 @@ class DeviceState:
     def enrol(self, m: ModelState) -> None:
         """A model is of the device from now on."""
         m.traffic = TrafficStats.since(self.now)
+        m.report_to(self.news)
+        self.news.n += 1
         self.models = {**self.models, m.spec.name: m}
         self.named[m.spec.name] = m, None
         for i, adapter in enumerate(m.spec.adapters):
@@ -119,7 +126,6 @@ class DeviceState:
         m.weights.close()
         self.models = {name: other for name, other in self.models.items() if other is not m}
         self._list_shared()
-        self.asking = True
 
     def _list_shared(self) -> None:
         models = self.models.values()
@@ -159,7 +165,6 @@ class DeviceState:
             self.grammars.release(request)
         del self.requests[request.id]
         m.last_used = self.now
-        self.asking = True
         return told
 
     def fail_all(self, m: ModelState, code: str, reason: str) -> list[Output]:
@@ -206,7 +211,6 @@ class DeviceState:
         request.preemptions += 1
         m.preemptions += 1
         m.waiting.add(request)
-        self.asking = True
 
     def evict(self, m: ModelState) -> None:
         """Weights and KV off the device, as was ordered; no job of the model may be in flight."""
@@ -219,7 +223,6 @@ class DeviceState:
         m.weights.evict()
         m.life.evict()
         m.evictions += 1
-        self.asking = True
 
     def begin_swap(self, m: ModelState) -> list[SequenceWork]:
         """The work of a job that changes which layers' KV rotates, if that is due."""
@@ -233,6 +236,11 @@ class DeviceState:
         return self._transfers
 
     # -- what the loop goes by --------------------------------------------------------------------
+
+    @property
+    def asking(self) -> bool:
+        """Whether something has happened since a policy was asked last that it should know of."""
+        return self.news.n != self.asked
 
     @property
     def in_flight(self) -> bool:

@@ -56,7 +56,6 @@ def settled(state: DeviceState, event: Settled) -> list[Output]:
         state.evict(m)
     elif wanted is not None:
         _turn(state, m, wanted)
-    state.asking = True
     return []
 
 

@@ -38,7 +38,7 @@ def vacate(state: DeviceState, story: Story, policy: MemoryPolicy) -> None:
             home += 1
         else:
             home += _preempt(state, m, at, _in_order(state, m, users, policy), story)
-        state.asking = True
+        state.news.n += 1
     if home or dropped:
         story.vacated(state.now, home, dropped)
 

@@ -22,6 +22,8 @@ class Waiting:
     def __init__(self) -> None:
         self.version = Version()
         """Grows with every change."""
+        self.news = Version()
+        """Grows with every request that comes, and every one that goes but is not admitted."""
         self._requests: list[Request] = []
         self._spec: ModelSpec | None = None
         """By which the views were made; None: there are none."""
@@ -41,15 +43,17 @@ class Waiting:
 
     def add(self, request: Request) -> None:
         """Take a request in; preempted ones go before later arrivals of the same place."""
-        at = self._index(request)
-        self._requests.insert(at, request)
-        if self._spec is not None:
-            self._views.insert(at, _view(request, self._spec))
-        self._snapshot = None
-        self.version.n += 1
+        self._insert(request)
+        self.news.n += 1
 
     def remove(self, request: Request) -> None:
-        """Raises BrokenPromise if it does not wait here."""
+        """Take a request out that ends or is paused. Raises BrokenPromise if it does not wait
+        here."""
+        self.admit(request)
+        self.news.n += 1
+
+    def admit(self, request: Request) -> None:
+        """Take a request out that is to run; raises as `remove`."""
         at = self._index(request)
         if self._requests[at : at + 1] != [request]:
             raise BrokenPromise(f"{request.id} is not waiting")
@@ -68,10 +72,18 @@ class Waiting:
         return self._snapshot
 
     def move(self, request: Request, place: int) -> None:
-        """Give a request that waits here another place. Raises BrokenPromise if it does not."""
-        self.remove(request)
+        """Give a request that waits here another place, as policies ask for. Raises BrokenPromise if it does not."""
+        self.admit(request)
         request.place = place
-        self.add(request)
+        self._insert(request)
+
+    def _insert(self, request: Request) -> None:
+        at = self._index(request)
+        self._requests.insert(at, request)
+        if self._spec is not None:
+            self._views.insert(at, _view(request, self._spec))
+        self._snapshot = None
+        self.version.n += 1
 
     def _index(self, request: Request) -> int:
         return bisect_left(self._requests, _key(request), key=_key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -48,11 +49,40 @@ def test_every_change_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     paused.remove(first)
     waiting.add(first)
     waiting.remove(first)
+    waiting.add(first)
+    waiting.admit(first)
     assert [*batch, *paused, *waiting] == [second]
     methods = ("add", "begin", "leave", "end", "compute", "extend", "left", "remove")
-    assert set(calls) == {f"Batch.{name}" for name in methods} | {
-        f"{owner}.{name}" for owner in ("Paused", "Waiting") for name in ("add", "remove")
+    assert set(calls) == {
+        *(f"Batch.{name}" for name in methods),
+        *(f"{owner}.{name}" for owner in ("Paused", "Waiting") for name in ("add", "remove")),
+        "Waiting.admit",
     }
+
+
+def test_what_a_policy_is_asked_about_is_news() -> None:
+    batch, waiting, paused, r = Batch(), Waiting(), Paused(), request(1)
+
+    def news(what: Callable[[], object]) -> bool:
+        parts = (batch, waiting, paused)
+        before = [part.news.n for part in parts]
+        what()
+        return before != [part.news.n for part in parts]
+
+    assert news(lambda: waiting.add(r))
+    assert not news(lambda: waiting.admit(r))
+    assert not news(lambda: batch.add(r))
+    assert not news(lambda: batch.begin([r]))
+    assert not news(lambda: batch.end([r]))
+    assert not news(lambda: batch.compute(r, 2))
+    assert not news(lambda: batch.extend(r, 7, 1.0))
+    assert not news(lambda: batch.leave(r))
+    assert not news(batch.left)
+    assert news(lambda: batch.remove(r))
+    assert news(lambda: paused.add(r))
+    assert news(lambda: paused.remove(r))
+    waiting.add(r)
+    assert news(lambda: waiting.remove(r))
 
 
 def test_who_is_not_there_cannot_go() -> None:
