@@ -110,5 +110,5 @@ class FleetBook:
             work = max(m.lane_seconds - before, 0.0) / seconds
             weights = m.weight_pages * report.page_bytes
             n_open = m.waiting + m.running + m.paused
-            found.append(Hosting(m.name, work, n_open, m.late, weights, homed))
+            found.append(Hosting(m.name, work, n_open, m.late, weights, homed, m.traffic))
         return found

@@ -24,11 +24,21 @@ one, and the next tile's worth costs a step."""
 class Traffic:
     """What a model is expected to be asked."""
 
-    rate: float
+    rate: float = 0.0
     """Requests per second."""
-    prompt_tokens: float
+    prompt_tokens: float = 0.0
     """Per request, on average."""
-    output_tokens: float
+    output_tokens: float = 0.0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        """Both together, requests of either counting by their rate."""
+        rate = self.rate + other.rate
+        share = self.rate / rate if rate else 0.5
+        return Traffic(
+            rate,
+            share * self.prompt_tokens + (1 - share) * other.prompt_tokens,
+            share * self.output_tokens + (1 - share) * other.output_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ballast.core.cost import Traffic
+
 
 @dataclass(frozen=True, slots=True)
 class Need:
@@ -48,6 +50,8 @@ class Hosting:
     homed: bool = True
     """Whether it gets new requests there by the policy's word: not where it is about to leave, and
     not where operators have the say."""
+    traffic: Traffic = field(default_factory=Traffic)
+    """Of the requests that the device got for it lately."""
 
 
 @dataclass(frozen=True, slots=True)

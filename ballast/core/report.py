@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ballast.core.cost import Traffic
+
 STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Tokens of a job: upper bounds of the buckets in which jobs are counted, vLLM's."""
 
@@ -70,6 +72,8 @@ class ModelReport:
     stall_seconds: float = 0.0
     """In which its jobs waited for them."""
     steps: StepTokens = StepTokens()
+    traffic: Traffic = field(default_factory=Traffic)
+    """Of the requests accepted, and of those that have ended, lately."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

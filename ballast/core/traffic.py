@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from ballast.core.cost import Traffic
+
 WINDOW = 60.0
 """Seconds after which an arrival weighs 1/e of a new one."""
 LEAST_SECONDS = 1.0
@@ -90,6 +92,10 @@ class TrafficStats:
         return TrafficStats(
             self.arrivals, self.prompts.and_one(prompt), self.outputs.and_one(output)
         )
+
+    def expected(self, now: float) -> Traffic:
+        """Return what the model may be expected to be asked: as lately before `now`."""
+        return Traffic(self.arrivals.per_second(now), self.prompts.mean, self.outputs.mean)
 
     def expected_outputs(self, left: int) -> int:
         """Return how many tokens a request is expected to generate from now on, at least 1, where

@@ -45,7 +45,7 @@ class Balloon(MemoryPolicy):
             idle_models,
             lent_pages,
             sharing.younger,
-            younger_models,
+            sharing.younger_models,
             own_prefix,
         ]
         covered = cover(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ballast.cluster.fleet import FleetBook
+from ballast.core.cost import Traffic
 from ballast.core.fleet import FleetDecision, FleetView, Need, Place, Room, Withdraw
 from ballast.core.report import DeviceReport, ModelReport
 from ballast.policy.base import FleetPolicy
@@ -26,6 +27,7 @@ MODEL = ModelReport(
     prompt_tokens=0,
     cached_tokens=0,
     output_tokens=0,
+    traffic=Traffic(0.5, 100.0, 20.0),
 )
 REPORT = DeviceReport(
     device="x",
@@ -67,6 +69,7 @@ def test_work_is_that_since_the_view_before() -> None:
     (first, none), (second, memo) = policy.seen
     assert (none, memo) == (None, 1)
     assert [(h.work, h.open_requests, h.late) for h in first.devices[0].hosting] == [(0.5, 5, 1)]
+    assert first.devices[0].hosting[0].traffic == MODEL.traffic
     assert [d.name for d in first.devices] == ["x"]  # nothing has been heard of y
     assert [(h.work, h.open_requests, h.late) for h in second.devices[0].hosting] == [(0.5, 3, 0)]
     assert [d.name for d in second.devices] == ["x", "y"]

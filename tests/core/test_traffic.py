@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ballast.core.cost import Traffic
 from ballast.core.traffic import (
     LEAST_SECONDS,
     LENGTHS_WEIGHT,
@@ -64,6 +65,20 @@ def test_lengths_are_weighted_averages(lengths: list[int]) -> None:
     assert seen.mean == pytest.approx(mean)
     assert seen.variance == pytest.approx(variance, abs=1e-6)
     assert seen.spread == pytest.approx(math.sqrt(variance), abs=1e-3)
+
+
+def test_what_has_been_seen_is_what_is_expected() -> None:
+    seen = TrafficStats.since(0.0).ended(prompt=50, output=40)
+    assert seen.expected(9.0) == Traffic(0.0, 50.0, 40.0)
+    seen = seen.arrived(9.0)
+    assert seen.expected(9.0).rate == seen.arrivals.per_second(9.0) > 0
+
+
+def test_traffic_of_two_adds_up() -> None:
+    a, b = Traffic(1.0, 100.0, 10.0), Traffic(3.0, 300.0, 50.0)
+    assert a + b == b + a == Traffic(4.0, 250.0, 40.0)
+    assert Traffic() + Traffic() == Traffic()
+    assert a + Traffic() == a
 
 
 def test_what_is_left_is_expected_until_requests_have_ended() -> None:

@@ -72,6 +72,8 @@ def test_layers_that_rotate_and_what_they_cost(paths: dict[str, Path]) -> None:
     assert counts(of(back)) == everything
     assert of(back).evictions == 1
     assert of(back).loads >= rotating.loads
+    assert of(seen[9]).traffic.rate > 0
+    assert of(back).traffic.output_tokens == of(back).output_tokens, "one request has ended"
 
 
 def test_a_model_that_is_not_here_has_no_layers_here(paths: dict[str, Path]) -> None:

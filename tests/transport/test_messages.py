@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ballast.core.actions import Activate, Change, Evict, Lend, Recall
 from ballast.core.command import Add, DeviceOrder, Outcome, Remove
+from ballast.core.cost import Traffic
 from ballast.core.event import Cancelled, Failed, Finished, TokenOut
 from ballast.core.report import DeviceReport, ModelReport
 from ballast.core.request import Sampling, Submission
@@ -92,6 +93,7 @@ REPORT = DeviceReport(
             loaded_bytes=11,
             copy_seconds=0.75,
             stall_seconds=0.125,
+            traffic=Traffic(0.5, 12.5, 3.25),
         ),
     ),
     jobs=11,
