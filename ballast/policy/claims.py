@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
-from ballast.core.actions import Activate
+from ballast.core.actions import Action, Activate
 from ballast.core.request import Order
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
@@ -58,8 +58,8 @@ def activation_claims(view: DeviceView, patience: float) -> tuple[list[Claim], f
     return claims, wake
 
 
-def _activate(model: str, _: int) -> Activate:
-    return Activate(model, why="requests wait for it")
+def _activate(model: str, _: int) -> Sequence[Action]:
+    return (Activate(model, why="requests wait for it"),)
 
 
 def _to_come(m: ModelView) -> bool:

@@ -66,7 +66,7 @@ def cover(
         if claim.grain:
             actions.take(_gather(view, claim, sources, budget))
             parts[claim.model] = pages = budget.use_part(claim)
-            if pages and claim.then is not None:
+            if pages >= claim.least and claim.then is not None:
                 actions.add(claim.then(pages))
             continue
         needs = budget.needs(claim)
@@ -105,9 +105,9 @@ class Actions:
         self._actions: list[tuple[tuple[str, ...] | None, Action]] = []
         self._last: dict[tuple[str, ...], Action] = {}
 
-    def add(self, action: Action) -> None:
-        """Append an action."""
-        self._actions.append((None, action))
+    def add(self, actions: Iterable[Action]) -> None:
+        """Append actions."""
+        self._actions += [(None, action) for action in actions]
 
     def take(self, chosen: Iterable[Taken]) -> None:
         """Append the actions that free what was taken."""

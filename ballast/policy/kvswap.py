@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from ballast.core.actions import Action, Decision, DropCache, Promise, SwapKv
 from ballast.core.job import Load
 from ballast.core.link import LinkRates
+from ballast.core.request import Order
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.swapping import SLOTS, spread, swapped_seconds
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.base import MemoryPolicy
+from ballast.policy.budget import PageBudget
 from ballast.policy.claims import activation_claims, earliest, kv_claims
 from ballast.policy.cover import cover
 from ballast.policy.fair import Sharing, share_out
@@ -28,6 +30,7 @@ from ballast.policy.offers import (
 )
 from ballast.policy.recompute import PATIENCE, Standing, hold, pooled, served, stand, turns_of
 from ballast.policy.requirements import Requirements
+from ballast.policy.reversion import give_back
 from ballast.policy.static import cover_limited, cover_within, part_limited, placed, shares
 
 LEAST_KEPT = 4
@@ -101,7 +104,7 @@ class KvSwap(MemoryPolicy):
             ]
             claims, limited = part_limited(view, claims)
             covered = cover(view, [*absent, *claims], sources, by_price=bool(self.by_price))
-            freeing, promises = covered.actions, covered.promises
+            freeing, promises, left = covered.actions, covered.promises, covered.budget
             freeing += cover_limited(view, limited, [layers, own_younger_requests])
         else:
             # Within a share whoever waits keeps nothing from those that run.
@@ -109,10 +112,11 @@ class KvSwap(MemoryPolicy):
             waiting = [c for c in claims if not c.may_preempt]
             freeing = cover_within(view, running, [layers, own_younger_requests])
             freeing = freeing or cover_within(view, waiting, [layers])
+            left = PageBudget(view)
         ended = hold(whole, standing, turns, promises, freed=bool(freeing or turning))
         actions += [*sharing.holds, *ended.holds, *freeing]
         if not view.shortages:
-            actions += self._reversions(view)
+            actions += self._give_back(view, left)
         wake = earliest(wake, ended.up_at)
         return Decision(tuple(actions), ended.standing, wake, ended.promises)
 
@@ -182,40 +186,73 @@ class KvSwap(MemoryPolicy):
             lent = now.lent + bisect_left(lents, True, key=over)
         return self.plan(view, m, lent, len(now.layers) + 1) if lent > now.lent else None
 
-    def _reversions(self, view: DeviceView) -> list[Action]:
-        """Layers that may have their pages again, at least half of those that rotate."""
-        actions: list[Action] = []
-        if all(m.kv_rotation in (None, WHOLE) for m in view.models):
-            return actions
-        free = view.free - view.promised - round(self.reserve * placed(view)[1])
-        for m in view.models:
-            now = m.kv_rotation
-            if now is None or now == WHOLE or m.kv_turning:
-                continue
-            if m.residency is not Residency.RESIDENT or m.waiting:
-                continue
-            # What is cached goes: while layers rotate it costs more than it saves.
-            used = m.kv_pages - m.cached_pages
-            layer = ceil_div(m.kv_layer_pages * used, m.kv_pages) if used else 0
-            room = free + m.cached_pages
-            if m.limit is not None:
-                room = min(room, m.limit - used - round(self.reserve * m.limit))
-            lent = now.lent - max(0, room) // layer if layer else 0
-            if lent <= 0:
-                rotation = WHOLE
-            elif lent <= now.lent // 2:
-                plan = self.plan(view, m, lent, 0)
-                if plan is None or len(plan.rotation.layers) >= len(now.layers):
-                    continue
-                rotation = plan.rotation
-            else:
-                continue
-            why = "there is room for its KV again"
-            if m.cached_pages:
-                actions.append(DropCache(m.name, m.cached_pages, why))
-            actions.append(SwapKv(m.name, rotation, why))
-            free += m.cached_pages - (now.lent - rotation.lent) * layer
-        return actions
+    def _give_back(self, view: DeviceView, budget: PageBudget) -> list[Action]:
+        """Let layers have pages of their own again as far as a reserve stays free, from what is
+        free or, where KV comes from one pool, from what the others have cached."""
+        claims = [c for m in view.models if (c := self._claim_back(view, m)) is not None]
+        if not claims:
+            return []
+        own = {claim.model for claim in claims}
+        spare = budget.free - round(self.reserve * placed(view)[1])
+        sources = list[Source]()
+        if self.pooled:
+            spare += sum(m.cached_pages for m in view.models if m.name not in own)
+            sources.append(partial(_cached_by_others, own))
+        return give_back(view, budget, claims, spare, sources)
+
+    def _claim_back(self, view: DeviceView, m: ModelView) -> Claim | None:
+        """The claim of a model for the pages of at least half of the layers that rotate; None where
+        it has none to make.
+
+        What is cached goes first, as it costs more than it saves while layers rotate. The claim is
+        for what the layers take beyond it: fewer than no pages where more was cached.
+        """
+        now = m.kv_rotation
+        if now is None or now == WHOLE or m.kv_turning:
+            return None
+        if m.residency is not Residency.RESIDENT or m.waiting:
+            return None
+        used = m.kv_pages - m.cached_pages
+        layer = ceil_div(m.kv_layer_pages * used, m.kv_pages) if used else 0
+        most = now.lent
+        if m.limit is not None and layer:
+            room = m.limit - used - round(self.reserve * m.limit)
+            most = min(most, max(0, room) // layer)
+        least = ceil_div(now.lent, 2)
+        if most < least:
+            return None
+        return Claim(
+            m.name,
+            Order(0, view.now, 0),
+            most * layer - m.cached_pages,
+            may_preempt=False,
+            grain=1,
+            least=least * layer - m.cached_pages,
+            then=partial(self._home, view, m, layer, most),
+        )
+
+    def _home(
+        self, view: DeviceView, m: ModelView, layer: int, most: int, pages: int
+    ) -> Sequence[Action]:
+        """Let layers of `layer` pages each come home, at most so many, that have room in `pages`
+        and in what is cached."""
+        now = m.kv_rotation
+        assert now is not None, "its KV rotates"
+        n = min(most, (pages + m.cached_pages) // layer) if layer else most
+        rotation = WHOLE
+        if n < now.lent:
+            plan = self.plan(view, m, now.lent - n, 0)
+            if plan is None or len(plan.rotation.layers) >= len(now.layers):
+                return ()
+            rotation = plan.rotation
+        why = "there is room for its KV again"
+        change = SwapKv(m.name, rotation, why)
+        return (DropCache(m.name, m.cached_pages, why), change) if m.cached_pages else (change,)
+
+
+def _cached_by_others(own: Collection[str], view: DeviceView, claim: Claim) -> Iterator[Offer]:
+    """Cached prefixes but those of the models that come home, which are counted already."""
+    return (offer for offer in cached_prefixes(view, claim) if offer.owner not in own)
 
 
 def _swappable(view: DeviceView) -> Sequence[ModelView]:

@@ -6,7 +6,7 @@ find them. What an offer does besides is declared with it, so that the code that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ballast.core.actions import Action
@@ -31,12 +31,14 @@ class Claim(NamedTuple):
     """Where the model is to come: of `pages`, those for the KV cache of its first request."""
     segments: tuple[SharedView, ...] = ()
     """Shared segments that the model brings, and then holds."""
-    then: Callable[[int], Action] | None = None
+    then: Callable[[int], Sequence[Action]] | None = None
     """What to do once so many pages are free; None: the loop will see that they are."""
     grain: int = 0
     """Pages by which a part of the claim can be covered; 0: all or nothing."""
     admission: bool = False
     """Its request waits to be admitted: it holds nothing yet, and its model is there."""
+    least: int = 1
+    """Where a part of it can be covered: the fewest pages for which `then` has something to do."""
     overdue: bool = False
     """Its request has waited longer than it should."""
     due: float = 0.0

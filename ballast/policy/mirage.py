@@ -24,7 +24,7 @@ from ballast.policy.offers import (
 )
 from ballast.policy.recompute import PATIENCE, Standing, hold, served, stand, turns_of
 from ballast.policy.requirements import Requirements
-from ballast.policy.reversion import off_peak, to_active
+from ballast.policy.reversion import give_back, off_peak, to_active
 from ballast.policy.static import cover_limited, part_limited, placed, recalls, shares, within
 
 
@@ -194,7 +194,8 @@ class Mirage(MemoryPolicy):
         if self.pooled:
             reserve = ceil(self.reserve * placed(view)[1])
             spare = budget.free + sum(m.cached_pages for m in view.models) - reserve
-            return off_peak(view, budget, layers, spare)
+            claims = off_peak(view, budget, layers)
+            return give_back(view, budget, claims, spare, [cached_prefixes])
         lowered = _lowered(view, pages, self.reserve)
         drops = [
             DropCache(m.name, m.kv_pages - lowered[m.name], why="the peak is over")
@@ -205,7 +206,9 @@ class Mirage(MemoryPolicy):
         view = _with(view, limits)
         free = view.free - view.promised + sum(d.pages for d in drops)
         spare = max(0, min(free, surplus(view, pages)))
-        remaps = off_peak(view, PageBudget(_having(view, spare)), layers, spare)
+        budget = PageBudget(_having(view, spare))
+        claims = off_peak(view, budget, layers)
+        remaps = give_back(view, budget, claims, spare, [cached_prefixes])
         return [*limits, *drops, *remaps] if remaps else []
 
 

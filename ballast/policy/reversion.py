@@ -1,20 +1,36 @@
-"""Layers that come back, as claims for the pages they take: to models that have become active, and
-to all when the peak is over."""
+"""Giving back: models that gave memory up claim it again, as pages are free or hold what nobody
+uses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
-from itertools import chain
 
-from ballast.core.actions import Action, Remap
+from ballast.core.actions import Action
 from ballast.core.request import Order
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.budget import PageBudget
 from ballast.policy.cover import cover
 from ballast.policy.layers import Layers
 from ballast.policy.market import Claim, Source
-from ballast.policy.offers import cached_prefixes
+
+
+def give_back(
+    view: DeviceView,
+    budget: PageBudget,
+    claims: Iterable[Claim],
+    spare: int,
+    sources: Sequence[Source],
+) -> list[Action]:
+    """Cover divisible claims in the order given, as far as so many `spare` pages go: with pages
+    that are free already, then from `sources`."""
+    within: list[Claim] = []
+    for claim in claims:
+        pages = min(claim.pages, spare) // claim.grain * claim.grain
+        if pages >= claim.least:
+            within.append(claim._replace(pages=pages, due=float(len(within))))
+            spare -= pages
+    budget.coming = budget.free
+    return cover(view, within, sources, budget).actions
 
 
 def to_active(
@@ -36,15 +52,7 @@ def to_active(
         if not excess:  # as an active model it may be better off with other layers
             actions.append(layers.lending(m, lent, "it has become active"))
             continue
-        claim = Claim(
-            m.name,
-            Order(0, view.now, 0),
-            excess * m.layer_pages,
-            may_preempt=False,
-            weights=True,
-            grain=m.layer_pages,
-            then=partial(_back, layers, m, lent),
-        )
+        claim = _layers_claim(view, layers, m, lent, excess, "it has become active")
         covered = cover(view, [claim], sources, budget)
         actions += covered.actions
         if covered.parts[m.name] < claim.pages:
@@ -52,22 +60,30 @@ def to_active(
     return actions, frozenset(waiting)
 
 
-def _back(layers: Layers, m: ModelView, lent: int, pages: int) -> Remap:
-    return layers.lending(m, lent - pages // m.layer_pages, "it has become active")
+def off_peak(view: DeviceView, budget: PageBudget, layers: Layers) -> list[Claim]:
+    """Claims of all layers that are lent: those of active models first, then those of the models
+    that are used next (7.6.1, dynamic reversion)."""
+    lenders = [
+        m for active in (True, False) for m in reversed(layers.order(view.models, active=active))
+    ]
+    lent = ((m, layers.lent(m, budget)) for m in lenders)
+    return [_layers_claim(view, layers, m, n, n, "the peak is over") for m, n in lent if n > 0]
 
 
-def off_peak(view: DeviceView, budget: PageBudget, layers: Layers, pages: int) -> list[Action]:
-    """Layers of active models come back, then of those that are used next, as far as so many
-    `pages` go, which are free or hold cached prefixes (7.6.1, dynamic reversion)."""
-    remaps: list[Action] = []
-    needed = 0
-    lenders = chain(*(reversed(layers.order(view.models, active=a)) for a in (True, False)))
-    for m in lenders:
-        lent = layers.lent(m, budget)
-        n = min(lent, max(0, pages - needed) // m.layer_pages)
-        if n > 0:
-            needed += n * m.layer_pages
-            remaps.append(layers.lending(m, lent - n, "the peak is over"))
-    claim = Claim("", Order(0, view.now, 0), needed, may_preempt=False, weights=True, grain=1)
-    budget.coming = budget.free
-    return [*cover(view, [claim], [cached_prefixes], budget).actions, *remaps]
+def _layers_claim(
+    view: DeviceView, layers: Layers, m: ModelView, lent: int, n: int, why: str
+) -> Claim:
+    """The claim of a model that lends `lent` layers for the pages of `n` of them."""
+
+    def back(pages: int) -> Sequence[Action]:
+        return (layers.lending(m, lent - pages // m.layer_pages, why),)
+
+    return Claim(
+        m.name,
+        Order(0, view.now, 0),
+        n * m.layer_pages,
+        may_preempt=False,
+        weights=True,
+        grain=m.layer_pages,
+        then=back,
+    )

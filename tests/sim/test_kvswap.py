@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ballast.core.actions import SwapKv
+from ballast.core.actions import DropCache, SwapKv
 from ballast.core.event import Finished
 from ballast.core.link import LinkRates
 from ballast.core.rotation import WHOLE, Rotation
@@ -167,6 +167,37 @@ def test_kv_comes_home_while_a_part_of_what_kv_has_stays_free() -> None:
     assert change.rotation == WHOLE
     tight = worlds.device(m, free=15, total=1000)
     assert KvSwap(reserve=0.1)(tight, KvSwap()(tight, None).memo).actions == ()
+
+
+def test_kv_comes_home_where_other_models_caches_fill_the_pool() -> None:
+    """What others have cached counts as free, and goes as far as it is needed."""
+    rotating = replace(
+        worlds.model("a", pages=900, kv=70), spec=SPEC, kv_rotation=Rotation((2, 5), 1)
+    )
+    rotating = replace(rotating, kv_layer_pages=10)
+    hoarder = replace(worlds.model("b", pages=10, kv=26, cached=26), kv_rotation=WHOLE)
+    view = worlds.device(rotating, hoarder, free=2, total=1008)
+    drop, change = KvSwap(reserve=0.1)(view, KvSwap()(view, None).memo).actions
+    assert isinstance(drop, DropCache)
+    assert (drop.model, drop.pages) == ("b", 8)
+    assert isinstance(change, SwapKv)
+    assert change.rotation == WHOLE
+    scarce = worlds.device(rotating, replace(hoarder, cached_pages=16), free=2, total=1008)
+    assert KvSwap(reserve=0.1)(scarce, KvSwap()(scarce, None).memo).actions == ()
+
+
+def test_what_a_model_has_cached_itself_pays_for_its_layers_first() -> None:
+    rotating = replace(
+        worlds.model("a", pages=900, kv=70, cached=35), spec=SPEC, kv_rotation=Rotation((2, 5), 1)
+    )
+    rotating = replace(rotating, kv_layer_pages=10)
+    other = replace(worlds.model("b", pages=10, kv=26, cached=26), kv_rotation=WHOLE)
+    view = worlds.device(rotating, other, free=0, total=1006)
+    drop, change = KvSwap(reserve=0.1)(view, KvSwap()(view, None).memo).actions
+    assert isinstance(drop, DropCache)
+    assert (drop.model, drop.pages) == ("a", 35)
+    assert isinstance(change, SwapKv)
+    assert (change.model, change.rotation) == ("a", WHOLE)
 
 
 def test_blocks_are_moved_together_without_memory_behind_them() -> None:

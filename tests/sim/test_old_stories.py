@@ -53,6 +53,13 @@ MENDED: dict[str, Mended] = {
         reason="a request that came later dropped cached prefixes, and was admitted on them, while "
         "one that was overdue and undoes nobody kept no more than what was free",
     ),
+    "kvswap-deadline": Mended(
+        life=0,
+        entry=334,
+        replayed={"action": "DropCache", "model": "c", "pages": 32, "why": "a needs pages"},
+        reason="KV came home on what was free and what its own model had cached; what others had "
+        "cached kept it on the host for as long as it filled the pool.",
+    ),
     "kvswap-slow": Mended(
         life=0,
         entry=332,
