@@ -8,6 +8,7 @@ from ballast.core.actions import Decision
 from ballast.core.view import DeviceView
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.claims import activation_claims, earliest, shortage_claims
+from ballast.policy.comeback import come_back, evicted
 from ballast.policy.cover import cover
 from ballast.policy.fair import Sharing, share_out
 from ballast.policy.offers import (
@@ -27,12 +28,17 @@ class Balloon(MemoryPolicy):
     (those whose return would cost least first), from what is lent to other devices, and, for
     requests that cannot go on or have waited for `patience` of their TTFT service level, from
     younger requests and younger models. `by_price`: cheapest first instead, whatever their kind,
-    and for a request that can still wait only at less than its waiting costs.
+    and for a request that can still wait only at less than its waiting costs. `restore`: models
+    that were evicted come back before they are asked for, where nobody lacks pages, as far as
+    `reserve` of the KV pages stay free; nobody's work is undone for them, and idle models that are
+    worth more stay.
     """
 
     patience: float = 0.5
     by_price: float = 0
     fair_shares: float = 1
+    restore: float = 0
+    reserve: float = 0.1
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         sharing = share_out(view) if self.fair_shares else Sharing(view)
@@ -51,5 +57,11 @@ class Balloon(MemoryPolicy):
         covered = cover(
             view, [*absent, *sharing.claims(short)], sources, by_price=bool(self.by_price)
         )
+        actions = [*sharing.holds, *covered.actions]
+        if self.restore:
+            before = memo if isinstance(memo, frozenset) else frozenset[str]()
+            if not absent and not short:
+                actions += come_back(view, before, self.reserve)
+            memo = evicted(view, before, actions)
         wake = earliest(wake_absent, wake_short)
-        return Decision((*sharing.holds, *covered.actions), memo, wake, covered.promises)
+        return Decision(tuple(actions), memo, wake, covered.promises)
