@@ -57,6 +57,7 @@ RUNS = (
     Run("devices"),
     Run("mirage_sim", ("--sweeps",)),
     Run("overload_presets"),
+    Run("prices"),
     Run("policy_cost"),
     Run("seam", ("--quick",)),
     Run("sim_fidelity"),

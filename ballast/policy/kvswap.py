@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ballast.core.actions import Action, Decision, DropCache, Promise, SwapKv
+from ballast.core.cost import copy_seconds
 from ballast.core.job import Load
 from ballast.core.link import LinkRates
 from ballast.core.request import Order
@@ -35,6 +36,8 @@ from ballast.policy.static import cover_limited, cover_within, part_limited, pla
 
 LEAST_KEPT = 4
 """Of so many layers at least one keeps its pages."""
+SWAPPED = 1.0
+"""Seconds that KV is expected to stay on the host; an assumption."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,7 @@ class KvSwap(MemoryPolicy):
             if plan is None:
                 continue
             pages = (plan.rotation.lent - m.kv_rotation.lent) * m.kv_layer_pages
-            price = partial(_slowing, plan.seconds, m)
+            price = partial(_slowing, view, m, plan, pages)
             act = partial(_swap, m.name, plan.rotation)
             yield Offer(("kv layers", m.name), m.name, pages, price, act)
 
@@ -272,9 +275,12 @@ def _swap(model: str, rotation: Rotation, _: int, claim: Claim) -> SwapKv:
     return SwapKv(model, rotation, why=f"{claim.model} needs pages")
 
 
-def _slowing(seconds: float, m: ModelView) -> float:
-    """What all running requests wait longer in a step that takes so many seconds."""
-    return max(0.0, seconds - step_seconds(m)) * len(m.running)
+def _slowing(view: DeviceView, m: ModelView, plan: Plan, pages: int) -> float:
+    """Return the request-seconds that a model's running requests wait: while so many pages of their
+    KV go to the host, and in the steps until they come home, each as long as `plan` has it."""
+    moving = copy_seconds(pages * view.page_bytes, view.link_bytes_per_second)
+    longer = max(0.0, plan.seconds - step_seconds(m))
+    return (moving + longer * max(1.0, SWAPPED / plan.seconds)) * len(m.running)
 
 
 def step_seconds(m: ModelView) -> float:

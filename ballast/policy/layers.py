@@ -165,8 +165,9 @@ class Layers:
             )
 
     def _harm(self, view: DeviceView, m: ModelView, alpha: int) -> float:
-        """Seconds of delay expected where a model lends `alpha` layers: to the steps while it does,
-        or to its next prefill, which is less likely soon the longer it has not been used.
+        """Return the request-seconds expected where a model lends `alpha` layers: in the steps
+        while it does, for which all of its requests wait, or in its next prefill, which is less
+        likely soon the longer it has not been used.
 
         A pass is as long as its loads take if they take longer; what even that hides not in time,
         a plan's timeline would tell, which is not made for every offer.
@@ -176,7 +177,7 @@ class Layers:
         own = self._pass(m)
         seconds = max(0.0, loads * copy - own)
         if m.name in self.active:
-            return seconds * self.seconds / (own + seconds)
+            return seconds * self.seconds / (own + seconds) * max(1, len(m.running))
         idle = max(0.0, view.now - m.last_used)
         return seconds * (seconds / m.spec.slo.ttft) / (1.0 + idle)
 

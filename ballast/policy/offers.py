@@ -30,8 +30,10 @@ def reload_seconds(view: DeviceView, m: ModelView) -> float:
 
 
 def _undoing_seconds(view: DeviceView, m: ModelView) -> float:
-    """To copy a model's weights again, and to compute its running requests' KV."""
-    return reload_seconds(view, m) + sum(recompute_seconds(m, r) for r in m.running)
+    """Return the request-seconds of copying a model's weights again, for which all of its requests
+    wait, and of computing the KV of those that run."""
+    waiting = len(m.running) + len(m.waiting)
+    return waiting * reload_seconds(view, m) + sum(recompute_seconds(m, r) for r in m.running)
 
 
 def _copy_seconds(view: DeviceView, pages: int) -> float:
@@ -40,8 +42,14 @@ def _copy_seconds(view: DeviceView, pages: int) -> float:
 
 
 def recompute_seconds(m: ModelView, r: RequestView) -> float:
-    """To compute a preempted request's KV again."""
-    return m.costs.prefill_seconds(r.computed)
+    """Return the request-seconds of computing a preempted request's KV again."""
+    return prefill_delay(m, r.computed)
+
+
+def prefill_delay(m: ModelView, tokens: int) -> float:
+    """Return the request-seconds of computing so many tokens: the model's running requests wait for
+    the jobs that do, not only the one that they are computed for."""
+    return m.costs.prefill_seconds(tokens) * max(1, len(m.running))
 
 
 # -- cached prefixes ------------------------------------------------------------------------------
@@ -84,7 +92,7 @@ def _dropping(view: DeviceView, m: ModelView, pages: int, spare: str) -> Offer:
 
     def price() -> float:
         tokens = pages * view.page_bytes // m.spec.kv_bytes_per_token
-        return REUSE * m.costs.prefill_seconds(tokens)
+        return REUSE * prefill_delay(m, tokens)
 
     def act(n: int, claim: Claim) -> DropCache:
         return DropCache(m.name, n, why=f"{claim.model} needs pages", spare=spare)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
 from ballast.core.actions import DropCache, Evict, Preempt
 from ballast.core.cost import StepCosts
+from ballast.core.rotation import WHOLE
 from ballast.core.view import DeviceView, ModelView, Shortage
 from ballast.policy.balloon import Balloon
 from ballast.policy.budget import PageBudget
 from ballast.policy.cover import cover
+from ballast.policy.kvswap import KvSwap
+from ballast.policy.layers import Layers
 from ballast.policy.market import Claim, Offer, Source
+from ballast.policy.offers import younger_requests
 from ballast.policy.presets import PRESETS, option_names, resolve
-from tests.policy.worlds import device, model, request
+from tests.policy.worlds import device, layered, model, request
 
 CLAIMER = model("claimer", running=(request(1),))
 
@@ -134,3 +139,44 @@ def test_by_price_the_same_is_covered_where_one_source_has_it(name: str) -> None
     assert [x for x in decision.actions if isinstance(x, DropCache)] == [
         DropCache("c", 3, "a needs pages")
     ]
+
+
+def test_what_slows_a_batch_is_paid_for_each_of_its_requests() -> None:
+    """Prices are request-seconds: computing anew and loads of layers delay all who run."""
+    busy, other = request(3), request(4)
+    alone = priced(layered(model("m", kv=8, running=(request(2, pages=4),)), lent=0), 1e-4)
+    crowd = replace(alone, running=(request(2, pages=4), busy, other))
+    claimer = priced(model("claimer", running=(request(1),)), 1e-4)
+    for source in (younger_requests, _layers_of_m):
+        one, three = (
+            next(
+                o.price()
+                for o in source(device(claimer, m, free=0), claim(4))
+                if o.owner == "m" and o.key[-1] in ("r2", "m")
+            )
+            for m in (alone, crowd)
+        )
+        assert one > 0
+        assert three == pytest.approx(3 * one)
+
+
+def _layers_of_m(view: DeviceView, claim: Claim) -> Iterable[Offer]:
+    return Layers(frozenset(("claimer", "m")), (), cap=False).of_active(view, claim)
+
+
+def test_swapping_kv_costs_more_the_more_requests_wait_for_the_copies() -> None:
+    """Also where no step is longer for it: the batch stands still while its KV goes to the host."""
+    m = replace(
+        model("m", kv=80, running=(request(2, pages=4),)),
+        spec=replace(model("m").spec, n_layers=8),
+        kv_rotation=WHOLE,
+        kv_layer_pages=10,
+        decode_seconds=1.0,
+    )
+    crowd = replace(m, running=(*m.running, request(3, pages=4)))
+    one, two = (
+        next(iter(KvSwap().offers(device(CLAIMER, x, free=0), claim(10), {}))).price()
+        for x in (m, crowd)
+    )
+    assert one > 0
+    assert two == pytest.approx(2 * one, rel=0.01)
