@@ -11,6 +11,7 @@ from ballast.cluster.following import Following
 from ballast.core.command import Remove
 from ballast.core.fleet import FleetAction, FleetDecision, FleetView, Place, Withdraw
 from ballast.core.settings import ModelSettings
+from ballast.policy.base import FleetPolicy
 from tests.cluster import test_devices
 from tests.cluster.fake_device import HOLD
 from tests.cluster.test_devices import asked, kill, until, where
@@ -27,12 +28,16 @@ FLEET = replace(
 """Of equal sizes as far as is known: a is placed on cpu:1, as cpu:0 has one already; b beside."""
 
 
-class Script:
-    """Says so many actions at each question."""
+class Script(FleetPolicy):
+    """Decides on given actions, a turn of them at each question."""
 
     def __init__(self, *turns: Sequence[FleetAction]) -> None:
         self.turns = list(turns)
         self.views: list[FleetView] = []
+
+    @property
+    def moves(self) -> bool:
+        return True
 
     def __call__(self, view: FleetView, memo: object) -> FleetDecision:
         self.views.append(view)
