@@ -57,7 +57,7 @@ RUNS = (
     Run("devices"),
     Run("mirage_sim", ("--sweeps",)),
     Run("overload_presets"),
-    Run("prices"),
+    Run("prices", ("--quick",)),
     Run("policy_cost"),
     Run("seam", ("--quick",)),
     Run("sim_fidelity"),

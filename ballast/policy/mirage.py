@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from ballast.core.actions import Action, Decision, DropCache, Limit, Promise, Remap
-from ballast.core.view import DeviceView
+from ballast.core.view import DeviceView, Residency
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.budget import PageBudget
 from ballast.policy.claims import activation_claims, earliest, kv_claims, queue_claims
@@ -93,6 +93,7 @@ class Mirage(MemoryPolicy):
         promises: tuple[Promise, ...] = ()
         if self.pooled:
             absent, wake = activation_claims(view, PATIENCE)
+            absent = [_before_its_layers_lend(view, layers, claim) for claim in absent]
             wake = earliest(wake, short_at)
             if claims and layers.any_left(view):
                 claims += queue_claims(view, int(self.lookahead))
@@ -210,6 +211,20 @@ class Mirage(MemoryPolicy):
         claims = off_peak(view, budget, layers)
         remaps = give_back(view, budget, claims, spare, [cached_prefixes])
         return [*limits, *drops, *remaps] if remaps else []
+
+
+def _before_its_layers_lend(view: DeviceView, layers: Layers, claim: Claim) -> Claim:
+    """The claim of a model that is to come, for no more than the device can have without that
+    model's own layers, which lend only once all of them are there: they have to lend the rest."""
+    m = view.model(claim.model)
+    if m.residency is not Residency.ABSENT:
+        return claim
+    here = [o for o in view.models if o.residency in (Residency.RESIDENT, Residency.ACTIVATING)]
+    weights = sum({s.owner: s.pages for o in here for s in o.shared}.values())
+    for o in here:
+        weights += o.own_pages - (0 if o.spec.pinned else layers.bound(o) * o.layer_pages)
+    pages = max(m.missing_pages, min(claim.pages, view.total - view.arena - weights))
+    return claim._replace(pages=pages, first_pages=pages - m.missing_pages)
 
 
 def surplus(view: DeviceView, pages: Mapping[str, int]) -> int:

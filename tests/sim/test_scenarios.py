@@ -91,13 +91,25 @@ MENDED = {
             Ask(after=0.05, model=0, prompt=30, output=60, n=8, gap=0.1),
         ),
     ),
+    "a model comes back for a request that has room once its own layers lend": Scenario(
+        preset="mirage",
+        options=(("cap", 0.0),),
+        models=(Model(kv_heads=2), Model(layers=6, weight_pages=6)),
+        more_weights=100,
+        kv_pages=20,
+        acts=(
+            Order(after=0.5, what="evict", model=1),
+            Ask(after=0.1, model=0, prompt=300, output=4, n=2, gap=0.5),
+            Ask(after=2.0, model=1, prompt=260, output=4),
+        ),
+    ),
 }
 """What they found, each with what is right."""
 
 
 @pytest.mark.parametrize("what", MENDED)
 def test_what_was_mended_stays_so(what: str) -> None:
-    Run(MENDED[what])()
+    assert Run(MENDED[what])()["out_of_memory"] == 0
 
 
 # -- defects that were mended, put back -----------------------------------------------------------

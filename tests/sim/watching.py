@@ -139,7 +139,6 @@ class Watch:
         self.undoes = memory == "balloon"
         """Whether younger work is undone for requests that wait."""
         self.pooled = memory in ("recompute", "mirage", "kvswap") and bool(values["pooled"])
-        self.lends_layers = memory == "mirage"
         self.whole = memory == "swap"
         self.by_deadline = preset.order == "deadline"
         self.in_turns = memory == "swap" or bool(values.get("temporal"))
@@ -223,8 +222,6 @@ class Watch:
         if state is not None and failed.code == "out_of_memory":
             s = self.asked[failed.request_id]
             m, _ = state.named[s.model]
-            if self.lends_layers and m.residency is Residency.ABSENT:
-                return  # accepted for what its own layers can lend, which are to come whole first
             tokens = len(s.prompt) if accepted is None else len(accepted.tokens)
             pages = m.kv.most_pages(ceil_div(tokens, m.spec.block_tokens))
             insist(pages > state.room(m), f"at {now} {failed}: {pages} pages fit alone")
