@@ -14,6 +14,7 @@ from ballast.policy.cover import cover, gather
 from ballast.policy.market import Claim
 from ballast.policy.offers import (
     cached_prefixes,
+    idle_models,
     lent_pages,
     oldest,
     own_younger_requests,
@@ -49,7 +50,8 @@ class WholeModels(MemoryPolicy):
         if resident and turn.since == inf:
             turn = replace(turn, since=view.now)
         claims, _ = shortage_claims(view, patience=float("inf"))
-        actions += cover(view, claims, [cached_prefixes, lent_pages, own_younger_requests]).actions
+        sources = [cached_prefixes, lent_pages, idle_models, own_younger_requests]
+        actions += cover(view, claims, sources).actions
         if heir is None:
             if current.held:
                 actions.append(Hold(current.name, False, why="nobody else waits"))

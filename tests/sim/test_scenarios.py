@@ -69,6 +69,16 @@ MENDED = {
         kv_pages=30,
         acts=(BUSY, Ask(after=3.0, model=0, prompt=20, output=4)),
     ),
+    "a model that an operator brought makes way for the one whose turn it is": Scenario(
+        preset="swap",
+        models=(Model(), Model()),
+        more_weights=100,
+        kv_pages=10,
+        acts=(
+            Order(after=0.1, what="activate", model=1),
+            Ask(after=0.5, model=0, prompt=200, output=500),
+        ),
+    ),
     "free pages beyond a model's limit are no use to it": Scenario(
         preset="recompute",
         models=(Model(weight_pages=2), Model(weight_pages=2)),
