@@ -74,7 +74,7 @@ COMPARED = Comparison(
 MULTIPLES = (0.7, 1.0, 1.4, 2.0)
 """Of the knee."""
 QUICK_MULTIPLES = (1.0, 2.0)
-KNEES = tuple(2.0 ** (k / 2) for k in range(12))
+KNEES = tuple(2.0 ** (k / 2) for k in range(4, 12))
 """Requests per second at which the knee may lie."""
 TARGET = 0.99
 DOCUMENTS = 24
@@ -122,7 +122,7 @@ def documents(models: Sequence[str], rate: float, seconds: float) -> Workload:
     rng = np.random.default_rng(1)
     lengths = rng.integers(4, 13, size=(len(models), DOCUMENTS))
     popularity = power_law(DOCUMENTS, 0.8)
-    requests = []
+    requests: list[WorkloadRequest] = []
     at = 0.0
     while (at := at + float(rng.exponential(1 / rate))) < seconds:
         model = int(rng.integers(len(models)))
