@@ -72,7 +72,7 @@ class Waiting:
         return self._snapshot
 
     def move(self, request: Request, place: int) -> None:
-        """Give a request that waits here another place, as a policy asks for. Raises as `remove`."""
+        """Give a request that waits here another place in the queue. Raises as `remove`."""
         self.admit(request)
         request.place = place
         self._insert(request)

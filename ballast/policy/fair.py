@@ -33,6 +33,7 @@ class Sharing:
     view: DeviceView
     """As it will be once the models are held."""
     holds: Sequence[Action] = ()
+    fair: bool = False
     younger: Source = younger_requests
     """Requests that are undone for older ones."""
     younger_models: Source = younger_models
@@ -41,6 +42,8 @@ class Sharing:
     def claims(self, found: Sequence[Claim]) -> list[Claim]:
         """Let claims of requests that wait to be admitted undo no work but what they are entitled
         to; without any, what becomes free is kept for those that are overdue."""
+        if not self.fair:
+            return list(found)
         return [self._without_undoing(c) if c.admission and c.may_preempt else c for c in found]
 
     def _without_undoing(self, claim: Claim) -> Claim:
@@ -74,13 +77,13 @@ def share_out(view: DeviceView) -> Sharing:
     held = above if below else set()
     changed = [m for m in view.models if m.held != (m.name in held)]
     if not changed and not held:
-        return Sharing(view, (), younger_requests_by_share, younger_models_by_share)
+        return Sharing(view, (), True, younger_requests_by_share, younger_models_by_share)
     holds = [Hold(m.name, m.name in held, _HELD if m.name in held else _RELEASED) for m in changed]
     models = tuple(replace(m, held=not m.held) if m in changed else m for m in view.models)
     first = {m.waiting[0].id for m in models if m.held and m.waiting}
     shortages = tuple(s for s in view.shortages if s.request_id not in first)
     left = replace(view, models=models, shortages=shortages)
-    return Sharing(left, holds, younger_requests_by_share, younger_models_by_share)
+    return Sharing(left, holds, True, younger_requests_by_share, younger_models_by_share)
 
 
 _HELD = "it has more than its share, and others lack theirs"

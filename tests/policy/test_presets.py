@@ -15,6 +15,7 @@ from ballast.core.fleet import FleetDecision, FleetView, Need, Room
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.view import Residency, SharedView, Shortage
 from ballast.fleet.schema import FleetKeys
+from ballast.policy.admission import LateLast
 from ballast.policy.balloon import Balloon
 from ballast.policy.deadline import Deadline
 from ballast.policy.fleets import PLACEMENTS
@@ -422,7 +423,9 @@ def test_an_option_has_one_default_in_all_presets() -> None:
     for name in NAMES:
         chosen = resolve(name)
         for option in option_names(name):
-            owners = [p for p in (chosen.memory, chosen.compute) if hasattr(p, option)]
+            owners = [
+                p for p in (chosen.memory, chosen.compute, chosen.admission) if hasattr(p, option)
+            ]
             assert len(owners) == 1, f"{name}: {option} is not one policy's own"
             defaults.setdefault(option, set()).add(getattr(owners[0], option))
     assert {name: of for name, of in defaults.items() if len(of) > 1} == {}
@@ -480,7 +483,7 @@ def test_options_of_the_order_belong_to_it_alone() -> None:
         field.name for field in dataclasses.fields(Deadline)
     }
     assert option_names("balloon+round-robin") == tuple(
-        field.name for kind in (Balloon, RoundRobin) for field in dataclasses.fields(kind)
+        field.name for kind in (Balloon, RoundRobin, LateLast) for field in dataclasses.fields(kind)
     )
 
 
