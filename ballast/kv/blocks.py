@@ -53,12 +53,17 @@ class KvCache(BlockTables):
         """Move blocks together so that whole slabs go back; pages freed, `pages` being enough.
 
         `tables` are all tables with references, and are changed in place; blocks in `fixed` (those
-        of jobs in flight) stay. Raises BrokenPromise, before anything moves, if a block that would
-        move has references that `tables` do not show.
+        of jobs in flight) stay. Where blocks moved into free ones empty too few slabs, cached
+        blocks of slabs in use are forgotten first. Raises BrokenPromise, before anything moves, if
+        a block that would move has references that `tables` do not show.
         """
         if self._fixed:
             return 0
-        moves = compaction.plan(self._slabs, ceil_div(pages, self.layout.slab_pages), fixed)
+        wanted = ceil_div(pages, self.layout.slab_pages)
+        moves = compaction.plan(self._slabs, wanted, fixed)
+        missing = wanted - len({source // self._size for source, _ in moves})
+        if missing > 0 and self._forget_scattered(missing * self._size):
+            moves = compaction.plan(self._slabs, wanted, fixed)
         if not moves:
             return 0
         self.version.n += 1
@@ -77,6 +82,18 @@ class KvCache(BlockTables):
             homes = [self._slabs.of[index] for index in sources]
             freed = self._give_back([slab for slab in homes if not slab.occupied])
         return freed
+
+    def _forget_scattered(self, blocks: int) -> bool:
+        """Forget at least so many cached blocks of slabs in use, the least recently used slabs'
+        first; whether there were any."""
+        forgotten = 0
+        for slab in list(self._slabs.mixed.values()):
+            if forgotten >= blocks:
+                break
+            forgotten += len(slab.cached)
+            self._drop(slab)
+        self.version.n += forgotten > 0
+        return forgotten > 0
 
     def clear(self) -> None:
         """Forget everything and give all pages back. Raises BrokenPromise if a block is in use."""

@@ -148,8 +148,8 @@ class BlockBooks:
 
     @property
     def loose_pages(self) -> int:
-        """Pages that `compact` would free if every block could be moved."""
-        return self._slabs.holes // self._size * self.layout.slab_pages
+        """Pages that `compact` would free if every block in use could be moved."""
+        return self._slabs.at_hand // self._size * self.layout.slab_pages
 
     @property
     def at_hand(self) -> int:

@@ -87,7 +87,7 @@ class Slabs:
         self.at_hand = 0
         """Blocks that could be had without a new slab or an idle one: free, or cached, in a slab
         in use."""
-        self._mixed: OrderedDict[int, Slab] = OrderedDict()
+        self.mixed: OrderedDict[int, Slab] = OrderedDict()
         """Slabs in use that hold cached blocks, least recently used first."""
         self._in_use = _ByFree(blocks_per_slab)
         self._others = _ByFree(blocks_per_slab)
@@ -145,8 +145,8 @@ class Slabs:
         """
         gone: list[int] = []
         while len(gone) < n:
-            if self._mixed:
-                slab = next(iter(self._mixed.values()))
+            if self.mixed:
+                slab = next(iter(self.mixed.values()))
                 lost = list(slab.cached)[: n - len(gone)]
             elif self.idle:
                 slab = next(iter(self.idle.values()))
@@ -188,7 +188,7 @@ class Slabs:
             if bucket is not None:
                 bucket.add(slab, level)
             slab._bucket, slab._level = bucket, level
-        queue = (self._mixed if slab.used else self.idle) if n_cached else None
+        queue = (self.mixed if slab.used else self.idle) if n_cached else None
         if queue is not slab._queue:
             if slab._queue is not None:
                 del slab._queue[slab.index]
@@ -214,7 +214,7 @@ class Slabs:
         slabs = self.of.values()
         idle = {s.index for s in slabs if not s.used}
         mixed = {s.index for s in slabs if s.used and s.cached}
-        if set(self.idle) != idle or set(self._mixed) != mixed:
+        if set(self.idle) != idle or set(self.mixed) != mixed:
             raise BrokenPromise("a slab is in the wrong queue")
         if self.at_hand != sum(len(s.free) + len(s.cached) for s in slabs if s.used):
             raise BrokenPromise(f"{self.at_hand} blocks at hand is a miscount")

@@ -60,16 +60,15 @@ def share_out(view: DeviceView) -> Sharing:
     """Hold the models that have more than their share while another one with less lacks pages for
     its next request, and have their requests undone before others'.
 
-    A model that runs nothing is never held, however much its next request needs, nor one whose
-    next request needs no more pages than the model has. For policies that hold no models for
-    reasons of their own.
+    A model that runs nothing is never held, however much its next request needs. For policies
+    that hold no models for reasons of their own.
     """
     shares = view.derived(fair_shares)
     lacking = {s.request_id for s in view.shortages if not s.limited}
     below: set[str] = set()
     above: set[str] = set()
     for m in view.models:
-        if m.name in shares and m.waiting and m.first_pages:
+        if m.name in shares and m.waiting:
             if m.running and _used(m) + m.first_pages > shares[m.name]:
                 above.add(m.name)
             elif m.waiting[0].id in lacking:
