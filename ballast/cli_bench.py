@@ -36,8 +36,8 @@ def bench(
     profile: Annotated[
         str | None,
         typer.Option(
-            help="With --virtual: a device, as H100-80G, or a file by `ballast profile`; default: "
-            "this machine, measured now."
+            help="With --virtual: a device, as H100-80G or H100-80G@eager, or a file by "
+            "`ballast profile`; default: this machine, measured now."
         ),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the reports here.")] = None,
@@ -153,7 +153,9 @@ def profile(
     rates = measured.link.rates
     link = " to the device, ".join(f"{format_bytes(r)}/s" for r in (rates.to_device, rates.to_host))
     link += f" to the host, {format_bytes(rates.mixed)}/s both together"
-    console.print(f"link {link}; {1e3 * measured.overhead_seconds:.2g} ms more at every job")
+    console.print(
+        f"link {link}; {1e3 * measured.serving.overhead_seconds:.2g} ms more at every job"
+    )
     if (warning := disturbance(others)) is not None:
         console.print(warning, style="yellow", soft_wrap=True)
     console.print(f"next: ballast bench {fleet_file} --virtual --profile {to}", soft_wrap=True)

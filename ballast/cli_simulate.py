@@ -36,6 +36,13 @@ MostTokens = Annotated[
 Lanes = Annotated[
     int, typer.Option(min=1, help="Most jobs that run at the same time on one device.")
 ]
+Engine = Annotated[
+    str | None,
+    typer.Option(
+        help="What serves on devices that name none, as H100-80G@eager does: graphs, eager or one "
+        "of your profile's; default: the profile's own."
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Of the workload.")]
 Placed = Annotated[
     str | None,
@@ -54,6 +61,7 @@ def simulate(
     preset: Presets = None,
     placement: Placed = None,
     lanes: Lanes = 1,
+    engine: Engine = None,
     rate: Rate = None,
     seconds: Seconds = 600.0,
     most_tokens: MostTokens = None,
@@ -71,7 +79,7 @@ def simulate(
         from ballast.bench.simulating import simulate_presets, simulation_json
         from ballast.sim.cluster import kinds_of
 
-    kinds = kinds_of(devices, lanes)
+    kinds = kinds_of(devices, lanes, engine)
     work = (workload, rate, seconds, most_tokens, seed)
     asked = Asked.of(load(fleet_file, simulated=True), preset, *work)
     console = Console()
@@ -116,6 +124,7 @@ def plan(
     preset: Presets = None,
     placement: Placed = None,
     lanes: Lanes = 1,
+    engine: Engine = None,
     rate: Rate = None,
     seconds: Seconds = 600.0,
     most_tokens: MostTokens = None,
@@ -135,7 +144,7 @@ def plan(
         from ballast.bench.show import plans_table
         from ballast.sim.cluster import kinds_of
 
-    kinds = kinds_of(devices, lanes)
+    kinds = kinds_of(devices, lanes, engine)
     if len(kinds) > 1 or kinds[0].number > 1:
         raise ConfigError("--devices", devices, "one kind without a number, which is sought")
     work = (workload, rate, seconds, most_tokens, seed)
@@ -162,6 +171,7 @@ def plan(
     if json is not None:
         document = {
             "device": kinds[0].profile.device,
+            "engine": kinds[0].profile.engine,
             "lanes": kinds[0].lanes,
             "target": target,
             "each": each,

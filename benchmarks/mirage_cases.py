@@ -16,6 +16,7 @@ from benchmarks.mirage_setting import (
     ALPACA,
     C1,
     C2,
+    ENGINE,
     LONG,
     MEMORY,
     SHAREGPT,
@@ -141,7 +142,7 @@ def measure(case: Case, traces: Path, enough: float = float("inf")) -> Result | 
         temporal=group.temporal, quantum=case.quantum, preemptive=case.preemptive
     )
     options, preset = comparison.options(case.row), comparison.rows[case.row].preset
-    device = Device(device_profile(case.kind), case.memory * MEMORY[case.kind])
+    device = Device(device_profile(case.kind, ENGINE), case.memory * MEMORY[case.kind])
     if case.link is not None:
         device = replace(device, link=link_of(case.link))
     try:

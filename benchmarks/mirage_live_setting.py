@@ -27,7 +27,7 @@ from ballast.workload.generators import assemble
 from ballast.workload.lengths import LogNormal
 from ballast.workload.workload import Workload
 from benchmarks.exactness import make_llama
-from benchmarks.mirage_setting import C1, MEMORY, SHAREGPT, Device, specs_of
+from benchmarks.mirage_setting import C1, ENGINE, MEMORY, SHAREGPT, Device, specs_of
 
 PAGE = 24 * KiB
 """A layer's KV of one block: larger ones would leave `kvswap`, whose KV lies layer by layer, next
@@ -105,7 +105,7 @@ class Setting:
 def ratio_of(kind: str) -> float:
     """Copy of a layer of OPT-13b over its part of a decode step on such a device, at the batch that
     fills its KV in the paper's C1, with ShareGPT's requests."""
-    device = Device(device_profile(kind), MEMORY[kind])
+    device = Device(device_profile(kind, ENGINE), MEMORY[kind])
     spec = next(s for s in specs_of(C1, device.memory) if s.name == "OPT-13b")
     rng = np.random.default_rng(0)
     prompt, output = (float(lengths.sample(rng, 10_000).mean()) for lengths in SHAREGPT)

@@ -199,7 +199,7 @@ def _run(
     profile = Profile(
         costs={s.name: device.costs(s.name) for s in specs},
         link=device.rates,
-        overhead=device.profile.overhead_seconds,
+        overhead=device.profile.serving.overhead_seconds,
     )
     arrived = {s.id: s.arrival for s in arrivals}
     later = [replace(s, arrival=BEFORE + s.arrival) for s in arrivals]

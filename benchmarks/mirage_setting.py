@@ -29,6 +29,9 @@ from ballast.workload.traces import load_trace
 from ballast.workload.workload import Workload
 
 ARRIVALS = "azure2023_code_until1845.csv.gz"
+ENGINE = "eager"
+"""What the tables were made with, of the paper's time. Whether its vLLM replayed CUDA graphs, the
+paper does not say."""
 MEMORY = {"GH200-96G": 96 << 30, "H100-80G": 80 << 30}
 """Bytes of a device. Of 96e9, 65 % would leave OPT-30b KV for less than its own context."""
 STEP_TOKENS = 2048
@@ -94,7 +97,7 @@ class Device:
 
     def costs(self, model: str) -> StepCosts:
         """By the roofline, for all models alike."""
-        hardware, derate = self.profile.hardware, self.profile.derate
+        hardware, derate = self.profile.hardware, self.profile.serving.derate
         assert hardware is not None
         assert derate is not None
         return roofline(Sizes.of_facts(facts(model)), hardware, derate)
@@ -102,7 +105,7 @@ class Device:
 
 def link_of(bytes_per_second: float) -> LinkRates:
     """A link as much slower or faster than GH200's as its nominal rate is below or above 450e9."""
-    like, by = device_profile("GH200-96G").link.rates, bytes_per_second / 450e9
+    like, by = device_profile("GH200-96G", ENGINE).link.rates, bytes_per_second / 450e9
     return LinkRates(
         by * like.to_device, by * like.to_host, by * like.to_device_mixed, by * like.to_host_mixed
     )

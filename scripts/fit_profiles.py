@@ -18,29 +18,45 @@ from ballast.core.cost import StepCosts
 from ballast.sim.catalogue import CatalogueKeys, ModelFacts
 from ballast.sim.derating import GroupDerate, Measured, fit_derate, fit_group, median_derate
 from ballast.sim.fitting import errors, fit_decode, fit_prefill
-from ballast.sim.profile import CATALOGUE, Costs, DeviceProfile, Link, Row, Source
-from ballast.sim.roofline import AllReduce, Derate, Hardware, Sizes
+from ballast.sim.profile import CATALOGUE, Costs, DeviceProfile, Engine, Link, Row, Source
+from ballast.sim.roofline import AllReduce, Derate, Hardware, Reach, Sizes
 from ballast.sim.toml_file import as_toml
+from scripts.fit_engines import (
+    ACTIVATIONS_SOURCE,
+    ON,
+    STEPS,
+    fit_steps,
+    fitted_reading,
+    graphs_engine,
+    kernels,
+    kernels_reach,
+    page_seconds,
+    reach_like,
+    reach_of_kernels,
+)
 from scripts.measured import Pair, Tables, read_tables, rows
 
+EAGER, GRAPHS = "eager", "graphs"
 PROFILES = Path(__file__).parent.parent / "ballast" / "sim" / "profiles"
 SOURCES = {
     "aegaeon": Source(
         artifact="github.com/MachineLearningSystem/25SOSP-Aegaeon, 1c3b110, aegaeon/profiles",
         licence="Apache-2.0; changed: coefficients fitted to medians of its measurements",
-        engine="vLLM 0.5.1, eager, fp16, one GPU; prompts to 4,096 tokens, to 200 sequences; "
+        engine=EAGER,
+        note="vLLM 0.5.1, eager, fp16, one GPU; prompts to 4,096 tokens, to 200 sequences; "
         "the host's work at every step is in the costs",
     ),
     "muxserve": Source(
         artifact="github.com/hao-ai-lab/MuxServe, 2231480, examples/placement/llama.json",
         licence="none found: fitted coefficients only, no measured values",
-        engine="MuxServe, fp16; prompts to 512 tokens; sm_percent is the share of MPS threads of "
+        engine=EAGER,
+        note="MuxServe, fp16; prompts to 512 tokens; sm_percent is the share of MPS threads of "
         "one process that runs alone; the host's work is in the costs",
     ),
     "vidur": Source(
         artifact="github.com/microsoft/vidur, 7d47513, data/profiling",
         licence="MIT; changed: coefficients fitted to its measurements",
-        engine="NCCL all-reduce inside a node",
+        note="kernels without an engine, and NCCL's all-reduce inside a node",
     ),
 }
 LINKS = {
@@ -233,7 +249,14 @@ def groups(tables: Tables, folder: Path, without: str | None = None) -> GroupDer
 
 def derate_of(tables: Tables, device: str, models: Iterable[str], group: GroupDerate) -> Derate:
     """As `models` on it show, but those with experts: they are few and unlike each other."""
-    measured = [
+    return fit_derate(measured_on(tables, device, models), tables.hardware[device], group)
+
+
+def measured_on(tables: Tables, device: str, models: Iterable[str] | None = None) -> list[Measured]:
+    """Of `models`, or all that were measured there, those without experts."""
+    if models is None:
+        models = [m for d, m in tables.decode if d == device]
+    return [
         Measured(
             Sizes.of_facts(tables.models[m]),
             tables.prefill.get((device, m)),
@@ -242,7 +265,6 @@ def derate_of(tables: Tables, device: str, models: Iterable[str], group: GroupDe
         for m in models
         if not tables.models[m].experts
     ]
-    return fit_derate(measured, tables.hardware[device], group)
 
 
 def profiles(folder: Path) -> dict[str, DeviceProfile]:
@@ -253,23 +275,60 @@ def profiles(folder: Path) -> dict[str, DeviceProfile]:
         on.setdefault(device, []).append(model)
     group = groups(tables, folder)
     own = {device: derate_of(tables, device, models, group) for device, models in on.items()}
+    reaches, graphs = reaches_of(tables, folder, own)
+    page = page_seconds(link_of(ON, tables.hardware).to_device)
     found = {}
     for device, hardware in tables.hardware.items():
         measured = [fitted_row(tables, p) for p in tables.decode if p[0] == device]
         measured += stated_rows(tables, folder, device)
         reduces = all_reduces(folder, device, hardware)
         used = {row.source for row in measured} | ({"vidur"} if reduces else set())
+        eager = Engine(
+            served_by="engines that launch every kernel from the host, as the sources say",
+            derate=own.get(device, median_derate(own.values())),
+        )
         found[device] = DeviceProfile(
             device=device,
+            engine=GRAPHS,
+            page_seconds=page,
+            page_source=ACTIVATIONS_SOURCE,
             lane_reach=reach_of(measured),
             link=link_of(device, tables.hardware),
             hardware=hardware,
-            derate=own.get(device, median_derate(own.values())),
+            reach=reaches[device],
+            engines={GRAPHS: graphs, EAGER: eager},
             sources={name: source for name, source in SOURCES.items() if name in used},
             measured=measured,
             all_reduce=reduces,
         )
     return found
+
+
+def reaches_of(
+    tables: Tables, folder: Path, own: Mapping[str, Derate]
+) -> tuple[dict[str, Reach], Engine]:
+    """By device what kernels reach, and the engine that replays graphs; `own`: derates of the
+    devices on which whole models were measured."""
+    timed = {device: kernels(tables, folder, device) for device in tables.hardware}
+    timed = {device: found for device, found in timed.items() if found}
+    hardware = tables.hardware[ON]
+    reduces = all_reduces(folder, ON, hardware)
+    attention, all_reduce = fit_steps(STEPS, hardware, *kernels_reach(timed[ON]), reduces)
+    reaches = {d: reach_of_kernels(found, own[d], attention) for d, found in timed.items()}
+    kernel_reaches = list(reaches.values())
+    layer = statistics.median(r.layer_seconds for r in kernel_reaches)
+    readings = {d: r.reading for d, r in reaches.items()} | {
+        d: fitted_reading(measured_on(tables, d), tables.hardware[d], layer)
+        for d in own
+        if d not in timed
+    }
+    unmeasured = median_derate(own.values())
+    for d in tables.hardware:
+        if d not in reaches:
+            reading = readings.get(d, statistics.median(readings.values()))
+            derate = own.get(d, unmeasured)
+            reaches[d] = reach_like(kernel_reaches, derate, reading, measured=d in own)
+    return reaches, graphs_engine(STEPS, all_reduce)
 
 
 def catalogue_of(folder: Path) -> CatalogueKeys:
@@ -294,7 +353,7 @@ def main() -> None:
     for device, profile in profiles(args.tables).items():
         notes = [made]
         if not profile.measured:
-            notes.append("Nothing was measured here: the derate is the median of other devices'.")
+            notes.append("No model was measured here: reach and derate are other devices' median.")
         (args.to / f"{device}.toml").write_text(as_toml(profile, *notes), encoding="utf-8")
     (args.to / CATALOGUE).write_text(as_toml(catalogue_of(args.tables), made), encoding="utf-8")
 

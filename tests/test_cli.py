@@ -220,6 +220,8 @@ def test_a_model_that_fits_nowhere_is_one_line_with_the_bytes(tmp_path: Path) ->
     ("arguments", "says"),
     [
         (("simulate", "--devices", "4xH1000"), "'H1000': did you mean.* H100-80G, .*L4"),
+        (("simulate", "--devices", "L4", "--engine", "eagre"), "'eagre': did you mean 'eager'"),
+        (("plan", "--devices", "L4@graph"), "L4: engine: 'graph': did you mean 'graphs'"),
         (("simulate", "--devices", "L4", "--preset", "static,swop"), "did you mean 'swap'"),
         (("simulate", "--devices", "L4", "--workload", "trace.csv"), r"trace.csv, line 3: .*'1x'"),
         (("simulate", "--devices", "L4", "--workload", "none.csv"), "a trace file, or one of"),

@@ -69,7 +69,13 @@ def simulation_json(
     """Plain data; equal simulations give equal documents, for no time of this machine is in it."""
     return {
         "devices": [
-            {"device": k.profile.device, "number": k.number, "lanes": k.lanes} for k in kinds
+            {
+                "device": k.profile.device,
+                "engine": k.profile.engine,
+                "number": k.number,
+                "lanes": k.lanes,
+            }
+            for k in kinds
         ],
         "workload": workload.describe(),
         "requests": len(workload.requests),

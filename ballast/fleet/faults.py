@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Mapping
 from types import NoneType, UnionType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -70,6 +70,8 @@ def _known_keys(root: type[BaseModel], parts: tuple[str | int, ...]) -> list[str
     for part in parts:
         if isinstance(part, int):
             (keys,) = get_args(keys)
+        elif get_origin(keys) is dict:
+            keys = get_args(keys)[1]
         elif part in keys.model_fields:
             keys = keys.model_fields[part].annotation
         if isinstance(keys, UnionType):

@@ -44,9 +44,9 @@ class Kind:
     lanes: int = 1
 
 
-def kinds_of(text: str, lanes: int = 1) -> list[Kind]:
-    """Of `4xH100-80G,2xA100-80G`: each a device's name, or a profile's file, and how many. All of
-    them have so many `lanes`.
+def kinds_of(text: str, lanes: int = 1, engine: str | None = None) -> list[Kind]:
+    """Of `4xH100-80G,2xA100-80G@eager`: each a device's name, or a profile's file, and how many.
+    All of them have so many `lanes`, and `engine` serves on those that name none.
 
     Raises ConfigError, which lists the known names.
     """
@@ -55,7 +55,7 @@ def kinds_of(text: str, lanes: int = 1) -> list[Kind]:
         found = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\S+)\s*", part)
         if found is None or (found[1] is not None and int(found[1]) < 1):
             raise ConfigError("devices", text, "write NUMBERxDEVICE, as in 4xH100-80G,2xA100-80G")
-        kinds.append(Kind(int(found[1] or 1), device_profile(found[2]), lanes))
+        kinds.append(Kind(int(found[1] or 1), device_profile(found[2], engine), lanes))
     return kinds
 
 

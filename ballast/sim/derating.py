@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from scipy.optimize import least_squares
 
 from ballast.core.cost import TILE, StepCosts
-from ballast.sim.fitting import Points, Vector, fit_floored, fit_linear, pair_seconds
+from ballast.sim.fitting import SCALE, Points, Vector, fit_floored, fit_linear, pair_seconds
 from ballast.sim.roofline import Derate, Hardware, Sizes
 
 
@@ -45,7 +46,7 @@ def fit_derate(measured: Sequence[Measured], hardware: Hardware, group: GroupDer
     """Needs two models or more, at least one with prefills. Nothing beats a peak: times of reading
     and arithmetic are at least those that the peaks give."""
     layer, weights, sequence, kv, tile = fit_linear(
-        np.vstack([_decode_terms(m.sizes, m.decode, hardware) for m in measured]),
+        np.vstack([decode_terms(m.sizes, m.decode, hardware) for m in measured]),
         np.concatenate([m.decode.seconds for m in measured]),
         np.array([0.0, 1.0, 0.0, 1.0, 0.0]),
     )
@@ -79,13 +80,97 @@ def fit_derate(measured: Sequence[Measured], hardware: Hardware, group: GroupDer
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Decode steps as the device's work and the host's, which launches it: the longer of the two,
+    and what the host does alone. In seconds, and times what the peaks would give."""
+
+    layer_seconds: float
+    """Of the device, per layer, beyond reading."""
+    reading: float
+    kv: float
+    tile: float
+    launch_seconds: float
+    """Of the host, per layer."""
+    step_seconds: float
+    sequence_seconds: float
+
+    def seconds(self, terms: Vector) -> Vector:
+        """Of steps with `terms`, as `decode_terms` gives them."""
+        layers, reading, batch, kv, tiles = terms.T
+        device = self.layer_seconds * layers + self.reading * reading
+        device = device + self.kv * kv + self.tile * tiles
+        after = self.step_seconds + self.sequence_seconds * batch
+        seconds: Vector = np.maximum(self.launch_seconds * layers, device) + after
+        return seconds
+
+
+_UNITS = np.array([1.0, 1.0, 1.0, 1e-4, 1e-3, 1e-4])
+"""Of reading, KV, tiles, launches, steps and sequences: what makes them about 1."""
+_GUESSES = tuple(
+    np.array([reading, 1.5, 1.0, launch, 1.0, 1.0])
+    for reading in (1.2, 1.6)
+    for launch in (0.01, 0.8, 1.5, 2.5)
+)
+
+
+def fit_beside(
+    terms: Vector,
+    seconds: Vector,
+    layer_seconds: float,
+    reading: float | None = None,
+    launch_seconds: float | None = None,
+) -> Beside:
+    """To steps of several models on one device under one engine; `terms` as of `decode_terms`.
+
+    What is not None is known. Nothing beats a peak.
+    """
+    least, most = np.array([1.0, 1.0, 0, 0, 0, 0]), np.full(6, np.inf)
+    for i, known in ((0, reading), (3, launch_seconds)):
+        if known is not None:
+            least[i], most[i] = known / _UNITS[i], known / _UNITS[i] * (1 + 1e-9) + 1e-12
+
+    def made(p: Vector) -> Beside:
+        reading, kv, tile, launch, step, sequence = map(float, p * _UNITS)
+        return Beside(layer_seconds, reading, kv, tile, launch, step, sequence)
+
+    # The form is not convex: from several guesses, the best.
+    found = [
+        least_squares(
+            lambda p: made(p).seconds(terms) / seconds - 1,
+            np.clip(guess, least, most),
+            bounds=(least, most),
+            loss="soft_l1",
+            f_scale=SCALE,
+        )
+        for guess in _GUESSES
+    ]
+    return made(np.maximum(min(found, key=lambda r: float(r.cost)).x, least))
+
+
+def fit_kernels(
+    read: Sequence[tuple[float, float]], others: Sequence[float]
+) -> tuple[float, float]:
+    """`layer_seconds` and `reading` of kernels that were timed layer by layer, without an engine.
+
+    `read`: of each layer, seconds to read its weights at the peak and seconds of its matrix
+    products for a few tokens; `others`: seconds of a layer's other kernels.
+    """
+    peak, taken = np.array(read).T
+    least = np.array([0.0, 1.0])
+    begin, reading = fit_linear(np.column_stack([np.ones(len(peak)), peak]), taken, least)
+    return begin + statistics.median(others), reading
+
+
 def median_derate(derates: Iterable[Derate]) -> Derate:
     """Of a device on which nothing was measured: factor by factor, the others' median."""
     dumped = [d.model_dump() for d in derates]
     return Derate(**{key: statistics.median(d[key] for d in dumped) for key in dumped[0]})
 
 
-def _decode_terms(sizes: Sizes, points: Points, hardware: Hardware) -> Vector:
+def decode_terms(sizes: Sizes, points: Points, hardware: Hardware) -> Vector:
+    """Of each step: layers; seconds at the peaks to read the weights; sequences; seconds at the
+    peaks to read their KV, and to multiply what full tiles of sequences add."""
     ones, batch, tokens, tiles = points.decode_terms.T
     return np.column_stack(
         [

@@ -24,7 +24,7 @@ from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 from ballast.memory.vm_null import NullVm
 from ballast.policy.presets import Preset
-from ballast.sim.heap import EventHeap
+from ballast.sim.ahead import HeapAhead
 from ballast.sim.leap import Said, leap
 from ballast.sim.link import SimLink
 from ballast.sim.rotor import SimRotors
@@ -58,6 +58,8 @@ class Profile:
     that part (`sim.lanes`)."""
     page_seconds: float = 0.0
     """What the loop takes to map and unmap a page of weights, beyond their copy."""
+    ahead: int = 0
+    """Steps that the engine has scheduled when a request arrives (`sim.ahead`)."""
 
     @property
     def lane_costs(self) -> dict[str, StepCosts]:
@@ -94,7 +96,7 @@ class SimDevice:
             allowed = "devices of one rank: how long several ranks take is not simulated"
             raise ConfigError("tensor_parallel", settings.tensor_parallel, allowed)
         self.clock = VirtualClock()
-        self._heap = EventHeap(self.clock)
+        self._heap = HeapAhead(self.clock, profile.ahead)
         moving = profile.moving(settings.page_bytes)
         link = SimLink(self._heap, self.clock, moving, profile.link.to_device)
         self._rotors = SimRotors(self._heap, self.clock, link, profile.link)
@@ -152,7 +154,7 @@ class SimDevice:
     @property
     def open_requests(self) -> int:
         """Requests that have arrived and have not ended, as of its clock."""
-        return len(self.state.requests)
+        return len(self.state.requests) + self._heap.late
 
     def held_tokens(self, submission: Submission) -> int:
         """Tokens of its prompt whose KV is here, as of its clock."""

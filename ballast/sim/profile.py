@@ -1,7 +1,8 @@
 """Profiles: what jobs cost on a device, read from `profiles/*.toml` or a file of the user's.
 
-A file holds a device's peaks, the fitted coefficients of models measured on it with their sources,
-and a derate for the others. `ballast/sim/profiles/` has one for each public device we know.
+A file holds a device's peaks and what kernels reach of them, the engines that serve there, and
+fitted coefficients of models that were measured under one of these, with their sources.
+`ballast/sim/profiles/` has one for each public device we know.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from ballast import __version__
 from ballast.core.cost import StepCosts
@@ -25,10 +26,21 @@ from ballast.fleet.faults import unknown
 from ballast.fleet.schema import Keys, Name, Positive
 from ballast.sim.catalogue import catalogue, facts, shape_of
 from ballast.sim.device import Profile
-from ballast.sim.roofline import AllReduce, Derate, Hardware, Sizes, roofline
+from ballast.sim.roofline import (
+    AllReduce,
+    Derate,
+    Hardware,
+    Host,
+    Reach,
+    Sizes,
+    roofline,
+    step_costs,
+)
 from ballast.sim.toml_file import Finite, NotNegative, Size, read_keys
 
 CATALOGUE = "models.toml"
+OWN = "ballast"
+"""The engine of profiles that this project's own engine was measured for."""
 _FOLDER = resources.files("ballast.sim") / "profiles"
 
 
@@ -68,8 +80,31 @@ class Source(Keys):
 
     artifact: str
     licence: str
-    engine: str
-    """What served the models; its host's work is part of the costs."""
+    engine: Name | None = None
+    """Which of the file's engines served the models: its host's work is part of the costs. None:
+    kernels were measured, without an engine."""
+    note: str = ""
+
+
+class Engine(Keys):
+    """What serves models on the device. Its rows are measured; of other models, either it has a
+    derate, or its host's work goes with what kernels reach (`DeviceProfile.reach`)."""
+
+    served_by: str
+    """The software, in words."""
+    overhead_seconds: NotNegative = 0.0
+    """The engine's own, per job, beyond what the costs hold."""
+    wake_seconds: NotNegative = 0.0
+    """What a job takes longer after a pause, and a decode step after a prefill."""
+    answer_seconds: NotNegative = 0.0
+    """From a request's receipt to the loop's turn, and from a turn's begin to the client."""
+    host: Host | None = None
+    derate: Derate | None = None
+    """Device and host in one, as fits of this engine's jobs show them."""
+    source: str = ""
+    """Of `host`."""
+    assumed: list[str] = Field(default_factory=list)
+    """Keys of `host` that nobody measured."""
 
 
 class Link(Keys):
@@ -103,33 +138,78 @@ class DeviceProfile(Keys):
     """A profile's file."""
 
     device: Name
-    overhead_seconds: NotNegative = 0.0
-    """The engine's own, per job, beyond what the costs hold."""
-    wake_seconds: NotNegative = 0.0
-    """What a job takes longer after a pause, and a decode step after a prefill."""
-    answer_seconds: NotNegative = 0.0
-    """From a request's receipt to the loop's turn, and from a turn's begin to the client."""
+    engine: Name
+    """Which of `engines` serves."""
     page_seconds: NotNegative = 0.0
-    """What the loop takes to map and unmap a page of weights, beyond their copy."""
+    """What it takes to map and unmap a page of weights, beyond their copy."""
+    page_source: str = ""
     lane_reach: Positive = 1.0
     """Of the memory's bandwidth, what part of the compute can use: so many times that part."""
     link: Link
     served: Served | None = None
     """Without it, and with `hardware`, a cluster's devices are as `sim.cluster` says."""
     hardware: Hardware | None = None
-    derate: Derate | None = None
+    reach: Reach | None = None
+    engines: dict[str, Engine]
     sources: dict[str, Source] = Field(default_factory=dict)
     measured: list[Row] = Field(default_factory=list)
     all_reduce: list[AllReduce] = Field(default_factory=list)
 
+    @field_validator("engines")
+    @classmethod
+    def _serves(cls, engines: dict[str, Engine], info: ValidationInfo) -> dict[str, Engine]:
+        engine = info.data.get("engine")
+        if engine is not None and engine not in engines:
+            raise ValueError(f"the engine is {engine!r}, of which nothing is here")
+        return engines
+
+    @field_validator("sources")
+    @classmethod
+    def _served(cls, sources: dict[str, Source], info: ValidationInfo) -> dict[str, Source]:
+        known = info.data.get("engines", {})
+        for name, source in sources.items():
+            if known and source.engine is not None and source.engine not in known:
+                raise ValueError(
+                    f"{name}: engine {source.engine!r}; {unknown(source.engine, known)}"
+                )
+        return sources
+
+    @field_validator("measured")
+    @classmethod
+    def _sourced(cls, measured: list[Row], info: ValidationInfo) -> list[Row]:
+        known = info.data.get("sources", {})
+        for row in measured:
+            if known and row.source not in known:
+                raise ValueError(
+                    f"{row.model}: source {row.source!r}; {unknown(row.source, known)}"
+                )
+        return measured
+
+    @property
+    def serving(self) -> Engine:
+        """The engine that serves."""
+        return self.engines[self.engine]
+
+    def served_by(self, engine: str | None) -> DeviceProfile:
+        """The same device under another of its engines; None: under its own.
+
+        Raises ConfigError, which lists the known engines.
+        """
+        if engine is None or engine == self.engine:
+            return self
+        if engine not in self.engines:
+            raise ConfigError(f"{self.device}: engine", engine, unknown(engine, list(self.engines)))
+        return self.model_copy(update={"engine": engine})
+
     def costs(self, model: str | ModelSpec, tp: int = 1, sm_percent: int = 100) -> StepCosts:
         """Of a model by its name in this file or the catalogue, or by its sizes.
 
-        Measured ones where there are any, else the roofline's, which knows whole devices, and
-        groups of as many as `all_reduce` tells of. Raises ConfigError, which lists what is known.
+        Measured ones under the engine that serves where there are any, else the roofline's, which
+        knows whole devices, and groups of as many as `all_reduce` tells of. Raises ConfigError,
+        which lists what is known.
         """
         name, like = self._like(model)
-        rows = [row for row in self.measured if row.model.lower() in like]
+        rows = [row for row in self._rows if row.model.lower() in like]
         chosen = [row for row in rows if (row.tp, row.sm_percent) == (tp, sm_percent)]
         if chosen:
             return self._complete(min(chosen, key=lambda row: row.model.lower() != name.lower()))
@@ -146,15 +226,23 @@ class DeviceProfile(Keys):
 
     def of(self, specs: Iterable[ModelSpec]) -> Profile:
         """For `sim.simulate.simulate`: one device of this kind that serves `specs`."""
+        engine = self.serving
         return Profile(
             costs={spec.name: self.costs(spec) for spec in specs},
             link=self.link.rates,
-            overhead=self.overhead_seconds,
-            wake=self.wake_seconds,
-            answer=self.answer_seconds,
+            overhead=engine.overhead_seconds,
+            wake=engine.wake_seconds,
+            answer=engine.answer_seconds,
             page_seconds=self.page_seconds,
             reach=self.lane_reach,
+            ahead=0 if engine.host is None else engine.host.steps_ahead,
         )
+
+    @property
+    def _rows(self) -> list[Row]:
+        """Those that were measured under the engine that serves."""
+        sources = {name for name, source in self.sources.items() if source.engine == self.engine}
+        return [row for row in self.measured if row.source in sources]
 
     def _like(self, model: str | ModelSpec) -> tuple[str, set[str]]:
         """Its name, and in lower case those of it and of all models of its shape."""
@@ -165,7 +253,7 @@ class DeviceProfile(Keys):
             name = model
             own = {m.name.lower(): m for m in known.values()}.get(model.lower())
             if own is None:
-                names = list(dict.fromkeys([row.model for row in self.measured] + list(known)))
+                names = list(dict.fromkeys([row.model for row in self._rows] + list(known)))
                 if model.lower() not in (n.lower() for n in names):
                     raise ConfigError("model", model, unknown(model, names))
                 return name, {model.lower()}
@@ -183,14 +271,21 @@ class DeviceProfile(Keys):
         return StepCosts(**values)
 
     def _roofline(self, model: str | ModelSpec, group: AllReduce | None = None) -> StepCosts:
-        if self.hardware is None or self.derate is None:
+        engine, hardware, reach = self.serving, self.hardware, self.reach
+        apart = engine.host is not None and reach is not None
+        if hardware is None or not (apart or engine.derate):
             name = model if isinstance(model, str) else model.name
-            measured = [row.model for row in self.measured]
-            raise ConfigError(f"{self.device}: model", name, unknown(name, measured))
+            raise ConfigError(
+                f"{self.device}: model", name, unknown(name, [row.model for row in self._rows])
+            )
         sizes = (
             Sizes.of_spec(model) if isinstance(model, ModelSpec) else Sizes.of_facts(facts(model))
         )
-        return roofline(sizes, self.hardware, self.derate, group)
+        if engine.derate is not None:
+            return roofline(sizes, hardware, engine.derate, group)
+        assert reach is not None
+        assert engine.host is not None
+        return step_costs(sizes, hardware, reach, engine.host, group)
 
 
 def profile_of(device: str, measured: Profile, settings: DeviceSettings) -> DeviceProfile:
@@ -199,14 +294,19 @@ def profile_of(device: str, measured: Profile, settings: DeviceSettings) -> Devi
     source = Source(
         artifact="ballast profile, on the machine itself",
         licence="the measurer's own",
-        engine=f"ballast {__version__}, on one lane",
+        engine=OWN,
     )
-    return DeviceProfile(
-        device=device,
-        link=Link(**asdict(measured.link), source="calibrate"),
+    engine = Engine(
+        served_by=f"ballast {__version__}, on one lane",
         overhead_seconds=measured.overhead,
         wake_seconds=measured.wake,
         answer_seconds=measured.answer,
+    )
+    return DeviceProfile(
+        device=device,
+        engine=OWN,
+        engines={OWN: engine},
+        link=Link(**asdict(measured.link), source="calibrate"),
         page_seconds=measured.page_seconds,
         lane_reach=measured.reach,
         served=Served(**{key: getattr(settings, key) for key in Served.model_fields}),
@@ -218,18 +318,22 @@ def profile_of(device: str, measured: Profile, settings: DeviceSettings) -> Devi
     )
 
 
-def device_profile(name: str | Path) -> DeviceProfile:
-    """Of a device by name, or of a profile's file (anything that ends in .toml).
+def device_profile(name: str | Path, engine: str | None = None) -> DeviceProfile:
+    """Of a device by name, or of a profile's file (anything that ends in .toml), under its own
+    engine or the one that is named, as in `H100-80G@eager`; else under `engine`, if not None.
 
     Raises ConfigError: an unknown name, with those that are known; a faulty file, with the key.
     """
-    if str(name).endswith(".toml"):
-        return read_keys(Path(name), DeviceProfile)
+    device, at, named = str(name).rpartition("@")
+    if not at or "/" in named or named.endswith(".toml"):
+        device, named = str(name), ""
+    if device.endswith(".toml"):
+        return read_keys(Path(device), DeviceProfile).served_by(named or engine)
     known = device_files()
-    file = {n.lower(): f for n, f in known.items()}.get(str(name).lower())
+    file = {n.lower(): f for n, f in known.items()}.get(device.lower())
     if file is None:
-        raise ConfigError("device", str(name), unknown(str(name), list(known)))
-    return _shipped(file.name)
+        raise ConfigError("device", device, unknown(device, list(known)))
+    return _shipped(file.name).served_by(named or engine)
 
 
 @functools.cache

@@ -1,8 +1,9 @@
 """What a job costs where nobody measured it: the hardware's peaks, derated by what others reach.
 
 A pass reads the weights, a prefill multiplies, attention reads KV: each over the peak that bounds
-it, times a factor that measured models on that device show (`sim/derating.py` fits them), plus the
-host's work for each layer and each sequence.
+it, times a factor that was measured on that device, plus the host's work. `roofline` has device and
+engine in one derate, as fits of one engine's jobs show them (`sim/derating.py`); `step_costs` keeps
+them apart: what kernels reach (`Reach`), and what an engine's host does beside them (`Host`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ballast.core.cost import TILE, StepCosts
 from ballast.core.model import ModelSpec
 from ballast.fleet.schema import Keys, Positive
 from ballast.sim.catalogue import ModelFacts
-from ballast.sim.toml_file import NotNegative, Size
+from ballast.sim.toml_file import NotNegative, Size, Whole
 
 
 class Hardware(Keys):
@@ -64,6 +65,46 @@ class Derate(Keys):
     """As `floor`, in a group."""
     group_start: NotNegative
     """As `start`, in a group."""
+
+
+class Reach(Keys):
+    """What kernels reach on a device, whichever engine launches them."""
+
+    layer_seconds: NotNegative
+    """Of a layer, what is not reading: kernels' beginnings, norms, attention over a short KV."""
+    reading: Positive
+    """x the time to read weights or KV from device memory at the peak."""
+    start: NotNegative
+    """What of a pass a long prefill's arithmetic does not cover, x the pass."""
+    arithmetic: Positive
+    """x the time of a prefill's matrix products at the peak."""
+    attention: Positive
+    """x the time of a prefill's attention at the peak."""
+    tile: NotNegative
+    """A tile of decoding sequences more, x its matrix products at the peak."""
+    source: str
+    assumed: list[str] = Field(default_factory=list)
+    """Keys that nobody measured on this device."""
+
+
+class Host(Keys):
+    """What an engine's host does, in seconds; no device's time is in it."""
+
+    step_seconds: NotNegative
+    """At every step: scheduling, preparing inputs, handling outputs."""
+    sequence_seconds: NotNegative = 0.0
+    """For each decoding sequence of a step."""
+    layer_seconds: NotNegative = 0.0
+    """To launch a layer's kernels. A step takes at least that for its layers."""
+    group_layer_seconds: NotNegative = 0.0
+    """The same in a group of devices."""
+    all_reduce: NotNegative = 1.0
+    """x the device's least time of an all-reduce, which is NCCL's."""
+    graphs: bool = False
+    """Decode steps are CUDA graphs: only prefills' kernels are launched by the host."""
+    steps_ahead: Whole = 0
+    """Steps that are scheduled while the one before runs: the host's work goes on beside the
+    device's, and a request that finds the device busy waits for so many steps more."""
 
 
 class AllReduce(Keys):
@@ -154,4 +195,40 @@ def roofline(
         floor=floor * base,
         hidden=(1 - start) * base,
         per_tile=derate.tile * TILE * token,
+    )
+
+
+def step_costs(
+    sizes: Sizes, hardware: Hardware, reach: Reach, host: Host, group: AllReduce | None = None
+) -> StepCosts:
+    """Of a model that an engine with this host serves on one device, or split among a group's.
+
+    A step takes what the device takes, and no less than the host needs to launch it; what else the
+    host does comes on top, or goes on beside it in an engine that schedules ahead.
+    """
+    tp = 1 if group is None else group.tp
+    token = 2 * sizes.active / hardware.flops / tp
+    device = reach.layer_seconds * sizes.layers
+    device += reach.reading * sizes.pass_bytes / hardware.memory_bandwidth / tp
+    launching, message = host.layer_seconds * sizes.layers, 0.0
+    if group is not None:
+        rounds = 2 * sizes.layers
+        device += rounds * host.all_reduce * group.least
+        launching = host.group_layer_seconds * sizes.layers
+        message = rounds * group.per_byte * 2 * sizes.hidden
+
+    def step(launching: float) -> float:
+        beside = (device, launching, host.step_seconds)
+        return max(beside) if host.steps_ahead else max(beside[:2]) + host.step_seconds
+
+    base = step(0.0 if host.graphs else launching)
+    return StepCosts(
+        base=base,
+        per_token=reach.arithmetic * token + message,
+        per_sequence=host.sequence_seconds + message,
+        per_context=reach.reading * sizes.kv_bytes / hardware.memory_bandwidth / tp,
+        per_pair=reach.attention * sizes.pair_flops / hardware.flops / tp,
+        floor=step(launching),
+        hidden=base - (reach.start * device + (0.0 if host.steps_ahead else host.step_seconds)),
+        per_tile=reach.tile * TILE * token,
     )

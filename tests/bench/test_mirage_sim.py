@@ -40,12 +40,22 @@ from benchmarks.mirage_curves import (
 )
 from benchmarks.mirage_paper import CLAIMS
 from benchmarks.mirage_run import Enough, Measured, Remapped, Watch, run
-from benchmarks.mirage_setting import ALPACA, C1, C2, MEMORY, SHAREGPT, Device, Setting, specs_of
+from benchmarks.mirage_setting import (
+    ALPACA,
+    C1,
+    C2,
+    ENGINE,
+    MEMORY,
+    SHAREGPT,
+    Device,
+    Setting,
+    specs_of,
+)
 from benchmarks.mirage_sweeps import OWN, SWEEPS, sweep_cases, swept
 from benchmarks.mirage_tables import GROUPS as TITLES
 from benchmarks.mirage_tables import by_case, paper, tables
 
-GH200 = Device(device_profile("GH200-96G"), MEMORY["GH200-96G"])
+GH200 = Device(device_profile("GH200-96G", ENGINE), MEMORY["GH200-96G"])
 
 
 def arrivals(n: int) -> Workload:

@@ -74,7 +74,8 @@ def test_presets_side_by_side() -> None:
     told = json.loads(json.dumps(simulation_json(kinds, it.specs, it.workload, runs)))
     assert told["requests"] == n
     assert [preset["placement"] for preset in told["presets"]] == [PLACED, PLACED]
-    assert told["devices"][1] == {"device": "L4", "number": 1, "lanes": 1}
+    l4 = {"device": "L4", "engine": "graphs", "number": 1, "lanes": 1}
+    assert told["devices"][1] == l4
     again = list(simulate_presets(it.fleet, it.specs, kinds, it.workload, it.presets, PLACED))
     assert told == json.loads(json.dumps(simulation_json(kinds, it.specs, it.workload, again)))
 
@@ -147,18 +148,20 @@ def test_decisions_are_the_devices_own() -> None:
     assert max(sum(s.waiting.values()) for s in run.report.memory) > 0
 
 
-@pytest.mark.parametrize(("each", "target"), [(False, 0.9), (True, 0.9)])
-def test_the_fewest_devices(each: bool, target: float) -> None:
+@pytest.mark.parametrize(("each", "target", "fewest"), [(False, 0.9, 3), (True, 0.9, 4)])
+def test_the_fewest_devices(each: bool, target: float, fewest: int) -> None:
+    """Two models of 26 GB have a place on a device, and time enough; but both come in at once in
+    2.3 s, which is too late for the few requests that one of them gets."""
     it = asked(6, 2.0, "static")
     (kind,) = kinds_of("H100-80G")
     plan = plan_preset(it.fleet, it.specs, kind, it.workload, "static", target, PLACED, each=each)
-    number = plan.found.number
-    assert number == 3  # two models of 26 GB have a place on a device, and time enough
+    assert plan.found.number == fewest
     told = plan.to_json()
-    assert [row["devices"] for row in told["tried"]] == [1, 2, 3, 4]
-    assert set(plan.rows) == {2, 3, 4}  # one device was given up before its run's end
+    assert [row["devices"] for row in told["tried"]] == [*range(1, fewest + 2)]
+    # Too few devices were given up before the run's end.
+    assert {fewest - 1, fewest, fewest + 1} <= set(plan.rows) < {*range(1, fewest + 2)}
     of = "worst_attainment" if each else "attainment"
-    assert plan.rows[3][of] >= target > plan.rows[2][of]
+    assert plan.rows[fewest][of] >= target > plan.rows[fewest - 1][of]
     assert "static" in text(plans_table([plan], target, each))
 
 

@@ -25,6 +25,10 @@ from ballast.sim.toml_file import as_toml
 DEVICES = ["A10", "A100-80G", "GB200", "GH200-96G", "H100-80G", "H20-96G", "H200", "H800", "L4"]
 OWN = """
 device = "here"
+engine = "ballast"
+
+[engines.ballast]
+served_by = "ballast, on one lane"
 overhead_seconds = 0.001
 
 [link]
@@ -59,10 +63,11 @@ def test_public_devices_are_there() -> None:
     assert device_profile("h100-80g") is device_profile("H100-80G")
 
 
+@pytest.mark.parametrize("engine", ["graphs", "eager"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_every_device_knows_every_model(device: str) -> None:
+def test_every_device_knows_every_model(device: str, engine: str) -> None:
     """More work takes longer; a decode step takes at least as long as the peaks allow."""
-    profile = device_profile(device)
+    profile = device_profile(device, engine)
     assert profile.hardware is not None
     for name, model in catalogue().items():
         costs = profile.costs(name)
@@ -74,7 +79,7 @@ def test_every_device_knows_every_model(device: str) -> None:
 
 
 def test_a_measured_model_is_found_by_its_name_and_by_its_shape() -> None:
-    profile = device_profile("A100-80G")
+    profile = device_profile("A100-80G@eager")
     (row,) = (r for r in profile.measured if r.model == "Llama-2-7b")
     assert profile.costs("llama-2-7B").base == row.costs.base
     assert profile.costs("LWM-1M-7b") == profile.costs("Llama-2-7b")
@@ -93,7 +98,7 @@ def test_a_model_nobody_measured_gets_the_roofline() -> None:
 
 def test_a_prefill_nobody_measured_gets_the_rooflines() -> None:
     """Those of Yi-1.5-6b on an H800 were disturbed, and dropped."""
-    profile = device_profile("H800")
+    profile = device_profile("H800@eager")
     (row,) = (r for r in profile.measured if r.model == "Yi-1.5-6b-chat")
     assert row.costs.per_token is None
     costs = profile.costs("Yi-1.5-6b-chat")
@@ -102,7 +107,7 @@ def test_a_prefill_nobody_measured_gets_the_rooflines() -> None:
 
 
 def test_fewer_multiprocessors_and_more_devices() -> None:
-    profile = device_profile("A100-80G")
+    profile = device_profile("A100-80G@eager")
     long = Load(4096, 1, 4096 * 4097 // 2, 0, 0)
     whole = profile.costs("LLaMA-13b").of(long)
     assert profile.costs("LLaMA-13b", sm_percent=30).of(long) > 2 * whole
@@ -147,6 +152,14 @@ def test_a_file_of_the_users_own(tmp_path: Path) -> None:
         ("to_device = 4e9", "", r"own.toml: link.to_device: .*required"),
         ('device = "here"', "device = ", r"own.toml: .*must be TOML"),
         ("2e-3", "nan", r"measured\[0\].costs.base: nan.*finite"),
+        (
+            'engine = "ballast"\n\n[e',
+            'engine = "x"\n\n[e',
+            r"engines: .*the engine is 'x', of which",
+        ),
+        ('engine = "ballast"\n\n[[', 'engine = "x"\n\n[[', r"sources: .*'x'.*known here: ballast"),
+        ('source = "calibrated"\ncosts', 'source = "x"\ncosts', r"measured: .*known here: calibr"),
+        ("overhead_seconds", "overhead", r"engines.ballast.overhead: .*did you mean 'overhead_sec"),
     ],
 )
 def test_a_faulty_file_is_named_with_its_key(tmp_path: Path, old: str, new: str, key: str) -> None:
@@ -189,8 +202,9 @@ def test_a_profile_drives_a_simulation() -> None:
         id="r", model="Llama-2-7b", prompt=(1,) * 256, max_tokens=20, ignore_eos=True
     )
     profile = device_profile("A100-80G").of(specs)
+    moving = profile.moving(2 * MiB).to_device
     simulate(fleet, specs, [asked], profile, lambda now, output: told.append((now, output)))
     costs = profile.costs["Llama-2-7b"]
-    load = specs[0].weight_bytes / profile.link.to_device
+    load = specs[0].weight_bytes / moving
     steps = costs.prefill_seconds(256) + 19 * costs.of(Load(0, 0, 0, 1, 266))
     assert told[-1][0] == pytest.approx(load + steps, rel=0.01)
