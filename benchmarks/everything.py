@@ -61,6 +61,7 @@ RUNS = (
     Run("policy_cost"),
     Run("seam", ("--quick",)),
     Run("sim_fidelity"),
+    Run("sim_engines"),
     Run("sim_profiles"),
     Run("sim_speed"),
     Run("crash"),

@@ -32,6 +32,7 @@ from ballast.sim.profile import device_profile
 from ballast.sim.roofline import Sizes, roofline
 from benchmarks.common import finish, options
 from scripts.fit_profiles import (
+    EAGER,
     all_reduces,
     derate_of,
     groups,
@@ -154,7 +155,7 @@ def main() -> None:
     elsewhere = {pair: on_unseen_device(tables, pair, group) for pair in tables.decode}
     for pair in track(tables.decode, description="leaving points out"):
         own = by_pair[pair] = {}
-        shipped, other = device_profile(pair[0]).costs(pair[1]), unseen(tables, pair, group)
+        shipped, other = device_profile(pair[0], EAGER).costs(pair[1]), unseen(tables, pair, group)
         for phase in GOALS:
             if pair not in tables.phase(phase):
                 continue

@@ -11,7 +11,7 @@ from scipy.optimize import least_squares
 
 from ballast.core.cost import TILE, StepCosts
 from ballast.sim.fitting import SCALE, Points, Vector, fit_floored, fit_linear, pair_seconds
-from ballast.sim.roofline import Derate, Hardware, Sizes
+from ballast.sim.roofline import AllReduce, Derate, Hardware, Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def fit_derate(measured: Sequence[Measured], hardware: Hardware, group: GroupDer
     """Needs two models or more, at least one with prefills. Nothing beats a peak: times of reading
     and arithmetic are at least those that the peaks give."""
     layer, weights, sequence, kv, tile = fit_linear(
-        np.vstack([decode_terms(m.sizes, m.decode, hardware) for m in measured]),
+        np.vstack([decode_terms(m.sizes, m.decode, hardware)[:, :-1] for m in measured]),
         np.concatenate([m.decode.seconds for m in measured]),
         np.array([0.0, 1.0, 0.0, 1.0, 0.0]),
     )
@@ -97,9 +97,9 @@ class Beside:
 
     def seconds(self, terms: Vector) -> Vector:
         """Of steps with `terms`, as `decode_terms` gives them."""
-        layers, reading, batch, kv, tiles = terms.T
+        layers, reading, batch, kv, tiles, meeting = terms.T
         device = self.layer_seconds * layers + self.reading * reading
-        device = device + self.kv * kv + self.tile * tiles
+        device = device + self.kv * kv + self.tile * tiles + meeting
         after = self.step_seconds + self.sequence_seconds * batch
         seconds: Vector = np.maximum(self.launch_seconds * layers, device) + after
         return seconds
@@ -168,16 +168,21 @@ def median_derate(derates: Iterable[Derate]) -> Derate:
     return Derate(**{key: statistics.median(d[key] for d in dumped) for key in dumped[0]})
 
 
-def decode_terms(sizes: Sizes, points: Points, hardware: Hardware) -> Vector:
+def decode_terms(
+    sizes: Sizes, points: Points, hardware: Hardware, group: AllReduce | None = None
+) -> Vector:
     """Of each step: layers; seconds at the peaks to read the weights; sequences; seconds at the
-    peaks to read their KV, and to multiply what full tiles of sequences add."""
+    peaks to read their KV, and to multiply what full tiles of sequences add; seconds of all-reduces
+    of few bytes. A group's devices share the reading and the arithmetic."""
+    tp, least = (1, 0.0) if group is None else (group.tp, group.least)
     ones, batch, tokens, tiles = points.decode_terms.T
     return np.column_stack(
         [
             ones * sizes.layers,
-            ones * sizes.pass_bytes / hardware.memory_bandwidth,
+            ones * sizes.pass_bytes / hardware.memory_bandwidth / tp,
             batch,
-            tokens * sizes.kv_bytes / hardware.memory_bandwidth,
-            tiles * TILE * 2 * sizes.active / hardware.flops,
+            tokens * sizes.kv_bytes / hardware.memory_bandwidth / tp,
+            tiles * TILE * 2 * sizes.active / hardware.flops / tp,
+            ones * 2 * sizes.layers * least,
         ]
     )
