@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ballast.sim.catalogue import CatalogueKeys, catalogue
-from ballast.sim.profile import DeviceProfile, device_profile
+from ballast.sim.profile import DeviceProfile, device_files, device_profile
 from ballast.sim.toml_file import as_toml, read_keys
-from scripts.fit_profiles import catalogue_of, fitted_row, stated_rows
+from scripts.fit_profiles import catalogue_of, fitted_row, profiles, stated_rows
 from scripts.measured import Tables, read_tables, rows
 
 TABLES = Path(os.environ.get("BALLAST_TABLES", "../shared/profiles"))
@@ -59,6 +59,28 @@ def test_every_pair_of_the_tables_is_there(tables: Tables) -> None:
         assert (a.model, a.tp, a.sm_percent) == (b.model, b.tp, b.sm_percent)
         assert a.costs.model_dump() == pytest.approx(b.costs.model_dump(), rel=1e-5)
     assert catalogue_of(TABLES).models == list(catalogue().values())
+
+
+@needs_tables
+def test_devices_and_engines_are_what_the_script_makes() -> None:
+    made = profiles(TABLES)
+    assert set(made) == set(device_files())
+    for device, profile in made.items():
+        shipped = device_profile(device)
+        assert shipped.page_seconds == pytest.approx(profile.page_seconds, rel=1e-4)
+        assert (shipped.engine, set(shipped.engines)) == ("graphs", {"graphs", "eager"})
+        for name, engine in profile.engines.items():
+            own = shipped.engines[name]
+            for part in ("host", "derate"):
+                values, wanted = getattr(own, part), getattr(engine, part)
+                assert (values is None) == (wanted is None)
+                if values is not None:
+                    assert values.model_dump() == pytest.approx(wanted.model_dump(), rel=0.01)
+        assert shipped.reach is not None
+        assert profile.reach is not None
+        for key, value in profile.reach.model_dump().items():
+            near = pytest.approx(value, rel=0.01) if isinstance(value, float) else value
+            assert getattr(shipped.reach, key) == near, (device, key)
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
