@@ -75,7 +75,7 @@ def simulate(
 
     with importing():
         from ballast.bench.asked import Asked
-        from ballast.bench.show import runs_table, sizes_text
+        from ballast.bench.show import kinds_text, runs_table, sizes_text
         from ballast.bench.simulating import simulate_presets, simulation_json
         from ballast.sim.cluster import kinds_of
 
@@ -83,7 +83,8 @@ def simulate(
     work = (workload, rate, seconds, most_tokens, seed)
     asked = Asked.of(load(fleet_file, simulated=True), preset, *work)
     console = Console()
-    console.print(asked.described(), markup=False, highlight=False, soft_wrap=True)
+    for line in (asked.described(), kinds_text(kinds)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     with arrivals(len(asked.workload.requests)) as progress:
         runs = list(
             simulate_presets(
@@ -108,7 +109,7 @@ def simulate(
         html.parent.mkdir(parents=True, exist_ok=True)
         title = f"{fleet_file.name} on {devices}"
         reports = [run.report for run in runs]
-        facts = (asked.described(), sizes)
+        facts = (asked.described(), kinds_text(kinds), sizes)
         html.write_text(page(title, facts, reports, runs), encoding="utf-8")
         console.print(f"drawn: {html}", soft_wrap=True)
 
@@ -141,7 +142,7 @@ def plan(
     with importing():
         from ballast.bench.asked import Asked
         from ballast.bench.planning import plan_preset
-        from ballast.bench.show import plans_table
+        from ballast.bench.show import kinds_text, plans_table
         from ballast.sim.cluster import kinds_of
 
     kinds = kinds_of(devices, lanes, engine)
@@ -150,7 +151,8 @@ def plan(
     work = (workload, rate, seconds, most_tokens, seed)
     asked = Asked.of(load(fleet_file, simulated=True), preset, *work)
     console = Console()
-    console.print(asked.described(), markup=False, highlight=False, soft_wrap=True)
+    for line in (asked.described(), kinds_text(kinds)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     with arrivals(len(asked.workload.requests)) as progress:
         plans = [
             plan_preset(

@@ -174,8 +174,8 @@ def models_left_out(known: Known, devices: Sequence[str], found: Errors) -> None
         found.add("model", "/".join(pair), "decode", off)
         if pair in tables.prefill:
             costs = unseen(tables, pair, known.group)
-            off = predicted(costs, tables.prefill[pair], "prefill")
-            found.add("model", "/".join(pair), "prefill", off)
+            prefills = predicted(costs, tables.prefill[pair], "prefill")
+            found.add("model", "/".join(pair), "prefill", prefills)
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,17 @@ def test_a_measured_profile_drives_a_simulation(tmp_path: Path) -> None:
         ballast(*work)
 
 
+def test_what_serves_is_shown(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(KNOWN)
+    work = ("--rate", 1, "--seconds", 5, "--most-tokens", 64, "--json", tmp_path / "told.json")
+    shown = invoke("simulate", file, "--devices", "H100-80G,L4@graphs", "--engine", "eager", *work)
+    assert "H100-80G, engine eager: engines that launch every kernel from the host" in shown
+    assert "L4, engine graphs: engines of today" in shown
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert [kind["engine"] for kind in told["devices"]] == ["eager", "graphs"]
+
+
 KNOWN = """
 preset: static
 models: [{name: chat, path: "catalogue:Llama-2-7b"}, {name: code, path: "catalogue:Llama-2-7b"}]

@@ -12,6 +12,7 @@ from ballast.bench.planning import Planned
 from ballast.bench.report import Report, Served, Spread
 from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.units import format_bytes
+from ballast.sim.cluster import Kind
 
 _LATENCIES: tuple[tuple[str, Callable[[Served], Spread | None]], ...] = (
     ("TTFT", lambda s: s.ttft),
@@ -93,6 +94,14 @@ def runs_table(runs: Sequence[ClusterRun]) -> Table:
     failures = [f"{r.report.name}: {n} x {why}" for r in runs for why, n in _reasons(r.report)]
     table.caption = "\n".join(failures) or None
     return table
+
+
+def kinds_text(kinds: Sequence[Kind]) -> str:
+    """A line per kind of device: which engine serves there, and which software that is."""
+    return "\n".join(
+        f"{kind.profile.device}, engine {kind.profile.engine}: {kind.profile.serving.served_by}"
+        for kind in kinds
+    )
 
 
 def sizes_text(specs: Sequence[ModelSpec], run: ClusterRun) -> str:
