@@ -97,7 +97,7 @@ class Errors:
         self.rows[part][row][phase] = percent(off)
 
     def values(self, part: str | None = None, phase: str | None = None) -> list[float]:
-        """Of one part, or all but `kernels`; of one phase, or all."""
+        """Collect those of one part, or of all but `kernels`; of one phase, or of all."""
         return [
             value
             for name, rows in self.rows.items()
@@ -131,7 +131,7 @@ class Known:
         self.reaches, _ = reaches_of(self.tables, folder, derates)
 
     def derate(self, device: str) -> Derate:
-        """Of all models that were measured there."""
+        """Fit the derate of all models that were measured there."""
         on = [m for d, m in self.tables.decode if d == device]
         return derate_of(self.tables, device, on, self.group)
 
@@ -357,8 +357,8 @@ def stated_left_out(known: Known, found: Errors) -> None:
         off = costs.of(Load(0, 0, 0, 1, 0)) / step.seconds - 1
         found.add("stated", f"{step.model}/tp{step.tp}", "decode", [off])
     for model, seconds in ACTIVATIONS:
-        ((other, taken),) = (a for a in ACTIVATIONS if a[0] != model)
-        rate = taken / facts(other).parameters
+        ((other, seen),) = (a for a in ACTIVATIONS if a[0] != model)
+        rate = seen / facts(other).parameters
         off = rate * facts(model).parameters / seconds - 1
         found.add("stated", f"{model} comes in", "activation", [off])
 

@@ -44,7 +44,7 @@ class Kernels:
     others: float
     """Seconds of its other kernels, without attention, for few tokens."""
     uncovered: float
-    """Of its seconds for few tokens, the part that many tokens' arithmetic does not cover."""
+    """The part of its seconds for few tokens that many tokens' arithmetic does not cover."""
     peak_token: float
     """Seconds of a token's matrix products at the peak."""
     token: float
@@ -52,7 +52,7 @@ class Kernels:
 
 
 def kernels(tables: Tables, folder: Path, device: str) -> list[Kernels]:
-    """Of every model and group size that was timed on `device`; none on most."""
+    """Read every model and group size that was timed on `device`; none on most."""
     known = {name.lower(): m for name, m in tables.models.items()}
     hardware, found = tables.hardware[device], []
     for r in rows(folder / "gemm_fit.csv"):
@@ -154,15 +154,15 @@ def page_seconds(to_device: float) -> float:
 
 
 def fitted_reading(measured: Sequence[Measured], hardware: Hardware, layer_seconds: float) -> float:
-    """Of a device whose kernels nobody timed: as decode steps of several models show it."""
+    """Fit `Reach.reading` to decode steps, for a device whose kernels nobody timed."""
     terms = np.vstack([decode_terms(m.sizes, m.decode, hardware) for m in measured])
     seconds = np.concatenate([m.decode.seconds for m in measured])
     return fit_beside(terms, seconds, layer_seconds).reading
 
 
 def reach_of_kernels(timed: Sequence[Kernels], derate: Derate, attention: float) -> Reach:
-    """Of a device whose kernels were timed; `attention`: seconds of a layer over a short KV.
-    Arithmetic is that of whole prefills, which `derate` has."""
+    """Derive what a device reaches whose kernels were timed. Arithmetic is that of whole prefills,
+    which `derate` has; `attention`: seconds of a layer's over a short KV."""
     layer, reading = kernels_reach(timed)
     return Reach(
         layer_seconds=layer + attention,
@@ -179,7 +179,7 @@ def reach_of_kernels(timed: Sequence[Kernels], derate: Derate, attention: float)
 def reach_like(
     reaches: Sequence[Reach], derate: Derate, reading: float, *, measured: bool
 ) -> Reach:
-    """Of a device whose kernels nobody timed: the median of `reaches` that were; `reading` and
+    """Derive that of a device whose kernels nobody timed: the median of `reaches`; `reading` and
     `derate` are its own if it is `measured`, else other devices' median."""
     assumed = ["layer_seconds", "start"]
     source = "aegaeon's prefills and decode steps, and others' kernels"

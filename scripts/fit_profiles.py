@@ -253,7 +253,7 @@ def derate_of(tables: Tables, device: str, models: Iterable[str], group: GroupDe
 
 
 def measured_on(tables: Tables, device: str, models: Iterable[str] | None = None) -> list[Measured]:
-    """Of `models`, or all that were measured there, those without experts."""
+    """Select those without experts of `models`, or of all that were measured there."""
     if models is None:
         models = [m for d, m in tables.decode if d == device]
     return [

@@ -27,9 +27,9 @@ class HeapAhead(EventHeap):
         super().__init__(clock)
         self._steps = steps
         self._ends: dict[int, float] = {}
-        """Of the jobs in flight, by job id."""
+        """When each job in flight ends, by job id."""
         self._late: dict[str, tuple[int, float]] = {}
-        """Of each arrival that is put off, by request id: for how many jobs so far, until when."""
+        """Arrivals that are put off, by request id: for how many jobs so far, and until when."""
 
     @property
     def late(self) -> int:

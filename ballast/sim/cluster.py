@@ -45,7 +45,7 @@ class Kind:
 
 
 def kinds_of(text: str, lanes: int = 1, engine: str | None = None) -> list[Kind]:
-    """Of `4xH100-80G,2xA100-80G@eager`: each a device's name, or a profile's file, and how many.
+    """Parse `4xH100-80G,2xA100-80G@eager`: each a device's name, or a profile's file, and how many.
     All of them have so many `lanes`, and `engine` serves on those that name none.
 
     Raises ConfigError, which lists the known names.

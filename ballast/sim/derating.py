@@ -86,17 +86,17 @@ class Beside:
     and what the host does alone. In seconds, and times what the peaks would give."""
 
     layer_seconds: float
-    """Of the device, per layer, beyond reading."""
+    """The device's, per layer, beyond reading."""
     reading: float
     kv: float
     tile: float
     launch_seconds: float
-    """Of the host, per layer."""
+    """The host's, per layer."""
     step_seconds: float
     sequence_seconds: float
 
     def seconds(self, terms: Vector) -> Vector:
-        """Of steps with `terms`, as `decode_terms` gives them."""
+        """Predict steps that have `terms`, as `decode_terms` gives them."""
         layers, reading, batch, kv, tiles, meeting = terms.T
         device = self.layer_seconds * layers + self.reading * reading
         device = device + self.kv * kv + self.tile * tiles + meeting
@@ -106,7 +106,7 @@ class Beside:
 
 
 _UNITS = np.array([1.0, 1.0, 1.0, 1e-4, 1e-3, 1e-4])
-"""Of reading, KV, tiles, launches, steps and sequences: what makes them about 1."""
+"""What makes reading, KV, tiles, launches, steps and sequences about 1."""
 _GUESSES = tuple(
     np.array([reading, 1.5, 1.0, launch, 1.0, 1.0])
     for reading in (1.2, 1.6)
@@ -156,9 +156,9 @@ def fit_kernels(
     `read`: of each layer, seconds to read its weights at the peak and seconds of its matrix
     products for a few tokens; `others`: seconds of a layer's other kernels.
     """
-    peak, taken = np.array(read).T
+    peak, seconds = np.array(read).T
     least = np.array([0.0, 1.0])
-    begin, reading = fit_linear(np.column_stack([np.ones(len(peak)), peak]), taken, least)
+    begin, reading = fit_linear(np.column_stack([np.ones(len(peak)), peak]), seconds, least)
     return begin + statistics.median(others), reading
 
 
@@ -171,7 +171,7 @@ def median_derate(derates: Iterable[Derate]) -> Derate:
 def decode_terms(
     sizes: Sizes, points: Points, hardware: Hardware, group: AllReduce | None = None
 ) -> Vector:
-    """Of each step: layers; seconds at the peaks to read the weights; sequences; seconds at the
+    """A row per step: layers; seconds at the peaks to read the weights; sequences; seconds at the
     peaks to read their KV, and to multiply what full tiles of sequences add; seconds of all-reduces
     of few bytes. A group's devices share the reading and the arithmetic."""
     tp, least = (1, 0.0) if group is None else (group.tp, group.least)

@@ -102,7 +102,7 @@ class Engine(Keys):
     derate: Derate | None = None
     """Device and host in one, as fits of this engine's jobs show them."""
     source: str = ""
-    """Of `host`."""
+    """Where `host` comes from."""
     assumed: list[str] = Field(default_factory=list)
     """Keys of `host` that nobody measured."""
 
@@ -191,7 +191,7 @@ class DeviceProfile(Keys):
         return self.engines[self.engine]
 
     def served_by(self, engine: str | None) -> DeviceProfile:
-        """The same device under another of its engines; None: under its own.
+        """Choose another of the device's engines; None: its own.
 
         Raises ConfigError, which lists the known engines.
         """
@@ -205,7 +205,7 @@ class DeviceProfile(Keys):
         """Of a model by its name in this file or the catalogue, or by its sizes.
 
         Measured ones under the engine that serves where there are any, else the roofline's, which
-        knows whole devices, and groups of as many as `all_reduce` tells of. Raises ConfigError,
+        knows whole devices, and groups of the sizes in `all_reduce`. Raises ConfigError,
         which lists what is known.
         """
         name, like = self._like(model)
@@ -319,7 +319,7 @@ def profile_of(device: str, measured: Profile, settings: DeviceSettings) -> Devi
 
 
 def device_profile(name: str | Path, engine: str | None = None) -> DeviceProfile:
-    """Of a device by name, or of a profile's file (anything that ends in .toml), under its own
+    """Read the profile of a device by name, or a file (anything that ends in .toml), under its own
     engine or the one that is named, as in `H100-80G@eager`; else under `engine`, if not None.
 
     Raises ConfigError: an unknown name, with those that are known; a faulty file, with the key.

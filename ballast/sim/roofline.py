@@ -71,7 +71,7 @@ class Reach(Keys):
     """What kernels reach on a device, whichever engine launches them."""
 
     layer_seconds: NotNegative
-    """Of a layer, what is not reading: kernels' beginnings, norms, attention over a short KV."""
+    """What a layer takes beyond reading: kernels' beginnings, norms, attention over a short KV."""
     reading: Positive
     """x the time to read weights or KV from device memory at the peak."""
     start: NotNegative
@@ -97,7 +97,7 @@ class Host(Keys):
     layer_seconds: NotNegative = 0.0
     """To launch a layer's kernels. A step takes at least that for its layers."""
     group_layer_seconds: NotNegative = 0.0
-    """The same in a group of devices."""
+    """As `layer_seconds`, in a group of devices."""
     all_reduce: NotNegative = 1.0
     """x the device's least time of an all-reduce, which is NCCL's."""
     graphs: bool = False
@@ -201,7 +201,7 @@ def roofline(
 def step_costs(
     sizes: Sizes, hardware: Hardware, reach: Reach, host: Host, group: AllReduce | None = None
 ) -> StepCosts:
-    """Of a model that an engine with this host serves on one device, or split among a group's.
+    """Derive a model's costs under an engine with this host, on one device or in a group.
 
     A step takes what the device takes, and no less than the host needs to launch it; what else the
     host does comes on top, or goes on beside it in an engine that schedules ahead.

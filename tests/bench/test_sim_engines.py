@@ -25,7 +25,7 @@ DEVICE = "A10"
 
 
 def slower(points: Points) -> Points:
-    """The same jobs, each of which took twice as long."""
+    """Let each job take twice as long."""
     return Points(points.batch, points.tokens, 2 * points.seconds)
 
 
