@@ -78,6 +78,30 @@ def test_deadlines_follow_the_spec_and_the_adapter() -> None:
     assert waiting.snapshot(spec) == ()
 
 
+def test_places_count_among_requests_of_one_priority() -> None:
+    waiting = Waiting()
+    requests = [request(rank, float(i), i) for i, rank in enumerate((0, 0, -1, 0))]
+    for r in requests:
+        waiting.add(r)
+    a, b, first, c = requests
+    waiting.snapshot(SPEC)
+    news = waiting.news.n
+    waiting.move(a, 1)
+    waiting.move(first, 1)
+    waiting.move(c, -1)
+    assert list(waiting) == [first, c, b, a]
+    assert [(v.id, v.place) for v in waiting.snapshot(SPEC)] == [
+        ("r2", 1),
+        ("r3", -1),
+        ("r1", 0),
+        ("r0", 1),
+    ]
+    assert waiting.news.n == news, "a policy that is asked again would ask itself for ever"
+    waiting.remove(a)
+    waiting.add(a)
+    assert list(waiting) == [first, c, b, a], "a preempted request keeps its place"
+
+
 def test_who_does_not_wait_cannot_go() -> None:
     waiting = Waiting()
     waiting.add(request(0, 1.0, 1))

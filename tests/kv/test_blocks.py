@@ -343,6 +343,22 @@ def test_compaction_keeps_cached_prefixes() -> None:
     kv.validate([host[:1], found])
 
 
+def test_compaction_forgets_prefixes_that_lie_between_blocks_in_use() -> None:
+    """Two slabs of two blocks each in use and two cached: no slab is idle, and none has a hole."""
+    kv, pool = make(8)
+    tables = []
+    for first in (1, 50):
+        table = grown(kv, 4)
+        kv.remember([first, *TOKENS[:4], 3], table, 4)
+        kv.free(table[:2])
+        tables.append(table[2:])
+    assert (kv.pages, kv.cached_pages, kv.loose_pages) == (2, 0, 1)
+    assert kv.compact(tables, 1) == 1
+    assert (kv.pages, pool.free, kv.loose_pages) == (1, 7, 0)
+    assert kv.match([50, *TOKENS[:4], 3]) == []
+    kv.validate(tables)
+
+
 def test_compaction_leaves_fixed_blocks_where_they_are() -> None:
     kv, _ = make(8)
     a, b = grown(kv, 4), grown(kv, 4)

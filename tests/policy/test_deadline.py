@@ -285,6 +285,17 @@ def test_a_prompt_that_cannot_be_in_time_comes_after_those_that_can() -> None:
     assert by_slack()(view(hopeless, alone), Turn("b", NOW)).model == "a", "the longest wait first"
 
 
+def test_a_stream_behind_its_pace_keeps_no_prompt_from_beginning() -> None:
+    """It lacked memory for a second; 100 tokens are left to make up for that."""
+    stalled = decode(-1.0, pace=0.5, generated=4, last=NOW - 0.1)
+    a = work("a", decodes=[stalled])
+    b = work("b", prompts=[prompt(1, 100, due=0.5)])
+    assert by_slack()(view(a, b), Turn("a", NOW)).model == "b"
+    hopeless = work("a", decodes=[stalled._replace(outputs=2)])
+    assert by_slack()(view(hopeless, b), Turn("a", NOW)).model == "b"
+    assert by_slack()(view(a, work("b", prompts=[prompt(1, 100, due=0.05)])), None).model == "a"
+
+
 def test_of_prompts_that_are_too_many_some_are_kept_whole() -> None:
     """Each takes 0.22 s, and all are due in 0.5 s: two can be kept, and the others wait for them
     rather than all four being late together."""
