@@ -96,5 +96,10 @@ _ROWS = {
     **MIRAGE,
     **{row: Contender("mirage", own, ablates="mirage") for row, own in ABLATIONS.items()},
 }
-SHARINGS = {"pool": Comparison({"pooled": 1}, _ROWS), "shares": Comparison({"pooled": 0}, _ROWS)}
+_FIRST_COME = {"late_last": 0.0, "fair_shares": 0.0}
+"""Requests are admitted as they come, whoever's memory it is: as in the systems compared."""
+SHARINGS = {
+    "pool": Comparison({"pooled": 1, **_FIRST_COME}, _ROWS),
+    "shares": Comparison({"pooled": 0, **_FIRST_COME}, _ROWS),
+}
 """By where KV comes from: one pool for all models, or a fixed share of each."""
