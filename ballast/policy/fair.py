@@ -91,8 +91,7 @@ _RELEASED = "nobody lacks a share"
 
 def younger_requests_by_share(view: DeviceView, claim: Claim) -> Iterator[Offer]:
     """As `younger_requests`: those of models that have more than their share first."""
-    shares = view.derived(fair_shares)
-    beyond = {m.name: _used(m) - shares.get(m.name, 0.0) for m in view.models}
+    beyond = dict(view.derived(_beyond))
     entitled = not claim.admission or _entitled(view, claim)
     rest: list[Offer] = []
     for offer in younger_requests(view, claim):
@@ -110,6 +109,12 @@ def younger_models_by_share(view: DeviceView, claim: Claim) -> Iterator[Offer]:
     for offer in younger_models(view, claim):
         if not claim.admission or _promoted(view, claim) or _more_important(claim, offer):
             yield offer
+
+
+def _beyond(view: DeviceView) -> Mapping[str, float]:
+    """Return how many pages each model has beyond its share; it has fewer where negative."""
+    shares = view.derived(fair_shares)
+    return {m.name: _used(m) - shares.get(m.name, 0.0) for m in view.models}
 
 
 def _entitled(view: DeviceView, claim: Claim) -> bool:

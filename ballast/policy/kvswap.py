@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from ballast.core.actions import Action, Decision, DropCache, Promise, SwapKv
 from ballast.core.cost import copy_seconds
@@ -91,7 +92,7 @@ class KvSwap(MemoryPolicy):
         turning = {m.name for m in view.models if m.kv_turning}
         found, short_at = kv_claims(view, waiting=True, patience=PATIENCE)
         claims = [c for c in found if c.model not in turning]
-        layers = partial(self.offers, plans={})
+        layers = partial(self.offers, known={})
         wake, promises = None, tuple[Promise, ...]()
         if self.pooled:
             to_come, absent_at = activation_claims(view, PATIENCE)
@@ -124,25 +125,36 @@ class KvSwap(MemoryPolicy):
         return Decision(tuple(actions), ended.standing, wake, ended.promises)
 
     def offers(
-        self, view: DeviceView, claim: Claim, plans: dict[tuple[str, int], Plan | None]
+        self, view: DeviceView, claim: Claim, known: dict[tuple[str, int], Offer | None]
     ) -> Iterator[Offer]:
         """Pages that KV would free if more of its layers rotated: the claim's own model's first.
 
-        `plans`: those known of this decision, by model and pages wanted.
+        `known`: the offers of this decision, by model and layers that are to give up their pages.
         """
         models = view.derived(_swappable)
-        for m in sorted(models, key=lambda m: m.name != claim.model):
+        own = (m for m in models if m.name == claim.model)
+        for m in chain(own, (m for m in models if m.name != claim.model)):
             assert m.kv_rotation is not None, "its KV can rotate"
-            wanted = max(claim.pages, round(self.ahead * m.kv_pages))
-            if (m.name, wanted) not in plans:
-                plans[m.name, wanted] = self._more(view, m, wanted)
-            plan = plans[m.name, wanted]
-            if plan is None:
-                continue
-            pages = (plan.rotation.lent - m.kv_rotation.lent) * m.kv_layer_pages
-            price = partial(_slowing, view, m, plan, pages)
-            act = partial(_swap, m.name, plan.rotation)
-            yield Offer(("kv layers", m.name), m.name, pages, price, act)
+            pages = max(claim.pages, round(self.ahead * m.kv_pages))
+            most = m.spec.n_layers - ceil_div(m.spec.n_layers, LEAST_KEPT)
+            lent = min(most, m.kv_rotation.lent + max(1, ceil_div(pages, m.kv_layer_pages)))
+            key = m.name, lent
+            if key not in known:
+                known[key] = self._offer(view, m, lent)
+            offer = known[key]
+            if offer is not None:
+                yield offer
+
+    def _offer(self, view: DeviceView, m: ModelView, lent: int) -> Offer | None:
+        """What `lent` layers give that give up their pages, or as many as can; None: no more do."""
+        plan = self._more(view, m, lent)
+        if plan is None:
+            return None
+        assert m.kv_rotation is not None, "its KV can rotate"
+        pages = (plan.rotation.lent - m.kv_rotation.lent) * m.kv_layer_pages
+        price = partial(_slowing, view, m, plan, pages)
+        act = partial(_swap, m.name, plan.rotation)
+        return Offer(("kv layers", m.name), m.name, pages, price, act)
 
     def plan(self, view: DeviceView, m: ModelView, lent: int, least: int) -> Plan | None:
         """The shortest step with `lent` layers' pages given up, of at least `least` that rotate.
@@ -169,13 +181,11 @@ class KvSwap(MemoryPolicy):
                 found = Plan(rotation, seconds, seconds <= alone * (1 + self.slack))
         return found
 
-    def _more(self, view: DeviceView, m: ModelView, pages: int) -> Plan | None:
-        """What frees so many, or as many as can be; None: no more can be."""
+    def _more(self, view: DeviceView, m: ModelView, wanted: int) -> Plan | None:
+        """The plan by which so many layers give up their pages, or as many as can; None: no more
+        can than do now."""
         now = m.kv_rotation
         assert now is not None, "its KV can rotate"
-        n = m.spec.n_layers
-        most = n - ceil_div(n, LEAST_KEPT)
-        wanted = min(most, now.lent + max(1, ceil_div(pages, m.kv_layer_pages)))
         lents = range(now.lent + 1, wanted + 1)
 
         def over(lent: int) -> bool:
