@@ -27,10 +27,11 @@ class PageBudget:
     """Pages, offers and holders of shared segments as a decision goes on. Every change can be
     undone (`mark`, `undo`)."""
 
-    def __init__(self, view: DeviceView) -> None:
-        self.coming = view.coming
+    def __init__(self, view: DeviceView, within: int | None = None) -> None:
+        """`within`: pages that there are for claims, all of them free; None: the device's."""
+        self.coming = view.coming if within is None else within
         """Pages that are free or will be, less those claims have got."""
-        self.free = view.free - view.promised
+        self.free = view.free - view.promised if within is None else within
         """Of these, pages that are free once the actions so far are done."""
         self.borrowed = view.borrowed
         """Pages of other devices, for KV only."""

@@ -9,6 +9,7 @@ from ballast.core.actions import Action, Activate, Decision, DropCache, Evict, L
 from ballast.core.request import Order
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.base import MemoryPolicy
+from ballast.policy.budget import PageBudget
 from ballast.policy.claims import kv_claims
 from ballast.policy.cover import cover, gather
 from ballast.policy.market import Claim, Source
@@ -96,11 +97,7 @@ def cover_within(
     """`cover` where nobody has pages beyond its own limit, and so nobody takes another's: what is
     short of pages of the pool lacks those that are lent to other devices."""
     actions = recalls(view, sum(s.pages for s in view.shortages if not s.limited))
-    for m in view.models:
-        own = [claim for claim in claims if claim.model == m.name]
-        if own:
-            actions += cover(within(view, m), own, sources).actions
-    return actions
+    return actions + cover_limited(view, claims, sources)
 
 
 def part_limited(view: DeviceView, claims: Sequence[Claim]) -> tuple[list[Claim], list[Claim]]:
@@ -124,9 +121,12 @@ def cover_limited(
 ) -> list[Action]:
     """Make room for claims within their models' limits, from `sources` of each model's own KV."""
     actions: list[Action] = []
-    for name in dict.fromkeys(claim.model for claim in claims):
-        own = [claim for claim in claims if claim.model == name]
-        actions += cover(within(view, view.model(name)), own, sources).actions
+    by_model: dict[str, list[Claim]] = {}
+    for claim in claims:
+        by_model.setdefault(claim.model, []).append(claim)
+    for name, own in by_model.items():
+        budget = PageBudget(view, unused(view, view.model(name)))
+        actions += cover(view, own, sources, budget).actions
     return actions
 
 
@@ -151,6 +151,11 @@ def _take_place(m: ModelView, share: int | None) -> list[Action]:
 
 def within(view: DeviceView, m: ModelView, more: int = 0) -> DeviceView:
     """The device as a model with a limit sees it: nothing is free beyond that and `more` pages."""
+    return replace(view, free=unused(view, m, more), reclaiming=0, recalled=0, promised=0)
+
+
+def unused(view: DeviceView, m: ModelView, more: int = 0) -> int:
+    """Return the pages that a model may still use within its limit and `more` pages, those that its
+    own cached prefixes hold included."""
     limit = m.limit if m.limit is not None else view.total
-    free = max(0, limit - m.kv_pages + m.cached_pages + more)
-    return replace(view, free=free, reclaiming=0, recalled=0, promised=0)
+    return max(0, limit - m.kv_pages + m.cached_pages + more)
