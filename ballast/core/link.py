@@ -42,12 +42,10 @@ class LinkRates:
             return self.to_device_mixed if mixed else self.to_device
         return self.to_host_mixed if mixed else self.to_host
 
-    def part(self, share: float) -> LinkRates:
-        """The rates of something that has so large a share of the link, above 0 and at most 1."""
-        if share == 1.0:
-            return self
+    def times(self, n: int) -> LinkRates:
+        """The rates of `n` such links together."""
         rates = (self.to_device, self.to_host, self.to_device_mixed, self.to_host_mixed)
-        return LinkRates(*(share * rate for rate in rates))
+        return LinkRates(*(n * rate for rate in rates))
 
     @property
     def mixed(self) -> float:

@@ -26,10 +26,11 @@ from ballast.memory.vm_null import NullVm
 from ballast.policy.presets import Preset
 from ballast.sim.ahead import HeapAhead
 from ballast.sim.leap import Said, leap
-from ballast.sim.link import SimLink
+from ballast.sim.link import Path, Route, SimLink
 from ballast.sim.rotor import SimRotors
 from ballast.sim.runner import SimRunner
 from ballast.sim.swapper import SimSwappers
+from ballast.sim.world import World
 from ballast.weights.rotor import Loads
 
 Observe = Callable[[float, DeviceState], None]
@@ -77,7 +78,10 @@ class Profile:
 
 
 class SimDevice:
-    """A device that has its own clock: it is told how far to go."""
+    """A device in a world of its own, or in one that it shares with others.
+
+    Its clock is the world's, ahead of it only while it leaps.
+    """
 
     def __init__(
         self,
@@ -89,19 +93,27 @@ class SimDevice:
         sink: Sink | None = None,
         observe: Observe | None = None,
         leaps: bool = True,
+        world: World | None = None,
+        path: Path | None = None,
     ) -> None:
-        """As `simulate`. Raises ConfigError where the budget holds no job's activations, and for a
-        device of several ranks, whose jobs and transfers have not been measured."""
+        """As `simulate`. `world`: where the device is added, None for one of its own; `path`: how
+        its bytes go through that world's links, None for a link that nothing else uses.
+
+        Raises ConfigError where the budget holds no job's activations, and for a device of several
+        ranks: a group is simulated as a device of larger pages (`sim.cluster`)."""
         if settings.tensor_parallel > 1:
             allowed = "devices of one rank: how long several ranks take is not simulated"
             raise ConfigError("tensor_parallel", settings.tensor_parallel, allowed)
+        self._world = World() if world is None else world
         self.clock = VirtualClock()
-        self._heap = HeapAhead(self.clock, profile.ahead)
-        moving = profile.moving(settings.page_bytes)
-        link = SimLink(self._heap, self.clock, moving, profile.link.to_device)
-        self._rotors = SimRotors(self._heap, self.clock, link, profile.link)
+        self._heap = HeapAhead(self.clock, profile.ahead, self._world.agenda)
+        fluid = self._world.fluid
+        route = Route.alone(fluid, profile.link) if path is None else Route(fluid, path)
+        mapping = profile.moving(settings.page_bytes)
+        link = SimLink(self._heap, self.clock, profile.link, mapping, route)
+        self._rotors = SimRotors(self._heap, self.clock, link)
         requires = preset.requires
-        swappers = SimSwappers(profile.link, requires.dirty) if requires.kv_swapping else None
+        swappers = SimSwappers(link, requires.dirty) if requires.kv_swapping else None
         vm = NullVm(settings.page_bytes, settings.budget_bytes // settings.page_bytes)
         self.state = build_state(
             settings,
@@ -122,6 +134,7 @@ class SimDevice:
             self.clock,
             self._specs,
             self._costs,
+            link,
             self._rotors,
             profile.overhead,
             profile.wake,
@@ -150,6 +163,23 @@ class SimDevice:
             self._answered,
         )
         self._loop.begin()
+        self._world.add(self)
+
+    @property
+    def over(self) -> bool:
+        """Whether it has drained, and answered all requests."""
+        return self.state.over
+
+    @property
+    def due(self) -> float:
+        """When its loop turns next, as far as is known: changes on the agenda may bring events.
+        inf if nothing is due, or the device is over."""
+        if self.state.over:
+            return math.inf
+        event, timer = self._heap.next, self._loop.until
+        if timer is None:
+            return math.inf if event is None else event
+        return timer if event is None or timer < event else event
 
     @property
     def open_requests(self) -> int:
@@ -194,16 +224,32 @@ class SimDevice:
         self._heap.schedule(submission.arrival, Arrival(submission))
 
     def advance(self, until: float) -> None:
-        """Let everything happen that is due before `until`."""
-        while not self.state.over and (due := self._due) is not None and due < until:
-            self._turn(until)
+        """Let everything happen in its world that is due before `until`."""
+        self._world.advance(until)
+
+    def drain(self, at: float) -> None:
+        """Nothing arrives after `at`."""
+        self._heap.schedule(at, Drain())
 
     def finish(self, drained_from: float) -> None:
-        """Nothing arrives after `drained_from`; go on until everything has been answered."""
-        self._heap.schedule(drained_from, Drain())
-        while not self.state.over:
-            self._turn(float("inf"))
+        """Drain, and go on until everything has been answered."""
+        self.drain(drained_from)
+        self.end()
+
+    def end(self) -> None:
+        """Go on until everything has been answered. It has been drained."""
+        self._world.finish(self)
         self._loop.end()
+
+    def turn(self, until: float, near: float = math.inf) -> None:
+        """Turn its loop at `due`, and leap (`sim.leap`)."""
+        if not self._heap.ready(self._loop.until):
+            return
+        self._loop.turn()
+        if self._leaps:
+            leap(self._loop, self._heap, self._runner, self.clock, self._said, until, near)
+        if self._observe is not None:
+            self._observe(self.clock.now(), self.state)
 
     @property
     def _next(self) -> str:
@@ -221,19 +267,6 @@ class SimDevice:
         m = self._leaving.pop(id, None)
         if m is not None and refused is None:
             self._left.update({what: getattr(m, what) for what in COUNTED})
-
-    @property
-    def _due(self) -> float | None:
-        """When it turns next."""
-        times = [t for t in (self._heap.next, self._loop.until) if t is not None]
-        return min(times, default=None)
-
-    def _turn(self, until: float) -> None:
-        self._loop.turn()
-        if self._leaps:
-            leap(self._loop, self._heap, self._runner, self.clock, self._said, until)
-        if self._observe is not None:
-            self._observe(self.clock.now(), self.state)
 
     def _tell(self, outputs: list[Output]) -> None:
         for output in outputs:

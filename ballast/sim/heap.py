@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from math import inf
 
 from ballast.core.clock import VirtualClock
 from ballast.core.errors import BrokenPromise
@@ -25,6 +26,7 @@ from ballast.core.event import (
 )
 from ballast.core.job import Job
 from ballast.core.lease import AskedBack, Lent, PeerGone, PeerMet, Returned
+from ballast.sim.agenda import Agenda
 
 RANK: dict[type[Event], int] = {
     kind: rank
@@ -38,12 +40,14 @@ RANK |= dict.fromkeys((PeerMet, PeerGone, Lent, AskedBack, Returned), RANK[Opera
 
 
 class EventHeap:
-    """An inbox in virtual time: taking an event moves the clock to it.
+    """The inbox of one device in virtual time: taking an event moves the device's clock to it.
 
     Events are ordered by (time, kind, sequence number of scheduling).
     """
 
-    def __init__(self, clock: VirtualClock) -> None:
+    def __init__(self, clock: VirtualClock, agenda: Agenda | None = None) -> None:
+        """`agenda`: of the world that the device is in; None: of its own."""
+        self.agenda = Agenda() if agenda is None else agenda
         self._clock = clock
         self._heap: list[tuple[float, int, int, Event]] = []
         self._sequence = 0
@@ -58,6 +62,7 @@ class EventHeap:
         """
         self._sequence += 1
         at = max(at, self._clock.now())
+        self.agenda.expect(at, self)
         heapq.heappush(self._heap, (at, RANK[type(event)], self._sequence, event))
         if then is not None:
             self._then[self._sequence] = then
@@ -75,8 +80,12 @@ class EventHeap:
 
     @property
     def next(self) -> float | None:
-        """When the next event happens."""
+        """When the next event happens that is known; changes on the agenda may bring others."""
         return self._heap[0][0] if self._heap else None
+
+    @property
+    def _first(self) -> float:
+        return self._heap[0][0] if self._heap else inf
 
     def withdraw(self, job: Job) -> tuple[float, JobDone] | None:
         """The end of `job`, and when, if that is what happens next; it will not happen then."""
@@ -89,8 +98,21 @@ class EventHeap:
         self._skip()
         return at, event
 
+    def ready(self, until: float | None) -> bool:
+        """Whether a loop that turns now takes an event, or finds that `until` has come."""
+        return True
+
+    def begin(self, job: Job) -> None:
+        """A job begins, the end of which will be scheduled when it is certain."""
+
     def take(self, until: float | None) -> list[Event]:
-        """All events of the next moment at which something happens, at most until `until`."""
+        """All events of the next moment at which something happens, at most until `until`.
+
+        Makes the agenda's changes up to there.
+        """
+        agenda, last = self.agenda, inf if until is None else until
+        while agenda.next < inf and agenda.next <= (bound := min(last, self._first)):
+            agenda.run(bound)
         if not self._heap and until is None:
             raise BrokenPromise("the loop waits, and nothing will ever happen")
         if not self._heap or (until is not None and until < self._heap[0][0]):

@@ -10,36 +10,19 @@ long, where this says 3.3 and 2: on the whole device it does not use all of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ballast.core.clock import Clock
 from ballast.core.event import JobDone, Result
 from ballast.core.job import Job
+from ballast.sim.agenda import Change, Entry
 from ballast.sim.heap import EventHeap
+from ballast.sim.passes import Pass
 
 _STEPS = 50
 """Halvings that find how much more slowly all read."""
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    job: Job
-    results: tuple[Result, ...]
-    share: float
-    compute: float
-    """Seconds on the whole device."""
-    memory: float
-    """Seconds at all of the bandwidth."""
-    stall: float
-    """Seconds that it waits for layers, as if after its work."""
-    began: float
-    left: float = 1.0
-    """Of its work."""
-    rate: float = 0.0
-    """Of its work, per second."""
-    event: int = 0
-    """Its end, in the heap; 0: not there yet."""
 
 
 def rates(jobs: Sequence[tuple[float, float, float]], reach: float) -> list[float]:
@@ -62,19 +45,74 @@ def rates(jobs: Sequence[tuple[float, float, float]], reach: float) -> list[floa
     return at(low or high)
 
 
+@dataclass(slots=True, eq=False)
+class Running:
+    """A job that runs beside others. Implements `sim.passes.Pace`."""
+
+    lanes: SimLanes
+    job: Job
+    results: tuple[Result, ...]
+    share: float
+    compute: float
+    """Seconds on the whole device."""
+    memory: float
+    """Seconds at all of the bandwidth."""
+    began: float
+    left: float = 1.0
+    """Of its work."""
+    rate: float = 0.0
+    """Of its work, per second."""
+    goal: float = 0.0
+    """What is left when `then` is called."""
+    then: Change | None = None
+    """None: at its goal the job ends."""
+    waits: float | None = None
+    """Since when it waits for a layer; None: it computes."""
+    stall: float = 0.0
+    """Seconds that it has waited."""
+    entry: Entry | None = None
+    """On the agenda: it comes to its goal."""
+    event: int = 0
+    """Its end, in the heap; 0: not there yet."""
+
+    def reach(self, fraction: float, then: Change) -> None:
+        self.goal, self.then = 1.0 - fraction, then
+        self.lanes.renew(self)
+
+    def pause(self, now: float) -> None:
+        self.waits = now
+        self.lanes.shift(now)
+
+    def resume(self, now: float) -> None:
+        assert self.waits is not None
+        self.stall += now - self.waits
+        self.waits = None
+        self.lanes.shift(now)
+
+    def finish(self, now: float) -> None:
+        self.goal, self.then = 0.0, None
+        self.lanes.renew(self, now)
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether it is known when it comes to its goal."""
+        return self.entry is not None or self.event != 0
+
+    @property
+    def computes(self) -> bool:
+        """Whether it takes part of the device: it neither waits nor has ended."""
+        return self.waits is None and self.left > 0
+
+
 class SimLanes:
-    """The jobs that run; whenever one begins or ends, all others' ends move."""
+    """The jobs that run; whenever one begins, waits, goes on or ends, all others' ends move."""
 
     def __init__(self, heap: EventHeap, clock: Clock, reach: float, overhead: float) -> None:
-        """`overhead`: seconds from a job's end to when the loop hears of it."""
+        """`overhead`: seconds from a job's end to the event that ends it for the loop."""
         self._heap, self._clock, self._reach, self._overhead = heap, clock, reach, overhead
-        self._running: list[_Running] = []
+        self._running: list[Running] = []
         self._since = 0.0
         """When the rates last changed."""
-
-    def alone(self, share: float, compute: float, memory: float) -> float:
-        """Seconds of a job beside which nothing runs."""
-        return 1.0 / rates([(share, compute, memory)], self._reach)[0]
 
     def start(
         self,
@@ -83,40 +121,66 @@ class SimLanes:
         compute: float,
         memory: float,
         results: tuple[Result, ...],
-        stall: float = 0.0,
+        way: tuple[Callable[[Running], Pass], int, int] | None = None,
     ) -> None:
-        """Begin a job that takes so many seconds alone on the whole device, and waits so many."""
-        self._pass_time()
-        begun = _Running(job, results, share, compute, memory, stall, self._clock.now())
+        """Begin a job that takes so many seconds alone on the whole device.
+
+        `way`: for one that may wait for layers, what makes its pass, and the tokens whose KV it
+        reads and writes.
+        """
+        now = self._clock.now()
+        begun = Running(self, job, results, share, compute, memory, now)
         self._running.append(begun)
-        self._renew()
+        self.shift(now)
+        if way is not None:
+            make, read, written = way
+            make(begun).begin(now, read, written)
 
-    def _ended(self, ended: _Running) -> None:
-        self._pass_time()
-        self._running.remove(ended)
-        self._renew()
-
-    def _pass_time(self) -> None:
-        now = self._clock.now()
+    def shift(self, now: float) -> None:
+        """Which jobs compute has changed: share the device anew from `now` on."""
+        self._pass_time(now)
+        going = [one for one in self._running if one.computes]
+        shares = rates([(one.share, one.compute, one.memory) for one in going], self._reach)
+        for one, rate in zip(going, shares, strict=True):
+            if rate != one.rate or not one.scheduled:
+                one.rate = rate
+                self.renew(one)
         for one in self._running:
-            one.left = max(0.0, one.left - (now - self._since) * one.rate)
-        self._since = now
+            if one.waits is not None:
+                one.rate = 0.0
+                self._forget(one)
 
-    def _renew(self) -> None:
-        """Say anew when each will end. One that waits to be heard of has ended, and stays so."""
-        now = self._clock.now()
-        going = [one for one in self._running if one.left > 0]
-        told = rates([(one.share, one.compute, one.memory) for one in going], self._reach)
-        for one, rate in zip(going, told, strict=True):
-            if one.event and rate == one.rate:
-                continue
-            if one.event:
-                self._heap.forget(one.event)
-            one.rate = rate
-            end = now + one.left / rate + one.stall
-            done = JobDone(one.job, one.results, end - one.began, one.stall)
-            one.event = self._heap.schedule(
-                end + self._overhead,
-                done,
-                lambda one=one: self._ended(one),  # type: ignore[misc]
-            )
+    def renew(self, one: Running, now: float | None = None) -> None:
+        """Schedule anew when a job comes to its goal; `now`: None if time has passed until now."""
+        if now is not None:
+            self._pass_time(now)
+        self._forget(one)
+        left = one.left - one.goal
+        at = self._since + (left / one.rate if left else 0.0)
+        if one.then is not None:
+            one.entry = self._heap.agenda.schedule(at, partial(self._reached, one))
+            return
+        done = JobDone(one.job, one.results, at - one.began, one.stall)
+        one.event = self._heap.schedule(at + self._overhead, done, partial(self._ended, one))
+
+    def _forget(self, one: Running) -> None:
+        if one.entry is not None:
+            self._heap.agenda.drop(one.entry)
+        if one.event:
+            self._heap.forget(one.event)
+        one.entry, one.event = None, 0
+
+    def _reached(self, one: Running, now: float) -> None:
+        self._pass_time(now)
+        one.entry, one.left = None, one.goal
+        assert one.then is not None
+        one.then(now)
+
+    def _ended(self, one: Running) -> None:
+        self._running.remove(one)
+        self.shift(self._clock.now())
+
+    def _pass_time(self, now: float) -> None:
+        for one in self._running:
+            one.left = max(one.goal, one.left - (now - self._since) * one.rate)
+        self._since = now

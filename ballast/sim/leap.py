@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from math import inf
 
 from ballast.core.clock import VirtualClock
 from ballast.core.event import Output, TokenOut
@@ -32,37 +33,58 @@ def leap(
     runner: SimRunner,
     clock: VirtualClock,
     said: Said,
-    horizon: float = float("inf"),
+    horizon: float = inf,
+    near: float = inf,
 ) -> int:
     """Pass over turns of `loop`, before `horizon`, in which it would only decode; how many.
 
-    `said(at, output)` hears what clients are told meanwhile.
+    `said(at, output)` gets what clients are sent meanwhile. `near`: when another device turns next
+    that this one shares links with, or is reached from; a leap in which bytes move does not go
+    beyond it, any other leap does.
     """
     job = loop.state.lanes.alone
     turns = _turns(loop)
     if job is None or turns is None:
         return 0
-    first = heap.withdraw(job)
-    if first is None:
-        return 0  # something else happens before it ends
-    at, done = first
-    turns[0].seconds, turns[0].stall = done.seconds, done.stall
+    agenda = heap.agenda
     held = None if loop.choice is None or len(turns) > 1 else loop.choice.until
     in_turns = loop.preset.compute.in_turns
-    bounds = (heap.next, loop.until, horizon, None if in_turns else held)
+    bounds = (loop.until, horizon, None if in_turns else held)
     until = min(t for t in bounds if t is not None)
-    taken = 0
+    moves = runner.moves(turn.m.spec.name for turn in turns)
+    if moves:
+        until = min(until, near)
+        agenda.leap(heap)
+        agenda.run(_next(heap), until)
+        until = min(until, agenda.reached)
+    first = heap.withdraw(job)
+    if first is None:
+        return 0  # something else happens before it ends, or its end is not certain
+    at, done = first
+    turns[0].seconds, turns[0].stall = done.seconds, done.stall
+    until = min(until, _next(heap))
+    steps = 0
     while at < until and turns[0].goes_on(runner) and _pages_for(turns):
+        if moves:
+            agenda.run(min(at, _next(heap)), until)
+            until = min(until, agenda.reached, _next(heap))
+            if until <= at:
+                break  # a change has brought an event
         clock.advance_to(at)
         turns[0].end_step(at, runner, said)
         turns.rotate(-1)
-        at = turns[0].begin_step(runner)
-        taken += 1
-    if taken == 0:
+        at = turns[0].begin_step(runner, until if moves else None)
+        steps += 1
+    if steps == 0:
         heap.schedule(at, done)
     else:
-        loop.leapt(job, turns[0].m, taken)
-    return taken
+        loop.leapt(job, turns[0].m, steps)
+    return steps
+
+
+def _next(heap: EventHeap) -> float:
+    """When the device's next event happens that is known; inf if none is."""
+    return inf if heap.next is None else heap.next
 
 
 def _pages_for(turns: deque[_Batch]) -> bool:
@@ -197,8 +219,11 @@ class _Batch:
         m.took(self.seconds - self.stall, Load(0, 0, 0, len(self.requests), self._context))
         self._context += len(self.requests)
 
-    def begin_step(self, runner: SimRunner) -> float:
-        """Room for each one's token; when the step will end."""
+    def begin_step(self, runner: SimRunner, until: float | None) -> float:
+        """Make room for each one's token; when the step will end.
+
+        `until`: as of `SimRunner.decodes_in_layers`; None where nothing moves.
+        """
         m = self.m
         if not self._grown:
             for r in self.requests:
@@ -207,7 +232,11 @@ class _Batch:
                     assert short is None, "has_pages"
             self._grown = True
         name, n = m.spec.name, len(self.requests)
-        self.seconds, self.stall, end = runner.decodes(name, n, self._context)
+        if until is None:
+            self.seconds, self.stall, end = runner.decodes(name, n, self._context)
+        else:
+            step = runner.decodes_in_layers(name, n, self._context, until)
+            self.seconds, self.stall, end = step
         return end
 
     def _steps_to_a_full_block(self) -> int:

@@ -1,40 +1,68 @@
-"""A link in virtual time: transfers in flight share it as a fluid, and end at exact moments.
+"""A device's way to its host in virtual time: transfers and loads become flows of `sim.fluid`.
 
-Transfers of one direction and stream are served in order; streams of a direction share its rate
-equally; what a direction carries depends on whether the other carries too (`core.link.LinkRates`).
+Transfers of one direction and stream are served in order; streams are flows, which share the wires
+that they cross with all other flows of the world.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ballast.core.clock import Clock
 from ballast.core.event import TransferDone
 from ballast.core.link import Direction, LinkRates
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import ACTIVATIONS
+from ballast.sim.fluid import Ceiling, Ended, Fluid, Side, Wire
 from ballast.sim.heap import EventHeap
+
+Path = Mapping[Direction, Sequence[Side]]
+"""The sides that bytes of each direction cross, the device's own first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a device is in the graph of links."""
+
+    fluid: Fluid
+    path: Path
+
+    @classmethod
+    def alone(cls, fluid: Fluid, rates: LinkRates) -> Route:
+        """The route of a device whose link nothing else uses."""
+        wire = Wire(rates)
+        return cls(fluid, {direction: [wire.side(direction)] for direction in Direction})
 
 
 class SimLink:
-    """Implements `memory.transfer.Link`. A transfer that joins or ends costs O(log streams)."""
+    """Implements `memory.transfer.Link`, and carries what else a device moves."""
 
     def __init__(
-        self, heap: EventHeap, clock: Clock, rates: LinkRates, copying: float | None = None
+        self,
+        heap: EventHeap,
+        clock: Clock,
+        rates: LinkRates,
+        mapping: LinkRates | None = None,
+        route: Route | None = None,
     ) -> None:
-        """`copying`: bytes per second to the device of a copy alone, as a live link measures it,
-        where `rates` are lower for what else a transfer takes."""
-        self._copying = rates.to_device if copying is None else copying
-        self._heap = heap
-        self._clock = clock
-        self._rates = rates
-        self._sides = {direction: _Side() for direction in Direction}
+        """`rates`: of copies over the device's own link; `mapping`: the most that a transfer does
+        whose pages have to be mapped; `route`: None for a link that nothing else uses."""
+        self._heap, self._clock, self._rates = heap, clock, rates
+        self._route = Route.alone(Fluid(heap.agenda), rates) if route is None else route
+        slow = rates if mapping is None else mapping
+        self._ceilings = {
+            direction: Ceiling(slow.of(direction, mixed=False), slow.of(direction, mixed=True))
+            for direction in Direction
+        }
+        self._streams: dict[tuple[str, Direction], Stream] = {}
+        self.moving = 0
+        """Transfers and loads that are on their way, or wait for those before them."""
 
     @property
     def bytes_per_second(self) -> float:
-        return self._copying
+        return self._rates.to_device
 
     def start(
         self,
@@ -43,122 +71,45 @@ class SimLink:
         stream: str = ACTIVATIONS,
         direction: Direction = Direction.TO_DEVICE,
     ) -> None:
-        now = self._clock.now()
-        side, other = self._sides[direction], self._sides[direction.other]
-        side.flow(now)
-        was_busy = side.busy
-        side.join(now, transfer_id, sum(c.n_bytes for c in copies), stream)
-        if not was_busy:
-            other.flow(now)
-            self._set_rates()
-            self._schedule(direction.other)
-        self._schedule(direction)
+        n_bytes = sum(c.n_bytes for c in copies)
 
-    def streams(self, direction: Direction) -> int:
-        """That share what a direction carries now."""
-        return self._sides[direction].streams
+        def ended(at: float, seconds: float) -> None:
+            self._heap.schedule(at, TransferDone(transfer_id, n_bytes, seconds))
+
+        ceiling = self._ceilings[direction]
+        self.stream(stream, direction).carry(self._clock.now(), n_bytes, ended, ceiling)
+
+    def stream(self, name: str, direction: Direction) -> Stream:
+        """The stream of that name; bytes that no loop waits for are carried by it directly."""
+        stream = self._streams.get((name, direction))
+        if stream is None:
+            path = self._route.path[direction]
+            stream = self._streams[name, direction] = Stream(self, self._route.fluid, path)
+        return stream
 
     def close(self) -> None:
         """Nothing to end."""
 
-    def _ended(self, direction: Direction) -> None:
-        """The transfer that was to end next in `direction` ends now."""
-        now = self._clock.now()
-        side, other = self._sides[direction], self._sides[direction.other]
-        side.pop(now)
-        if not side.busy:
-            other.flow(now)
-            self._set_rates()
-            self._schedule(direction.other)
-        self._schedule(direction)
 
-    def _set_rates(self) -> None:
-        mixed = all(side.busy for side in self._sides.values())
-        for direction, side in self._sides.items():
-            side.rate = self._rates.of(direction, mixed)
+class Stream:
+    """Bytes of one device and direction that move one after another."""
 
-    def _schedule(self, direction: Direction) -> None:
-        """Let the heap know of the next end in `direction`, and of no other."""
-        side = self._sides[direction]
-        if side.scheduled is not None:
-            self._heap.forget(side.scheduled)
-            side.scheduled = None
-        if side.busy:
-            at, done = side.next()
-            side.scheduled = self._heap.schedule(at, done, lambda: self._ended(direction))
+    def __init__(self, link: SimLink, fluid: Fluid, path: Sequence[Side]) -> None:
+        self._link, self._fluid, self._path = link, fluid, path
+        self._queue: deque[tuple[int, Ended, Ceiling | None]] = deque()
+        """What is on its way, in order; the first is a flow."""
 
+    def carry(self, now: float, n_bytes: int, ended: Ended, ceiling: Ceiling | None = None) -> None:
+        """Move bytes after those that are on their way; call `ended` at their end."""
+        self._link.moving += 1
+        self._queue.append((n_bytes, ended, ceiling))
+        if len(self._queue) == 1:
+            self._fluid.start(now, self._path, n_bytes, self._ended, ceiling)
 
-class _Side:
-    """The transfers of one direction.
-
-    `level` is how many bytes each stream has been served since the side was last idle; a transfer
-    ends when the level has risen by its bytes since it began. One that began when others did and
-    has their size ends when they do, to the last bit.
-    """
-
-    def __init__(self) -> None:
-        self.rate = 0.0
-        self.scheduled: int | None = None
-        """Its next end's number in the event heap."""
-        self._level = 0.0
-        self._since = 0.0
-        """When the level was what it says."""
-        self._ends: list[tuple[float, int, str]] = []
-        """Of the transfer in service of each stream: level at its end, order of beginning, and
-        stream."""
-        self._begun = 0
-        self._streams: dict[str, deque[tuple[int, int]]] = {}
-        """Transfers and their bytes, in order; the first is in service. None is empty."""
-        self._started: dict[str, float] = {}
-        """When the one in service began, by stream."""
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._ends)
-
-    @property
-    def streams(self) -> int:
-        return len(self._ends)
-
-    def flow(self, now: float) -> None:
-        """Let what was in flight since the last look go on until `now`."""
-        if self._ends:
-            risen = (now - self._since) * self.rate / len(self._ends)
-            self._level = min(self._level + risen, self._ends[0][0])
-        self._since = now
-
-    def join(self, now: float, transfer_id: int, n_bytes: int, stream: str) -> None:
-        """A transfer more. The side has flowed until `now`."""
-        waiting = self._streams.setdefault(stream, deque())
-        waiting.append((transfer_id, n_bytes))
-        if len(waiting) == 1:
-            self._begin(now, stream)
-
-    def next(self) -> tuple[float, TransferDone]:
-        """When the next transfer ends if nothing changes, and its end."""
-        level, _, stream = self._ends[0]
-        at = self._since + (level - self._level) * len(self._ends) / self.rate
-        transfer_id, n_bytes = self._streams[stream][0]
-        return at, TransferDone(transfer_id, n_bytes, at - self._started[stream])
-
-    def pop(self, now: float) -> None:
-        """The next one ends, now; the next of its stream begins."""
-        self.scheduled = None
-        self._level, _, stream = heapq.heappop(self._ends)
-        self._since = now
-        waiting = self._streams[stream]
-        waiting.popleft()
-        if waiting:
-            self._begin(now, stream)
-        else:
-            del self._streams[stream], self._started[stream]
-        if not self._ends:
-            self._level = 0.0
-
-    def _begin(self, now: float, stream: str) -> None:
-        self._begun += 1
-        if not self._ends:
-            self._level = 0.0
-        n_bytes = self._streams[stream][0][1]
-        heapq.heappush(self._ends, (self._level + n_bytes, self._begun, stream))
-        self._started[stream] = now
+    def _ended(self, at: float, seconds: float) -> None:
+        _, ended, _ = self._queue.popleft()
+        self._link.moving -= 1
+        if self._queue:
+            n_bytes, _, ceiling = self._queue[0]
+            self._fluid.start(at, self._path, n_bytes, self._ended, ceiling)
+        ended(at, seconds)

@@ -1,14 +1,4 @@
-"""Rotating layers in virtual time: when each is there follows by arithmetic, without events.
-
-A job gives each layer an equal part of its seconds: what is not layers (embeddings, head) counts as
-theirs. It runs them in order, and waits for one that is not there. A layer is asked for when the
-one before it in its slot is done; so the loads of a job, and those that the next one begins with,
-are known when it begins.
-
-The loads of a device are served one after another, in the time that nobody has taken before. Other
-traffic counts as so many more streams beside them, with equal shares, as of the moment when the job
-begins; that traffic itself is not slowed by loads.
-"""
+"""Rotating layers in virtual time: their loads are flows, and jobs wait for those on their way."""
 
 from __future__ import annotations
 
@@ -17,64 +7,24 @@ from functools import partial
 
 from ballast.core.clock import Clock
 from ballast.core.event import Settled
-from ballast.core.link import Direction, LinkRates
+from ballast.core.link import Direction
 from ballast.core.model import ModelSpec
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.memory.copies import Copy
 from ballast.sim.heap import EventHeap
 from ballast.sim.link import SimLink
+from ballast.sim.passes import Pass
 from ballast.weights.rotor import Loads
-
-STAYS = -1
-"""In place of a slot: the layer has memory of its own."""
-
-
-class Schedule:
-    """The time of a link, as the loads of a device take it."""
-
-    def __init__(self, link: SimLink, rates: LinkRates) -> None:
-        self._link, self._rates = link, rates
-        self._taken: list[tuple[float, float]] = []
-        """(from, to), in order; they do not overlap."""
-
-    @property
-    def rate(self) -> float:
-        """Bytes per second of loads, beside what else is on the link now."""
-        mixed = self._link.streams(Direction.TO_HOST) > 0
-        others = self._link.streams(Direction.TO_DEVICE)
-        return self._rates.of(Direction.TO_DEVICE, mixed) / (1 + others)
-
-    def take(self, ready: float, seconds: float) -> float:
-        """A load has what nobody has taken from `ready` on, until it has had its `seconds`; when
-        that is."""
-        taken = self._taken
-        if not taken or taken[-1][1] <= ready:
-            taken.append((ready, ready + seconds))
-            return ready + seconds
-        first = len(taken) - 1
-        while first and taken[first - 1][1] > ready:
-            first -= 1
-        at, left, pieces = ready, seconds, []
-        for begun, end in taken[first:]:
-            if begun > at:
-                gap = min(left, begun - at)
-                pieces.append((at, at + gap))
-                left -= gap
-                if left <= 0:
-                    break
-            at = end
-        if left > 0:
-            pieces.append((at, at + left))
-        taken[first:] = sorted(taken[first:] + pieces)
-        return max((end for _, end in pieces), default=ready)
-
-    def pass_time(self, now: float) -> None:
-        """What was before `now` is of no account any more."""
-        self._taken = [piece for piece in self._taken if piece[1] > now]
 
 
 class SimRotor:
-    """Implements `weights.rotor.Rotor`; `run` says how long a job waits."""
+    """Implements `weights.rotor.Rotor`, and `sim.passes.Source` for the model's jobs.
+
+    A layer is loaded as soon as the job is done with the one before it in its slot. A model's loads
+    are a stream of their own on the device's link, as they are live.
+    """
+
+    open = False
 
     def __init__(
         self,
@@ -82,23 +32,23 @@ class SimRotor:
         copies: Sequence[Copy],
         heap: EventHeap,
         clock: Clock,
-        schedule: Schedule,
+        link: SimLink,
         loads: Loads,
         begun: Callable[[SimRotor], None],
     ) -> None:
-        """`loads`: counts on; `begun` hears of each turn."""
+        """`loads`: counted on; `begun` is called at each turn."""
         self.loads = loads
         self._begun = begun
-        self._spec = spec
+        self._name, self._heap, self._clock = spec.name, heap, clock
+        self._stream = link.stream(f"rotation:{spec.name}", Direction.TO_DEVICE)
         self._bytes = [copy.n_bytes for copy in copies]
-        self._heap, self._clock, self._schedule = heap, clock, schedule
-        self._quiet = 0.0
-        """When the last of all loads has landed."""
-        self._back: dict[int, float] = {}
-        """When layers that have memory of their own again are there; some have been for long."""
-        self._asked: tuple[float, float] | None = None
-        self._stall = 0.0
-        """Of the job that was asked about last."""
+        self._flying: set[int] = set()
+        """Layers on their way, or waiting for the link."""
+        self._absent: set[int] = set()
+        """Layers whose bytes are not where they are read."""
+        self._settling = False
+        self._job: Pass | None = None
+        """That began last."""
         self._lay(WHOLE, ())
 
     @property
@@ -106,99 +56,103 @@ class SimRotor:
         return tuple(self._held)
 
     def settle(self) -> None:
-        self._heap.schedule(self._quiet, Settled(self._spec.name))
+        self._settling = True
+        self._tell_settled(self._clock.now())
 
     def turn(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
-        now, rate = self._clock.now(), self._schedule.rate
+        now = self._clock.now()
         self._begun(self)
         self._lay(rotation, held)
-        firsts = {layer: i for i, layer in enumerate(rotation.layers[: rotation.slots])}
+        self._absent = {*rotation.layers} - {*held}
+        firsts = {layer: slot for slot, layer in enumerate(rotation.layers[: rotation.slots])}
         for layer in sorted({*firsts, *missing}):
-            slot = firsts.get(layer, STAYS)
-            if slot == STAYS:
-                self._back[layer] = self._bring(layer, now, rate)
+            slot = firsts.get(layer)
+            if slot is None:
+                self._load(now, layer)
             elif held[slot] != layer:
-                self._held[slot] = layer
-                self._there[layer] = self._bring(layer, now, rate)
+                self._replace(now, slot, layer)
 
     def forget(self) -> None:
         self._lay(WHOLE, ())
 
-    def run(self, seconds: float) -> float:
-        """A job of so many seconds begins: how many more it takes, because it waits for layers.
+    # -- for jobs ---------------------------------------------------------------------------------
 
-        The same if asked again at the same moment.
-        """
-        now = self._clock.now()
-        if self._asked == (now, seconds):
-            return self._stall
-        self._asked, self._stall = (now, seconds), 0.0
-        stops = self._rotating
-        if self._back:
-            self._back = {layer: at for layer, at in self._back.items() if at > now}
-            stops = sorted([*stops, *((layer, STAYS) for layer in self._back)])
-        if stops:
-            self._stall = self._pass(now, seconds, stops)
-            self.loads.stall_seconds += self._stall
-        return self._stall
+    @property
+    def stops(self) -> Sequence[int]:
+        if self._flying <= self._sharing.keys():
+            return self._order
+        return sorted({*self._sharing, *self._flying})
 
-    def _pass(self, now: float, seconds: float, stops: Sequence[tuple[int, int]]) -> float:
-        """A job's timeline, and its loads'; how long it waits."""
-        self._schedule.pass_time(now)
-        n, rate, there, held = self._spec.n_layers, self._schedule.rate, self._there, self._held
-        stall = 0.0
-        for layer, slot in stops:
-            at = now + (seconds * (layer / n) + stall)
-            late = (self._back[layer] if slot == STAYS else there.get(layer, at)) - at
-            if late > 0:
-                stall += late
-            if slot != STAYS and (following := self._next[layer]) != layer:
-                done = now + (seconds * ((layer + 1) / n) + stall)
-                there[following] = self._bring(following, done, rate)
-                held[slot] = following
-        return stall
+    def begin(self, now: float, job: Pass, read: int, written: int) -> None:
+        self._job = job
+
+    def lacks(self, layer: int) -> bool:
+        return layer in self._absent
+
+    def used(self, now: float, layer: int) -> None:
+        following = self._sharing.get(layer)
+        if following is not None:
+            self._replace(now, self._slot_of[layer], following)
+
+    def waited(self, seconds: float) -> None:
+        self.loads.stall_seconds += seconds
+
+    # -- inside -----------------------------------------------------------------------------------
 
     def _lay(self, rotation: Rotation, held: Sequence[int]) -> None:
-        """A rotation is in force, and no load on its way; `held`: as of `turn`."""
+        """`rotation` is in force, and no load on its way; `held`: as of `turn`."""
         self._held = list(held)
-        self._rotating = list(rotation.slot_of.items())
-        """(layer, slot)."""
-        self._next = rotation.next_of
-        self._there: dict[int, float] = {}
-        """When a rotating layer will be there for the next job; in the past if left out."""
-        self._back = {}
+        self._slot_of = rotation.slot_of
+        self._sharing = {a: b for a, b in sorted(rotation.next_of.items()) if a != b}
+        """By layer that shares its slot, ascending: the one that follows it there."""
+        self._order = tuple(self._sharing)
+        self._absent = set()
+        self._settling = False
 
-    def _bring(self, layer: int, ready: float, rate: float) -> float:
-        """Load a layer, once it has been asked for at `ready`; when it has landed."""
-        n_bytes, loads = self._bytes[layer], self.loads
-        seconds = n_bytes / rate
-        landed = self._schedule.take(ready, seconds)
-        if landed > self._quiet:
-            self._quiet = landed
-        loads.n += 1
-        loads.n_bytes += n_bytes
-        loads.copy_seconds += seconds
-        return landed
+    def _replace(self, now: float, slot: int, layer: int) -> None:
+        """The slot is the layer's from now on."""
+        before = self._held[slot]
+        if before in self._slot_of:
+            self._absent.add(before)
+        self._held[slot] = layer
+        self._load(now, layer)
+
+    def _load(self, now: float, layer: int) -> None:
+        self._flying.add(layer)
+        self._absent.add(layer)
+        self._stream.carry(now, self._bytes[layer], partial(self._landed, layer))
+
+    def _landed(self, layer: int, now: float, seconds: float) -> None:
+        self._flying.remove(layer)
+        self._absent.discard(layer)
+        self.loads.n += 1
+        self.loads.n_bytes += self._bytes[layer]
+        self.loads.copy_seconds += seconds
+        if self._job is not None:
+            self._job.landed(now, layer)
+        self._tell_settled(now)
+
+    def _tell_settled(self, now: float) -> None:
+        if self._settling and not self._flying:
+            self._settling = False
+            self._heap.schedule(now, Settled(self._name))
 
 
 class SimRotors:
-    """Of a device's models, by name."""
+    """The rotors of a device's models, by name."""
 
-    def __init__(self, heap: EventHeap, clock: Clock, link: SimLink, rates: LinkRates) -> None:
-        """`rates`: of copies to pages that are mapped; `link` carries the other traffic."""
-        self._heap, self._clock = heap, clock
-        self._schedule = Schedule(link, rates)
+    def __init__(self, heap: EventHeap, clock: Clock, link: SimLink) -> None:
+        self._heap, self._clock, self._link = heap, clock, link
         self._rotors: dict[str, SimRotor] = {}
         """Those that have turned: a newcomer that is refused has not."""
         self.loads: dict[str, Loads] = {}
-        """Of models that have left, too."""
+        """Those of models that have left, too."""
 
     def make(self, spec: ModelSpec, copies: Sequence[Copy]) -> SimRotor:
         loads = self.loads.setdefault(spec.name, Loads())
         begun = partial(self._rotors.__setitem__, spec.name)
-        return SimRotor(spec, copies, self._heap, self._clock, self._schedule, loads, begun)
+        return SimRotor(spec, copies, self._heap, self._clock, self._link, loads, begun)
 
-    def stall(self, model: str, seconds: float) -> float:
-        """As `SimRotor.run`; 0 of a model whose layers have always been there."""
-        rotor = self._rotors.get(model)
-        return 0.0 if rotor is None else rotor.run(seconds)
+    def of(self, model: str) -> SimRotor | None:
+        """The model's; None if its layers have always been there."""
+        return self._rotors.get(model)

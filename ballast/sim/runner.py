@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from math import inf
 
 from ballast.core.clock import Clock
 from ballast.core.cost import StepCosts
@@ -12,19 +14,21 @@ from ballast.core.job import Job, Load, Sampled
 from ballast.core.model import ModelSpec
 from ballast.sim.heap import EventHeap
 from ballast.sim.lanes import SimLanes
+from ballast.sim.link import SimLink
+from ballast.sim.passes import Alone, Pace, Pass, Source
 from ballast.sim.rotor import SimRotors
 from ballast.sim.swapper import SimSwappers
 
 
 class SimRunner:
-    """Runs a job by saying when it will be done.
+    """Runs a job by scheduling its end.
 
     Tokens are a function of (request id, position), never an end-of-sequence token: lengths are
     the workload's. Scores and embeddings are zeros. In seconds: `overhead` is the engine's own time
     per job, which the lane spends idle; `wake` is what a job takes longer after a pause, and a
-    decode step after a prefill. `parts`: of the device, which jobs on several lanes divide
-    (`sim.lanes`, as is `reach`); of `wake` those know nothing that have less than all. What a job
-    waits for layers comes on top.
+    decode step after a prefill; jobs that have less than the whole device have none. `parts`: of
+    the device, which jobs on several lanes divide (`sim.lanes`, as is `reach`). A job that comes to
+    layers which are not there waits for them (`sim.passes`).
     """
 
     def __init__(
@@ -33,6 +37,7 @@ class SimRunner:
         clock: Clock,
         specs: Mapping[str, ModelSpec],
         costs: Mapping[str, StepCosts],
+        link: SimLink,
         rotors: SimRotors,
         overhead: float = 0.0,
         wake: float = 0.0,
@@ -44,6 +49,7 @@ class SimRunner:
         self._clock = clock
         self._specs = specs
         self._costs = costs
+        self._link = link
         self._rotors = rotors
         self._overhead = overhead
         self._wake = wake
@@ -51,43 +57,82 @@ class SimRunner:
         self._swappers = swappers
         self._lanes = SimLanes(heap, clock, reach, overhead)
         self._began = self._free = 0.0
-        """When the last job began, and when it ends."""
+        """When the last job began, and when it ends, if that is known."""
+        self._ahead: tuple[str, Alone] | None = None
+        """The model and the pace of a decode step that has begun before its job was started."""
         self._after_pause = self._after_prefill = self._prefills = False
         """Of the last job: what it followed, and whether it has a prefill."""
 
     def start(self, job: Job) -> None:
+        self._heap.begin(job)
         results = tuple(self._results(self._specs[job.model], job))
-        share = 1.0 if job.parts is None else job.parts / self._parts
+        now = self._clock.now()
         read, written = sum(w.start for w in job.work), sum(len(w.tokens) for w in job.work)
-        if self._swappers is not None and not written:
-            seconds = self._swappers.carrying(job.model) / share
-            end = self._clock.now() + seconds + self._overhead
-            self._heap.schedule(end, JobDone(job, results, seconds, seconds))
+        swapper = None if self._swappers is None else self._swappers.of(job.model)
+        if swapper is not None and not written:
+
+            def moved(at: float, seconds: float) -> None:
+                self._heap.schedule(at + self._overhead, JobDone(job, results, seconds, seconds))
+
+            swapper.move(now, moved)
             return
-        if share < 1:
-            split = self._costs[job.model].split(job.load)
-            seconds = self._lanes.alone(share, *split)
-            stall = self._rotors.stall(job.model, seconds)
-            if self._swappers is not None:
-                stall += self._swappers.stall(job.model, seconds, read, written, share)
-            self._lanes.start(job, share, *split, results, stall)
+        if job.parts is not None and job.parts < self._parts:
+            share, split = job.parts / self._parts, self._costs[job.model].split(job.load)
+            way = (partial(self._pass, job.model), read, written)
+            stops = self._stops(job.model)
+            self._lanes.start(job, share, *split, results, way if stops else None)
             return
-        seconds, stall, end = self._until(job.model, job.load, read, written)
-        self._heap.schedule(end, JobDone(job, results, seconds, stall))
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == job.model and ahead[1].began == now:
+            pace = ahead[1]
+        else:
+            seconds = self._seconds(job.model, job.load)
+            if not self._stops(job.model):
+                self._free = now + seconds + self._overhead
+                self._heap.schedule(self._free, JobDone(job, results, seconds))
+                return
+            pace = self._begin(job.model, seconds, read, written)
+
+        def ended() -> None:
+            done = JobDone(job, results, pace.seconds + pace.stall, pace.stall)
+            self._heap.schedule(self._end(pace), done)
+
+        pace.ended = ended
+        if pace.end is not None:
+            ended()
 
     def decodes(self, model: str, sequences: int, context: int) -> tuple[float, float, float]:
-        """Of a job that only decodes, if it began now: its seconds, how many of these it waits for
-        layers, and when it would end.
+        """Begin a decode step whose job is started at the same moment at the latest, of a model
+        whose jobs wait for nothing: its seconds, how many of these it waits (0), and when it ends
+        for the loop.
 
         `context`: as of `Load`.
         """
-        load = Load(0, 0, 0, sequences, context)
-        return self._until(model, load, context - sequences, sequences)
+        seconds = self._seconds(model, Load(0, 0, 0, sequences, context))
+        self._free = end = self._clock.now() + seconds + self._overhead
+        return seconds, 0.0, end
 
-    def _until(self, model: str, load: Load, read: int, written: int) -> tuple[float, float, float]:
-        """As `decodes`, of any job that begins now; the same if asked again now.
+    def decodes_in_layers(
+        self, model: str, sequences: int, context: int, until: float
+    ) -> tuple[float, float, float]:
+        """As `decodes`, of a model that may wait for layers. No event is due before `until`; an
+        end that is not certain by then, or before changes bring one, is inf."""
+        if not self._stops(model):
+            return self.decodes(model, sequences, context)
+        seconds = self._seconds(model, Load(0, 0, 0, sequences, context))
+        pace = self._begin(model, seconds, context - sequences, sequences)
+        self._ahead = model, pace
+        self._heap.agenda.run(until, until)
+        if pace.end is None:
+            return seconds, 0.0, inf
+        return seconds + pace.stall, pace.stall, self._end(pace)
 
-        `read`, `written`: tokens whose KV it finds and makes."""
+    def moves(self, models: Iterable[str]) -> bool:
+        """Whether any bytes are on their way, or jobs of `models` would move some."""
+        return self._link.moving > 0 or any(self._stops(model) for model in models)
+
+    def _seconds(self, model: str, load: Load) -> float:
+        """Seconds of a job that begins now, without what it waits; the same if asked again now."""
         now = self._clock.now()
         if now != self._began:
             self._after_pause, self._after_prefill = now > self._free, self._prefills
@@ -96,12 +141,36 @@ class SimRunner:
         seconds = self._costs[model].of(load)
         if self._after_pause or (self._after_prefill and not self._prefills):
             seconds += self._wake
-        stall = self._rotors.stall(model, seconds)
-        if self._swappers is not None:
-            stall += self._swappers.stall(model, seconds, read, written)
-        seconds += stall
-        self._free = now + seconds + self._overhead
-        return seconds, stall, self._free
+        return seconds
+
+    def _begin(self, model: str, seconds: float, read: int, written: int) -> Alone:
+        now = self._clock.now()
+        pace = Alone(self._heap.agenda, now, seconds)
+        self._free = inf
+        self._pass(model, pace).begin(now, read, written)
+        return pace
+
+    def _end(self, pace: Alone) -> float:
+        """When a job that has ended does so for the loop."""
+        assert pace.end is not None
+        self._free = pace.end + self._overhead
+        return self._free
+
+    def _pass(self, model: str, pace: Pace) -> Pass:
+        return Pass(self._specs[model].n_layers, self._sources(model), pace)
+
+    def _sources(self, model: str) -> list[Source]:
+        rotor = self._rotors.of(model)
+        swapper = None if self._swappers is None else self._swappers.of(model)
+        return [source for source in (rotor, swapper) if source is not None]
+
+    def _stops(self, model: str) -> bool:
+        """Whether a job of the model that begins now may wait for layers."""
+        rotor = self._rotors.of(model)
+        if rotor is not None and rotor.stops:
+            return True
+        swapper = None if self._swappers is None else self._swappers.of(model)
+        return swapper is not None and bool(swapper.stops)
 
     def _results(self, spec: ModelSpec, job: Job) -> Iterator[Result]:
         for w in job.work:

@@ -86,5 +86,7 @@ def simulate_devices(
         sent(submission, chosen)
         controller.devices[chosen].submit(submission)
     for device in devices:
-        device.finish(last)
+        device.drain(last)
+    for device in devices:
+        device.end()
     return max(device.clock.now() for device in devices)

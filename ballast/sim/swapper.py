@@ -1,86 +1,124 @@
-"""KV of rotating layers in virtual time: how long jobs take that load and store it.
+"""KV of rotating layers in virtual time: what jobs load and store is flows, for which they wait.
 
-A job has so much of the link as of the device's compute, so that jobs on several lanes together
-never move more than it carries; a job that has all of the compute has all of it. What weights move
-meanwhile does not slow its loads and stores, nor they that. Blocks that sequences of a job have in
-common count for each.
+Blocks that sequences of a job have in common count for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-from ballast.core.link import Direction, LinkRates
+from ballast.core.link import Direction
 from ballast.core.rotation import WHOLE, Rotation
-from ballast.core.swapping import swapped_seconds
 from ballast.kv.blocks import KvCache
 from ballast.kv.layered import LayeredLayout
 from ballast.kv.swapper import KvSwapper
+from ballast.sim.fluid import Ended
+from ballast.sim.link import SimLink
+from ballast.sim.passes import Pass
 
 
 class SimSwapper:
-    """Implements `KvSwapper`. `dirty`: of a layer only what a job has written is stored."""
+    """Implements `KvSwapper`, and `sim.passes.Source` for the model's jobs.
+
+    As live: a job loads its first layers' KV, one for each slot, when it begins, and the next of a
+    slot when the one before it there has been stored. It ends when the last has been stored.
+    """
 
     host: int | None = None
 
-    def __init__(self, kv: KvCache, rates: LinkRates, dirty: bool) -> None:
+    def __init__(self, kv: KvCache, link: SimLink, dirty: bool) -> None:
+        """`dirty`: of a layer only what a job has written is stored."""
         assert isinstance(kv.layout, LayeredLayout)
         self._plane_bytes = kv.layout.plane_bytes
-        self._n_layers = kv.spec.n_layers
         self._token_bytes = kv.spec.kv_bytes_per_token // kv.spec.n_layers
-        self._rates, self._dirty = rates, dirty
-        self._rotation = WHOLE
-        self.carrying = 0.0
-        """Seconds of the next job that computes nothing."""
+        self._dirty = dirty
+        self._streams = {way: link.stream(f"kv:{kv.spec.name}", way) for way in Direction}
+        self._rotation, self._layers = WHOLE, frozenset[int]()
+        self._moved: tuple[int, Direction] = (0, Direction.TO_HOST)
+        """Bytes that the next job moves, which computes nothing."""
+        self._job: Pass | None = None
+        self._absent: set[int] = set()
+        """Layers whose KV the job has not loaded yet."""
+        self._coming: list[int] = []
+        """Those of them that wait for a slot, the next one last."""
+        self._storing = 0
+        """Layers that the job has not stored yet."""
+        self._loaded = self._stored = 0
+        """Bytes that it loads and stores of each."""
 
     def carry(self, layers: Sequence[int], slabs: Sequence[int], direction: Direction) -> None:
-        n_bytes = len(layers) * len(slabs) * self._plane_bytes
-        self.carrying = n_bytes / self._rates.of(direction, mixed=False)
+        self._moved = len(layers) * len(slabs) * self._plane_bytes, direction
 
     def turn(self, rotation: Rotation) -> None:
-        self._rotation = rotation
+        self._rotation, self._layers = rotation, frozenset(rotation.layers)
 
-    def stall(self, seconds: float, read: int, written: int, share: float = 1.0) -> float:
-        """Seconds more of a job that takes so many alone: it reads and writes KV of such numbers
-        of tokens, with such a share of the link."""
-        if self._rotation == WHOLE:
-            return 0.0
-        stored = written if self._dirty else read + written
-        return (
-            swapped_seconds(
-                self._n_layers,
-                self._rotation,
-                seconds,
-                read * self._token_bytes,
-                stored * self._token_bytes,
-                self._rates.part(share),
-            )
-            - seconds
-        )
+    def move(self, now: float, ended: Ended) -> None:
+        """The job that computes nothing begins."""
+        n_bytes, direction = self._moved
+        self._streams[direction].carry(now, n_bytes, ended)
+
+    @property
+    def stops(self) -> Sequence[int]:
+        return self._rotation.layers
+
+    @property
+    def open(self) -> bool:
+        return self._storing > 0
+
+    def begin(self, now: float, job: Pass, read: int, written: int) -> None:
+        layers = self._rotation.layers
+        self._job = job
+        self._absent, self._coming = set(layers), list(reversed(layers))
+        self._storing = len(layers)
+        self._loaded = read * self._token_bytes
+        self._stored = (written if self._dirty else read + written) * self._token_bytes
+        for _ in range(self._rotation.slots):
+            self._load_next(now)
+
+    def lacks(self, layer: int) -> bool:
+        return layer in self._absent
+
+    def used(self, now: float, layer: int) -> None:
+        if layer in self._layers:
+            self._streams[Direction.TO_HOST].carry(now, self._stored, self._stored_one)
+
+    def waited(self, seconds: float) -> None:
+        """The job's `stall` has it; nothing counts what KV costs by itself."""
+
+    def _load_next(self, now: float) -> None:
+        if self._coming:
+            landed = partial(self._landed, self._coming.pop())
+            self._streams[Direction.TO_DEVICE].carry(now, self._loaded, landed)
+
+    def _landed(self, layer: int, now: float, seconds: float) -> None:
+        self._absent.remove(layer)
+        assert self._job is not None
+        self._job.landed(now, layer)
+
+    def _stored_one(self, now: float, seconds: float) -> None:
+        self._storing -= 1
+        self._load_next(now)
+        assert self._job is not None
+        if not self._storing:
+            self._job.closed(now)
 
 
 class SimSwappers:
-    """Of a device's models, by name."""
+    """The swappers of a device's models, by name."""
 
-    def __init__(self, rates: LinkRates, dirty: bool) -> None:
-        self._rates, self._dirty = rates, dirty
+    def __init__(self, link: SimLink, dirty: bool) -> None:
+        self._link, self._dirty = link, dirty
         self._swappers: dict[str, SimSwapper] = {}
 
     def make(self, kv: KvCache) -> SimSwapper:
-        swapper = SimSwapper(kv, self._rates, self._dirty)
+        swapper = SimSwapper(kv, self._link, self._dirty)
         self._swappers[kv.spec.name] = swapper
         return swapper
 
-    def carrying(self, model: str) -> float:
-        """Seconds of its job that computes nothing."""
-        return self._swappers[model].carrying
-
-    def stall(
-        self, model: str, seconds: float, read: int, written: int, share: float = 1.0
-    ) -> float:
-        """As of `SimSwapper`; 0 of a model that has none."""
-        swapper = self._swappers.get(model)
-        return 0.0 if swapper is None else swapper.stall(seconds, read, written, share)
+    def of(self, model: str) -> SimSwapper | None:
+        """The model's, if it has one."""
+        return self._swappers.get(model)
 
 
 class _Nothing:

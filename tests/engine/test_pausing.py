@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from math import inf
 from pathlib import Path
 
 from hypothesis import settings
@@ -254,7 +255,7 @@ def test_paused_requests_alone_wake_nobody_and_do_not_fail() -> None:
     machine.happens(Pause("r1"))
     machine.go_on(1.0)
     assert machine.state.requests["r1"].state is State.PAUSED
-    assert machine.device._due is None, "neither an event nor the loop is due"
+    assert machine.device.due == inf, "neither an event nor the loop is due"
     machine.teardown()
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ballast.core.actions import DropCache, SwapKv
-from ballast.core.event import Finished
+from ballast.core.clock import VirtualClock
+from ballast.core.event import Finished, JobDone
+from ballast.core.job import Job
 from ballast.core.link import LinkRates
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.swapping import swapped_seconds
@@ -20,7 +25,11 @@ from ballast.memory.vm_null import NullVm
 from ballast.policy.kvswap import KvSwap
 from ballast.policy.presets import resolve
 from ballast.sim.device import Profile, SimDevice
+from ballast.sim.heap import EventHeap
+from ballast.sim.lanes import Running, SimLanes
+from ballast.sim.link import SimLink
 from ballast.sim.lives import read_lives
+from ballast.sim.passes import Alone, Pass
 from ballast.sim.replay import replay
 from ballast.sim.simulate import Simulated, simulate
 from ballast.sim.swapper import SimSwapper
@@ -102,17 +111,35 @@ def test_stories_replay(tmp_path: Path) -> None:
     assert (found.difference, found.stray) == (None, None)
 
 
-def test_a_job_waits_for_what_it_reads_and_for_what_it_stores() -> None:
-    vm = NullVm(worlds.PAGE, 90)
-    rates = LinkRates.even(1e6)
-    token = SPEC.kv_bytes_per_token // LAYERS
-    for dirty, stored in ((False, 1030), (True, 30)):
-        swapper = SimSwapper(KvCache(SPEC, Pool(vm, 90), vm, layered=True), rates, dirty)
-        assert swapper.stall(0.1, 1000, 30) == 0.0
-        rotation = Rotation((2, 4, 6), 2)
-        swapper.turn(rotation)
-        whole = swapped_seconds(LAYERS, rotation, 0.1, 1000 * token, stored * token, rates)
-        assert swapper.stall(0.1, 1000, 30) == whole - 0.1 > 0
+@given(
+    st.sets(st.integers(0, LAYERS - 1), min_size=2).flatmap(
+        lambda layers: st.tuples(st.just(tuple(sorted(layers))), st.integers(1, len(layers) - 1))
+    ),
+    st.sampled_from([0, 30, 1000, 20000]),
+    st.integers(1, 300),
+    st.booleans(),
+    st.sampled_from([LinkRates.even(1e6), LinkRates(3e6, 1e6, 2e6, 5e5)]),
+)
+def test_a_job_takes_what_the_arithmetic_of_plans_says(
+    plan: tuple[tuple[int, ...], int], read: int, written: int, dirty: bool, rates: LinkRates
+) -> None:
+    """Alone on its link: `core.swapping.swapped_seconds`, but for rounding."""
+    clock = VirtualClock()
+    heap = EventHeap(clock)
+    vm, token = NullVm(worlds.PAGE, 90), SPEC.kv_bytes_per_token // LAYERS
+    cache = KvCache(SPEC, Pool(vm, 90), vm, layered=True)
+    swapper = SimSwapper(cache, SimLink(heap, clock, rates), dirty)
+    rotation = Rotation(*plan)
+    stored = written if dirty else read + written
+    assert not swapper.stops
+    swapper.turn(rotation)
+    pace = Alone(heap.agenda, 0.0, 0.1)
+    Pass(LAYERS, [swapper], pace).begin(0.0, read, written)
+    while heap.agenda.next < inf:
+        heap.agenda.run(heap.agenda.next)
+    whole = swapped_seconds(LAYERS, rotation, 0.1, read * token, stored * token, rates)
+    assert pace.end == pytest.approx(whole, rel=1e-9)
+    assert pace.stall == pytest.approx(whole - 0.1, rel=1e-6, abs=1e-12)
 
 
 TWO = [replace(SPEC, name=name, fingerprint=name) for name in "ab"]
@@ -147,13 +174,30 @@ def test_kv_is_swapped_on_several_lanes() -> None:
 
 
 def test_jobs_on_several_lanes_share_the_link() -> None:
-    vm = NullVm(worlds.PAGE, 90)
-    swapper = SimSwapper(KvCache(SPEC, Pool(vm, 90), vm, layered=True), LinkRates.even(1e6), False)
-    swapper.turn(Rotation((2, 4, 6), 2))
-    half = SimSwapper(KvCache(SPEC, Pool(vm, 90), vm, layered=True), LinkRates.even(5e5), False)
-    half.turn(Rotation((2, 4, 6), 2))
-    assert swapper.stall(0.1, 1000, 30, 0.5) == half.stall(0.1, 1000, 30)
-    assert swapper.stall(0.1, 1000, 30, 0.5) > swapper.stall(0.1, 1000, 30)
+    """Two that are alike, each on half of the compute, are as one on half of all there is."""
+    clock = VirtualClock()
+    heap = EventHeap(clock)
+    vm, token = NullVm(worlds.PAGE, 90), SPEC.kv_bytes_per_token // LAYERS
+    link = SimLink(heap, clock, LinkRates.even(1e6))
+    lanes = SimLanes(heap, clock, 1.0, 0.0)
+    rotation = Rotation((2, 4, 6), 2)
+    for i, model in enumerate(TWO):
+        swapper = SimSwapper(KvCache(model, Pool(vm, 90), vm, layered=True), link, False)
+        swapper.turn(rotation)
+
+        def way(pace: Running, swapper: SimSwapper = swapper) -> Pass:
+            return Pass(LAYERS, [swapper], pace)
+
+        lanes.start(Job(i, i, model.name, (), 1), 0.5, 0.1, 0.0, (), (way, 1000, 30))
+    done = heap.take(None)
+    assert [type(event) for event in done] == [JobDone, JobDone]
+    half = LinkRates.even(5e5)
+    whole = swapped_seconds(LAYERS, rotation, 0.2, 1000 * token, 1030 * token, half)
+    assert clock.now() == pytest.approx(whole)
+    for event in done:
+        assert isinstance(event, JobDone)
+        assert event.seconds == pytest.approx(whole)
+        assert event.stall == pytest.approx(whole - 0.2)
 
 
 def test_kv_comes_home_while_a_part_of_what_kv_has_stays_free() -> None:

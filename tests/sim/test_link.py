@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -36,8 +37,11 @@ def ends(asked: list[Asked], rates: LinkRates = RATES) -> list[tuple[float, Tran
     told: list[tuple[float, TransferDone]] = []
 
     def drain(until: float | None) -> None:
-        while heap.next is not None and (until is None or heap.next <= until):
-            told.extend((clock.now(), e) for e in heap.take(None) if isinstance(e, TransferDone))
+        last = inf if until is None else until
+        while (due := min(heap.agenda.next, inf if heap.next is None else heap.next)) <= last:
+            if due == inf:
+                break
+            told.extend((clock.now(), e) for e in heap.take(due) if isinstance(e, TransferDone))
         clock.advance_to(until or 0.0)
 
     for i, a in sorted(enumerate(asked), key=lambda pair: pair[1].at):
@@ -148,7 +152,8 @@ def test_many_at_once_leave_nothing_behind_in_the_heap() -> None:
     link = SimLink(heap, clock, ONE)
     for i in range(200):
         link.start(i, [Copy(0, 0, 1000 - i)], f"s{i}")
-    assert len(heap._heap) <= 2
+    assert len(heap.agenda._heap) <= 2
+    assert heap.next is None
     link.close()
     assert sum(len(heap.take(None)) for _ in range(200)) == 200
     assert heap.next is None

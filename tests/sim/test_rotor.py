@@ -1,4 +1,4 @@
-"""Loads of rotating layers by arithmetic are those of a simulation that makes each of them."""
+"""Rotating layers in virtual time do what a simulation of single loads and layers does."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballast.core.clock import VirtualClock
-from ballast.core.event import Settled
+from ballast.core.event import Settled, TransferDone
 from ballast.core.link import Direction, LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.rotation import WHOLE, Rotation, stall
 from ballast.memory.copies import Copy
 from ballast.sim.heap import EventHeap
 from ballast.sim.link import SimLink
-from ballast.sim.rotor import SimRotors
+from ballast.sim.passes import Alone, Pass
+from ballast.sim.rotor import SimRotor, SimRotors
 
 RATE = 1000.0
 
@@ -79,32 +80,62 @@ def turned(n: int, old: Rotation, held: list[int], new: Rotation) -> tuple[list[
     return kept, sorted(absent - set(new.layers))
 
 
-def by_arithmetic(course: Course) -> Seen:
-    clock = VirtualClock()
-    heap = EventHeap(clock)
-    rotors = SimRotors(heap, clock, SimLink(heap, clock, LinkRates.even(1.0)), LinkRates.even(RATE))
-    made = [
-        rotors.make(spec(str(i), n), [Copy(0, 0, course.n_bytes)] * n)
-        for i, n in enumerate(course.layers)
-    ]
+class Device:
+    """A clock, a heap, a link and rotors; jobs run one after another."""
+
+    def __init__(self, rates: LinkRates) -> None:
+        self.clock = VirtualClock()
+        self.heap = EventHeap(self.clock)
+        self.link = SimLink(self.heap, self.clock, rates)
+        self.rotors = SimRotors(self.heap, self.clock, self.link)
+        self.layers: dict[str, int] = {}
+
+    def make(self, name: str, n: int, n_bytes: int) -> SimRotor:
+        self.layers[name] = n
+        return self.rotors.make(spec(name, n), [Copy(0, 0, n_bytes)] * n)
+
+    def begin(self, name: str, seconds: float) -> Alone:
+        """Let a job of a model begin now."""
+        rotor, now = self.rotors.of(name), self.clock.now()
+        pace = Alone(self.heap.agenda, now, seconds)
+        Pass(self.layers[name], [] if rotor is None else [rotor], pace).begin(now)
+        return pace
+
+    def run(self, name: str, seconds: float) -> float:
+        """Let a job of a model begin, and time pass to its end; the seconds that it waits."""
+        pace = self.begin(name, seconds)
+        while pace.end is None:
+            self.heap.agenda.run(self.heap.agenda.next)
+        self.wait(pace.end - self.clock.now())
+        return pace.stall
+
+    def wait(self, seconds: float) -> None:
+        until = self.clock.now() + seconds
+        assert self.heap.take(until) == []
+        self.clock.advance_to(until)
+
+
+def by_flows(course: Course) -> Seen:
+    device = Device(LinkRates.even(RATE))
+    made = [device.make(str(i), n, course.n_bytes) for i, n in enumerate(course.layers)]
     now = [WHOLE] * len(made)
     seen: Seen = []
     for step in course.steps:
-        clock.advance_to(clock.now() + step.pause)
+        device.wait(step.pause)
         rotor = made[step.model]
         if step.rotation is None:
-            stall = rotors.stall(str(step.model), step.seconds)
-            assert stall == rotors.stall(str(step.model), step.seconds)
-            clock.advance_to(clock.now() + (step.seconds + stall))
-            seen.append((clock.now(), stall))
+            stall = device.run(str(step.model), step.seconds)
+            seen.append((device.clock.now(), stall))
             continue
         rotor.settle()
-        assert heap.take(None) == [Settled(str(step.model))]
+        assert device.heap.take(None) == [Settled(str(step.model))]
         n, held = course.layers[step.model], list(rotor.held)
-        seen.append((clock.now(), *held))
+        seen.append((device.clock.now(), *held))
         kept, missing = turned(n, now[step.model], held, step.rotation)
         rotor.turn(step.rotation, kept, missing)
         now[step.model] = step.rotation
+    while device.heap.agenda.next < float("inf"):
+        device.heap.agenda.run(device.heap.agenda.next)
     seen += [(rotor.loads.n, rotor.loads.stall_seconds) for rotor in made]
     return seen
 
@@ -139,7 +170,7 @@ class Bytes:
 
 
 class World:
-    """Every load and every layer is an event; the link serves one load after another."""
+    """Every load and every layer is an event; models share the link, each loads in order."""
 
     def __init__(self, course: Course) -> None:
         self.course = course
@@ -147,9 +178,14 @@ class World:
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()
         self.models = [Bytes() for _ in course.layers]
-        self.wanted: list[tuple[int, int, int]] = []
-        """(model, layer, slot or -1), in the order of asking; the first may be on its way."""
-        self.copying = False
+        self.wanted: list[list[tuple[int, int]]] = [[] for _ in course.layers]
+        """By model, (layer, slot or -1) in the order of asking; the first is on its way."""
+        self.left = [0.0] * len(course.layers)
+        """By model, bytes of the load on its way, as of `shared`."""
+        self.shared = 0.0
+        """When the link was last shared out."""
+        self.version = 0
+        """Of how it was; ends that were expected of an older one do not come."""
         self.seen: Seen = []
 
     def run(self) -> Seen:
@@ -170,29 +206,49 @@ class World:
         heapq.heappush(self.queue, (self.now + seconds, next(self.order), act))
 
     def ask(self, model: int, layer: int, slot: int) -> None:
-        self.wanted.append((model, layer, slot))
-        self.serve()
+        self.pass_time()
+        self.wanted[model].append((layer, slot))
+        if len(self.wanted[model]) == 1:
+            self.begin(model)
+        self.share()
 
-    def serve(self) -> None:
-        if self.copying or not self.wanted:
-            return
-        self.copying = True
-        model, layer, slot = self.wanted[0]
-        m = self.models[model]
+    def begin(self, model: int) -> None:
+        (_, slot), m = self.wanted[model][0], self.models[model]
+        self.left[model] = self.course.n_bytes
         m.loads += 1
         if slot >= 0:
             m.absent.add(m.held[slot])
             m.held[slot] = -1
 
-        def landed() -> None:
-            self.wanted.pop(0)
-            self.copying = False
-            m.absent.discard(layer)
-            if slot >= 0:
-                m.held[slot] = layer
-            self.serve()
+    @property
+    def busy(self) -> list[int]:
+        return [i for i, wanted in enumerate(self.wanted) if wanted]
 
-        self.after(self.course.n_bytes / RATE, landed)
+    def pass_time(self) -> None:
+        for i in self.busy:
+            self.left[i] -= (self.now - self.shared) * RATE / len(self.busy)
+        self.shared = self.now
+
+    def share(self) -> None:
+        self.version += 1
+        if not self.busy:
+            return
+        first, version = min(self.busy, key=lambda i: self.left[i]), self.version
+
+        def landed() -> None:
+            if self.version != version:
+                return
+            self.pass_time()
+            for model in [i for i in self.busy if self.left[i] < 1e-9]:
+                m, (layer, slot) = self.models[model], self.wanted[model].pop(0)
+                m.absent.discard(layer)
+                if slot >= 0:
+                    m.held[slot] = layer
+                if self.wanted[model]:
+                    self.begin(model)
+            self.share()
+
+        self.after(max(0.0, self.left[first]) * len(self.busy) / RATE, landed)
 
     def script(self) -> Iterator[float]:
         """What happens one after another; each number is a wait."""
@@ -222,7 +278,7 @@ class World:
     def turn(self, step: Step) -> Iterator[float]:
         assert step.rotation is not None
         m, n = self.models[step.model], self.course.layers[step.model]
-        while any(model == step.model for model, _, _ in self.wanted):
+        while self.wanted[step.model]:
             yield self.queue[0][0] - self.now
         self.seen.append((self.now, *m.held))
         m.held, missing = turned(n, m.rotation, m.held, step.rotation)
@@ -236,8 +292,8 @@ class World:
 
 
 @given(courses())
-def test_loads_by_arithmetic_are_those_of_a_simulation_of_each(course: Course) -> None:
-    found, expected = by_arithmetic(course), World(course).run()
+def test_flows_do_what_a_simulation_of_each_load_does(course: Course) -> None:
+    found, expected = by_flows(course), World(course).run()
     for a, b in zip(found, expected, strict=True):
         assert a == pytest.approx(b, abs=1e-6)
 
@@ -252,30 +308,25 @@ def test_jobs_that_follow_each_other_come_to_wait_as_the_arithmetic_of_plans_say
 ) -> None:
     """Times are quarters of a layer's work, so that what repeats does so soon."""
     n, rotation = plan
-    clock = VirtualClock()
-    heap = EventHeap(clock)
-    rotors = SimRotors(heap, clock, SimLink(heap, clock, LinkRates.even(1.0)), LinkRates.even(4.0))
-    rotors.make(spec("m", n), [Copy(0, 0, transfer)] * n).turn(rotation, [-1] * rotation.slots, ())
+    device = Device(LinkRates.even(4.0))
+    device.make("m", n, transfer).turn(rotation, [-1] * rotation.slots, ())
     stalls = []
     for _ in range(72):
-        stalls.append(rotors.stall("m", float(n)))
-        clock.advance_to(clock.now() + n + stalls[-1] + outside / 4)
+        stalls.append(device.run("m", float(n)))
+        device.wait(outside / 4)
     expected = stall(n, rotation, transfer / 4, 1.0, outside / 4)
     assert sum(stalls[-12:]) / 12 == pytest.approx(expected, abs=1e-6)
 
 
-def test_loads_beside_other_traffic_are_as_slow_as_one_more_stream() -> None:
+def test_loads_and_other_traffic_slow_each_other() -> None:
     rates = LinkRates(100.0, 100.0, 60.0, 60.0)
 
     def waits(*others: tuple[str, Direction]) -> float:
-        clock = VirtualClock()
-        heap = EventHeap(clock)
-        link = SimLink(heap, clock, rates)
-        rotors = SimRotors(heap, clock, link, rates)
+        device = Device(rates)
         for i, (stream, direction) in enumerate(others):
-            link.start(i, [Copy(0, 0, 10**6)], stream, direction)
-        rotors.make(spec("m", 2), [Copy(0, 0, 50)] * 2).turn(Rotation((0, 1), 1), [0], ())
-        return rotors.stall("m", 2.0)
+            device.link.start(i, [Copy(0, 0, 10**6)], stream, direction)
+        device.make("m", 2, 50).turn(Rotation((0, 1), 1), [0], ())
+        return device.run("m", 2.0)
 
     assert waits() == 0.5
     assert waits(("a", Direction.TO_DEVICE)) == 1.0
@@ -283,36 +334,40 @@ def test_loads_beside_other_traffic_are_as_slow_as_one_more_stream() -> None:
     assert waits(("a", Direction.TO_HOST)) == pytest.approx(50 / 60)
 
 
+def test_a_transfer_is_as_slow_as_loads_leave_it() -> None:
+    """300 bytes beside a load of 50 at 1 to 2 s, and one at 2.5 to 3.5 s: half the rate then."""
+    device = Device(LinkRates.even(100.0))
+    device.make("m", 2, 50).turn(Rotation((0, 1), 1), [0], ())
+    device.link.start(0, [Copy(0, 0, 300)])
+    pace = device.begin("m", 2.0)
+    (done,) = device.heap.take(None)
+    assert isinstance(done, TransferDone)
+    assert (device.clock.now(), done.seconds) == (4.0, 4.0)
+    assert (pace.end, pace.stall) == (3.0, 1.0)
+
+
 def test_a_model_whose_layers_stay_is_not_slowed_by_one_whose_layers_come_and_go() -> None:
-    clock = VirtualClock()
-    heap = EventHeap(clock)
-    rates = LinkRates.even(100.0)
-    rotors = SimRotors(heap, clock, SimLink(heap, clock, rates), rates)
-    rotors.make(spec("a", 4), [Copy(0, 0, 500)] * 4).turn(Rotation((0, 1, 2), 1), [0], ())
-    rotors.make(spec("b", 4), [Copy(0, 0, 500)] * 4)
-    assert rotors.stall("a", 1.0) > 9
-    assert rotors.stall("b", 1.0) == 0
+    device = Device(LinkRates.even(100.0))
+    device.make("a", 4, 500).turn(Rotation((0, 1, 2), 1), [0], ())
+    device.make("b", 4, 500)
+    assert device.run("a", 1.0) > 9
+    assert device.run("b", 1.0) == 0
 
 
 def test_a_newcomer_that_is_refused_does_not_stand_for_the_model_that_is_there() -> None:
-    clock = VirtualClock()
-    heap = EventHeap(clock)
-    rates = LinkRates.even(100.0)
-    rotors = SimRotors(heap, clock, SimLink(heap, clock, rates), rates)
-    rotors.make(spec("a", 2), [Copy(0, 0, 50)] * 2).turn(Rotation((0, 1), 1), [0], ())
-    rotors.make(spec("a", 2), [Copy(0, 0, 50)] * 2)
-    assert rotors.stall("a", 2.0) == 0.5
+    device = Device(LinkRates.even(100.0))
+    device.make("a", 2, 50).turn(Rotation((0, 1), 1), [0], ())
+    device.make("a", 2, 50)
+    assert device.run("a", 2.0) == 0.5
 
 
 def test_loads_of_jobs_at_the_same_time_use_what_the_others_leave_of_the_link() -> None:
-    """The second job's load finds a gap between the first one's."""
-    clock = VirtualClock()
-    heap = EventHeap(clock)
-    rates = LinkRates.even(100.0)
-    rotors = SimRotors(heap, clock, SimLink(heap, clock, rates), rates)
+    """The second job's load at 1..2 s has the link alone; from 2 s on the first one's has half."""
+    device = Device(LinkRates.even(100.0))
     for name in "ab":
-        rotors.make(spec(name, 4), [Copy(0, 0, 100)] * 4).turn(Rotation((0, 2), 1), [0], ())
-    assert rotors.stall("a", 8.0) == 0  # loads at 2..3 and 6..7
-    assert rotors.stall("b", 4.0) == 0  # asked for at 1 and 3, needed at 2 and by the next one
-    clock.advance_to(4.5)
-    assert rotors.stall("b", 4.0) == 1  # asked for at 5.5, brought at 5.5..6 and 7..7.5
+        device.make(name, 4, 100).turn(Rotation((0, 2), 1), [0], ())
+    first = device.begin("a", 8.0)  # loads from 2 s on, needed at 4 s
+    second = device.begin("b", 4.0)  # loads from 1 s on, needed at 2 s; then from 3 s on
+    device.wait(8.0)
+    assert (first.end, first.stall) == (8.0, 0.0)
+    assert (second.end, second.stall) == (4.0, 0.0)

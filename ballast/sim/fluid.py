@@ -1,0 +1,197 @@
+"""Bytes that move over a graph of links, as a fluid: max-min fair shares, exact ends.
+
+A `Wire` is a full-duplex link, a `Side` one direction of it. A `Flow` crosses the sides of its
+path at one rate. Rates are max-min fair (progressive filling): all flows speed up together until a
+side is full or a flow has reached its ceiling; those stay, the others go on. They change only when
+a flow begins or ends; between such moments they are constant, so ends are known exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from ballast.core.link import Direction, LinkRates
+from ballast.sim.agenda import Agenda, Entry
+
+
+class Side:
+    """One direction of a wire."""
+
+    __slots__ = ("_alone", "_mixed", "flows", "other")
+
+    def __init__(self, alone: float, mixed: float) -> None:
+        self._alone, self._mixed = alone, mixed
+        self.other = self
+        """The opposite direction."""
+        self.flows = 0
+        """How many cross it now."""
+
+    @property
+    def capacity(self) -> float:
+        """Bytes per second of all its flows together: less while the other direction carries."""
+        return self._mixed if self.other.flows else self._alone
+
+
+class Wire:
+    """A full-duplex link of the graph."""
+
+    def __init__(self, rates: LinkRates) -> None:
+        self.rates = rates
+        down, up = Direction.TO_DEVICE, Direction.TO_HOST
+        self.down = Side(rates.of(down, mixed=False), rates.of(down, mixed=True))
+        """Towards the device."""
+        self.up = Side(rates.of(up, mixed=False), rates.of(up, mixed=True))
+        self.down.other, self.up.other = self.up, self.down
+
+    def side(self, direction: Direction) -> Side:
+        return self.down if direction is Direction.TO_DEVICE else self.up
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """The most that a flow does, in bytes per second, however much the sides of its path carry."""
+
+    alone: float
+    mixed: float
+    """While the opposite direction of its path's first side carries."""
+
+
+Ended = Callable[[float, float], None]
+"""Called with the moment at which a flow ends, and with the seconds that it took."""
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """Bytes on their way."""
+
+    path: Sequence[Side]
+    ceiling: Ceiling | None
+    ended: Ended
+    began: float
+    left: float
+    """Bytes that had not moved at `since`."""
+    since: float
+    rate: float = 0.0
+    """Bytes per second since then."""
+    end: float = inf
+    """When it ends at that rate."""
+
+    @property
+    def limit(self) -> float:
+        """Bytes per second of its ceiling as things are."""
+        if self.ceiling is None:
+            return inf
+        return self.ceiling.mixed if self.path[0].other.flows else self.ceiling.alone
+
+    @property
+    def alone(self) -> float:
+        """Bytes per second while there is no other flow."""
+        rate = self.limit
+        for side in self.path:
+            rate = min(rate, side.capacity)
+        return rate
+
+
+def max_min(
+    paths: Sequence[Sequence[int]], capacities: Sequence[float], ceilings: Sequence[float]
+) -> list[float]:
+    """Max-min fair rates of flows.
+
+    `paths`: by flow, indices of the links that it crosses, each once; `capacities`: by link, above
+    0; `ceilings`: by flow, above 0 or inf. A flow that crosses no link needs a ceiling.
+    """
+    rates = [0.0] * len(paths)
+    left = list(capacities)
+    crossing = [0] * len(capacities)
+    for path in paths:
+        for link in path:
+            crossing[link] += 1
+    growing = list(range(len(paths)))
+    while growing:
+        fair, full = inf, -1
+        for link, n in enumerate(crossing):
+            if n and left[link] / n < fair:
+                fair, full = left[link] / n, link
+        lowest = min(ceilings[i] for i in growing)
+        if lowest <= fair:
+            fair = lowest
+            stop = [i for i in growing if ceilings[i] == lowest]
+        else:
+            stop = [i for i in growing if full in paths[i]]
+        for i in stop:
+            rates[i] = fair
+            for link in paths[i]:
+                left[link] = max(0.0, left[link] - fair)
+                crossing[link] -= 1
+        growing = [i for i in growing if not rates[i]]
+    return rates
+
+
+class Fluid:
+    """The flows of one world. Beginning or ending one costs O(flows x hops)."""
+
+    def __init__(self, agenda: Agenda) -> None:
+        self._agenda = agenda
+        self.flows: list[Flow] = []
+        """Those on their way, in the order in which they began."""
+        self._next: Entry | None = None
+        """On the agenda: the next end."""
+        self._ending = False
+        """Flows that begin now get their rates when all have ended that end now."""
+
+    def start(
+        self,
+        now: float,
+        path: Sequence[Side],
+        n_bytes: int,
+        ended: Ended,
+        ceiling: Ceiling | None = None,
+    ) -> None:
+        """Let `n_bytes` move over `path` from `now` on; `ended` is called when they have."""
+        self.flows.append(Flow(path, ceiling, ended, now, float(n_bytes), now))
+        for side in path:
+            side.flows += 1
+        if not self._ending:
+            self._renew(now)
+
+    def _end(self, now: float) -> None:
+        """The flows that are due have ended; what they left is the others'."""
+        self._next = None
+        due = [flow for flow in self.flows if flow.end <= now]
+        self.flows = [flow for flow in self.flows if flow.end > now]
+        for flow in due:
+            for side in flow.path:
+                side.flows -= 1
+        self._ending = True
+        for flow in due:
+            flow.ended(now, now - flow.began)
+        self._ending = False
+        if self.flows:
+            self._renew(now)
+
+    def _renew(self, now: float) -> None:
+        """Share the wires anew. A flow whose rate stays keeps its end, to the last bit."""
+        flows = self.flows
+        first = inf
+        rates = self._rates(flows) if len(flows) > 1 else (flows[0].alone,)
+        for flow, rate in zip(flows, rates, strict=True):
+            if rate != flow.rate:
+                if flow.rate:
+                    flow.left = max(0.0, flow.left - (now - flow.since) * flow.rate)
+                flow.rate, flow.since = rate, now
+                flow.end = now + flow.left / rate
+            if flow.end < first:
+                first = flow.end
+        if self._next is not None:
+            if first == self._next.at:
+                return
+            self._agenda.drop(self._next)
+        self._next = self._agenda.schedule(first, self._end)
+
+    @staticmethod
+    def _rates(flows: Sequence[Flow]) -> list[float]:
+        sides: dict[Side, int] = {}
+        paths = [[sides.setdefault(side, len(sides)) for side in flow.path] for flow in flows]
+        return max_min(paths, [side.capacity for side in sides], [flow.limit for flow in flows])

@@ -1,0 +1,113 @@
+"""The graph of links of simulated hosts: which wires bytes cross between host, device and device.
+
+A host joins devices; a device has one wire to it, which the slices of the device share; what all
+devices of a host move together may be bounded by one more wire. Devices reach each other over ports
+of their own (NVLink), over their wires to the host (PCIe), or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ballast.core.errors import ConfigError
+from ballast.core.link import Direction, LinkRates
+from ballast.sim.fluid import Side, Wire
+from ballast.sim.link import Path
+from ballast.sim.world import World
+
+
+class Peers(Enum):
+    """How devices of a host reach each other."""
+
+    NVLINK = "nvlink"
+    """Over a port of each, which a switch joins."""
+    PCIE = "pcie"
+    """Over their wires to the host, past its memory."""
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joints:
+    """How the devices of a cluster are joined, in the order in which they are named."""
+
+    per_host: int = 1
+    """Devices on each host; what is left over is on the last."""
+    host: LinkRates | None = None
+    """What all devices of a host move together to and from its memory; None: whatever their own
+    links carry."""
+    peers: Peers = Peers.NONE
+    port: LinkRates | None = None
+    """Of each device's port to its peers, out of it (`to_host`) and into it (`to_device`)."""
+
+    def __post_init__(self) -> None:
+        if self.per_host < 1:
+            raise ConfigError("per_host", self.per_host, "a host has one device or more")
+        if (self.peers is Peers.NVLINK) != (self.port is not None):
+            raise ConfigError("peers", self.peers.value, "nvlink, and no other, needs `port`")
+
+
+APART = Joints()
+"""Every device has a host of its own."""
+
+
+class Place:
+    """A device on a host: its wire to the host's memory, and its port to its peers."""
+
+    def __init__(self, host: Host, rates: LinkRates) -> None:
+        self.host = host
+        self._wire = Wire(rates)
+        self._port = None if host.joints.port is None else Wire(host.joints.port)
+
+    @property
+    def path(self) -> Path:
+        """What bytes cross between the host's memory and the device, or any of its slices."""
+        return {way: self._to_host(way) for way in Direction}
+
+    def to_peer(self, other: Place) -> Sequence[Side]:
+        """What bytes cross from here to another device of the host.
+
+        Raises ConfigError where there is no way.
+        """
+        if self.host is not other.host or self is other:
+            raise ConfigError("peers", "two places", "they are different devices of one host")
+        if self._port is not None and other._port is not None:
+            return [self._port.up, other._port.down]
+        if self.host.joints.peers is Peers.PCIE:
+            return [self._wire.up, other._wire.down]
+        raise ConfigError("peers", "none", "devices that do not reach each other")
+
+    def _to_host(self, way: Direction) -> Sequence[Side]:
+        own, shared = self._wire.side(way), self.host.wire
+        return [own] if shared is None else [own, shared.side(way)]
+
+
+class Host:
+    """A host: one world, in which its devices share links."""
+
+    def __init__(self, joints: Joints) -> None:
+        self.joints, self.world = joints, World()
+        self.wire = None if joints.host is None else Wire(joints.host)
+        """What all its devices' bytes cross; None: there is no such bound."""
+
+    def place(self, rates: LinkRates) -> Place:
+        """One device more, whose own link carries `rates`."""
+        return Place(self, rates)
+
+
+def places(joints: Joints, units: Sequence[tuple[LinkRates, int]]) -> list[Place]:
+    """Places of devices, on as many hosts as they need.
+
+    `units`: what the own link of each carries, and how many devices it is: a group of several is on
+    one host, alone there if it has more than a host has.
+    """
+    found: list[Place] = []
+    room = 0
+    for rates, devices in units:
+        host = found[-1].host if found and devices <= room else Host(joints)
+        if not found or host is not found[-1].host:
+            room = joints.per_host
+        room -= devices
+        found.append(host.place(rates))
+    return found

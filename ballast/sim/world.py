@@ -1,0 +1,77 @@
+"""Devices that can reach each other in virtual time: one order of all that happens.
+
+Devices of one world share links, or may come to hear of each other. Their events and the changes on
+their common agenda happen in order of time (at equal times changes first, then devices in the order
+in which they were added), so there is one clock. Only a leap takes a device's own clock ahead of
+it, over steps that nothing else can reach and that reach nothing else. Devices of different worlds
+meet in the controller alone, at moments that are known beforehand: each world is taken there by
+itself (`World.advance`), which gives the same bytes as one order for all.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Protocol
+
+from ballast.core.errors import BrokenPromise
+from ballast.sim.agenda import Agenda
+from ballast.sim.fluid import Fluid
+
+
+class Turning(Protocol):
+    """A device of a world: `sim.device.SimDevice`."""
+
+    @property
+    def over(self) -> bool:
+        """Whether it turns no more."""
+
+    @property
+    def due(self) -> float:
+        """When it turns next, as far as is known; inf if it turns no more, or nothing is due."""
+
+    def turn(self, until: float, near: float) -> None:
+        """Turn, and leap: before `until`, and where bytes move before `near`, too."""
+
+
+class World:
+    """Implements the order of events of several devices."""
+
+    def __init__(self) -> None:
+        self.agenda = Agenda()
+        self.fluid = Fluid(self.agenda)
+        """All bytes that move between these devices and their hosts."""
+        self._devices: list[Turning] = []
+
+    def add(self, device: Turning) -> None:
+        """A device more."""
+        self._devices.append(device)
+
+    def advance(self, until: float) -> None:
+        """Let everything happen that is due before `until`."""
+        while self._step(until):
+            pass
+
+    def finish(self, device: Turning) -> None:
+        """Let everything happen until `device` is over."""
+        while not device.over:
+            if not self._step(inf):
+                raise BrokenPromise("a device waits, and nothing will ever happen")
+
+    def _step(self, until: float) -> bool:
+        """Do what happens next before `until`; False if nothing does."""
+        first: Turning | None = None
+        due = near = until
+        for device in self._devices:
+            at = device.due
+            if at < near:
+                if at < due:
+                    first, due, near = device, at, due
+                else:
+                    near = at
+        if self.agenda.next <= due and self.agenda.next < until:
+            self.agenda.run(due, until)
+            return True
+        if first is None:
+            return False
+        first.turn(until, near)
+        return True

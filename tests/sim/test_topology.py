@@ -1,0 +1,77 @@
+"""How simulated devices are joined: which of them share links, and how they reach each other."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+
+from ballast.core.errors import ConfigError
+from ballast.core.link import Direction, LinkRates
+from ballast.sim.topology import APART, Joints, Peers, Place, places
+
+LINK, HOST, PORT = LinkRates.even(50.0), LinkRates.even(60.0), LinkRates.even(400.0)
+DOWN, UP = Direction
+
+
+def seconds(*moves: tuple[Place, Place | Direction], n_bytes: int = 600) -> list[float]:
+    """How long moves take that begin together: between a device and its host, or its peer."""
+    world = moves[0][0].host.world
+    ends = [0.0] * len(moves)
+    for i, (place, to) in enumerate(moves):
+        path = place.to_peer(to) if isinstance(to, Place) else place.path[to]
+
+        def ended(at: float, took: float, i: int = i) -> None:
+            ends[i] = took
+
+        world.fluid.start(0.0, path, n_bytes, ended)
+    world.agenda.run(inf)
+    return ends
+
+
+def test_apart_devices_share_nothing() -> None:
+    a, b = places(APART, [(LINK, 1)] * 2)
+    assert a.host is not b.host
+    assert seconds((a, DOWN)) == seconds((b, DOWN)) == [12.0]
+
+
+def test_devices_of_a_host_share_its_link() -> None:
+    a, b, c = places(Joints(per_host=2, host=HOST), [(LINK, 1)] * 3)
+    assert a.host is b.host is not c.host
+    assert seconds((a, DOWN)) == [12.0], "alone its own link is the narrower one"
+    a, b = places(Joints(per_host=2, host=HOST), [(LINK, 1)] * 2)
+    assert seconds((a, DOWN), (b, DOWN)) == [20.0, 20.0]
+
+
+def test_a_group_is_on_one_host() -> None:
+    units = [(LINK, 1), (LINK, 2), (LINK, 4), (LINK, 1)]
+    one, two, four, last = places(Joints(per_host=2, host=HOST), units)
+    hosts = [place.host for place in (one, two, four, last)]
+    assert len({id(host) for host in hosts}) == 4
+    one, two = places(Joints(per_host=3), units[:2])
+    assert one.host is two.host
+
+
+def test_peers_over_ports_leave_the_host_alone() -> None:
+    joints = Joints(per_host=2, host=HOST, peers=Peers.NVLINK, port=PORT)
+    a, b = places(joints, [(LINK, 1)] * 2)
+    assert seconds((a, b)) == [1.5]
+    a, b = places(joints, [(LINK, 1)] * 2)
+    assert seconds((a, b), (b, DOWN)) == [1.5, 12.0]
+
+
+def test_peers_over_pcie_slow_what_comes_from_the_host() -> None:
+    a, b = places(Joints(per_host=2, host=HOST, peers=Peers.PCIE), [(LINK, 1)] * 2)
+    assert seconds((a, b), (b, DOWN)) == [24.0, 24.0]
+
+
+def test_ways_that_there_are_not_are_refused() -> None:
+    a, b = places(Joints(per_host=2), [(LINK, 1)] * 2)
+    with pytest.raises(ConfigError, match="do not reach each other"):
+        a.to_peer(b)
+    with pytest.raises(ConfigError, match="one host"):
+        a.to_peer(a)
+    with pytest.raises(ConfigError, match="port"):
+        Joints(peers=Peers.NVLINK)
+    with pytest.raises(ConfigError, match="one device or more"):
+        Joints(per_host=0)
