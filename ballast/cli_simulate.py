@@ -49,8 +49,13 @@ Placed = Annotated[
     typer.Option(
         "--placement",
         help="weights, work, follow or both: by weights, or by expected work as well; for good, or "
-        "as the load goes. Default: the fleet file's, else the preset's own.",
+        "as the load goes. Default: the fleet file's, else the preset's own. For simulate also a "
+        ".toml file that names each model's devices.",
     ),
+]
+Links = Annotated[
+    Path | None,
+    typer.Option("--links", help="A .toml file: devices per host, and what links they share."),
 ]
 
 
@@ -60,6 +65,7 @@ def simulate(
     workload: Workload = "bursty",
     preset: Presets = None,
     placement: Placed = None,
+    links: Links = None,
     lanes: Lanes = 1,
     engine: Engine = None,
     rate: Rate = None,
@@ -78,8 +84,12 @@ def simulate(
         from ballast.bench.show import kinds_text, runs_table, sizes_text
         from ballast.bench.simulating import simulate_presets, simulation_json
         from ballast.sim.cluster import kinds_of
+        from ballast.sim.given import given_homes, given_links
 
-    kinds = kinds_of(devices, lanes, engine)
+    kinds, joints = kinds_of(devices, lanes, engine), given_links(links)
+    homes = (
+        given_homes(placement) if placement is not None and placement.endswith(".toml") else None
+    )
     work = (workload, rate, seconds, most_tokens, seed)
     asked = Asked.of(load(fleet_file, simulated=True), preset, *work)
     console = Console()
@@ -93,9 +103,11 @@ def simulate(
                 kinds,
                 asked.workload,
                 asked.presets,
-                placement,
+                placement if homes is None else None,
                 progress,
                 story=story,
+                joints=joints,
+                homes=homes,
             )
         )
     console.print(runs_table(runs))

@@ -23,6 +23,8 @@ from ballast.engine.state import DeviceState
 from ballast.policy.presets import Preset
 from ballast.sim.cluster import SERVED, Cluster, Kind
 from ballast.sim.device import COUNTED
+from ballast.sim.given import GivenHomes
+from ballast.sim.topology import APART, Joints
 from ballast.workload.workload import Workload, WorkloadRequest
 
 
@@ -35,7 +37,7 @@ class ClusterRun:
     """By device: its memory, its models and their weights, and what it did."""
     jobs: int
     placement: str
-    """Name of the fleet policy."""
+    """Name of the fleet policy; `given` where a file names the devices."""
     moves: tuple[dict[str, Any], ...]
     """What the fleet's policy asked for, in order: when, what, and why it was refused, if it was.
     """
@@ -88,8 +90,11 @@ def run_cluster(
     progress: Callable[[int], None] = lambda sent: None,
     missed: Callable[[str], None] | None = None,
     sink_of: SinkOf = lambda device: None,
+    joints: Joints = APART,
+    homes: GivenHomes | None = None,
 ) -> ClusterRun:
-    """The traffic that a fleet policy may expect is the workload's own, on average.
+    """The traffic that a fleet policy may expect is the workload's own, on average; `joints`,
+    `homes`: see `Cluster`.
     `progress` hears how many requests have arrived, and `missed` the model of each that got
     its first token too late, or an error instead, when it does; `sink_of` says who gets a device's
     story. Raises ConfigError (see `sim.cluster`), and what `progress` and `missed` raise.
@@ -128,6 +133,8 @@ def run_cluster(
         watch=watch,
         told=told,
         sink_of=sink_of,
+        joints=joints,
+        homes=homes,
     )
     prompts = prompts_of(vocabularies_of(specs))
 
@@ -150,7 +157,8 @@ def run_cluster(
         name=preset.name,
         workload=workload.describe(),
     )
-    return ClusterRun(report, _did(cluster), cluster.jobs, preset.placement, tuple(moves))
+    placement = preset.placement if homes is None else "given"
+    return ClusterRun(report, _did(cluster), cluster.jobs, placement, tuple(moves))
 
 
 def traffic_of(workload: Workload) -> dict[str, Traffic]:

@@ -14,6 +14,8 @@ from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.settings import FleetSettings
 from ballast.policy.presets import resolve
 from ballast.sim.cluster import Kind
+from ballast.sim.given import GivenHomes
+from ballast.sim.topology import APART, Joints
 from ballast.workload.workload import Workload
 
 Progress = Callable[[str, int], None]
@@ -30,9 +32,11 @@ def simulate_presets(
     progress: Progress = lambda what, sent: None,
     missed: Callable[[str], None] | None = None,
     story: Path | None = None,
+    joints: Joints = APART,
+    homes: GivenHomes | None = None,
 ) -> Iterator[ClusterRun]:
     """Each preset in turn. `placement` names a fleet policy in place of the fleet's own (None);
-    `missed`: see `run_cluster`; `story`: as `stories.fresh`.
+    `missed`, `joints`, `homes`: see `run_cluster`; `story`: see `stories.fresh`.
 
     Raises ConfigError; for an unknown preset, before any has run.
     """
@@ -56,6 +60,8 @@ def simulate_presets(
                 progress=arrived,
                 missed=missed,
                 sink_of=sink_of,
+                joints=joints,
+                homes=homes,
             )
         yield run
 
@@ -68,17 +74,20 @@ def simulation_json(
 ) -> dict[str, Any]:
     """Plain data; equal simulations give equal documents, for no time of this machine is in it."""
     return {
-        "devices": [
-            {
-                "device": k.profile.device,
-                "engine": k.profile.engine,
-                "number": k.number,
-                "lanes": k.lanes,
-            }
-            for k in kinds
-        ],
+        "devices": [_kind_json(kind) for kind in kinds],
         "workload": workload.describe(),
         "requests": len(workload.requests),
         "weights_bytes": weight_bytes(specs),
         "presets": [run.to_json() for run in runs],
     }
+
+
+def _kind_json(kind: Kind) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "device": kind.profile.device,
+        "engine": kind.profile.engine,
+        "number": kind.number,
+        "lanes": kind.lanes,
+    }
+    parts = {"ranks": kind.ranks, "slices": kind.slices}
+    return described | {name: n for name, n in parts.items() if n > 1}

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 
 from ballast.cluster.fleet import FleetBook
 from ballast.cluster.placing import need_of
-from ballast.core.cost import Traffic
+from ballast.core.cost import StepCosts, Traffic
 from ballast.core.entries import Sink
 from ballast.core.errors import ConfigError
 from ballast.core.event import Output
 from ballast.core.fleet import Room
+from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings
@@ -21,9 +22,11 @@ from ballast.core.units import MiB
 from ballast.engine.state import DeviceState
 from ballast.policy.presets import Preset
 from ballast.sim.controller import Controller, Told
-from ballast.sim.device import SimDevice
+from ballast.sim.device import Profile, SimDevice
+from ballast.sim.given import GivenHomes
 from ballast.sim.profile import DeviceProfile, device_profile
 from ballast.sim.simulate import simulate_devices
+from ballast.sim.topology import APART, Joints, Place, places
 
 USABLE = 0.9
 """Share of a device's memory that is the pool's; an assumption, as of common engines' defaults."""
@@ -37,25 +40,50 @@ Watch = Callable[[str, float, DeviceState], None]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Devices of one kind."""
+    """Devices of one kind: whole ones, groups of them, or slices of them."""
 
     number: int
+    """How many devices, or how many groups."""
     profile: DeviceProfile
     lanes: int = 1
+    ranks: int = 1
+    """Devices of each tensor-parallel group, which is one scheduling unit."""
+    slices: int = 1
+    """Equal parts of each device: each has its part of the memory and of the multiprocessors; all
+    share the link."""
+
+    def costs(self, spec: ModelSpec) -> StepCosts:
+        """What jobs cost on one of these. Raises ConfigError where nobody measured it."""
+        return self.profile.costs(spec, self.ranks, 100 // self.slices)
+
+    @property
+    def link(self) -> LinkRates:
+        """What the link of a device carries; the links of all devices of a group together."""
+        return self.profile.link.rates.times(self.ranks)
+
+    def of(self, specs: Iterable[ModelSpec]) -> Profile:
+        """What a simulation of one of these needs that serves `specs`."""
+        costs = {spec.name: self.costs(spec) for spec in specs}
+        return replace(self.profile.of(()), costs=costs, link=self.link)
 
 
 def kinds_of(text: str, lanes: int = 1, engine: str | None = None) -> list[Kind]:
     """Parse `4xH100-80G,2xA100-80G@eager`: each a device's name, or a profile's file, and how many.
     All of them have so many `lanes`, and `engine` serves on those that name none.
 
-    Raises ConfigError, which lists the known names.
+    `2xH100-80G:tp4` are two tensor-parallel groups of four, `2xA100-80G:slices2` two devices cut
+    into two slices each. Raises ConfigError, which lists the known names.
     """
     kinds = []
     for part in text.split(","):
-        found = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\S+)\s*", part)
+        found = re.fullmatch(
+            r"\s*(?:(\d+)\s*x\s*)?(\S+?)(?::(?:tp([1-9]\d*)|slices([1-9]\d?)))?\s*", part
+        )
         if found is None or (found[1] is not None and int(found[1]) < 1):
             raise ConfigError("devices", text, "write NUMBERxDEVICE, as in 4xH100-80G,2xA100-80G")
-        kinds.append(Kind(int(found[1] or 1), device_profile(found[2], engine), lanes))
+        number, name, ranks, slices = found.groups(default="1")
+        kind = Kind(int(number), device_profile(name, engine), lanes, int(ranks), int(slices))
+        kinds.append(kind)
     return kinds
 
 
@@ -73,48 +101,61 @@ class Cluster:
         watch: Watch | None = None,
         told: Told = lambda at, action, refused: None,
         sink_of: Callable[[str], Sink | None] = lambda device: None,
+        joints: Joints = APART,
+        homes: GivenHomes | None = None,
     ) -> None:
         """`served`: what devices have in common (its budget is each one's own); `traffic`: by
         model, what is expected, for a fleet policy that places by work. `told` is called with how
-        models move; `sink_of` returns, by device, the sink of its story.
+        models move; `sink_of` returns, by device, the sink of its story; `joints`: which devices
+        share links; `homes`: which serve each model, in place of the preset's fleet policy.
 
         Raises ConfigError for a model that no device can serve.
         """
-        profiles: dict[str, DeviceProfile] = {}
-        kind_of: dict[str, str] = {}
-        """By device. Measured profiles may have the same name and not be equally fast."""
-        lanes: dict[str, int] = {}
-        for i, kind in enumerate(kinds):
+        policy = preset.fleet if homes is None else homes
+        kind_of: dict[str, Kind] = {}
+        """By device."""
+        place_of: dict[str, Place] = {}
+        units = [(kind.link, kind.ranks) for kind in kinds for _ in range(kind.number)]
+        there = iter(places(joints, units))
+        for kind in kinds:
             for _ in range(kind.number):
-                name = f"{kind.profile.device}:{len(profiles)}"
-                profiles[name], kind_of[name] = kind.profile, str(i)
-                lanes[name] = kind.lanes
-        settings = {
-            name: replace(_settings(p, served, name), lanes=lanes[name])
-            for name, p in profiles.items()
-        }
-        rooms = [Room(n, settings[n].budget_bytes, kind_of[n]) for n in profiles]
-        by_kind = {kind_of[n]: p for n, p in profiles.items()}
+                place = next(there)
+                for _ in range(kind.slices):
+                    name = f"{kind.profile.device}:{len(kind_of)}"
+                    kind_of[name], place_of[name] = kind, place
+        settings = {name: _settings(kind, served, name) for name, kind in kind_of.items()}
+        numbers = {id(kind): str(i) for i, kind in enumerate(kinds)}
+        """Measured profiles may have the same name and not be equally fast."""
+        rooms = [Room(n, settings[n].budget_bytes, numbers[id(k)]) for n, k in kind_of.items()]
+        by_kind = {numbers[id(kind)]: kind for kind in kinds}
         kept = dict.fromkeys(replace(s, name="", budget_bytes=0) for s in settings.values())
         needs = [need_of(s, kept, _work(s, by_kind, traffic or {})) for s in specs]
-        homes = preset.fleet.place(needs, rooms)
+        at = policy.place(needs, rooms)
         self.devices: dict[str, SimDevice] = {}
         """By name, those that serve or may come to serve any model."""
         for room in rooms:
-            name, profile = room.device, profiles[room.device]
-            own = [s for s in specs if name in homes[s.name]]
-            if not own and not preset.fleet.moves:
+            name, kind, place = room.device, kind_of[room.device], place_of[room.device]
+            own = [s for s in specs if name in at[s.name]]
+            if not own and not policy.moves:
                 continue
             observe = None if watch is None else functools.partial(watch, name)
             said = functools.partial(heard, name)
             self.devices[name] = SimDevice(
-                settings[name], own, preset, profile.of(own), said, sink_of(name), observe
+                settings[name],
+                own,
+                preset,
+                kind.of(own),
+                said,
+                sink_of(name),
+                observe,
+                world=place.host.world,
+                path=place.path,
             )
         self.controller = Controller(
             self.devices,
-            FleetBook(homes, needs, rooms, preset.fleet),
+            FleetBook(at, needs, rooms, policy),
             specs,
-            lambda device, spec: profiles[device].costs(spec),
+            lambda device, spec: kind_of[device].costs(spec),
             told,
         )
 
@@ -128,25 +169,37 @@ class Cluster:
         return simulate_devices(self.controller, arrivals)
 
 
-def _settings(profile: DeviceProfile, served: DeviceSettings, name: str) -> DeviceSettings:
-    """Of one device: its own where its profile was measured on it, else `served`."""
+def _settings(kind: Kind, served: DeviceSettings, name: str) -> DeviceSettings:
+    """One device's: its own where its profile was measured on it, else `served`.
+
+    A group is a device whose pages are as many times larger as it has ranks: each rank has its part
+    of every page.
+    """
+    profile = kind.profile
     if profile.served is not None:
-        return replace(served, name=name, **profile.served.model_dump())
+        if kind.ranks > 1 or kind.slices > 1:
+            allowed = "whole devices: its profile was measured on one"
+            raise ConfigError("devices", profile.device, allowed)
+        own = profile.served.model_dump()
+        return replace(served, name=name, lanes=kind.lanes, **own)
     if profile.hardware is None:
         raise ConfigError(
             "devices", profile.device, "its profile has neither `hardware` nor `served`: no memory"
         )
-    budget = int(USABLE * profile.hardware.memory_bytes) // served.page_bytes * served.page_bytes
-    return replace(served, name=name, budget_bytes=budget)
+    page = served.page_bytes
+    pages = int(USABLE * profile.hardware.memory_bytes) // kind.slices // page
+    page *= kind.ranks
+    budget = pages * page
+    return replace(served, name=name, lanes=kind.lanes, page_bytes=page, budget_bytes=budget)
 
 
 def _work(
-    spec: ModelSpec, kinds: Mapping[str, DeviceProfile], traffic: Mapping[str, Traffic]
+    spec: ModelSpec, kinds: Mapping[str, Kind], traffic: Mapping[str, Traffic]
 ) -> dict[str, float]:
     """By kind of device; adapters' requests are their base's work."""
     expected = [(traffic[s.name], s.slo.tpot) for s in spec.served if s.name in traffic]
     if not expected:
         return {}
-    costs = {name: p.costs(spec) for name, p in kinds.items()}
+    costs = {name: kind.costs(spec) for name, kind in kinds.items()}
     most = spec.max_running
     return {name: sum(c.work(t, tpot, most) for t, tpot in expected) for name, c in costs.items()}

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ballast.core.cost import Traffic
 from ballast.core.errors import ConfigError
 from ballast.core.event import Failed, Finished, Output, TokenOut
+from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.policy.presets import resolve
 from ballast.sim.catalogue import facts
 from ballast.sim.cluster import Cluster, Kind, kinds_of
+from ballast.sim.given import given_homes, given_links
 from ballast.sim.profile import device_profile
+from ballast.sim.topology import APART, Joints
 
 
 def spec(name: str, like: str = "Llama-2-7b") -> ModelSpec:
@@ -45,6 +50,16 @@ def test_kinds_of_devices_are_named() -> None:
     ]
 
 
+def test_groups_and_slices_are_named() -> None:
+    kinds = kinds_of("2xH100-80G:tp4,A100-80G:slices2,L4")
+    named = [(k.number, k.profile.device, k.ranks, k.slices) for k in kinds]
+    assert named == [(2, "H100-80G", 4, 1), (1, "A100-80G", 1, 2), (1, "L4", 1, 1)]
+    group, whole = kinds[0], kinds_of("H100-80G")[0]
+    assert group.link.to_device == 4 * whole.link.to_device
+    large = spec("large", "Llama-2-70b")
+    assert group.costs(large) == whole.profile.costs(large, tp=4)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -53,6 +68,7 @@ def test_kinds_of_devices_are_named() -> None:
         ("00xL4", "NUMBERxDEVICE"),
         ("", "NUMBERxDEVICE"),
         ("4x", "device"),
+        ("2xH100-80G:tp0", "H100-80G"),
     ],
 )
 def test_what_is_no_device_is_refused(text: str, says: str) -> None:
@@ -107,3 +123,120 @@ def test_profiles_of_one_name_are_told_apart() -> None:
         traffic=expected,
     ).controller.book.homes
     assert set(homes.values()) == {("H100-80G:0",)}, "all are easy for the quick one"
+
+
+def served(kinds: str, specs: list[ModelSpec], n: int = 30, **how: Any) -> tuple[Cluster, float]:
+    """A cluster that has served so many requests, and the last token's time."""
+    ends: Counter[str] = Counter()
+    last = 0.0
+
+    def heard(device: str, at: float, output: Output) -> None:
+        nonlocal last
+        ends[type(output).__name__] += 1
+        last = at
+
+    cluster = Cluster(kinds_of(kinds), specs, resolve("balloon"), heard, **how)
+    cluster.run(arrivals([s.name for s in specs], n))
+    assert ends["Finished"] == n
+    for device in cluster.devices.values():
+        device.state.pool.validate()
+    return cluster, last
+
+
+def test_a_group_serves_what_one_device_cannot_hold() -> None:
+    large = [spec("large", "Llama-2-70b")]
+    with pytest.raises(ConfigError, match="are missing"):
+        served("8xH100-80G", large)
+    two, slower = served("H100-80G:tp4", large)
+    (state,) = (device.state for device in two.devices.values())
+    single = kinds_of("H100-80G")[0].profile.hardware
+    assert single is not None
+    assert state.settings.budget_bytes > 3.5 * 0.9 * single.memory_bytes
+    _, quicker = served("H100-80G:tp8", large)
+    assert quicker < slower
+
+
+def test_slices_are_parts_of_a_device_that_share_its_link() -> None:
+    specs = [spec(f"m{i}", "LLaMA-7b") for i in range(2)]
+    whole, _ = served("A100-80G", specs)
+    halves, _ = served("A100-80G:slices2", specs)
+    assert len(halves.devices) == 2
+    budgets = {d.state.settings.budget_bytes for c in (whole, halves) for d in c.devices.values()}
+    assert max(budgets) == pytest.approx(2 * min(budgets), rel=1e-3)
+
+    def brought(cluster: Cluster) -> list[float]:
+        story = (device.story.entries for device in cluster.devices.values())
+        return [e["seconds"] for es in story for e in es if e.get("event") == "TransferDone"]
+
+    (first, second), (alone, later) = brought(halves), brought(whole)
+    assert first > 1.9 * alone, "both come at once, each with half of the link"
+    assert later == pytest.approx(alone)
+    assert second == pytest.approx(first)
+    with pytest.raises(ConfigError, match="measured here"):
+        served("H100-80G:slices2", specs)
+
+
+def test_devices_of_a_host_bring_their_models_more_slowly() -> None:
+    specs = [spec(f"m{i}") for i in range(4)]
+    link = kinds_of("4xH100-80G")[0].link
+    shared = Joints(per_host=4, host=link)
+
+    def first(**how: Any) -> float:
+        cluster, _ = served("4xH100-80G", specs, n=4, **how)
+        assert all(len(on) == 1 for on in cluster.controller.book.homes.values())
+        stories = (device.story.entries for device in cluster.devices.values())
+        return max(e["seconds"] for es in stories for e in es if e.get("event") == "TransferDone")
+
+    apart = first()
+    assert first(joints=Joints(per_host=4)) == apart
+    assert first(joints=shared) > 3 * apart
+
+
+def test_models_are_where_a_file_says(tmp_path: Path) -> None:
+    specs = [spec(f"m{i}") for i in range(3)]
+    file = tmp_path / "homes.toml"
+    file.write_text('[homes]\nm0 = [1]\nm1 = ["H100-80G:0", 1]\nm2 = [0, 0]\n')
+    cluster, _ = served("2xH100-80G", specs, homes=given_homes(str(file)))
+    names = [f"H100-80G:{i}" for i in range(2)]
+    assert cluster.controller.book.homes == {
+        "m0": (names[1],),
+        "m1": (names[0], names[1]),
+        "m2": (names[0],),
+    }
+
+
+@pytest.mark.parametrize(
+    ("homes", "says"),
+    [
+        ("m0 = [0]", "'m1'.*one device or more"),
+        ("m0 = [0]\nm1 = []", "'m1'.*one device or more"),
+        ("m0 = [0]\nm1 = [1]\nm2 = [0]", "'m2'.*known here"),
+        ("m0 = [0]\nm1 = [2]", "numbered from 0 to 1"),
+        ('m0 = [0]\nm1 = ["L4:7"]', "'L4:7'.*known here: L4:0, L4:1"),
+        ('m0 = [0]\nm1 = "L4:0"', "homes"),
+        ("m0 = [0]\nm1 = [1]\n[extra]", "extra"),
+    ],
+)
+def test_faults_in_a_file_of_homes_are_named(tmp_path: Path, homes: str, says: str) -> None:
+    file = tmp_path / "homes.toml"
+    file.write_text(f"[homes]\n{homes}\n")
+    with pytest.raises(ConfigError, match=says):
+        served("2xL4", [spec("m0"), spec("m1")], homes=given_homes(str(file)))
+
+
+def test_a_device_too_small_for_a_given_model_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "homes.toml"
+    file.write_text("[homes]\nm0 = [0]\nlarge = [1]\n")
+    specs = [spec("m0"), spec("large", "Llama-2-13b")]
+    with pytest.raises(ConfigError, match=r"L4:1 is too small for it: .*missing"):
+        served("H100-80G,L4", specs, homes=given_homes(str(file)))
+
+
+def test_links_are_read_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "links.toml"
+    file.write_text("per_host = 4\n[host]\nto_device = 6e10\nto_host = 5e10\n")
+    assert given_links(file) == Joints(per_host=4, host=LinkRates(6e10, 5e10, 6e10, 5e10))
+    assert given_links(None) == APART
+    file.write_text("per_hosts = 4\n")
+    with pytest.raises(ConfigError, match="per_host"):
+        given_links(file)
