@@ -57,6 +57,10 @@ Links = Annotated[
     Path | None,
     typer.Option("--links", help="A .toml file: devices per host, and what links they share."),
 ]
+Orders = Annotated[
+    Path | None,
+    typer.Option("--orders", help="A .toml file: what devices lend each other, and recall, when."),
+]
 
 
 def simulate(
@@ -66,6 +70,7 @@ def simulate(
     preset: Presets = None,
     placement: Placed = None,
     links: Links = None,
+    orders: Orders = None,
     lanes: Lanes = 1,
     engine: Engine = None,
     rate: Rate = None,
@@ -84,12 +89,9 @@ def simulate(
         from ballast.bench.show import kinds_text, runs_table, sizes_text
         from ballast.bench.simulating import simulate_presets, simulation_json
         from ballast.sim.cluster import kinds_of
-        from ballast.sim.given import given_homes, given_links
+        from ballast.sim.given import given
 
-    kinds, joints = kinds_of(devices, lanes, engine), given_links(links)
-    homes = (
-        given_homes(placement) if placement is not None and placement.endswith(".toml") else None
-    )
+    kinds, found = kinds_of(devices, lanes, engine), given(links, placement, orders)
     work = (workload, rate, seconds, most_tokens, seed)
     asked = Asked.of(load(fleet_file, simulated=True), preset, *work)
     console = Console()
@@ -103,11 +105,10 @@ def simulate(
                 kinds,
                 asked.workload,
                 asked.presets,
-                placement if homes is None else None,
+                placement if found.homes is None else None,
                 progress,
                 story=story,
-                joints=joints,
-                homes=homes,
+                given=found,
             )
         )
     console.print(runs_table(runs))

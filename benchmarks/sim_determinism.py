@@ -1,9 +1,11 @@
 """Whether a simulation gives the same bytes every time: JSON, page and stories, in processes of
 their own.
 
-Twelve models of the catalogue in bursty groups on devices of three kinds, under three presets. One
-seed runs in this process, twice, and in others with several `PYTHONHASHSEED`; `identical` says
-whether all of them wrote the same bytes, and that another seed wrote others.
+Twelve models of the catalogue in bursty groups, under three presets each: on devices of three kinds,
+each by itself; and on a host whose link a tensor-parallel group and two devices of two lanes share,
+one of which lends to the other. One seed runs in this process, twice, and in others with several
+`PYTHONHASHSEED`; `identical` says whether all of them wrote the same bytes, and that another seed
+wrote others.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 from ballast.bench.asked import Asked
 from ballast.bench.page import page
 from ballast.bench.simulating import simulate_presets, simulation_json
+from ballast.core.link import LinkRates
 from ballast.core.settings import (
     DeviceSettings,
     FleetSettings,
@@ -29,8 +32,11 @@ from ballast.core.settings import (
     ModelSettings,
     Slo,
 )
+from ballast.core.units import MiB
 from ballast.fleet.file import CATALOGUE
-from ballast.sim.cluster import kinds_of
+from ballast.sim.cluster import Kind, kinds_of
+from ballast.sim.given import NOTHING, Given, Order
+from ballast.sim.topology import Joints, Peers
 from benchmarks.common import finish, options
 
 KNOWN = ("Llama-2-7b", "Llama-2-13b", "Qwen3-4b", "Qwen2.5-7b", "Llama-3-8b", "Qwen3-30B-A3B")
@@ -42,8 +48,25 @@ PLACED = "both"
 HASH_SEEDS = ("0", "1", "4242", "random")
 
 
+TOGETHER = "1xH100-80G:tp2,2xL4"
+TOGETHER_PRESETS = "swap,balloon,mirage"
+GIVEN = Given(
+    joints=Joints(per_host=4, host=LinkRates.even(3e10), peers=Peers.PCIE),
+    orders=(
+        Order(at=1.0, lender=1, borrower=2, lend=256 * MiB),
+        Order(at=5.0, lender=1, borrower=2, recall="all"),
+    ),
+)
+
+
 def written(seed: int, seconds: float) -> str:
     """SHA-256 of what `ballast simulate` would write."""
+    apart = _written(seed, seconds, kinds_of(DEVICES), PRESETS, NOTHING)
+    together = _written(seed, seconds, kinds_of(TOGETHER, lanes=2), TOGETHER_PRESETS, GIVEN)
+    return hashlib.sha256(apart + together).hexdigest()
+
+
+def _written(seed: int, seconds: float, kinds: Sequence[Kind], presets: str, given: Given) -> bytes:
     models = [
         ModelSettings(name=f"m{i}", path=CATALOGUE + KNOWN[i % len(KNOWN)], slo=Slo(tpot=0.1))
         for i in range(MODELS)
@@ -51,16 +74,15 @@ def written(seed: int, seconds: float) -> str:
     fleet = FleetSettings(
         models=tuple(models), device=DeviceSettings(budget_bytes=0), link=LinkSettings()
     )
-    kinds = kinds_of(DEVICES)
-    asked = Asked.of(fleet, PRESETS, "bursty", RATE, seconds, MOST_TOKENS, seed)
+    asked = Asked.of(fleet, presets, "bursty", RATE, seconds, MOST_TOKENS, seed)
     with TemporaryDirectory() as scratch:
         story = Path(scratch) / "story"
         asking = (asked.specs, kinds, asked.workload, asked.presets, PLACED)
-        runs = list(simulate_presets(fleet, *asking, story=story))
+        runs = list(simulate_presets(fleet, *asking, story=story, given=given))
         stories = b"".join(file.read_bytes() for file in sorted(story.parent.iterdir()))
     told = dumps(simulation_json(kinds, asked.specs, asked.workload, runs))
     told += page("a page", [asked.described()], [run.report for run in runs], runs)
-    return hashlib.sha256(told.encode() + stories).hexdigest()
+    return told.encode() + stories
 
 
 def apart(seed: int, seconds: float, hash_seed: str) -> str:
@@ -96,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "runs": len(digests),
         "presets": PRESETS,
         "devices": DEVICES,
+        "together": f"{TOGETHER_PRESETS} on {TOGETHER}",
         "sha256": digests,
         "other_seed": other,
     }

@@ -23,8 +23,7 @@ from ballast.engine.state import DeviceState
 from ballast.policy.presets import Preset
 from ballast.sim.cluster import SERVED, Cluster, Kind
 from ballast.sim.device import COUNTED
-from ballast.sim.given import GivenHomes
-from ballast.sim.topology import APART, Joints
+from ballast.sim.given import NOTHING, Given
 from ballast.workload.workload import Workload, WorkloadRequest
 
 
@@ -90,11 +89,10 @@ def run_cluster(
     progress: Callable[[int], None] = lambda sent: None,
     missed: Callable[[str], None] | None = None,
     sink_of: SinkOf = lambda device: None,
-    joints: Joints = APART,
-    homes: GivenHomes | None = None,
+    given: Given = NOTHING,
 ) -> ClusterRun:
-    """The traffic that a fleet policy may expect is the workload's own, on average; `joints`,
-    `homes`: see `Cluster`.
+    """The traffic that a fleet policy may expect is the workload's own, on average; `given`: see
+    `Cluster`.
     `progress` hears how many requests have arrived, and `missed` the model of each that got
     its first token too late, or an error instead, when it does; `sink_of` says who gets a device's
     story. Raises ConfigError (see `sim.cluster`), and what `progress` and `missed` raise.
@@ -133,8 +131,7 @@ def run_cluster(
         watch=watch,
         told=told,
         sink_of=sink_of,
-        joints=joints,
-        homes=homes,
+        given=given,
     )
     prompts = prompts_of(vocabularies_of(specs))
 
@@ -157,7 +154,7 @@ def run_cluster(
         name=preset.name,
         workload=workload.describe(),
     )
-    placement = preset.placement if homes is None else "given"
+    placement = preset.placement if given.homes is None else "given"
     return ClusterRun(report, _did(cluster), cluster.jobs, placement, tuple(moves))
 
 

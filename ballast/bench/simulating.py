@@ -14,8 +14,7 @@ from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.settings import FleetSettings
 from ballast.policy.presets import resolve
 from ballast.sim.cluster import Kind
-from ballast.sim.given import GivenHomes
-from ballast.sim.topology import APART, Joints
+from ballast.sim.given import NOTHING, Given
 from ballast.workload.workload import Workload
 
 Progress = Callable[[str, int], None]
@@ -32,11 +31,10 @@ def simulate_presets(
     progress: Progress = lambda what, sent: None,
     missed: Callable[[str], None] | None = None,
     story: Path | None = None,
-    joints: Joints = APART,
-    homes: GivenHomes | None = None,
+    given: Given = NOTHING,
 ) -> Iterator[ClusterRun]:
     """Each preset in turn. `placement` names a fleet policy in place of the fleet's own (None);
-    `missed`, `joints`, `homes`: see `run_cluster`; `story`: see `stories.fresh`.
+    `missed`, `given`: see `run_cluster`; `story`: see `stories.fresh`.
 
     Raises ConfigError; for an unknown preset, before any has run.
     """
@@ -60,8 +58,7 @@ def simulate_presets(
                 progress=arrived,
                 missed=missed,
                 sink_of=sink_of,
-                joints=joints,
-                homes=homes,
+                given=given,
             )
         yield run
 

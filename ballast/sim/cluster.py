@@ -23,10 +23,11 @@ from ballast.engine.state import DeviceState
 from ballast.policy.presets import Preset
 from ballast.sim.controller import Controller, Told
 from ballast.sim.device import Profile, SimDevice
-from ballast.sim.given import GivenHomes
+from ballast.sim.given import NOTHING, Given
+from ballast.sim.lending import carry_out
 from ballast.sim.profile import DeviceProfile, device_profile
 from ballast.sim.simulate import simulate_devices
-from ballast.sim.topology import APART, Joints, Place, places
+from ballast.sim.topology import Place, places
 
 USABLE = 0.9
 """Share of a device's memory that is the pool's; an assumption, as of common engines' defaults."""
@@ -101,25 +102,24 @@ class Cluster:
         watch: Watch | None = None,
         told: Told = lambda at, action, refused: None,
         sink_of: Callable[[str], Sink | None] = lambda device: None,
-        joints: Joints = APART,
-        homes: GivenHomes | None = None,
+        given: Given = NOTHING,
     ) -> None:
         """`served`: what devices have in common (its budget is each one's own); `traffic`: by
         model, what is expected, for a fleet policy that places by work. `told` is called with how
-        models move; `sink_of` returns, by device, the sink of its story; `joints`: which devices
-        share links; `homes`: which serve each model, in place of the preset's fleet policy.
+        models move; `sink_of` returns, by device, the sink of its story; `given`: which
+        devices share links, serve which models, and lend to each other.
 
         Raises ConfigError for a model that no device can serve.
         """
-        policy = preset.fleet if homes is None else homes
+        policy = preset.fleet if given.homes is None else given.homes
         kind_of: dict[str, Kind] = {}
         """By device."""
         place_of: dict[str, Place] = {}
         units = [(kind.link, kind.ranks) for kind in kinds for _ in range(kind.number)]
-        there = iter(places(joints, units))
+        free = iter(places(given.joints, units))
         for kind in kinds:
             for _ in range(kind.number):
-                place = next(there)
+                place = next(free)
                 for _ in range(kind.slices):
                     name = f"{kind.profile.device}:{len(kind_of)}"
                     kind_of[name], place_of[name] = kind, place
@@ -151,6 +151,11 @@ class Cluster:
                 world=place.host.world,
                 path=place.path,
             )
+        if given.orders and preset.requires.kv_swapping:
+            allowed = "another preset: KV that lies layer by layer never lies on borrowed pages"
+            raise ConfigError("orders", preset.name, allowed)
+        there = {name: (device, place_of[name]) for name, device in self.devices.items()}
+        carry_out(given.orders, there, list(kind_of))
         self.controller = Controller(
             self.devices,
             FleetBook(at, needs, rooms, policy),

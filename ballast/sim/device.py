@@ -12,7 +12,7 @@ from ballast.core.clock import VirtualClock
 from ballast.core.cost import StepCosts
 from ballast.core.entries import Sink
 from ballast.core.errors import ConfigError
-from ballast.core.event import Arrival, Drain, Operate, Output
+from ballast.core.event import Arrival, Drain, Event, Operate, Output
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Request, Submission
@@ -27,6 +27,7 @@ from ballast.policy.presets import Preset
 from ballast.sim.ahead import HeapAhead
 from ballast.sim.leap import Said, leap
 from ballast.sim.link import Path, Route, SimLink
+from ballast.sim.passes import Source
 from ballast.sim.rotor import SimRotors
 from ballast.sim.runner import SimRunner
 from ballast.sim.swapper import SimSwappers
@@ -110,7 +111,7 @@ class SimDevice:
         fluid = self._world.fluid
         route = Route.alone(fluid, profile.link) if path is None else Route(fluid, path)
         mapping = profile.moving(settings.page_bytes)
-        link = SimLink(self._heap, self.clock, profile.link, mapping, route)
+        self.link = link = SimLink(self._heap, self.clock, profile.link, mapping, route)
         self._rotors = SimRotors(self._heap, self.clock, link)
         requires = preset.requires
         swappers = SimSwappers(link, requires.dirty) if requires.kv_swapping else None
@@ -241,15 +242,28 @@ class SimDevice:
         self._world.finish(self)
         self._loop.end()
 
-    def turn(self, until: float, near: float = math.inf) -> None:
-        """Turn its loop at `due`, and leap (`sim.leap`)."""
+    def turn(self, until: float) -> None:
+        """Turn its loop at `due`, and leap (`sim.leap`) before `until`."""
         if not self._heap.ready(self._loop.until):
             return
         self._loop.turn()
         if self._leaps:
-            leap(self._loop, self._heap, self._runner, self.clock, self._said, until, near)
+            near, horizon = self._world.bounds(self, self.clock.now(), until)
+            leap(self._loop, self._heap, self._runner, self.clock, self._said, horizon, near)
         if self._observe is not None:
             self._observe(self.clock.now(), self.state)
+
+    def receive(self, at: float, event: Event) -> None:
+        """`event` comes from outside at `at`."""
+        self._heap.schedule(at, event)
+
+    def order(self, at: float, id: str, operation: Operation) -> None:
+        """An operator orders something at `at`; nobody waits for the answer."""
+        self.receive(at, Operate(id, operation))
+
+    def borrows_over(self, source: Callable[[str], Source]) -> None:
+        """Jobs read KV on borrowed pages through `source`, by model."""
+        self._runner.borrowed = source
 
     @property
     def _next(self) -> str:

@@ -13,11 +13,15 @@ from ballast.sim.agenda import Agenda, Change
 
 
 class Source(Protocol):
-    """What brings layers, or what they need: `sim.rotor.SimRotor`, `sim.swapper.SimSwapper`."""
+    """What brings layers, or what they need: `sim.rotor`, `sim.swapper`, `sim.lending`."""
 
     @property
     def stops(self) -> Sequence[int]:
         """Layers, ascending, that a job which begins now may wait for or makes room at."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether a job that begins now may wait for anything."""
 
     @property
     def open(self) -> bool:

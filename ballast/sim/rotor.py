@@ -83,6 +83,10 @@ class SimRotor:
             return self._order
         return sorted({*self._sharing, *self._flying})
 
+    @property
+    def waits(self) -> bool:
+        return bool(self._sharing or self._flying)
+
     def begin(self, now: float, job: Pass, read: int, written: int) -> None:
         self._job = job
 

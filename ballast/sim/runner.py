@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from math import inf
 
@@ -56,6 +56,9 @@ class SimRunner:
         self._parts = parts
         self._swappers = swappers
         self._lanes = SimLanes(heap, clock, reach, overhead)
+        self.borrowed: Callable[[str], Source] | None = None
+        """By model, what brings KV on borrowed pages; None where nothing moves for that."""
+        self._borrowed: dict[str, Source] = {}
         self._began = self._free = 0.0
         """When the last job began, and when it ends, if that is known."""
         self._ahead: tuple[str, Alone] | None = None
@@ -79,15 +82,15 @@ class SimRunner:
         if job.parts is not None and job.parts < self._parts:
             share, split = job.parts / self._parts, self._costs[job.model].split(job.load)
             way = (partial(self._pass, job.model), read, written)
-            stops = self._stops(job.model)
-            self._lanes.start(job, share, *split, results, way if stops else None)
+            waits = self._waits(job.model)
+            self._lanes.start(job, share, *split, results, way if waits else None)
             return
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == job.model and ahead[1].began == now:
             pace = ahead[1]
         else:
             seconds = self._seconds(job.model, job.load)
-            if not self._stops(job.model):
+            if not self._waits(job.model):
                 self._free = now + seconds + self._overhead
                 self._heap.schedule(self._free, JobDone(job, results, seconds))
                 return
@@ -117,7 +120,7 @@ class SimRunner:
     ) -> tuple[float, float, float]:
         """As `decodes`, of a model that may wait for layers. No event is due before `until`; an
         end that is not certain by then, or before changes bring one, is inf."""
-        if not self._stops(model):
+        if not self._waits(model):
             return self.decodes(model, sequences, context)
         seconds = self._seconds(model, Load(0, 0, 0, sequences, context))
         pace = self._begin(model, seconds, context - sequences, sequences)
@@ -129,7 +132,7 @@ class SimRunner:
 
     def moves(self, models: Iterable[str]) -> bool:
         """Whether any bytes are on their way, or jobs of `models` would move some."""
-        return self._link.moving > 0 or any(self._stops(model) for model in models)
+        return self._link.moving > 0 or any(self._waits(model) for model in models)
 
     def _seconds(self, model: str, load: Load) -> float:
         """Seconds of a job that begins now, without what it waits; the same if asked again now."""
@@ -160,17 +163,24 @@ class SimRunner:
         return Pass(self._specs[model].n_layers, self._sources(model), pace)
 
     def _sources(self, model: str) -> list[Source]:
-        rotor = self._rotors.of(model)
-        swapper = None if self._swappers is None else self._swappers.of(model)
-        return [source for source in (rotor, swapper) if source is not None]
+        rotor, swapper, borrowed = self._rotors.of(model), None, None
+        if self._swappers is not None:
+            swapper = self._swappers.of(model)
+        if self.borrowed is not None:
+            borrowed = self._borrowed.get(model)
+            if borrowed is None:
+                borrowed = self._borrowed[model] = self.borrowed(model)
+        found = (rotor, swapper, borrowed)
+        return [source for source in found if source is not None and source.waits]
 
-    def _stops(self, model: str) -> bool:
-        """Whether a job of the model that begins now may wait for layers."""
+    def _waits(self, model: str) -> bool:
+        """Whether a job of the model that begins now may wait for what moves."""
         rotor = self._rotors.of(model)
-        if rotor is not None and rotor.stops:
+        if rotor is not None and rotor.waits:
             return True
-        swapper = None if self._swappers is None else self._swappers.of(model)
-        return swapper is not None and bool(swapper.stops)
+        if self._swappers is None and self.borrowed is None:
+            return False
+        return bool(self._sources(model))
 
     def _results(self, spec: ModelSpec, job: Job) -> Iterator[Result]:
         for w in job.work:

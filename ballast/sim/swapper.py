@@ -63,6 +63,10 @@ class SimSwapper:
         return self._rotation.layers
 
     @property
+    def waits(self) -> bool:
+        return bool(self._layers)
+
+    @property
     def open(self) -> bool:
         return self._storing > 0
 

@@ -25,6 +25,8 @@ class Peers(Enum):
     """Over a port of each, which a switch joins."""
     PCIE = "pcie"
     """Over their wires to the host, past its memory."""
+    MEMORY = "memory"
+    """Their memory is the host's: nothing moves between them."""
     NONE = "none"
 
 

@@ -29,8 +29,16 @@ class Turning(Protocol):
     def due(self) -> float:
         """When it turns next, as far as is known; inf if it turns no more, or nothing is due."""
 
-    def turn(self, until: float, near: float) -> None:
-        """Turn, and leap: before `until`, and where bytes move before `near`, too."""
+    def turn(self, until: float) -> None:
+        """Turn, and leap before `until`, as far as `World.bounds` says."""
+
+
+class Reaching(Protocol):
+    """How devices of a world reach each other but by links: `sim.lending.Lenders`."""
+
+    def horizon(self, now: float, near: float) -> float:
+        """Before when no device is reached by anything that does not happen by `now`; `near`: when
+        the next of the others turns, at the earliest."""
 
 
 class World:
@@ -40,6 +48,8 @@ class World:
         self.agenda = Agenda()
         self.fluid = Fluid(self.agenda)
         """All bytes that move between these devices and their hosts."""
+        self.reaching: Reaching | None = None
+        """None: by links alone."""
         self._devices: list[Turning] = []
 
     def add(self, device: Turning) -> None:
@@ -57,21 +67,27 @@ class World:
             if not self._step(inf):
                 raise BrokenPromise("a device waits, and nothing will ever happen")
 
+    def bounds(self, device: Turning, now: float, until: float) -> tuple[float, float]:
+        """How far a device may leap that has just turned: where bytes move, and where none do."""
+        if len(self._devices) == 1:
+            return inf, until
+        near = min(other.due for other in self._devices if other is not device)
+        if self.reaching is None:
+            return near, until
+        return near, min(until, self.reaching.horizon(now, min(near, self.agenda.next)))
+
     def _step(self, until: float) -> bool:
         """Do what happens next before `until`; False if nothing does."""
         first: Turning | None = None
-        due = near = until
+        due = until
         for device in self._devices:
             at = device.due
-            if at < near:
-                if at < due:
-                    first, due, near = device, at, due
-                else:
-                    near = at
+            if at < due:
+                first, due = device, at
         if self.agenda.next <= due and self.agenda.next < until:
             self.agenda.run(due, until)
             return True
         if first is None:
             return False
-        first.turn(until, near)
+        first.turn(until)
         return True

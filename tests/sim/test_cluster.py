@@ -15,12 +15,13 @@ from ballast.core.event import Failed, Finished, Output, TokenOut
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
+from ballast.core.units import MiB
 from ballast.policy.presets import resolve
 from ballast.sim.catalogue import facts
 from ballast.sim.cluster import Cluster, Kind, kinds_of
-from ballast.sim.given import given_homes, given_links
+from ballast.sim.given import Given, given
 from ballast.sim.profile import device_profile
-from ballast.sim.topology import APART, Joints
+from ballast.sim.topology import Joints
 
 
 def spec(name: str, like: str = "Llama-2-7b") -> ModelSpec:
@@ -188,15 +189,15 @@ def test_devices_of_a_host_bring_their_models_more_slowly() -> None:
         return max(e["seconds"] for es in stories for e in es if e.get("event") == "TransferDone")
 
     apart = first()
-    assert first(joints=Joints(per_host=4)) == apart
-    assert first(joints=shared) > 3 * apart
+    assert first(given=Given(joints=Joints(per_host=4))) == apart
+    assert first(given=Given(joints=shared)) > 3 * apart
 
 
 def test_models_are_where_a_file_says(tmp_path: Path) -> None:
     specs = [spec(f"m{i}") for i in range(3)]
     file = tmp_path / "homes.toml"
     file.write_text('[homes]\nm0 = [1]\nm1 = ["H100-80G:0", 1]\nm2 = [0, 0]\n')
-    cluster, _ = served("2xH100-80G", specs, homes=given_homes(str(file)))
+    cluster, _ = served("2xH100-80G", specs, given=given(None, str(file), None))
     names = [f"H100-80G:{i}" for i in range(2)]
     assert cluster.controller.book.homes == {
         "m0": (names[1],),
@@ -221,7 +222,7 @@ def test_faults_in_a_file_of_homes_are_named(tmp_path: Path, homes: str, says: s
     file = tmp_path / "homes.toml"
     file.write_text(f"[homes]\n{homes}\n")
     with pytest.raises(ConfigError, match=says):
-        served("2xL4", [spec("m0"), spec("m1")], homes=given_homes(str(file)))
+        served("2xL4", [spec("m0"), spec("m1")], given=given(None, str(file), None))
 
 
 def test_a_device_too_small_for_a_given_model_is_named(tmp_path: Path) -> None:
@@ -229,14 +230,70 @@ def test_a_device_too_small_for_a_given_model_is_named(tmp_path: Path) -> None:
     file.write_text("[homes]\nm0 = [0]\nlarge = [1]\n")
     specs = [spec("m0"), spec("large", "Llama-2-13b")]
     with pytest.raises(ConfigError, match=r"L4:1 is too small for it: .*missing"):
-        served("H100-80G,L4", specs, homes=given_homes(str(file)))
+        served("H100-80G,L4", specs, given=given(None, str(file), None))
 
 
 def test_links_are_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "links.toml"
-    file.write_text("per_host = 4\n[host]\nto_device = 6e10\nto_host = 5e10\n")
-    assert given_links(file) == Joints(per_host=4, host=LinkRates(6e10, 5e10, 6e10, 5e10))
-    assert given_links(None) == APART
+    file.write_text('per_host = 4\n[host]\nto_device = "60GB/s"\nto_host = 5e10\n')
+    assert given(file, None, None).joints == Joints(
+        per_host=4, host=LinkRates(6e10, 5e10, 6e10, 5e10)
+    )
+    assert given(None, "work", None) == Given()
     file.write_text("per_hosts = 4\n")
     with pytest.raises(ConfigError, match="per_host"):
-        given_links(file)
+        given(file, None, None)
+
+
+ORDERS = """
+[[orders]]
+at = 0.5
+lender = 0
+borrower = "L4:1"
+lend = "256MiB"
+[[orders]]
+at = 3.0
+lender = 0
+borrower = 1
+recall = "all"
+"""
+
+
+def lent(tmp_path: Path, orders: str, kinds: str = "2xL4", per_host: int = 2) -> Cluster:
+    links, file, homes = (tmp_path / name for name in ("l.toml", "o.toml", "h.toml"))
+    links.write_text(f'per_host = {per_host}\npeers = "pcie"\n')
+    file.write_text(orders)
+    homes.write_text("[homes]\nm0 = [0]\nm1 = [1]\n")
+    there = given(links, str(homes), file)
+    return served(kinds, [spec("m0"), spec("m1")], given=there)[0]
+
+
+def test_devices_lend_what_a_file_orders(tmp_path: Path) -> None:
+    cluster = lent(tmp_path, ORDERS)
+    lender, borrower = cluster.devices.values()
+    (got,) = [e for e in borrower.story.entries if e.get("event") == "Lent"]
+    assert len(got["page_numbers"]) == 256 * MiB // borrower.state.settings.page_bytes
+    assert any(e.get("event") == "Returned" for e in lender.story.entries)
+    assert lender.state.lending.lent == borrower.state.lending.borrowed == {}
+
+
+@pytest.mark.parametrize(
+    ("orders", "says"),
+    [
+        (ORDERS.replace("lender = 0", "lender = 1"), "two devices of one host"),
+        (ORDERS.replace("lender = 0", "lender = 7"), "numbered from 0 to 1"),
+        (ORDERS.replace('lend = "256MiB"', 'lend = "4KiB"'), "a page or more"),
+        (ORDERS.replace('recall = "all"', ""), "one of `lend` and `recall`"),
+        (ORDERS.replace("at = 3.0", "at = -3.0"), "at"),
+    ],
+)
+def test_faults_in_orders_are_named(tmp_path: Path, orders: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        lent(tmp_path, orders)
+
+
+def test_devices_of_different_hosts_do_not_lend(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="two devices of one host"):
+        lent(tmp_path, ORDERS, per_host=1)
+    with pytest.raises(ConfigError, match="pages of one size"):
+        lent(tmp_path, ORDERS.replace('"L4:1"', "1"), "H100-80G:tp2,L4", per_host=3)

@@ -1,0 +1,134 @@
+"""Devices of a host that lend to each other: words take their time, leaps change nothing, and what
+lies on borrowed pages is read over the way between the devices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ballast.core.actions import Lend, Recall
+from ballast.core.errors import BrokenPromise, ConfigError
+from ballast.core.event import Failed, Finished, Output
+from ballast.core.link import LinkRates
+from ballast.policy.presets import resolve
+from ballast.sim.device import Profile, SimDevice
+from ballast.sim.lending import WAY, Lenders
+from ballast.sim.topology import Joints, Peers, places
+from tests.engine.fresh import check_views
+from tests.sim.test_leap import COSTS
+from tests.sim.test_story import conversations
+
+LINK = LinkRates.even(1e8)
+NAMES = ("d0", "d1")
+MEMORY = Joints(per_host=2, peers=Peers.MEMORY)
+PORTS = Joints(per_host=2, peers=Peers.NVLINK, port=LinkRates.even(2e8))
+SLOW = Joints(per_host=2, peers=Peers.NVLINK, port=LinkRates.even(2e6))
+
+
+class Pair:
+    """The second device is short of memory; the first lends to it, and asks all of it back."""
+
+    def __init__(self, seed: int, joints: Joints, *, leaps: bool, recall: float = 60.0) -> None:
+        self.told: list[tuple[str, float, Output]] = []
+        self.entries: dict[str, list[dict[str, Any]]] = {name: [] for name in NAMES}
+        self.seen: Counter[str] = Counter()
+        fleet, specs, requests = conversations(seed, "swap")
+        profile = Profile(costs={s.name: COSTS for s in specs}, link=LINK, overhead=3e-4)
+        at = places(joints, [(LINK, 1)] * 2)
+        self.devices: dict[str, SimDevice] = {}
+        for name, times, place in zip(NAMES, (3, 1), at, strict=True):
+            self.devices[name] = SimDevice(
+                replace(fleet.device, name=name, budget_bytes=times * fleet.device.budget_bytes),
+                specs,
+                resolve("swap"),
+                profile,
+                lambda now, output, name=name: self.told.append((name, now, output)),  # type: ignore[misc]
+                self.entries[name].extend,
+                self._observe,
+                leaps=leaps,
+                world=place.host.world,
+                path=place.path,
+            )
+        last = max(r.arrival for r in requests)
+        there = {n: (self.devices[n], place) for n, place in zip(NAMES, at, strict=True)}
+        lenders = Lenders(at[0].host.world, there)
+        lenders.order(0.05, "d0", Lend("d1", 30))
+        lenders.order(last / 2, "d0", Lend("d1", 20))
+        lenders.order(last + 0.3, "d0", Recall("d1", None, recall))
+        asked = [replace(r, id=f"{r.id}-{i}") for i in range(3) for r in requests]
+        for r in asked:
+            self.devices["d1"].submit(r)
+        for r in requests[:4]:
+            self.devices["d0"].submit(r)
+        for device in self.devices.values():
+            device.drain(last + 1.0)
+        for device in self.devices.values():
+            device.end()
+        ended = sum(isinstance(output, Finished | Failed) for _, _, output in self.told)
+        assert ended == len(asked) + 4
+        for device in self.devices.values():
+            device.state.validate()
+
+    def _observe(self, now: float, state: Any) -> None:
+        state.validate()
+        check_views(state)
+        for m in state.models.values():
+            self.seen["used"] += m.kv.borrowed_pages > 0
+        self.seen["borrowed"] = max(self.seen["borrowed"], sum(state.lending.borrowed.values()))
+
+    def events(self, kind: str) -> list[tuple[str, float]]:
+        return [
+            (name, e["at"]) for name in NAMES for e in self.entries[name] if e.get("event") == kind
+        ]
+
+    @property
+    def stalls(self) -> float:
+        done = (e for e in self.entries["d1"] if e.get("event") == "JobDone")
+        return sum(float(e.get("stall", 0.0)) for e in done)
+
+
+def by_device(pair: Pair) -> list[list[tuple[float, Output]]]:
+    return [[(at, o) for d, at, o in pair.told if d == name] for name in NAMES]
+
+
+@pytest.mark.parametrize("joints", [MEMORY, PORTS])
+def test_leaps_change_nothing_where_devices_lend(joints: Joints) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(5):
+        one, many = (Pair(seed, joints, leaps=leaps) for leaps in (False, True))
+        assert by_device(one) == by_device(many), f"seed {seed}"
+        for kind in ("Lent", "AskedBack", "Returned"):
+            assert one.events(kind) == many.events(kind), f"seed {seed}"
+            seen[kind] += len(many.events(kind))
+        seen["leaps"] += len(many.events("Leap"))
+        seen += one.seen
+        for device in many.devices.values():
+            assert device.state.lending.lent == device.state.lending.borrowed == {}
+    assert min(seen[kind] for kind in ("Lent", "AskedBack", "Returned", "leaps", "used")) > 5, seen
+
+
+def test_a_word_takes_its_time() -> None:
+    pair = Pair(0, MEMORY, leaps=True)
+    ((name, at), *_) = pair.events("Lent")
+    assert name == "d1"
+    assert at == pytest.approx(0.05 + WAY)
+
+
+def test_kv_on_borrowed_pages_is_read_over_the_way_between_the_devices() -> None:
+    """A job waits for it only where the way is too slow to be done with its work."""
+    free, quick, slow = (Pair(1, joints, leaps=True) for joints in (MEMORY, PORTS, SLOW))
+    for pair in (free, quick, slow):
+        assert pair.seen["used"] > 0
+    assert free.stalls == 0.0
+    assert 0.0 <= quick.stalls < slow.stalls
+    assert slow.stalls > 0.0
+
+
+def test_devices_that_cannot_lend_say_why() -> None:
+    with pytest.raises(ConfigError, match="do not reach each other"):
+        Pair(0, Joints(per_host=2), leaps=True)
+    with pytest.raises(BrokenPromise, match="did not return"):
+        Pair(0, MEMORY, leaps=True, recall=0.0)
