@@ -1,7 +1,7 @@
 """Whether a simulation gives the same bytes every time: JSON, page and stories, in processes of
 their own.
 
-Twelve models of the catalogue in bursty groups, under three presets each: on devices of three kinds,
+Twelve models of the catalogue in bursty groups, three presets each: on devices of three kinds,
 each by itself; and on a host whose link a tensor-parallel group and two devices of two lanes share,
 one of which lends to the other. One seed runs in this process, twice, and in others with several
 `PYTHONHASHSEED`; `identical` says whether all of them wrote the same bytes, and that another seed
