@@ -45,6 +45,7 @@ RUNS = (
     Run("architectures"),
     Run("tp_exactness"),
     Run("sim_determinism"),
+    Run("sim_links"),
     Run("pool"),
     Run("elastic_overhead", ("--quick",)),
     Run("lending"),
