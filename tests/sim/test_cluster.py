@@ -159,8 +159,8 @@ def test_a_group_serves_what_one_device_cannot_hold() -> None:
 
 def test_slices_are_parts_of_a_device_that_share_its_link() -> None:
     specs = [spec(f"m{i}", "LLaMA-7b") for i in range(2)]
-    whole, _ = served("A100-80G", specs)
-    halves, _ = served("A100-80G:slices2", specs)
+    whole, _ = served("A100-80G@eager", specs)
+    halves, _ = served("A100-80G@eager:slices2", specs)
     assert len(halves.devices) == 2
     budgets = {d.state.settings.budget_bytes for c in (whole, halves) for d in c.devices.values()}
     assert max(budgets) == pytest.approx(2 * min(budgets), rel=1e-3)
@@ -170,7 +170,9 @@ def test_slices_are_parts_of_a_device_that_share_its_link() -> None:
         return [e["seconds"] for es in story for e in es if e.get("event") == "TransferDone"]
 
     (first, second), (alone, later) = brought(halves), brought(whole)
-    assert first > 1.9 * alone, "both come at once, each with half of the link"
+    half = kinds_of("A100-80G@eager")[0].link.to_device / 2
+    assert first == pytest.approx(specs[0].weight_bytes / half, rel=0.02), "nearly all together"
+    assert alone < first, "alone only the mapping of its pages slows it"
     assert later == pytest.approx(alone)
     assert second == pytest.approx(first)
     with pytest.raises(ConfigError, match="measured here"):
@@ -190,7 +192,8 @@ def test_devices_of_a_host_bring_their_models_more_slowly() -> None:
 
     apart = first()
     assert first(given=Given(joints=Joints(per_host=4))) == apart
-    assert first(given=Given(joints=shared)) > 3 * apart
+    # Four that map and copy at once ask for 1.8 times what the link of one carries.
+    assert first(given=Given(joints=shared)) > 1.5 * apart
 
 
 def test_models_are_where_a_file_says(tmp_path: Path) -> None:
