@@ -256,3 +256,6 @@ class Decision:
     wake_at: float | None = None
     promises: tuple[Promise, ...] = ()
     """Pages set aside from now on, in order of precedence; none of those before."""
+    while_short: bool = False
+    """It holds only as long as requests lack the pages that they lack now: the policy is asked
+    again when one of them has found some."""

@@ -111,6 +111,8 @@ def _limit(state: DeviceState, a: Limit) -> Refusal:
 
 def _hold(state: DeviceState, a: Hold) -> Refusal:
     m = state.models[a.model]
+    if not a.held:
+        m.blocked = None  # jobs formed while it was held know nothing of its shortage
     m.held, m.frozen = a.held, a.frozen
     return None
 

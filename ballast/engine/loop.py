@@ -85,6 +85,8 @@ class Loop:
         """When the admission policy wished to be asked again: no remedy where all are stuck."""
         self._wake_at: float | None = None
         """When the policy wished to be asked again."""
+        self._while_short = False
+        """Whether the policy wished to be asked again when somebody finds the pages it lacked."""
         self._expires_at: float | None = None
         """When the next idle model's time to live is over."""
         self._jobs = 0
@@ -230,7 +232,7 @@ class Loop:
             view = device_view(self.state)
         self.state.asked = self.state.news.n
         decision = self.preset.memory(view, self._memo)
-        self._memo = decision.memo
+        self._memo, self._while_short = decision.memo, decision.while_short
         later = decision.wake_at is not None and decision.wake_at > view.now
         self._wake_at = decision.wake_at if later else None
         self.state.promises.suspend()
@@ -309,6 +311,8 @@ class Loop:
             known = m.shortages
             work = state.begin_swap(m) or plan(m, state.settings, state.now, state.freed, chosen)
             if self._rounds == 0 or all(s in known for s in m.shortages):
+                if self._while_short and any(s not in m.shortages for s in known):
+                    state.news.n += 1
                 return work
             self.choice = None  # pages are short, or were
             if not self._decide(outputs):

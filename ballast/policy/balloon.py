@@ -64,4 +64,4 @@ class Balloon(MemoryPolicy):
                 actions += come_back(view, before, self.reserve)
             memo = evicted(view, before, actions)
         wake = earliest(wake_absent, wake_short)
-        return Decision(tuple(actions), memo, wake, covered.promises)
+        return Decision(tuple(actions), memo, wake, covered.promises, sharing.holding)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from ballast.core.actions import Action, Hold
 from ballast.core.view import DeviceView, ModelView, Residency
+from ballast.policy.claims import LONGEST_WAIT
 from ballast.policy.market import Claim, Offer, Source
 from ballast.policy.offers import younger_models, younger_requests
 
@@ -34,6 +35,8 @@ class Sharing:
     """As it will be once the models are held."""
     holds: Sequence[Action] = ()
     fair: bool = False
+    holding: bool = False
+    """Some models are held, until nobody lacks a share."""
     younger: Source = younger_requests
     """Requests that are undone for older ones."""
     younger_models: Source = younger_models
@@ -58,31 +61,46 @@ class Sharing:
 
 def share_out(view: DeviceView) -> Sharing:
     """Hold the models that have more than their share while another one with less lacks pages for
-    its next request, and have their requests undone before others'.
+    its next request, and have their requests undone before others'. No model is held whose next
+    request is more important than all of those: it would undo them as soon as it is not.
 
-    A model that runs nothing is never held, however much its next request needs. For policies
-    that hold no models for reasons of their own.
+    A model that runs nothing is not held, however much its next request needs, but for one: a
+    request of another model that runs nothing either, and has waited longest (`_comes_first`).
+    Until that has its pages nobody else is admitted who is not more important. Without it small
+    requests would use again and again what they free within their shares, and a large one starve.
+    For policies that hold no models for reasons of their own.
     """
     shares = view.derived(fair_shares)
     lacking = {s.request_id for s in view.shortages if not s.limited}
-    below: set[str] = set()
-    above: set[str] = set()
+    below: dict[str, int] = {}
+    above: dict[str, int] = {}
     for m in view.models:
         if m.name in shares and m.waiting:
             if m.running and _used(m) + m.first_pages > shares[m.name]:
-                above.add(m.name)
+                above[m.name] = m.waiting[0].order.rank
             elif m.waiting[0].id in lacking:
-                below.add(m.name)
-    held = above if below else set()
+                below[m.name] = m.waiting[0].order.rank
+    held, why = {n for n, rank in above.items() if below and rank >= min(below.values())}, _HELD
+    starved = [m for m in view.models if m.name in below and not m.running]
+    starved = [m for m in starved if _comes_first(view, m)]
+    if starved:
+        one = min(starved, key=lambda m: m.waiting[0].order)
+        others = (m for m in view.models if m.name in shares and m.waiting and m is not one)
+        held = {m.name for m in others if m.waiting[0].order.rank >= one.waiting[0].order.rank}
+        why = f"a request of {one.name} has waited longest"
     changed = [m for m in view.models if m.held != (m.name in held)]
     if not changed and not held:
-        return Sharing(view, (), True, younger_requests_by_share, younger_models_by_share)
-    holds = [Hold(m.name, m.name in held, _HELD if m.name in held else _RELEASED) for m in changed]
+        return _fair(view, (), holding=False)
+    holds = [Hold(m.name, m.name in held, why if m.name in held else _RELEASED) for m in changed]
     models = tuple(replace(m, held=not m.held) if m in changed else m for m in view.models)
     first = {m.waiting[0].id for m in models if m.held and m.waiting}
     shortages = tuple(s for s in view.shortages if s.request_id not in first)
     left = replace(view, models=models, shortages=shortages)
-    return Sharing(left, holds, True, younger_requests_by_share, younger_models_by_share)
+    return _fair(left, holds, holding=bool(held))
+
+
+def _fair(view: DeviceView, holds: Sequence[Action], *, holding: bool) -> Sharing:
+    return Sharing(view, holds, True, holding, younger_requests_by_share, younger_models_by_share)
 
 
 _HELD = "it has more than its share, and others lack theirs"
@@ -119,14 +137,23 @@ def _beyond(view: DeviceView) -> Mapping[str, float]:
 
 def _entitled(view: DeviceView, claim: Claim) -> bool:
     """Whether a request that waits to be admitted may undo work of models that have more than
-    their share: its own model has less, or it was put first in its queue."""
+    their share: its own model has less, or it has waited longest."""
     m = view.model(claim.model)
     share = view.derived(fair_shares).get(m.name, 0.0)
     return _promoted(view, claim) or not m.running or _used(m) + m.first_pages <= share
 
 
 def _promoted(view: DeviceView, claim: Claim) -> bool:
-    return any(r.place < 0 and r.order == claim.order for r in view.model(claim.model).waiting[:1])
+    m = view.model(claim.model)
+    return any(r.order == claim.order for r in m.waiting[:1]) and _comes_first(view, m)
+
+
+def _comes_first(view: DeviceView, m: ModelView) -> bool:
+    """Whether a model's first waiting request was put there, or got nothing for long while its
+    model runs nothing: it comes before others then, whatever its model's share is."""
+    first = m.waiting[0]
+    starved = not m.running and view.now >= first.last + LONGEST_WAIT
+    return first.place < 0 or starved
 
 
 def _more_important(claim: Claim, offer: Offer) -> bool:

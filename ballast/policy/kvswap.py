@@ -122,7 +122,7 @@ class KvSwap(MemoryPolicy):
         if not view.shortages:
             actions += self._give_back(view, left)
         wake = earliest(wake, ended.up_at)
-        return Decision(tuple(actions), ended.standing, wake, ended.promises)
+        return Decision(tuple(actions), ended.standing, wake, ended.promises, sharing.holding)
 
     def offers(
         self, view: DeviceView, claim: Claim, known: dict[tuple[str, int], Offer | None]

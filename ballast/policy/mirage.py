@@ -133,9 +133,8 @@ class Mirage(MemoryPolicy):
             layers.settled(view, a) if isinstance(a, Remap) else a for a in last_remaps(done)
         )
         changes = (a for a in settled if a is not None)
-        return Decision(
-            (*actions, *sharing.holds, *ended.holds, *changes), memory, wake, ended.promises
-        )
+        actions += [*sharing.holds, *ended.holds, *changes]
+        return Decision(tuple(actions), memory, wake, ended.promises, sharing.holding)
 
     def _active(self, view: DeviceView, standing: Standing) -> frozenset[str]:
         """Models with requests; where there are turns, of these the one whose turn it is."""

@@ -82,9 +82,8 @@ class Recompute(MemoryPolicy):
             freeing = cover_within(view, claims, [own_younger_requests])
         ended = hold(whole, standing, turns, promises, freed=bool(freeing))
         wake = earliest(wake, ended.up_at)
-        return Decision(
-            (*actions, *sharing.holds, *ended.holds, *freeing), ended.standing, wake, ended.promises
-        )
+        actions += [*sharing.holds, *ended.holds, *freeing]
+        return Decision(tuple(actions), ended.standing, wake, ended.promises, sharing.holding)
 
 
 def turns_of(temporal: float, quantum: float, preemptive: float) -> RoundRobin | None:

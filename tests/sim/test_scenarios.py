@@ -113,6 +113,28 @@ MENDED = {
             Ask(after=2.0, model=1, prompt=260, output=4),
         ),
     ),
+    "a model is held no longer than others lack their shares": Scenario(
+        preset="recompute",
+        models=(Model(), Model()),
+        more_weights=100,
+        kv_pages=40,
+        acts=(
+            Ask(after=0.0, model=0, prompt=280, output=60),
+            Ask(after=0.0, model=0, prompt=280, output=300, n=3),
+            Ask(after=0.5, model=1, prompt=30, output=400),
+            Ask(after=0.0, model=0, prompt=20, output=4),
+        ),
+    ),
+    "a large request is not passed for ever by small ones of a model within its share": Scenario(
+        preset="recompute",
+        models=(Model(), Model(kv_heads=2)),
+        more_weights=100,
+        kv_pages=21,
+        acts=(
+            Ask(after=0.0, model=0, prompt=40, output=40, n=300, gap=0.05),
+            Ask(after=0.5, model=1, prompt=290, output=4),
+        ),
+    ),
 }
 """What they found, each with what is right."""
 

@@ -27,12 +27,20 @@ undone again and again, and nobody before them gets on.
 is looked at, where it is pages that it lacks: its model is absent, or it was refused a place in
 the last job. It must not stay so over several turns in which the clock moves while the pages that
 are set aside for nobody, with those of caches (and, where models come and go, those of idle models;
-for a request that is overdue where requests are undone for others, those of all younger ones),
-suffice. Where requests that wait undo nobody, caches are kept for one that is overdue.
+for a request that is overdue where requests are undone for others, those of younger ones, as far as
+shares let it have these undone), suffice. Where requests that wait undo nobody, caches are kept for
+one that is overdue.
 
 **Nobody is overtaken for ever.** Where requests that wait undo nobody, one that is overdue must not
 see others, which come after it by priority and by when their first token is due, be admitted on
 as many new pages as it lacks itself.
+
+**Nobody is held for nothing.** Where models have fair shares, one that may not admit must not stay
+so, over as many turns, while no first request of another model lacks pages.
+
+**Nobody starves beside others' small requests.** Where models have fair shares, a request that was
+put first in its queue, and lacks pages while its model runs nothing, is not passed by requests of
+other models that are not more important.
 
 **Caches are not emptied for a page.** Where a turn frees pages by nothing but dropping cached
 prefixes, less than three slabs for each drop lie free unclaimed after it: one because drops are
@@ -62,10 +70,11 @@ from ballast.core.request import Order as Precedence
 from ballast.core.request import Request, Submission
 from ballast.core.settings import Slo
 from ballast.core.units import ceil_div
-from ballast.core.view import DeviceView, ModelView, Residency
+from ballast.core.view import DeviceView, ModelView, RequestView, Residency
 from ballast.engine.build import build_newcomer
 from ballast.engine.state import DeviceState
 from ballast.engine.views import device_view, made_anew
+from ballast.policy.fair import fair_shares
 from ballast.policy.presets import Preset, resolve
 from ballast.sim.device import Profile, SimDevice, copy_nothing, hosted_nowhere
 from tests.sim.neighbours import WAY, Neighbours
@@ -144,6 +153,8 @@ class Watch:
         self.in_turns = memory == "swap" or bool(values.get("temporal"))
         """Whether models wait for their turn, whatever is free."""
         self.patience = values.get("patience", 0.5)
+        self.fair = bool(values.get("fair_shares")) and not self.in_turns
+        """Whether models are held that have more than their share."""
         self.asked: dict[str, Submission] = {}
         """By id, all that the device has been sent."""
         self.ends: dict[str, Output] = {}
@@ -157,6 +168,8 @@ class Watch:
         self.seen: Counter[str] = Counter()
         self._in_vain: dict[str, InVain] = {}
         self._overtaken: dict[str, Overtaken] = {}
+        self._starved: set[str] = set()
+        """First requests of models that run nothing, which were put first and lack pages."""
         self._kv_pages: dict[str, int] = {}
         self._running: set[str] = set()
         self._entries: list[Entry] = []
@@ -194,6 +207,8 @@ class Watch:
             self._waits_in_vain(now, state, view)
             if self.pooled and not self.in_turns:
                 self._is_overtaken(now, state, view)
+            if self.fair:
+                self._is_passed(now, state, view)
         self._kv_pages = {m.name: m.kv_pages for m in view.models}
         self._running = {r.id for m in view.models for r in m.running}
 
@@ -293,6 +308,8 @@ class Watch:
         others = {e["action"] for e in acts} - {"DropCache", "Activate", "Hold"}
         if not drops or others or self._disturbed(entries) or not state.lending.alone:
             return  # what else frees pages, or what lies on pages of another device
+        if sum("promises" in e for e in entries) > 1:
+            return  # overtaken in the same turn by somebody who comes before, and needs less
         if self.whole:
             return  # one model has the device: what it freed is free until its next job
         if any(m.paused for m in state.models.values()):
@@ -314,8 +331,9 @@ class Watch:
     def _waits_in_vain(self, now: float, state: DeviceState, view: DeviceView) -> None:
         waiting = {}
         for m in view.models:
-            if m.waiting and not m.held and not m.frozen:
-                why = self._pages_for(state, view, m)
+            if m.waiting and not m.frozen:
+                held = self._held_for_nobody(view, m) if self.fair else None
+                why = held if m.held else self._pages_for(state, view, m)
                 if why is not None:
                     waiting[m.waiting[0].id] = why
         self._in_vain = {id: w for id, w in self._in_vain.items() if id in waiting}
@@ -329,6 +347,31 @@ class Watch:
                 found.turns < TURNS_WAITED or waited < SECONDS_WAITED,
                 f"at {now} {id} has waited {waited:.3f} s and {found.turns} turns: {why}",
             )
+
+    def _undone_for(
+        self, view: DeviceView, m: ModelView, first: RequestView, o: ModelView
+    ) -> float:
+        """Pages of `o` that may be undone for the first request of `m`, which is overdue: of those
+        that come after it. Where models have shares, of less important ones and of those beyond
+        the share of `o`; a request that was put first in its queue needs no share."""
+        after = [r for r in o.running if r.order > first.order]
+        younger = sum(r.pages for r in after)
+        if not self.fair or first.place < 0:
+            return younger
+        less = sum(r.pages for r in after if r.order.rank > first.order.rank)
+        used = {v.name: v.kv_pages - v.cached_pages for v in view.models}
+        share = fair_shares(view)
+        if m.name in share and m.running and used[m.name] + m.first_pages > share[m.name]:
+            return less
+        return max(less, min(younger, used[o.name] - share.get(o.name, 0.0)))
+
+    @staticmethod
+    def _held_for_nobody(view: DeviceView, m: ModelView) -> str | None:
+        """That `m` is held while no other model's first request lacks pages, if that is so."""
+        firsts = {o.waiting[0].id for o in view.models if o.waiting and not o.held}
+        if any(s.request_id in firsts and not s.limited for s in view.shortages):
+            return None
+        return f"{m.name} is held, and nobody lacks pages"
 
     def _pages_for(self, state: DeviceState, view: DeviceView, m: ModelView) -> str | None:
         """How the first waiting request of `m` could be served; None: it could not now."""
@@ -357,8 +400,7 @@ class Watch:
             gone = [o for o in others if o.idle and not o.spec.pinned]
             idle = sum(o.own_pages - o.lent_pages + o.kv_pages - o.cached_pages for o in gone)
         if self.undoes and view.now >= first.order.arrival + self.patience * m.spec.slo.ttft:
-            after = (r for o in view.models for r in o.running if r.order > first.order)
-            younger = sum(r.pages for r in after)
+            younger = sum(self._undone_for(view, m, first, o) for o in view.models)
         there = free + caches + idle + younger
         aside = sum(map(pool.promised_to, owners))
         if lacks > there or (not absent and lacks <= aside):
@@ -408,6 +450,22 @@ class Watch:
                 f"which lacked {found.lacked}",
             )
         self._overtaken = late
+
+    def _is_passed(self, now: float, state: DeviceState, view: DeviceView) -> None:
+        """One that was put first in its queue, of a model that runs nothing."""
+        admitted = {r.id: r for m in view.models for r in m.running if r.id not in self._running}
+        last, self._starved = self._starved, set[str]()
+        for v in view.models:
+            if not v.waiting or v.running or v.residency is not Residency.RESIDENT:
+                continue
+            first = v.waiting[0]
+            short = [s for s in view.shortages if s.request_id == first.id and not s.limited]
+            if first.place < 0 and short:
+                self._starved.add(first.id)
+        for id in self._starved & last if len(self._starved | last) == 1 else ():
+            order = state.requests[id].order
+            passing = [r.id for r in admitted.values() if r.order.rank >= order.rank]
+            insist(not passing, f"at {now} {passing} passed {id}, which was put first")
 
 
 def _due(slo: Slo, order: Precedence) -> tuple[int, float]:
@@ -517,8 +575,10 @@ class Run:
     def _ask(self, act: Ask) -> None:
         name = NAMES[act.device % len(self.devices.sims)]
         sim = self.devices.sims[name]
-        spec = sim._specs[self._name(act.model)]
-        model = spec.adapters[0].name if act.tuned and spec.adapters else spec.name
+        model = self._name(act.model)
+        spec = sim._specs.get(model)  # None: it has left
+        if act.tuned and spec is not None and spec.adapters:
+            model = spec.adapters[0].name
         for i in range(act.n):
             k = len(self.asked)
             at = max(self.devices.now, sim.clock.now()) + i * act.gap
