@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from ballast.core.actions import Activate, Change, Decision, Evict
+from ballast.core.actions import Activate, Change, Decision, Evict, Hold
 from ballast.core.event import Cancel, Event, Finished, Operate, Output, Pause, Resume
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.settings import Slo
 from ballast.core.view import DeviceView, Residency
+from ballast.engine.apply import apply
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.presets import Preset, resolve
 from ballast.policy.requirements import Requirements
@@ -151,3 +152,13 @@ def test_what_operators_do_is_news(world: World) -> None:
     assert len(world.policy.at) > before
     world.device.leave(world.device.clock.now(), "c")
     assert "c" not in world.device.state.models
+
+
+def test_a_model_that_is_held_no_longer_tries_its_first_request_again() -> None:
+    """Jobs formed while it was held have forgotten what that request lacked."""
+    state = World().device.state
+    m = state.models["a"]
+    m.blocked = "r1", state.freed
+    for held in (True, False):
+        assert apply(state, Hold("a", held, why="of the test"), []) is None
+        assert (m.blocked is None) == (not held)

@@ -348,9 +348,7 @@ class Watch:
                 f"at {now} {id} has waited {waited:.3f} s and {found.turns} turns: {why}",
             )
 
-    def _undone_for(
-        self, view: DeviceView, m: ModelView, first: RequestView, o: ModelView
-    ) -> float:
+    def _undone_for(self, view: DeviceView, m: ModelView, first: RequestView, o: ModelView) -> int:
         """Pages of `o` that may be undone for the first request of `m`, which is overdue: of those
         that come after it. Where models have shares, of less important ones and of those beyond
         the share of `o`; a request that was put first in its queue needs no share."""
@@ -363,7 +361,7 @@ class Watch:
         share = fair_shares(view)
         if m.name in share and m.running and used[m.name] + m.first_pages > share[m.name]:
             return less
-        return max(less, min(younger, used[o.name] - share.get(o.name, 0.0)))
+        return max(less, min(younger, int(used[o.name] - share.get(o.name, 0.0))))
 
     @staticmethod
     def _held_for_nobody(view: DeviceView, m: ModelView) -> str | None:
