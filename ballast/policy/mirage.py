@@ -93,7 +93,11 @@ class Mirage(MemoryPolicy):
         promises: tuple[Promise, ...] = ()
         if self.pooled:
             absent, wake = activation_claims(view, PATIENCE)
-            absent = [_before_its_layers_lend(view, layers, claim) for claim in absent]
+            absent = [
+                _before_its_layers_lend(view, layers, claim)
+                for claim in absent
+                if claim.model in standing.division.pages
+            ]
             wake = earliest(wake, short_at)
             if claims and layers.any_left(view):
                 claims += queue_claims(view, int(self.lookahead))
