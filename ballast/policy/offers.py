@@ -173,7 +173,7 @@ def younger_models(view: DeviceView, claim: Claim) -> Iterator[Offer]:
 
 def _busy(view: DeviceView) -> Sequence[Offer]:
     """Models that may be evicted and have requests, youngest first."""
-    found = [(oldest(m), m) for m in view.models if _evictable(m) and not m.idle]
+    found = [(m.derived(oldest), m) for m in view.models if _evictable(m) and not m.idle]
     found.sort(key=lambda pair: pair[0], reverse=True)
     return [
         _evicting(m, partial(_undoing_seconds, view, m), "{} comes first", first)
@@ -208,7 +208,7 @@ def _evicting(
 
 def oldest(m: ModelView) -> Order:
     """Order of a model's oldest request; the model must have one."""
-    return min(r.order for r in (*m.running[:1], *m.waiting[:1]))
+    return min(r.order for r in (*m.running[:1], *m.waiting))
 
 
 # -- pages lent to other devices ------------------------------------------------------------------

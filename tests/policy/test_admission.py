@@ -15,6 +15,7 @@ from ballast.core.settings import Slo
 from ballast.core.view import DeviceView, RequestView
 from ballast.policy.admission import IN_TIME, LATE, MARGIN, PROMOTED, LateLast, Overtaken, is_late
 from ballast.policy.claims import LONGEST_WAIT
+from ballast.policy.offers import oldest
 from ballast.sim.device import Profile
 from ballast.sim.simulate import simulate
 from tests.policy.worlds import device, model, request
@@ -122,3 +123,8 @@ def test_in_an_overload_more_requests_are_in_time_and_all_are_answered(preset: s
         assert first["r150"] < arrivals["r150"] + 0.5, "it is more important than all others"
         in_time[late_last] = sum(at < arrivals[id] + 0.5 for id, at in first.items())
     assert in_time[1.0] > 2 * in_time[0.0]
+
+
+def test_a_model_is_as_old_as_its_oldest_request_wherever_that_waits() -> None:
+    m = model("a", waiting=(waits(2, 0.2), waits(1, 30.0, LATE)))
+    assert oldest(m) == waits(1, 30.0).order
