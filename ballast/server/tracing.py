@@ -39,12 +39,13 @@ Value = str | int | float | bool | Sequence[str]
 class Tracing:
     """A listener of `Watch`. Spans are exported by a thread; those too many for it are dropped."""
 
-    def __init__(self, provider: TracerProvider, clock: Clock, wall: Clock) -> None:
+    def __init__(self, exporter: SpanExporter, clock: Clock, wall: Clock) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._provider = provider
-        self._tracer = provider.get_tracer("ballast", __version__)
+        self._exporter = exporter
+        self._provider = provider(exporter)
+        self._tracer = self._provider.get_tracer("ballast", __version__)
         self._clock = clock
         self._wall = wall
         self._propagator = TraceContextTextMapPropagator()
@@ -69,10 +70,13 @@ class Tracing:
         span.end(_nanoseconds(visit.ended + offset))
 
     async def close(self, patience: float) -> None:
-        """Export what is left, within `patience` seconds."""
-        ending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        """Export what is left, within `patience` seconds; what is left then is dropped, instead of
+        being tried again for as long as a collector does not answer."""
+        ending = threading.Thread(target=self._provider.shutdown, name="ballast-spans", daemon=True)
         ending.start()
         await asyncio.to_thread(ending.join, patience)
+        if ending.is_alive():
+            await asyncio.to_thread(self._exporter.shutdown)
 
 
 def tracing(endpoint: str | None, clock: Clock, wall: Clock) -> Tracing | None:
@@ -93,7 +97,7 @@ def tracing(endpoint: str | None, clock: Clock, wall: Clock) -> Tracing | None:
         raise ConfigError("otlp_endpoint", where, needed) from None
     # Without an argument, the exporter reads the environment, by OpenTelemetry's own rules.
     address = None if endpoint is None else endpoint.rstrip("/") + "/v1/traces"
-    return Tracing(provider(OTLPSpanExporter(endpoint=address)), clock, wall)
+    return Tracing(OTLPSpanExporter(endpoint=address), clock, wall)
 
 
 def provider(exporter: SpanExporter) -> TracerProvider:

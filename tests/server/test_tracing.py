@@ -25,7 +25,7 @@ from ballast.core.settings import KeySettings
 from ballast.server.openai import ChatRequest
 from ballast.server.responses import Usage
 from ballast.server.timing import Timing
-from ballast.server.tracing import Tracing, provider, tracing
+from ballast.server.tracing import Tracing, tracing
 from ballast.server.visit import Caller, Visit
 from tests.server.process import server
 
@@ -57,8 +57,7 @@ def visit(path: str = "/v1/chat/completions", **more: Any) -> Visit:
 def spans(*visits: Visit) -> list[ReadableSpan]:
     """What is exported of the visits, on a wall clock that is 1000 seconds ahead."""
     exporter = InMemorySpanExporter()
-    made = provider(exporter)
-    told = Tracing(made, VirtualClock(20.0), VirtualClock(1020.0))
+    told = Tracing(exporter, VirtualClock(20.0), VirtualClock(1020.0))
     for each in visits:
         told(each)
     asyncio.run(told.close(10.0))
@@ -242,11 +241,15 @@ def test_a_bad_endpoint_and_a_missing_library_say_so(monkeypatch: pytest.MonkeyP
 def test_a_collector_that_is_not_there_delays_nothing() -> None:
     with collecting() as gone:
         pass
+    before = set(threading.enumerate())
     told = tracing(gone.url, VirtualClock(), VirtualClock())
     assert told is not None
     for _ in range(3000):  # more than a batch may hold
         told(visit())
     asyncio.run(told.close(0.5))
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5.0)
+        assert not thread.is_alive(), f"{thread.name} goes on trying"
 
 
 def test_a_server_tells_the_collector_before_it_ends(
