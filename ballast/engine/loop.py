@@ -250,10 +250,12 @@ class Loop:
         """Have the admission policy order queues; whether it has changed any."""
         decision = self.preset.admission(view, self._admission_memo)
         self._admission_memo, self._reorder_at = decision.memo, decision.wake_at
+        done = False
         for action in decision.actions:
             refused = apply(self.state, action, outputs)
             self.story.decision(view.now, action, refused, by="admission")
-        return bool(decision.actions)
+            done = done or refused is None
+        return done
 
     def _expire(self, view: DeviceView, outputs: list[Output]) -> bool:
         """Evict models whose time to live is over, before the policy is asked; whether there were

@@ -10,7 +10,7 @@ from ballast.policy.base import MemoryPolicy
 from ballast.policy.claims import activation_claims, earliest, shortage_claims
 from ballast.policy.comeback import come_back, evicted
 from ballast.policy.cover import cover
-from ballast.policy.fair import Sharing, share_out
+from ballast.policy.fair import share_out
 from ballast.policy.offers import (
     cached_prefixes,
     idle_models,
@@ -41,7 +41,7 @@ class Balloon(MemoryPolicy):
     reserve: float = 0.1
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
-        sharing = share_out(view) if self.fair_shares else Sharing(view)
+        sharing = share_out(view, fair=bool(self.fair_shares))
         view = sharing.view
         absent, wake_absent = activation_claims(view, self.patience)
         short, wake_short = shortage_claims(view, self.patience)

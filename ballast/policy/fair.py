@@ -59,7 +59,7 @@ class Sharing:
         return claim._replace(may_preempt=False, overdue=True)
 
 
-def share_out(view: DeviceView) -> Sharing:
+def share_out(view: DeviceView, *, fair: bool) -> Sharing:
     """Hold the models that have more than their share while another one with less lacks pages for
     its next request, and have their requests undone before others'. No model is held whose next
     request is more important than all of those: it would undo them as soon as it is not.
@@ -68,8 +68,10 @@ def share_out(view: DeviceView) -> Sharing:
     request of another model that runs nothing either, and has waited longest (`_comes_first`).
     Until that has its pages nobody else is admitted who is not more important. Without it small
     requests would use again and again what they free within their shares, and a large one starve.
-    For policies that hold no models for reasons of their own.
+    For policies that hold no models for reasons of their own. Unless `fair`, nobody has a share.
     """
+    if not fair:
+        return Sharing(view)
     shares = view.derived(fair_shares)
     lacking = {s.request_id for s in view.shortages if not s.limited}
     below: dict[str, int] = {}

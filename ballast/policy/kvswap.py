@@ -21,7 +21,7 @@ from ballast.policy.base import MemoryPolicy
 from ballast.policy.budget import PageBudget
 from ballast.policy.claims import activation_claims, earliest, kv_claims
 from ballast.policy.cover import cover
-from ballast.policy.fair import Sharing, share_out
+from ballast.policy.fair import share_out
 from ballast.policy.market import Claim, Offer, Source
 from ballast.policy.offers import (
     cached_prefixes,
@@ -87,7 +87,7 @@ class KvSwap(MemoryPolicy):
         standing, actions = stand(view, before, pooled if self.pooled else shares, turns)
         whole, view = view, served(view, standing, turns)
         fair = bool(self.fair_shares and self.pooled and turns is None)
-        sharing = share_out(view) if fair else Sharing(view)
+        sharing = share_out(view, fair=fair)
         view = sharing.view
         turning = {m.name for m in view.models if m.kv_turning}
         found, short_at = kv_claims(view, waiting=True, patience=PATIENCE)

@@ -12,7 +12,7 @@ from ballast.policy.base import MemoryPolicy
 from ballast.policy.budget import PageBudget
 from ballast.policy.claims import activation_claims, earliest, kv_claims, queue_claims
 from ballast.policy.cover import cover
-from ballast.policy.fair import Sharing, share_out
+from ballast.policy.fair import share_out
 from ballast.policy.layers import Layers, last_remaps, lendable
 from ballast.policy.market import Claim, Source
 from ballast.policy.offers import (
@@ -85,7 +85,7 @@ class Mirage(MemoryPolicy):
         standing, actions = stand(view, before.standing, divide, turns)
         whole, view = view, served(view, standing, turns)
         fair = bool(self.fair_shares and self.pooled and turns is None)
-        sharing = share_out(view) if fair else Sharing(view)
+        sharing = share_out(view, fair=fair)
         view = sharing.view
         active = self._active(view, standing)
         layers = self._layers(view, standing, active)

@@ -33,8 +33,8 @@ _PLACEMENT = "work"
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A memory policy, a compute policy and a fleet policy, resolved with their options, and what
-    they require of devices."""
+    """A memory policy, a compute policy, a fleet policy and an admission policy, resolved with
+    their options, and what they require of devices."""
 
     name: str
     """As it was asked for: with the order's name where that is not the preset's own."""

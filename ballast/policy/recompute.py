@@ -10,7 +10,7 @@ from ballast.core.view import DeviceView
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.claims import activation_claims, earliest, kv_claims
 from ballast.policy.cover import cover
-from ballast.policy.fair import Sharing, share_out
+from ballast.policy.fair import share_out
 from ballast.policy.offers import (
     cached_prefixes,
     lent_pages,
@@ -65,7 +65,7 @@ class Recompute(MemoryPolicy):
         standing, actions = stand(view, before, pooled if self.pooled else shares, turns)
         whole, view = view, served(view, standing, turns)
         fair = bool(self.fair_shares and self.pooled and turns is None)
-        sharing = share_out(view) if fair else Sharing(view)
+        sharing = share_out(view, fair=fair)
         view = sharing.view
         wake, promises = None, tuple[Promise, ...]()
         if self.pooled:

@@ -41,7 +41,7 @@ def small(*waiting: RequestView) -> ModelView:
 
 
 def holds(view: DeviceView) -> dict[str, bool]:
-    return {a.model: a.held for a in share_out(view).holds if isinstance(a, Hold)}
+    return {a.model: a.held for a in share_out(view, fair=True).holds if isinstance(a, Hold)}
 
 
 def test_what_kv_could_have_is_divided_by_the_configured_shares() -> None:
@@ -54,13 +54,13 @@ def test_what_kv_could_have_is_divided_by_the_configured_shares() -> None:
 def test_who_has_more_than_its_share_is_held_while_another_lacks_pages() -> None:
     view = world(big(), small(request(3, arrival=1.0)))
     assert holds(view) == {"a": True}
-    sharing = share_out(view)
+    sharing = share_out(view, fair=True)
     assert sharing.holding
     assert sharing.view.model("a").held
 
 
 def test_it_is_released_when_nobody_lacks_a_share() -> None:
-    sharing = share_out(world(big(held=True), small()))
+    sharing = share_out(world(big(held=True), small()), fair=True)
     assert holds(world(big(held=True), small())) == {"a": False}
     assert not sharing.holding
 
@@ -103,9 +103,9 @@ def test_a_request_without_a_share_left_undoes_no_work_until_it_is_put_first() -
     a = replace(big(), waiting=(first,))
     view = world(a, model("b", kv=6, running=(request(6, arrival=2.0, pages=6),)))
     claim = Claim("a", first.order, 4, may_preempt=True, admission=True)
-    (changed,) = share_out(view).claims([claim])
+    (changed,) = share_out(view, fair=True).claims([claim])
     assert (changed.may_preempt, changed.overdue) == (False, True)
     assert victims(view, claim) == []
     view = world(replace(a, waiting=(first._replace(place=-1),)), view.model("b"))
-    assert share_out(view).claims([claim]) == [claim]
+    assert share_out(view, fair=True).claims([claim]) == [claim]
     assert victims(view, claim) == ["r4", "r6"]

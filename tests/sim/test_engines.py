@@ -11,20 +11,11 @@ from ballast.core.job import Load
 from ballast.core.units import MiB
 from ballast.sim.catalogue import facts
 from ballast.sim.profile import device_profile
-from ballast.sim.roofline import AllReduce, Hardware, Host, Reach, Sizes, step_costs
+from ballast.sim.roofline import AllReduce, Host, Reach, Sizes, step_costs
 from ballast.sim.toml_file import as_toml
 from scripts.fit_engines import ACTIVATIONS, ON, STEPS
+from tests.sim.test_roofline import HARDWARE
 
-HARDWARE = Hardware(
-    memory_bytes=80 * 10**9,
-    memory_bandwidth=2e12,
-    flops=300e12,
-    multiprocessors=100,
-    host_link="PCIe4 x16",
-    host_bandwidth=31.5e9,
-    peer_link="none",
-    source="a test",
-)
 REACH = Reach(
     layer_seconds=2e-5,
     reading=1.25,
