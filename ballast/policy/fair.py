@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
 
 from ballast.core.actions import Action, Hold
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.claims import LONGEST_WAIT
 from ballast.policy.market import Claim, Offer, Source
-from ballast.policy.offers import younger_models, younger_requests
+from ballast.policy.offers import until_older, younger_models, younger_requests, youngest_running
 
 
 def fair_shares(view: DeviceView) -> Mapping[str, float]:
@@ -51,10 +53,10 @@ class Sharing:
 
     def _without_undoing(self, claim: Claim) -> Claim:
         view = self.view
-        if _entitled(view, claim) or any(
-            m.running and max(r.order.rank for r in m.running) > claim.order.rank
-            for m in view.models
-        ):
+        running = (m.running[-1] for m in view.models if m.running)
+        if any(youngest.order.rank > claim.order.rank for youngest in running):
+            return claim
+        if _promoted(view, claim) or _within_share(view, claim):
             return claim
         return claim._replace(may_preempt=False, overdue=True)
 
@@ -111,16 +113,16 @@ _RELEASED = "nobody lacks a share"
 
 def younger_requests_by_share(view: DeviceView, claim: Claim) -> Iterator[Offer]:
     """As `younger_requests`: those of models that have more than their share first."""
-    beyond = dict(view.derived(_beyond))
-    entitled = not claim.admission or _entitled(view, claim)
-    rest: list[Offer] = []
-    for offer in younger_requests(view, claim):
-        if entitled and beyond[offer.owner] > 0:
-            beyond[offer.owner] -= offer.pages
-            yield offer
-        elif not claim.admission or _promoted(view, claim) or _more_important(claim, offer):
-            rest.append(offer)
-    yield from rest
+    if not claim.may_preempt:
+        return
+    anybody = not claim.admission or _promoted(view, claim)
+    if anybody or _within_share(view, claim):
+        above, rest = view.derived(_running_by_share)
+        yield from until_older(above, claim)
+    else:
+        rest = view.derived(youngest_running)
+    others = until_older(rest, claim)
+    yield from others if anybody else takewhile(partial(_more_important, claim), others)
 
 
 def younger_models_by_share(view: DeviceView, claim: Claim) -> Iterator[Offer]:
@@ -131,18 +133,28 @@ def younger_models_by_share(view: DeviceView, claim: Claim) -> Iterator[Offer]:
             yield offer
 
 
-def _beyond(view: DeviceView) -> Mapping[str, float]:
-    """Return how many pages each model has beyond its share; it has fewer where negative."""
+def _running_by_share(view: DeviceView) -> tuple[Sequence[Offer], Sequence[Offer]]:
+    """Return the running requests that can be preempted, youngest first: those without which their
+    models have no more than their shares, and the others."""
     shares = view.derived(fair_shares)
-    return {m.name: _used(m) - shares.get(m.name, 0.0) for m in view.models}
+    beyond = {m.name: _used(m) - shares.get(m.name, 0.0) for m in view.models}
+    above: list[Offer] = []
+    within: list[Offer] = []
+    for offer in view.derived(youngest_running):
+        if beyond[offer.owner] > 0:
+            beyond[offer.owner] -= offer.pages
+            above.append(offer)
+        else:
+            within.append(offer)
+    return above, within
 
 
-def _entitled(view: DeviceView, claim: Claim) -> bool:
-    """Whether a request that waits to be admitted may undo work of models that have more than
-    their share: its own model has less, or it has waited longest."""
+def _within_share(view: DeviceView, claim: Claim) -> bool:
+    """Whether a model has no more than its share with a request that waits to be admitted: then it
+    may undo work of models that have more."""
     m = view.model(claim.model)
     share = view.derived(fair_shares).get(m.name, 0.0)
-    return _promoted(view, claim) or not m.running or _used(m) + m.first_pages <= share
+    return not m.running or _used(m) + m.first_pages <= share
 
 
 def _promoted(view: DeviceView, claim: Claim) -> bool:

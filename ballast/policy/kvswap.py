@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 from ballast.core.actions import Action, Decision, DropCache, Promise, SwapKv
 from ballast.core.cost import copy_seconds
@@ -51,6 +52,30 @@ class Plan:
     """It is hardly longer than without."""
 
 
+class Terms(NamedTuple):
+    """What offers of a model's layers depend on beside the model."""
+
+    policy: KvSwap
+    link_bytes_per_second: float
+    page_bytes: int
+
+
+class Swappable:
+    """A model of whose KV more layers may rotate, with the offers that are known."""
+
+    __slots__ = ("known", "m", "most", "now")
+
+    def __init__(self, m: ModelView, known: dict[int, Offer | None]) -> None:
+        """`known`: offers by the number of layers that are to give up their pages."""
+        assert m.kv_rotation is not None, "its KV can rotate"
+        self.m, self.known, self.now = m, known, m.kv_rotation.lent
+        self.most = m.spec.n_layers - ceil_div(m.spec.n_layers, LEAST_KEPT)
+
+    def layers_for(self, pages: int) -> int:
+        """Return how many layers have given up their pages once that has freed so many more."""
+        return min(self.most, self.now + max(1, ceil_div(pages, self.m.kv_layer_pages)))
+
+
 @dataclass(frozen=True, slots=True)
 class KvSwap(MemoryPolicy):
     """As `recompute`, but where KV is short the KV of some layers goes to the host and back in each
@@ -92,7 +117,7 @@ class KvSwap(MemoryPolicy):
         turning = {m.name for m in view.models if m.kv_turning}
         found, short_at = kv_claims(view, waiting=True, patience=PATIENCE)
         claims = [c for c in found if c.model not in turning]
-        layers = partial(self.offers, known={})
+        layers = self.layers(view)
         wake, promises = None, tuple[Promise, ...]()
         if self.pooled:
             to_come, absent_at = activation_claims(view, PATIENCE)
@@ -124,26 +149,32 @@ class KvSwap(MemoryPolicy):
         wake = earliest(wake, ended.up_at)
         return Decision(tuple(actions), ended.standing, wake, ended.promises, sharing.holding)
 
-    def offers(
-        self, view: DeviceView, claim: Claim, known: dict[tuple[str, int], Offer | None]
-    ) -> Iterator[Offer]:
-        """Pages that KV would free if more of its layers rotated: the claim's own model's first.
+    def layers(self, view: DeviceView) -> Source:
+        """Return the source of pages that KV frees if more of its layers rotate: for each claim its
+        own model's first, then the others' by name."""
+        terms = Terms(self, view.link_bytes_per_second, view.page_bytes)
+        swappable = [
+            Swappable(m, m.derived(_offers_by_terms).setdefault(terms, {}))
+            for m in sorted(view.models, key=lambda m: m.name)
+            if m.residency is Residency.RESIDENT
+            and not m.kv_turning
+            and m.kv_layer_pages
+            and m.kv_rotation is not None
+        ]
+        own = {s.m.name: s for s in swappable}
 
-        `known`: the offers of this decision, by model and layers that are to give up their pages.
-        """
-        models = view.derived(_swappable)
-        own = (m for m in models if m.name == claim.model)
-        for m in chain(own, (m for m in models if m.name != claim.model)):
-            assert m.kv_rotation is not None, "its KV can rotate"
-            pages = max(claim.pages, round(self.ahead * m.kv_pages))
-            most = m.spec.n_layers - ceil_div(m.spec.n_layers, LEAST_KEPT)
-            lent = min(most, m.kv_rotation.lent + max(1, ceil_div(pages, m.kv_layer_pages)))
-            key = m.name, lent
-            if key not in known:
-                known[key] = self._offer(view, m, lent)
-            offer = known[key]
-            if offer is not None:
-                yield offer
+        def offers(view: DeviceView, claim: Claim) -> Iterator[Offer]:
+            first = own.get(claim.model)
+            others = (s for s in swappable if s is not first)
+            for s in others if first is None else chain((first,), others):
+                lent = s.layers_for(max(claim.pages, round(self.ahead * s.m.kv_pages)))
+                if lent not in s.known:
+                    s.known[lent] = self._offer(view, s.m, lent)
+                offer = s.known[lent]
+                if offer is not None:
+                    yield offer
+
+        return offers
 
     def _offer(self, view: DeviceView, m: ModelView, lent: int) -> Offer | None:
         """What `lent` layers give that give up their pages, or as many as can; None: no more do."""
@@ -152,7 +183,8 @@ class KvSwap(MemoryPolicy):
             return None
         assert m.kv_rotation is not None, "its KV can rotate"
         pages = (plan.rotation.lent - m.kv_rotation.lent) * m.kv_layer_pages
-        price = partial(_slowing, view, m, plan, pages)
+        moving = copy_seconds(pages * view.page_bytes, view.link_bytes_per_second)
+        price = partial(_slowing, m, plan, moving)
         act = partial(_swap, m.name, plan.rotation)
         return Offer(("kv layers", m.name), m.name, pages, price, act)
 
@@ -268,29 +300,21 @@ def _cached_by_others(own: Collection[str], view: DeviceView, claim: Claim) -> I
     return (offer for offer in cached_prefixes(view, claim) if offer.owner not in own)
 
 
-def _swappable(view: DeviceView) -> Sequence[ModelView]:
-    """Models of whose KV more layers may rotate, by name."""
-    found = [
-        m
-        for m in view.models
-        if m.residency is Residency.RESIDENT
-        and not m.kv_turning
-        and m.kv_layer_pages
-        and m.kv_rotation is not None
-    ]
-    return sorted(found, key=lambda m: m.name)
-
-
 def _swap(model: str, rotation: Rotation, _: int, claim: Claim) -> SwapKv:
     return SwapKv(model, rotation, why=f"{claim.model} needs pages")
 
 
-def _slowing(view: DeviceView, m: ModelView, plan: Plan, pages: int) -> float:
-    """Return the request-seconds that a model's running requests wait: while so many pages of their
-    KV go to the host, and in the steps until they come home, each as long as `plan` has it."""
-    moving = copy_seconds(pages * view.page_bytes, view.link_bytes_per_second)
+def _slowing(m: ModelView, plan: Plan, moving: float) -> float:
+    """Return the request-seconds that a model's running requests wait: while its KV is `moving` to
+    the host (seconds), and in the steps until it comes home, each as long as `plan` has it."""
     longer = max(0.0, plan.seconds - step_seconds(m))
     return (moving + longer * max(1.0, SWAPPED / plan.seconds)) * len(m.running)
+
+
+def _offers_by_terms(m: ModelView) -> dict[Terms, dict[int, Offer | None]]:
+    """What a model's layers were found to give: kept with its view, and so as long as it does not
+    change."""
+    return {}
 
 
 def step_seconds(m: ModelView) -> float:

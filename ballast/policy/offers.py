@@ -7,18 +7,16 @@ by price (`ballast.policy.cover`).
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Generic, TypeVar
+from itertools import chain
+from operator import attrgetter
 
 from ballast.core.actions import RECALL_SECONDS, Compact, DropCache, Evict, Preempt, Recall
 from ballast.core.cost import copy_seconds
 from ballast.core.request import Order
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
 from ballast.policy.market import Claim, Offer
-
-T = TypeVar("T")
 
 REUSE = 0.05
 """Share of dropped cached prefixes assumed to be asked for again; an assumption, not measured."""
@@ -246,15 +244,16 @@ def younger_requests(view: DeviceView, claim: Claim) -> Iterator[Offer]:
 
     One whose blocks share all their pages with others' frees no page, but blocks for its model.
     """
-    return _younger(view.derived(_youngest_running), claim)
+    return until_older(view.derived(youngest_running), claim)
 
 
 def own_younger_requests(view: DeviceView, claim: Claim) -> Iterator[Offer]:
     """As `younger_requests`, of the claim's own model only: for memory that is not shared."""
-    return _younger(view.model(claim.model).derived(_preemptible), claim)
+    return until_older(view.model(claim.model).derived(_preemptible), claim)
 
 
-def _younger(running: Iterable[Offer], claim: Claim) -> Iterator[Offer]:
+def until_older(running: Iterable[Offer], claim: Claim) -> Iterator[Offer]:
+    """Yield those of running requests, youngest first, that a claim may undo and gains from."""
     if claim.may_preempt:
         for offer in running:
             if offer.undoes is None or offer.undoes <= claim.order:
@@ -263,15 +262,10 @@ def _younger(running: Iterable[Offer], claim: Claim) -> Iterator[Offer]:
                 yield offer
 
 
-def _youngest_running(view: DeviceView) -> Iterable[Offer]:
+def youngest_running(view: DeviceView) -> Sequence[Offer]:
     """All running requests that can be preempted, youngest first."""
-    by_model = [m.derived(_preemptible) for m in view.models]
-    return Memoized(heapq.merge(*by_model, key=_undone, reverse=True))
-
-
-def _undone(offer: Offer) -> Order:
-    assert offer.undoes is not None, "it is running"
-    return offer.undoes
+    offers = chain.from_iterable(m.derived(_preemptible) for m in view.models)
+    return sorted(offers, key=attrgetter("undoes"), reverse=True)
 
 
 def _preemptible(m: ModelView) -> Sequence[Offer]:
@@ -295,24 +289,3 @@ def _preemptible(m: ModelView) -> Sequence[Offer]:
 
 def _preempt(model: str, request_id: str, _: int, claim: Claim) -> Preempt:
     return Preempt(model, request_id, why=f"{claim.model} comes first")
-
-
-class Memoized(Generic[T]):
-    """An iterable over the items of an iterator: computed once, as far as anybody has got."""
-
-    def __init__(self, items: Iterator[T]) -> None:
-        self._items = items
-        self._known: list[T] = []
-
-    def __iter__(self) -> Iterator[T]:
-        known = self._known
-        at = 0
-        while True:
-            while at < len(known):
-                yield known[at]
-                at += 1
-            for item in self._items:
-                known.append(item)
-                break
-            else:
-                return

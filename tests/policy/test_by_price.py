@@ -174,9 +174,7 @@ def test_swapping_kv_costs_more_the_more_requests_wait_for_the_copies() -> None:
         decode_seconds=1.0,
     )
     crowd = replace(m, running=(*m.running, request(3, pages=4)))
-    one, two = (
-        next(iter(KvSwap().offers(device(CLAIMER, x, free=0), claim(10), {}))).price()
-        for x in (m, crowd)
-    )
+    views = [device(CLAIMER, x, free=0) for x in (m, crowd)]
+    one, two = (next(iter(KvSwap().layers(v)(v, claim(10)))).price() for v in views)
     assert one > 0
     assert two == pytest.approx(2 * one, rel=0.01)
