@@ -84,7 +84,8 @@ class KvSwap(MemoryPolicy):
     Layers are added as long as a decode step hides what they bring over the link, but for `slack`
     of its time (`cap` 0: as long as there are any), each time enough for `ahead` times the KV there
     is. When it is over they have pages of their own again, if `reserve` of the KV pages that
-    weights leave stay free. `dirty`: of a layer only what a step has written is stored; else all
+    weights leave stay free; as soon as steps hide their copies no longer, in place of younger
+    requests. `dirty`: of a layer only what a step has written is stored; else all
     that it has loaded. `mixed`: bytes per second that the link has each way while it carries both
     ways, as part of those it has to the device alone. `by_price`: as with `recompute`.
     """
@@ -132,7 +133,9 @@ class KvSwap(MemoryPolicy):
                 own_prefix,
             ]
             claims, limited = part_limited(view, claims)
-            covered = cover(view, [*absent, *claims], sources, by_price=bool(self.by_price))
+            slowed = [c for m in view.models if (c := self._claim_of_slowed(view, m)) is not None]
+            wanted = [*absent, *slowed, *claims]
+            covered = cover(view, wanted, sources, by_price=bool(self.by_price))
             freeing, promises, left = covered.actions, covered.promises, covered.budget
             freeing += cover_limited(view, limited, [layers, own_younger_requests])
         else:
@@ -194,24 +197,31 @@ class KvSwap(MemoryPolicy):
         It is reckoned with as much KV as there is room for then.
         """
         n = m.spec.n_layers
-        rate = view.link_bytes_per_second
-        rates = LinkRates.even(rate, 2 * self.mixed * rate)
-        tokens = sum(r.computed for r in m.running)
         assert m.kv_rotation is not None, "its KV can rotate"
-        more = tokens * (lent - m.kv_rotation.lent) // (n - lent)
+        more = _tokens(m) * (lent - m.kv_rotation.lent) // (n - lent)
         alone = step_seconds(m) + more * m.costs.per_context
-        loaded = (tokens + more) * m.spec.kv_bytes_per_token // n
-        new = len(m.running) * m.spec.kv_bytes_per_token // n
-        stored = new if self.dirty else loaded + new
         found: Plan | None = None
         for slots in SLOTS:
             if not least <= lent + slots <= n:
                 continue
             rotation = Rotation(spread(n, lent + slots), slots)
-            seconds = swapped_seconds(n, rotation, alone, loaded, stored, rates)
+            seconds = self._step(view, m, rotation, alone, more)
             if found is None or seconds < found.seconds:
                 found = Plan(rotation, seconds, seconds <= alone * (1 + self.slack))
         return found
+
+    def _step(
+        self, view: DeviceView, m: ModelView, rotation: Rotation, alone: float, more: int
+    ) -> float:
+        """Return the seconds of a decode step with so many tokens of KV `more`, which takes `alone`
+        if it waits for nothing."""
+        n = m.spec.n_layers
+        rate = view.link_bytes_per_second
+        rates = LinkRates.even(rate, 2 * self.mixed * rate)
+        loaded = (_tokens(m) + more) * m.spec.kv_bytes_per_token // n
+        new = len(m.running) * m.spec.kv_bytes_per_token // n
+        stored = new if self.dirty else loaded + new
+        return swapped_seconds(n, rotation, alone, loaded, stored, rates)
 
     def _more(self, view: DeviceView, m: ModelView, wanted: int) -> Plan | None:
         """The plan by which so many layers give up their pages, or as many as can; None: no more
@@ -245,36 +255,75 @@ class KvSwap(MemoryPolicy):
             sources.append(partial(_cached_by_others, own))
         return give_back(view, budget, claims, spare, sources)
 
+    def _claim_of_slowed(self, view: DeviceView, m: ModelView) -> Claim | None:
+        """The claim of a model whose steps have become longer than `slack` allows, as its KV has
+        grown since its layers began to rotate: for pages of as many as bring them back within it.
+
+        It is made on behalf of the running requests, as all their steps are longer, and so comes
+        before those that are admitted later.
+        """
+        now = m.kv_rotation
+        if not self.cap or now is None or now == WHOLE or m.kv_turning:
+            return None
+        if m.residency is not Residency.RESIDENT or not m.running or self._hidden(view, m):
+            return None
+
+        def within(n: int) -> bool:
+            plan = self.plan(view, m, now.lent - n, 0)
+            return n == now.lent or (plan is not None and plan.hidden)
+
+        most = bisect_left(range(now.lent), True, lo=1, key=within)
+        return self._claim_for(view, m, m.running[0].order, most, 1, may_preempt=True)
+
     def _claim_back(self, view: DeviceView, m: ModelView) -> Claim | None:
         """The claim of a model for the pages of at least half of the layers that rotate; None where
-        it has none to make.
-
-        What is cached goes first, as it costs more than it saves while layers rotate. The claim is
-        for what the layers take beyond it: fewer than no pages where more was cached.
-        """
+        it has none to make."""
         now = m.kv_rotation
         if now is None or now == WHOLE or m.kv_turning:
             return None
         if m.residency is not Residency.RESIDENT or m.waiting:
             return None
+        order = Order(0, view.now, 0)
+        return self._claim_for(view, m, order, now.lent, ceil_div(now.lent, 2), may_preempt=False)
+
+    def _claim_for(
+        self,
+        view: DeviceView,
+        m: ModelView,
+        order: Order,
+        most: int,
+        least: int,
+        *,
+        may_preempt: bool,
+    ) -> Claim | None:
+        """The claim for the pages of `least` to `most` layers that rotate, as far as the model's
+        own limit goes.
+
+        What is cached goes first, as it costs more than it saves while layers rotate. The claim is
+        for what the layers take beyond it: fewer than no pages where more was cached.
+        """
         used = m.kv_pages - m.cached_pages
         layer = ceil_div(m.kv_layer_pages * used, m.kv_pages) if used else 0
-        most = now.lent
         if m.limit is not None and layer:
             room = m.limit - used - round(self.reserve * m.limit)
             most = min(most, max(0, room) // layer)
-        least = ceil_div(now.lent, 2)
         if most < least:
             return None
         return Claim(
             m.name,
-            Order(0, view.now, 0),
+            order,
             most * layer - m.cached_pages,
-            may_preempt=False,
+            may_preempt=may_preempt,
             grain=1,
             least=least * layer - m.cached_pages,
             then=partial(self._home, view, m, layer, most),
         )
+
+    def _hidden(self, view: DeviceView, m: ModelView) -> bool:
+        """Whether a model's layers rotate without making its steps longer than `slack` allows."""
+        assert m.kv_rotation is not None, "its KV can rotate"
+        alone = step_seconds(m)
+        return self._step(view, m, m.kv_rotation, alone, 0) <= alone * (1 + self.slack)
 
     def _home(
         self, view: DeviceView, m: ModelView, layer: int, most: int, pages: int
@@ -315,6 +364,11 @@ def _offers_by_terms(m: ModelView) -> dict[Terms, dict[int, Offer | None]]:
     """What a model's layers were found to give: kept with its view, and so as long as it does not
     change."""
     return {}
+
+
+def _tokens(m: ModelView) -> int:
+    """Return the tokens of KV that running requests have."""
+    return sum(r.computed for r in m.running)
 
 
 def step_seconds(m: ModelView) -> float:

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballast.core.actions import DropCache, SwapKv
+from ballast.core.actions import Action, DropCache, Preempt, SwapKv
 from ballast.core.clock import VirtualClock
 from ballast.core.event import Finished, JobDone
 from ballast.core.job import Job
 from ballast.core.link import LinkRates
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.swapping import swapped_seconds
+from ballast.core.view import Shortage
 from ballast.engine.storyfile import StoryFile
 from ballast.kv.blocks import KvCache
 from ballast.memory.pool import Pool
@@ -271,3 +272,27 @@ def test_blocks_are_moved_together_without_memory_behind_them() -> None:
     for table in kept:
         m.kv.free(table)
     device.state.pool.validate()
+
+
+@pytest.mark.parametrize("fair", [0, 1])
+def test_layers_come_home_once_their_kv_has_grown_out_of_what_steps_hide(fair: int) -> None:
+    """Also while others are short of pages, as all steps of what runs are longer: the youngest
+    request makes way, or that of the model with more than its share."""
+    policy = KvSwap(fair_shares=fair)
+    others = tuple(worlds.request(n, pages=10) for n in (5, 6))
+    other = replace(worlds.model("b", kv=20, running=others), kv_rotation=WHOLE)
+    short = Shortage("b", "r5", 4, limited=False)
+
+    def actions(tokens: int) -> list[Action]:
+        running = tuple(worlds.request(n, pages=15, tokens=tokens) for n in range(1, 5))
+        m = worlds.model("a", kv=60, running=running)
+        m = replace(m, spec=SPEC, decode_seconds=0.01, kv_layer_pages=10)
+        m = replace(m, kv_rotation=Rotation((2, 5), 1))
+        view = worlds.device(m, other, free=0, shortages=(short,))
+        return list(policy(view, policy(view, None).memo).actions)
+
+    hidden = [a for a in actions(100) if isinstance(a, SwapKv) and a.model == "a"]
+    assert all(len(a.rotation.layers) >= 2 for a in hidden)
+    grown = actions(5000)
+    assert SwapKv("a", WHOLE, "there is room for its KV again") in grown
+    assert [a.request_id for a in grown if isinstance(a, Preempt)] == ["r4" if fair else "r6"]
