@@ -56,6 +56,7 @@ RUNS = (
     Run("lanes"),
     Run("fleet"),
     Run("devices"),
+    Run("mirage_live"),
     Run("mirage_sim", ("--sweeps",)),
     Run("overload_presets"),
     Run("prices", ("--quick",)),
