@@ -69,6 +69,19 @@ MENDED = {
         kv_pages=30,
         acts=(BUSY, Ask(after=3.0, model=0, prompt=20, output=4)),
     ),
+    "an older request has younger ones of another model undone beside a pinned one": Scenario(
+        preset="swap",
+        page_kib=16,
+        models=(
+            Model(layers=6, weight_pages=3, kv_heads=4),
+            Model(layers=2, weight_pages=1, kv_heads=2, pinned=True),
+        ),
+        kv_pages=40,
+        acts=(
+            Ask(after=0.05, model=1, prompt=300, output=400, n=2),
+            Ask(after=0.05, model=0, prompt=13, output=40),
+        ),
+    ),
     "a model that an operator brought makes way for the one whose turn it is": Scenario(
         preset="swap",
         models=(Model(), Model()),
