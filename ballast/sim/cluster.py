@@ -26,6 +26,7 @@ from ballast.sim.device import Profile, SimDevice
 from ballast.sim.given import NOTHING, Given
 from ballast.sim.lending import carry_out
 from ballast.sim.profile import DeviceProfile, device_profile
+from ballast.sim.runner import OnParts, unmeasured
 from ballast.sim.simulate import simulate_devices
 from ballast.sim.topology import Place, places
 
@@ -65,7 +66,11 @@ class Kind:
     def of(self, specs: Iterable[ModelSpec]) -> Profile:
         """What a simulation of one of these needs that serves `specs`."""
         costs = {spec.name: self.costs(spec) for spec in specs}
-        return replace(self.profile.of(()), costs=costs, link=self.link)
+        on_parts: OnParts = functools.partial(self.profile.on_parts, tp=self.ranks)
+        if self.slices > 1:  # nobody measured parts of a slice
+            on_parts = unmeasured
+        profile = self.profile.of(())
+        return replace(profile, costs=costs, link=self.link, on_parts=on_parts)
 
 
 def kinds_of(text: str, lanes: int = 1, engine: str | None = None) -> list[Kind]:

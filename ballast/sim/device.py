@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ballast.core.actions import Join, Leave, Operation
 from ballast.core.clock import VirtualClock
@@ -29,7 +29,7 @@ from ballast.sim.leap import Said, leap
 from ballast.sim.link import Path, Route, SimLink
 from ballast.sim.passes import Source
 from ballast.sim.rotor import SimRotors
-from ballast.sim.runner import SimRunner
+from ballast.sim.runner import OnParts, SimRunner, unmeasured
 from ballast.sim.swapper import SimSwappers
 from ballast.sim.world import World
 from ballast.weights.rotor import Loads
@@ -58,6 +58,8 @@ class Profile:
     reach: float = 1.0
     """Of the memory's bandwidth, what a job that has part of the compute can use: so many times
     that part (`sim.lanes`)."""
+    on_parts: OnParts = field(default=unmeasured, compare=False)
+    """What jobs were seen to take on parts of the device; else that is guessed."""
     page_seconds: float = 0.0
     """What the loop takes to map and unmap a page of weights, beyond their copy."""
     ahead: int = 0
@@ -142,6 +144,7 @@ class SimDevice:
             settings.parts,
             profile.reach,
             swappers,
+            profile.on_parts,
         )
         self.story = Story(sink=sink, overhead=profile.overhead)
         self._client = said

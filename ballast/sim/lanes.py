@@ -1,11 +1,13 @@
 """Jobs of several lanes in virtual time: each has part of the compute, and all share the memory.
 
-A job is arithmetic and reading, one after the other in small portions (`StepCosts.split`). Its
-arithmetic goes as fast as its share of the device; it reads with up to `reach` times its share of
-the bandwidth, and when all together would read more than there is, each of them as much more
-slowly. On an A100 (measured with 30 and 50 % of the multiprocessors: the rows in its profile) a
-decode step reaches 2 times its share (`lane_reach` there), and a prefill takes 2.7 and 1.7 times as
-long, where this says 3.3 and 2: on the whole device it does not use all of it.
+What a job takes alone on its part of a device is measured (`measured_seconds`), or else a guess
+(`guessed`): it is arithmetic and reading, one after the other in small portions
+(`StepCosts.split`), its arithmetic goes as fast as its share of the device, and it reads with up to
+`reach` times its share of the bandwidth. When jobs together would read more than there is, each of
+them reads as much more slowly. On an A100 (measured with 30 and 50 % of the multiprocessors: the
+rows in its profile) a decode step reaches 2 times its share (`lane_reach` there), and a prefill
+takes 2.7 and 1.7 times as long, where the guess says 3.3 and 2: on the whole device it does not use
+all of it.
 """
 
 from __future__ import annotations
@@ -13,10 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
 
 from ballast.core.clock import Clock
+from ballast.core.cost import StepCosts
 from ballast.core.event import JobDone, Result
-from ballast.core.job import Job
+from ballast.core.job import Job, Load
 from ballast.sim.agenda import Change, Entry
 from ballast.sim.heap import EventHeap
 from ballast.sim.passes import Pass
@@ -25,16 +30,54 @@ _STEPS = 50
 """Halvings that find how much more slowly all read."""
 
 
-def rates(jobs: Sequence[tuple[float, float, float]], reach: float) -> list[float]:
-    """Of jobs that run together, (share, compute, memory): the part of itself that each does in a
-    second. `compute` and `memory` in seconds, alone on the whole device; of one job, their sum is
-    above 0."""
+class Part(NamedTuple):
+    """What a job takes on its part of a device, in seconds."""
+
+    seconds: float
+    """With nothing beside it; above 0."""
+    reading: float
+    """Of these, in which it reads: what others' reading makes longer."""
+    memory: float
+    """In which it would read the same at all of the bandwidth."""
+
+
+def guessed(share: float, compute: float, memory: float, reach: float) -> Part:
+    """Return what a job takes on `share` of a device that takes so many seconds of arithmetic and
+    of reading alone on the whole device."""
+    reading = memory / min(1.0, reach * share)
+    return Part(compute / share + reading, reading, memory)
+
+
+def measured(share: float, seconds: float, memory: float, reach: float) -> Part:
+    """Return what a job takes on `share` of a device if it was seen to take so many seconds there;
+    `memory` as of `guessed`."""
+    return Part(seconds, min(seconds, memory / min(1.0, reach * share)), min(seconds, memory))
+
+
+def measured_seconds(seen: Sequence[tuple[float, StepCosts]], load: Load, share: float) -> float:
+    """Return what a job takes on `share` of a device, from costs on some shares of it, ascending.
+
+    Between them it is linear in 1 / share, as it is of a job of which a part gains from more
+    multiprocessors and a part does not (Amdahl); below the least all of it is taken to gain.
+    """
+    low, least = seen[0]
+    if share <= low:
+        return least.of(load) * low / share
+    for (low, less), (high, more) in pairwise(seen):
+        if share <= high:
+            far = (1 / share - 1 / high) / (1 / low - 1 / high)
+            return more.of(load) + far * (less.of(load) - more.of(load))
+    return seen[-1][1].of(load)
+
+
+def rates(jobs: Sequence[Part]) -> list[float]:
+    """Return the part of itself that each of the jobs which run together does in a second."""
 
     def at(slower: float) -> list[float]:
-        return [1.0 / (c / s + m / (slower * min(1.0, reach * s))) for s, c, m in jobs]
+        return [1.0 / (job.seconds + job.reading * (1.0 / slower - 1.0)) for job in jobs]
 
     def read(slower: float) -> float:
-        return sum(rate * m for rate, (_, _, m) in zip(at(slower), jobs, strict=True))
+        return sum(rate * job.memory for rate, job in zip(at(slower), jobs, strict=True))
 
     if read(1.0) <= 1.0:
         return at(1.0)
@@ -52,11 +95,7 @@ class Running:
     lanes: SimLanes
     job: Job
     results: tuple[Result, ...]
-    share: float
-    compute: float
-    """Seconds on the whole device."""
-    memory: float
-    """Seconds at all of the bandwidth."""
+    part: Part
     began: float
     left: float = 1.0
     """Of its work."""
@@ -107,9 +146,9 @@ class Running:
 class SimLanes:
     """The jobs that run; whenever one begins, waits, goes on or ends, all others' ends move."""
 
-    def __init__(self, heap: EventHeap, clock: Clock, reach: float, overhead: float) -> None:
+    def __init__(self, heap: EventHeap, clock: Clock, overhead: float) -> None:
         """`overhead`: seconds from a job's end to the event that ends it for the loop."""
-        self._heap, self._clock, self._reach, self._overhead = heap, clock, reach, overhead
+        self._heap, self._clock, self._overhead = heap, clock, overhead
         self._running: list[Running] = []
         self._since = 0.0
         """When the rates last changed."""
@@ -117,19 +156,17 @@ class SimLanes:
     def start(
         self,
         job: Job,
-        share: float,
-        compute: float,
-        memory: float,
+        part: Part,
         results: tuple[Result, ...],
         way: tuple[Callable[[Running], Pass], int, int] | None = None,
     ) -> None:
-        """Begin a job that takes so many seconds alone on the whole device.
+        """Begin a job.
 
         `way`: for one that may wait for layers, what makes its pass, and the tokens whose KV it
         reads and writes.
         """
         now = self._clock.now()
-        begun = Running(self, job, results, share, compute, memory, now)
+        begun = Running(self, job, results, part, now)
         self._running.append(begun)
         self.shift(now)
         if way is not None:
@@ -140,8 +177,7 @@ class SimLanes:
         """Which jobs compute has changed: share the device anew from `now` on."""
         self._pass_time(now)
         going = [one for one in self._running if one.computes]
-        shares = rates([(one.share, one.compute, one.memory) for one in going], self._reach)
-        for one, rate in zip(going, shares, strict=True):
+        for one, rate in zip(going, rates([one.part for one in going]), strict=True):
             if rate != one.rate or not one.scheduled:
                 one.rate = rate
                 self.renew(one)

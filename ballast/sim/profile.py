@@ -224,6 +224,14 @@ class DeviceProfile(Keys):
             f"measured here: {'; '.join(have)}",
         )
 
+    def on_parts(self, model: str | ModelSpec, tp: int = 1) -> list[tuple[float, StepCosts]]:
+        """What jobs of a model cost on parts of the multiprocessors, where that was measured under
+        the engine that serves: shares below 1, ascending."""
+        _, like = self._like(model)
+        rows = [r for r in self._rows if r.tp == tp and r.model.lower() in like]
+        percents = {row.sm_percent for row in rows if row.sm_percent < 100}
+        return [(p / 100, self.costs(model, tp, p)) for p in sorted(percents)]
+
     def of(self, specs: Iterable[ModelSpec]) -> Profile:
         """For `sim.simulate.simulate`: one device of this kind that serves `specs`."""
         engine = self.serving
@@ -233,6 +241,7 @@ class DeviceProfile(Keys):
             overhead=engine.overhead_seconds,
             wake=engine.wake_seconds,
             answer=engine.answer_seconds,
+            on_parts=self.on_parts,
             page_seconds=self.page_seconds,
             reach=self.lane_reach,
             ahead=0 if engine.host is None else engine.host.steps_ahead,

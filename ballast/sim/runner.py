@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
 
@@ -13,11 +13,20 @@ from ballast.core.event import Embedded, JobDone, PromptScores, Result
 from ballast.core.job import Job, Load, Sampled
 from ballast.core.model import ModelSpec
 from ballast.sim.heap import EventHeap
-from ballast.sim.lanes import SimLanes
+from ballast.sim.lanes import Part, SimLanes, guessed, measured, measured_seconds
 from ballast.sim.link import SimLink
 from ballast.sim.passes import Alone, Pace, Pass, Source
 from ballast.sim.rotor import SimRotors
 from ballast.sim.swapper import SimSwappers
+
+OnParts = Callable[[ModelSpec], Sequence[tuple[float, StepCosts]]]
+"""Returns what jobs of a model cost on parts of a device where that was measured: shares of its
+compute, above 0 and below 1, ascending, and costs there; nothing where it was not."""
+
+
+def unmeasured(spec: ModelSpec) -> Sequence[tuple[float, StepCosts]]:
+    """An `OnParts` where nothing was measured."""
+    return ()
 
 
 class SimRunner:
@@ -44,7 +53,9 @@ class SimRunner:
         parts: int = 1,
         reach: float = 1.0,
         swappers: SimSwappers | None = None,
+        on_parts: OnParts = unmeasured,
     ) -> None:
+        """`on_parts`: what jobs of a model were seen to take on parts of the device."""
         self._heap = heap
         self._clock = clock
         self._specs = specs
@@ -55,7 +66,11 @@ class SimRunner:
         self._wake = wake
         self._parts = parts
         self._swappers = swappers
-        self._lanes = SimLanes(heap, clock, reach, overhead)
+        self._reach = reach
+        self._on_parts = on_parts
+        self._measured: dict[str, Sequence[tuple[float, StepCosts]]] = {}
+        """By model, costs on some shares of the device, ascending."""
+        self._lanes = SimLanes(heap, clock, overhead)
         self.borrowed: Callable[[str], Source] | None = None
         """By model, what brings KV on borrowed pages; None where nothing moves for that."""
         self._borrowed: dict[str, Source] = {}
@@ -80,10 +95,10 @@ class SimRunner:
             swapper.move(now, moved)
             return
         if job.parts is not None and job.parts < self._parts:
-            share, split = job.parts / self._parts, self._costs[job.model].split(job.load)
             way = (partial(self._pass, job.model), read, written)
             waits = self._waits(job.model)
-            self._lanes.start(job, share, *split, results, way if waits else None)
+            part = self._part(job, job.parts / self._parts)
+            self._lanes.start(job, part, results, way if waits else None)
             return
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == job.model and ahead[1].began == now:
@@ -145,6 +160,16 @@ class SimRunner:
         if self._after_pause or (self._after_prefill and not self._prefills):
             seconds += self._wake
         return seconds
+
+    def _part(self, job: Job, share: float) -> Part:
+        """What a job takes on a share of the device that it has to itself."""
+        if job.model not in self._measured:
+            self._measured[job.model] = self._on_parts(self._specs[job.model])
+        seen, (compute, memory) = self._measured[job.model], self._costs[job.model].split(job.load)
+        if not seen:
+            return guessed(share, compute, memory, self._reach)
+        seconds = measured_seconds([*seen, (1.0, self._costs[job.model])], job.load, share)
+        return measured(share, seconds, memory, self._reach)
 
     def _begin(self, model: str, seconds: float, read: int, written: int) -> Alone:
         now = self._clock.now()

@@ -27,7 +27,7 @@ from ballast.policy.kvswap import KvSwap
 from ballast.policy.presets import resolve
 from ballast.sim.device import Profile, SimDevice
 from ballast.sim.heap import EventHeap
-from ballast.sim.lanes import Running, SimLanes
+from ballast.sim.lanes import Running, SimLanes, guessed
 from ballast.sim.link import SimLink
 from ballast.sim.lives import read_lives
 from ballast.sim.passes import Alone, Pass
@@ -180,7 +180,7 @@ def test_jobs_on_several_lanes_share_the_link() -> None:
     heap = EventHeap(clock)
     vm, token = NullVm(worlds.PAGE, 90), SPEC.kv_bytes_per_token // LAYERS
     link = SimLink(heap, clock, LinkRates.even(1e6))
-    lanes = SimLanes(heap, clock, 1.0, 0.0)
+    lanes = SimLanes(heap, clock, 0.0)
     rotation = Rotation((2, 4, 6), 2)
     for i, model in enumerate(TWO):
         swapper = SimSwapper(KvCache(model, Pool(vm, 90), vm, layered=True), link, False)
@@ -189,11 +189,12 @@ def test_jobs_on_several_lanes_share_the_link() -> None:
         def way(pace: Running, swapper: SimSwapper = swapper) -> Pass:
             return Pass(LAYERS, [swapper], pace)
 
-        lanes.start(Job(i, i, model.name, (), 1), 0.5, 0.1, 0.0, (), (way, 1000, 30))
+        half = guessed(0.5, 0.1, 0.0, 1.0)
+        lanes.start(Job(i, i, model.name, (), 1), half, (), (way, 1000, 30))
     done = heap.take(None)
     assert [type(event) for event in done] == [JobDone, JobDone]
-    half = LinkRates.even(5e5)
-    whole = swapped_seconds(LAYERS, rotation, 0.2, 1000 * token, 1030 * token, half)
+    rates = LinkRates.even(5e5)
+    whole = swapped_seconds(LAYERS, rotation, 0.2, 1000 * token, 1030 * token, rates)
     assert clock.now() == pytest.approx(whole)
     for event in done:
         assert isinstance(event, JobDone)
