@@ -17,6 +17,7 @@ from ballast.policy.offers import (
     idle_models,
     lent_pages,
     oldest,
+    younger_models,
     younger_requests,
 )
 from ballast.policy.turns import Phase, Turn, phase
@@ -50,7 +51,7 @@ class WholeModels(MemoryPolicy):
         if resident and turn.since == inf:
             turn = replace(turn, since=view.now)
         claims, _ = shortage_claims(view, patience=float("inf"))
-        sources = [cached_prefixes, lent_pages, idle_models, younger_requests]
+        sources = [cached_prefixes, lent_pages, idle_models, younger_requests, younger_models]
         actions += cover(view, claims, sources).actions
         if heir is None:
             if current.held:
