@@ -131,7 +131,7 @@ def test_closing_gives_everything_back(base: tuple[Any, Path], made: RandomAdapt
     assert len(host.addresses) == len(host.spec.segment_bytes)
     ctypes.string_at(host.addresses[-1], 64)
     host.close()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before, "others may be closed by the collector"
 
 
 def configured(**changes: Any) -> Callable[[Path], None]:
@@ -231,7 +231,7 @@ def test_a_fault_is_told_and_leaves_nothing_behind(
     settings = AdapterSettings(name="a", path=str(made.path))
     with pytest.raises(kind, match=says):
         load_adapter(settings, host.spec, linear_modules(host.config), HostTier())
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before, "others may be closed by the collector"
     host.close()
 
 

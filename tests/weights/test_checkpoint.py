@@ -365,7 +365,7 @@ def test_faults_name_the_file_and_the_tensor(tmp_path: Path, fault: str) -> None
         load(tmp_path)
     assert caught.value.file == str(tmp_path / file)
     assert caught.value.tensor == tensor or tensor == "*"
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before, "others may be closed by the collector"
 
 
 def test_no_such_directory(tmp_path: Path) -> None:
@@ -424,7 +424,7 @@ def test_a_file_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(CheckpointError, match="truncated while it was read"):
         load(tmp_path)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before, "others may be closed by the collector"
 
 
 def test_host_memory_that_runs_out_is_an_error(
@@ -449,7 +449,7 @@ def test_host_memory_that_runs_out_is_an_error(
         patch.setattr(sealed, "_available", lambda: 1000)
         with pytest.raises(DeviceError, match="1000B are available"):
             load(tmp_path)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before, "others may be closed by the collector"
     load(tmp_path).close()
 
 
