@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from ballast.core.clock import Clock
 from ballast.core.errors import DeviceError, DeviceLost
 from ballast.core.event import Event, JobDone, JobFailed, Result
 from ballast.core.job import Job, SequenceWork
+from ballast.kernels.team import bind
 
 log = logging.getLogger(__name__)
 
@@ -193,6 +195,15 @@ def _ignore(error: DeviceError) -> None:
     """The log has it."""
 
 
+PAUSE = 1e-3
+"""Seconds without a job after which a lane's threads are bound to CPUs anew."""
+
+
+def _bound_by_operator() -> bool:
+    """Whether the environment says where OpenMP's threads run, or that nobody is to say."""
+    return any(name in os.environ for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"))
+
+
 class CpuRunner(LaneRunner):
     """A job has some of the intra-op threads."""
 
@@ -210,11 +221,25 @@ class CpuRunner(LaneRunner):
         self._threads = threads
         self._set: dict[int, int] = {}
         """Of each lane's thread, as PyTorch keeps it."""
+        self._binds = lanes == 1 and hasattr(os, "sched_getaffinity") and not _bound_by_operator()
+        self._ended = float("-inf")
+        """When the last job did, on the clock."""
         super().__init__(executors, post, clock, lanes, keeper, record)
 
-    def running(self, job: Job) -> AbstractContextManager[object]:
+    @contextmanager
+    def running(self, job: Job) -> Iterator[None]:
         wanted = job.parts or self._threads
         if wanted is not None and wanted != self._set.get(job.lane):
             torch.set_num_threads(wanted)
             self._set[job.lane] = wanted
-        return nullcontext()
+        if self._binds and self._clock.now() > self._ended + PAUSE:
+            self._bind()
+        yield
+        self._ended = self._clock.now()
+
+    def _bind(self) -> None:
+        """A CPU for each thread, where there is one: that of a single lane with as many threads as
+        this process has CPUs. Again after each pause, as these may change."""
+        cpus = sorted(os.sched_getaffinity(os.getpid()))  # of the main thread, which is not bound
+        if len(cpus) == torch.get_num_threads():
+            bind(cpus)

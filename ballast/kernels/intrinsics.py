@@ -88,6 +88,21 @@ def ask(context, function):
 
 
 @intrinsic
+def call_on_mask(context, function, mask, words):
+    """Call `int (pid_t, size_t, cpu_set_t *)`, such as `sched_setaffinity`, for the calling thread
+    with a mask of so many int64; what it returns."""
+
+    def generate(ctx, builder, signature, arguments):
+        kind = ir.FunctionType(_I32, [_I32, _I64, _I64]).as_pointer()
+        n_bytes = builder.mul(arguments[2], ir.Constant(_I64, 8))
+        given = [ir.Constant(_I32, 0), n_bytes, arguments[1]]
+        answer = builder.call(builder.inttoptr(arguments[0], kind), given)
+        return builder.sext(answer, _I64)
+
+    return types.int64(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
 def pause(context):
     """Tell the core that this is a spinning loop, where it has an instruction for that."""
 

@@ -16,14 +16,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from ballast.kernels import program_code
+from ballast.kernels import binding_code, program_code
 
 Array = np.ndarray[Any, Any]
 
@@ -78,6 +78,32 @@ class Program:
         """
         self._table[program_code.ARRIVED] = 0
         run(self._kernel, self._address, workers)
+
+
+def bind(cpus: Sequence[int]) -> None:
+    """Bind the calling thread, and those of its team, to one of `cpus` each, in order.
+
+    For a team with a thread for every CPU. Unbound, the scheduler may wake two of them on one CPU:
+    that of a virtual machine which has halted does not count as idle there. Each barrier then costs
+    turns of the scheduler, and a decode step takes up to five times as long, until threads are
+    moved apart after some 40 ms. Costs as much as starting a region. Does nothing where the system
+    has no such call, and for CPUs beyond those of the C library's `cpu_set_t`.
+    """
+    most = 64 * binding_code.WORDS
+    if len(cpus) < 2 or _region() is None or not hasattr(_openmp(), "sched_setaffinity"):
+        return
+    if len(cpus) > torch.get_num_threads() or max(cpus) >= most:
+        return
+    masks = np.zeros((len(cpus), binding_code.WORDS), np.uint64)
+    for mask, cpu in zip(masks, cpus, strict=True):
+        mask[cpu // 64] = 1 << cpu % 64
+    table = np.zeros(binding_code.N_FIELDS, np.int64)
+    table[binding_code.NUMBER] = address_in_openmp("omp_get_thread_num")
+    table[binding_code.ALLOW] = address_in_openmp("sched_setaffinity")
+    table[binding_code.MASKS] = masks.ctypes.data
+    with _compiling:
+        kernel = binding_code.address()
+    run(kernel, table.ctypes.data, len(cpus))
 
 
 @functools.cache

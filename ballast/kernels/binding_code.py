@@ -1,0 +1,42 @@
+"""The compiled part of `team.bind`: each thread of a team allows itself one CPU."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import cfunc, types
+
+from ballast.kernels.intrinsics import ask, call_on_mask, int64_at
+
+# Fields of the table.
+NUMBER = 0
+"""Address of a C function `int (void)`: the calling thread's number in the team."""
+ALLOW = 1
+"""Address of `sched_setaffinity`."""
+MASKS = 2
+"""Address of int64 (threads, WORDS): the CPUs that each is allowed."""
+N_FIELDS = 3
+
+WORDS = 16
+"""Of a mask: 1024 CPUs, as in the C library's `cpu_set_t`."""
+
+
+def _bind(address):
+    table = int64_at(address)
+    mask = table[MASKS] + 8 * WORDS * ask(table[NUMBER])
+    call_on_mask(table[ALLOW], mask, WORDS)  # refused where the CPU is gone: it stays where it was
+
+
+_compiled: list[Any] = []
+
+
+def address() -> int:
+    """Address of the compiled `void (int64 *table)`, from Numba's cache if it is there.
+
+    Call it from one thread.
+    """
+    if not _compiled:
+        _compiled.append(cfunc(types.void(types.int64), cache=True, error_model="numpy")(_bind))
+    return int(_compiled[0].address)
