@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -114,6 +115,18 @@ def fleet_in(folder: Path) -> FleetSettings:
         budget_bytes=ROOMY, page_bytes=PAGE, step_tokens=STEP_TOKENS, step_logits=64
     )
     return replace(load_fleet(file, presets=PRESETS), device=device, options={})
+
+
+def halves(fleet: FleetSettings) -> FleetSettings:
+    """Two devices with half of the budget, and of the threads, that the only one of `fleet` has;
+    each has a link of its own that is as fast."""
+    whole = fleet.of_one_device("halves")
+    pages = whole.budget_bytes // whole.page_bytes
+    threads = whole.threads or len(os.sched_getaffinity(0))
+    half = replace(whole, budget_bytes=pages // 2 * whole.page_bytes, threads=max(1, threads // 2))
+    other = replace(half, name="cpu:1")
+    link = replace(fleet.link, device=other.name)
+    return replace(fleet, device=half, others=(other,), other_links=(link,))
 
 
 def arrivals(trace: Path, names: list[str], seconds: float) -> Workload:

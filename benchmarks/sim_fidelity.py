@@ -18,6 +18,13 @@ TTFT counts from when a request was sent: a client that
 shares the cores is late by a millisecond or so (`send_late_p50`), and is not simulated.
 `others_cpu`: cores that other processes and the hypervisor took.
 
+`capacity`: the highest rate of every preset, by the same bisection live and in virtual time, there
+with the profiles taken before and after (the median counts); `capacity_error_max` is the largest
+error, with a goal of 15 %. Rates are 9 % apart.
+
+Part `two`: the same figures, and rates, of two devices with half of the cores and the budget each,
+served by worker processes.
+
 With `--keep DIR` a run is resumed: what has been measured there is not measured again.
 """
 
@@ -25,45 +32,27 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 
-from ballast.bench.demo_terms import LINK_RATIO, pace
-from ballast.bench.others import DISTURBED, Others
-from ballast.bench.report import Report, Spread
-from ballast.bench.run import specs_of
-from ballast.bench.search import bisect_max_rate
-from ballast.bench.worlds import Ran
-from ballast.core.settings import LinkSettings, Slo
 from ballast.policy.presets import PRESETS
-from ballast.sim.calibrate import calibrate
-from ballast.sim.device import Profile
-from ballast.sim.profile import device_profile, profile_of
-from ballast.sim.toml_file import as_toml
-from ballast.workload.workload import Workload
-from benchmarks.common import MET, NOT_STATED, finish, options, verdict, write_json
+from benchmarks.common import MET, NOT_STATED, finish, options, verdict
 from benchmarks.contenders import defaults
-from benchmarks.seam import write_story
-from benchmarks.setting import Setting, arrivals, fleet_in, trace_option
+from benchmarks.devices import capacity_errors
+from benchmarks.fidelity_runs import FIRST, Point, Runs, Told, figures, on, summary
+from benchmarks.setting import trace_option
 
-BUDGET = 0.4
-"""Of all weights and peak KV."""
-LEVEL = Slo(ttft=0.5, tpot=0.05)
-TARGET = 0.99
 SHARE = 0.8
 """Of a preset's highest rate."""
 TURNS = 3
-TRIES = 2
 COMPARED = defaults(*PRESETS)
 GOALS = {
     "output_tokens_per_second": 0.1,
@@ -72,22 +61,9 @@ GOALS = {
     "ttft_p99": 0.2,
     "tpot_p99": 0.2,
 }
-TRACE_SECONDS = 300.0
-FIRST = "first"
-"""The profile that rates and the link's pace are taken from."""
-
-Told = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Point:
-    """A preset at a rate, as a factor on the trace's."""
-
-    preset: str
-    rate: float
-
-    def __str__(self) -> str:
-        return f"{self.preset}@{self.rate:.2f}"
+CAPACITY_GOAL = 0.15
+PARTS = {"one": 1, "two": 2}
+"""Devices of each part."""
 
 
 @dataclass(frozen=True)
@@ -126,60 +102,29 @@ def spread(values: Sequence[float]) -> float:
     return (max(values) - min(values)) / statistics.median(values)
 
 
-def figures(report: Report) -> dict[str, float]:
-    """What is compared, in seconds and tokens per second; over answered requests."""
-    answered = [r for r in report.records if r.answered]
-    ttft = Spread.of(None if r.first_token is None else r.first_token - r.sent for r in answered)
-    tpot = report.total.tpot
-    assert ttft is not None
-    assert tpot is not None
-    return {
-        "output_tokens_per_second": report.output_tokens_per_second,
-        "ttft_p50": ttft.p50,
-        "tpot_p50": tpot.p50,
-        "ttft_p99": ttft.p99,
-        "tpot_p99": tpot.p99,
-    }
-
-
 class Fidelity:
-    """What has been measured, in files of a folder; measures what is missing."""
+    """What is measured in which order, on so many devices, and what came of it."""
 
-    def __init__(self, folder: Path, trace: Path, seconds: float, rounds: int) -> None:
-        """`seconds` of each live run; `rounds` of each calibration."""
-        self.folder = folder
-        self.seconds = seconds
-        self.rounds = rounds
-        self.fleet = fleet_in(folder / "fleet")
-        self.specs = specs_of(self.fleet)
-        names = [m.name for m in self.fleet.models]
-        self.trace = arrivals(trace, names, TRACE_SECONDS)
-        self.levels = dict.fromkeys(names, LEVEL)
+    def __init__(self, runs: Runs, devices: int) -> None:
+        self.runs = runs
+        self.devices = devices
 
-    def steps(self, turns: int) -> Iterator[str]:
+    def steps(self, turns: int, *, capacity: bool) -> Iterator[str]:
         """Measures; says what it has measured, step by step."""
-        self._measured(FIRST)
+        self.runs.measured(FIRST, self.devices)
         yield f"max rates {self.rates}"
         for turn in range(turns):
             for point in self.points[:: 1 if turn % 2 == 0 else -1]:
-                self._measured(f"{point}-{turn}")
-                told = self._live(point, turn)
+                told = self.runs.live(point, turn)
                 values = (f"{key} {value:.4g}" for key, value in told["figures"].items())
                 yield f"turn {turn + 1} {point}: {', '.join(values)}"
-
-    @cached_property
-    def link(self) -> float:
-        """Bytes per second, the same for all runs."""
-        return pace(self.specs, self._measured(FIRST).costs, LINK_RATIO)
+        for preset in COMPARED.rows if capacity else ():
+            yield f"{on(preset, self.devices)}: {self.runs.capacity(preset, self.devices)}"
 
     @cached_property
     def rates(self) -> dict[str, float]:
-        """By preset, the highest rate, by bisection in virtual time."""
-        file = self.folder / f"rates-{self.seconds:g}s.json"
-        if not file.is_file():
-            write_json(file, {preset: self._max_rate(preset) for preset in COMPARED.rows})
-        found: dict[str, float] = json.loads(file.read_text())
-        return found
+        """By preset, the highest rate in virtual time, which `points` go by."""
+        return self.runs.rates(self.devices)
 
     @property
     def common(self) -> float:
@@ -188,19 +133,19 @@ class Fidelity:
 
     @property
     def points(self) -> list[Point]:
-        pairs = [Point(p, r) for p in COMPARED.rows for r in (self.common, SHARE * self.rates[p])]
-        return list(dict.fromkeys(pairs))
+        pairs = [(p, r) for p in COMPARED.rows for r in (self.common, SHARE * self.rates[p])]
+        return list(dict.fromkeys(Point(p, r, self.devices) for p, r in pairs))
 
     def cells(self, turns: int) -> list[Cell]:
         """Of the points that have run in every turn."""
         cells = []
         for point in self.points:
-            ran = [self._told(point, turn) for turn in range(turns)]
+            ran = [self.runs.told(point, turn) for turn in range(turns)]
             live = [told["figures"] for told in ran if told is not None]
             if len(live) < turns:
                 continue
             profiles = [f"{point}-{turn}" for turn in range(turns)]
-            virtual = [figures(self._virtual(point, p).report) for p in profiles]
+            virtual = [figures(self.runs.virtual(point, p).report) for p in profiles]
             for metric in GOALS:
                 cells.append(
                     Cell(
@@ -212,97 +157,37 @@ class Fidelity:
                 )
         return cells
 
+    @property
+    def capacities(self) -> dict[str, Told]:
+        """By preset, as `Runs.capacity` found it, with the median of virtual time."""
+        found = {}
+        for preset in COMPARED.rows:
+            told = self.runs.capacity(preset, self.devices)
+            found[on(preset, self.devices)] = {
+                **told,
+                "virtual_median": statistics.median(told["virtual"]),
+            }
+        return found
+
     def live_runs(self, turns: int) -> dict[str, list[Told]]:
         """What else came of the live runs, by point."""
-        runs = {str(p): [self._told(p, turn) for turn in range(turns)] for p in self.points}
+        runs = {str(p): [self.runs.told(p, turn) for turn in range(turns)] for p in self.points}
         return {point: [told for told in ran if told is not None] for point, ran in runs.items()}
 
-    def simulated(self, point: Point) -> Told:
-        """The same of the first simulation."""
-        return self._summary(self._virtual(point, f"{point}-0"))
-
-    def disturbed(self) -> dict[str, float]:
-        """Cores that others took while the machine was profiled."""
-        files = self.folder.glob("disturbed-*.json")
-        return {f.stem: json.loads(f.read_text())["others_cpu"] for f in sorted(files)}
-
-    def _measured(self, name: str) -> Profile:
-        """The profile of that name, measured now if it was not; again where others disturbed."""
-        file = self.folder / f"profile-{name}.toml"
-        if not file.is_file():
-            for _ in range(TRIES):
-                with Others() as others:
-                    measured = calibrate(self.fleet, self.rounds)
-                if others.cores < DISTURBED:
-                    break
-            text = as_toml(profile_of("here", measured, self.fleet.device))
-            file.write_text(text, encoding="utf-8")
-            write_json(self.folder / f"disturbed-{name}.json", {"others_cpu": others.cores})
-        return device_profile(file).of(self.specs)
-
-    def _setting(self, profile: str) -> Setting:
-        roomy = replace(self.fleet, link=LinkSettings(bytes_per_second=self.link))
-        return Setting(roomy, self.specs, self._measured(profile), self.trace)
-
-    def _workload(self, rate: float) -> Workload:
-        return self.trace.window(0.0, self.seconds * rate).scale_rate(rate)
-
-    def _max_rate(self, preset: str) -> float:
-        def run(rate: float) -> float:
-            total = self._virtual(Point(preset, rate), FIRST).report.total
-            return total.attained / total.answered
-
-        return bisect_max_rate(run, TARGET, lo=3.0, hi=6.0, steps=3, widen=3).rate
-
-    def _virtual(self, point: Point, profile: str) -> Ran:
-        setting = self._setting(profile)
-        fleet = setting.under(point.preset, self._budget(setting))
-        return setting.virtual(fleet, self._workload(point.rate), self.levels)
-
-    def _live(self, point: Point, turn: int) -> Told:
-        told = self._told(point, turn)
-        if told is None:
-            setting = self._setting(f"{point}-{turn}")
-            fleet = setting.under(point.preset, self._budget(setting))
-            with Others() as others:
-                ran = setting.live(fleet, self._workload(point.rate), self.levels)
-            told = {**self._summary(ran), "others_cpu": others.cores}
-            write_json(self._file(point, turn), told)
-            write_story(self.folder / "stories", f"{point}-{turn}", ran)
-        return told
-
-    def _told(self, point: Point, turn: int) -> Told | None:
-        file = self._file(point, turn)
-        told: Told | None = json.loads(file.read_text()) if file.is_file() else None
-        return told
-
-    def _file(self, point: Point, turn: int) -> Path:
-        return self.folder / f"live-{point}-{self.seconds:g}s-{turn}.json"
-
-    @staticmethod
-    def _budget(setting: Setting) -> int:
-        return int(BUDGET * (setting.weight_bytes + setting.peak_kv_bytes))
-
-    @staticmethod
-    def _summary(ran: Ran) -> Told:
-        total = ran.report.total
-        return {
-            "figures": figures(ran.report),
-            "requests": total.requests,
-            "answered": total.answered,
-            "attainment_of_answered": total.attained / total.answered,
-            "send_late_p50": statistics.median(r.sent - r.at for r in ran.report.records),
-            "send_late_max": ran.report.latest_send,
-            **ran.counts,
-        }
+    def simulated(self) -> dict[str, Told]:
+        """The same of each point's first simulation."""
+        return {str(p): summary(self.runs.virtual(p, f"{p}-0")) for p in self.points}
 
 
-def same_order(cells: Sequence[Cell], rate: float) -> tuple[int, int]:
-    """Pairs of presets that differ live at `rate`, by more than the goal and in every run; in how
-    many of them the simulation has the same one ahead."""
+def same_order(cells: Sequence[Cell], rates: Sequence[float]) -> tuple[int, int]:
+    """Pairs of presets that differ live at one of `rates`, on as many devices, by more than the
+    goal and in every run; in how many of them the simulation has the same one ahead."""
     compared = agreed = 0
-    for metric, goal in GOALS.items():
-        row = [c for c in cells if c.metric == metric and c.point.rate == rate]
+    rows = itertools.product(GOALS.items(), rates, PARTS.values())
+    for (metric, goal), rate, devices in rows:
+        row = [
+            c for c in cells if (c.metric, c.point.rate, c.point.devices) == (metric, rate, devices)
+        ]
         for a, b in itertools.combinations(row, 2):
             live = statistics.median(a.live) / statistics.median(b.live)
             apart = min(a.live) > max(b.live) or min(b.live) > max(a.live)
@@ -331,7 +216,7 @@ def table_of(cells: Sequence[Cell]) -> Table:
     return table
 
 
-def summary_of(cells: Sequence[Cell], common: float) -> Told:
+def summary_of(cells: Sequence[Cell], common: Sequence[float]) -> Told:
     summary: Told = {}
     for name, tail in (("median", False), ("p99", True)):
         of = [c for c in cells if c.metric.endswith("p99") == tail]
@@ -361,11 +246,29 @@ def by_point(cells: Sequence[Cell]) -> Mapping[str, Mapping[str, Told]]:
     return told
 
 
+def capacity_table(capacities: Mapping[str, Told], errors: Mapping[str, float]) -> Table:
+    columns = ("preset", "live", "virtual", "error", "goal", "")
+    table = Table(*columns, title="highest rate at 99 %", padding=(0, 0))
+    for name, told in capacities.items():
+        error = errors.get(name)
+        table.add_row(
+            name,
+            f"{told['live']:.3g}",
+            ", ".join(f"{rate:.3g}" for rate in told["virtual"]),
+            "-" if error is None else f"{error:+.0%}",
+            f"{CAPACITY_GOAL:.0%}",
+            "" if error is None else verdict(abs(error), at_most=CAPACITY_GOAL),
+        )
+    return table
+
+
 def extra(parser: argparse.ArgumentParser) -> None:
     trace_option(parser)
     parser.add_argument("--keep", type=Path, help="folder of what was measured, to go on from")
     parser.add_argument("--seconds", type=float, help="of a live run; default 28, quick 12")
     parser.add_argument("--turns", type=int, default=None, help="default 3, quick 1")
+    parser.add_argument("--parts", default="one,two", help="devices; default one,two")
+    parser.add_argument("--no-capacity", action="store_true", help="no highest rates; so is quick")
     parser.add_argument(
         "--stop-after", type=float, default=float("inf"), help="seconds to begin steps in"
     )
@@ -376,34 +279,45 @@ def main() -> None:
     console = Console(width=150)
     began = time.monotonic()
     turns = args.turns or (1 if args.quick else TURNS)
+    capacity = not (args.quick or args.no_capacity)
     with tempfile.TemporaryDirectory() as scratch:
-        fidelity = Fidelity(
+        runs = Runs(
             args.keep or Path(scratch),
             args.trace,
             args.seconds or (12.0 if args.quick else 28.0),
             rounds=1 if args.quick else 2,
+            compared=COMPARED,
         )
-        for step in fidelity.steps(turns):
+        parts = [Fidelity(runs, PARTS[name]) for name in args.parts.split(",")]
+        for step in itertools.chain(*(part.steps(turns, capacity=capacity) for part in parts)):
             console.print(f"{time.monotonic() - began:4.0f} s  {step}", highlight=False)
             if time.monotonic() - began > args.stop_after:
                 console.print(f"stopped; go on with --keep {args.keep}")
                 return
-        cells = fidelity.cells(turns)
+        cells = [cell for part in parts for cell in part.cells(turns)]
+        found = {k: v for part in parts for k, v in part.capacities.items()} if capacity else {}
+        capacities = capacity_errors(
+            {name: told["live"] for name, told in found.items()},
+            {name: told["virtual_median"] for name, told in found.items()},
+            CAPACITY_GOAL,
+        )
+        figures_ = {**summary_of(cells, [part.common for part in parts]), **capacities}
         result = {
-            **summary_of(cells, fidelity.common),
-            "workload": fidelity.trace.describe(),
-            "seconds": fidelity.seconds,
+            **figures_,
+            "workload": runs.trace.describe(),
+            "seconds": runs.seconds,
             "turns": turns,
-            "max_rate_virtual": fidelity.rates,
+            "max_rate_virtual": {on(p, f.devices): r for f in parts for p, r in f.rates.items()},
+            "capacities": found,
             "cells": by_point(cells),
-            "profiled_others_cpu": fidelity.disturbed(),
-            "live": fidelity.live_runs(turns),
-            "virtual": {str(p): fidelity.simulated(p) for p in fidelity.points},
+            "profiled_others_cpu": runs.disturbed(),
+            "live": {k: v for part in parts for k, v in part.live_runs(turns).items()},
+            "virtual": {k: v for part in parts for k, v in part.simulated().items()},
         }
-    table = table_of(cells)
-    for key, value in summary_of(cells, fidelity.common).items():
+    tables = [table_of(cells), capacity_table(found, capacities["capacity_error"])]
+    for key, value in figures_.items():
         console.print(key, f"{value:.3g}" if isinstance(value, float) else value, highlight=False)
-    finish(args, "sim_fidelity", result, table)
+    finish(args, "sim_fidelity", result, Group(*tables))
 
 
 if __name__ == "__main__":

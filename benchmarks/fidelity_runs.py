@@ -1,0 +1,286 @@
+"""`sim_fidelity`'s live runs, each beside profiles of the machine taken right before, and the same
+runs in virtual time with these profiles.
+
+All that was measured lies in files of a folder and is not measured again, so that an interrupted
+benchmark goes on where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import statistics
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from ballast.bench.clusters import run_cluster
+from ballast.bench.demo_terms import LINK_RATIO, pace
+from ballast.bench.others import DISTURBED, Others
+from ballast.bench.report import Report, Spread
+from ballast.bench.run import specs_of
+from ballast.bench.search import bisect_max_rate
+from ballast.bench.servers import run_servers
+from ballast.bench.worlds import Ran
+from ballast.core.settings import FleetSettings, LinkSettings, Slo
+from ballast.policy.presets import resolve
+from ballast.sim.calibrate import calibrate
+from ballast.sim.cluster import Kind
+from ballast.sim.device import COUNTED, Profile
+from ballast.sim.profile import device_profile, profile_of
+from ballast.sim.toml_file import as_toml
+from ballast.workload.workload import Workload
+from benchmarks.common import write_json
+from benchmarks.contenders import Comparison
+from benchmarks.seam import write_story
+from benchmarks.setting import Setting, arrivals, fleet_in, halves
+
+BUDGET = 0.4
+"""Of all weights and peak KV."""
+LEVEL = Slo(ttft=0.5, tpot=0.05)
+TARGET = 0.99
+TRIES = 2
+TRACE_SECONDS = 300.0
+FIRST = "first"
+"""The profile that rates and the link's pace are taken from."""
+AROUND = 3
+"""Halvings of the interval between a rate and its double or half: a highest rate is known to 2 to
+the power of 1/8, 9 %."""
+
+Told = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A preset at a rate, as a factor on the trace's, on so many devices."""
+
+    preset: str
+    rate: float
+    devices: int = 1
+
+    def __str__(self) -> str:
+        return f"{on(self.preset, self.devices)}@{self.rate:.2f}"
+
+
+def on(preset: str, devices: int) -> str:
+    """Name of a preset on so many devices."""
+    return preset if devices == 1 else f"{preset}x{devices}"
+
+
+def figures(report: Report) -> dict[str, float]:
+    """What is compared, in seconds and tokens per second; over answered requests."""
+    answered = [r for r in report.records if r.answered]
+    ttft = Spread.of(None if r.first_token is None else r.first_token - r.sent for r in answered)
+    tpot = report.total.tpot
+    assert ttft is not None
+    assert tpot is not None
+    return {
+        "output_tokens_per_second": report.output_tokens_per_second,
+        "ttft_p50": ttft.p50,
+        "tpot_p50": tpot.p50,
+        "ttft_p99": ttft.p99,
+        "tpot_p99": tpot.p99,
+    }
+
+
+def attainment(ran: Ran) -> float:
+    """Of answered requests."""
+    return ran.report.total.attained / ran.report.total.answered
+
+
+def summary(ran: Ran) -> Told:
+    """What is kept of a run."""
+    total = ran.report.total
+    return {
+        "figures": figures(ran.report),
+        "requests": total.requests,
+        "answered": total.answered,
+        "attainment_of_answered": attainment(ran),
+        "send_late_p50": statistics.median(r.sent - r.at for r in ran.report.records),
+        "send_late_max": ran.report.latest_send,
+        **ran.counts,
+    }
+
+
+class Runs:
+    """Measures what is missing in `folder`, and simulates.
+
+    Two devices have half of the cores and of the budget each, and a link of their own; they are
+    served by worker processes, without HTTP. Each is profiled while the other is: they share the
+    machine's memory.
+    """
+
+    def __init__(
+        self, folder: Path, trace: Path, seconds: float, rounds: int, compared: Comparison
+    ) -> None:
+        """`seconds` of each live run; `rounds` of each calibration."""
+        self.folder = folder
+        self.seconds = seconds
+        self.rounds = rounds
+        self.compared = compared
+        self.fleet = fleet_in(folder / "fleet")
+        self.specs = specs_of(self.fleet)
+        names = [m.name for m in self.fleet.models]
+        self.trace = arrivals(trace, names, TRACE_SECONDS)
+        self.levels = dict.fromkeys(names, LEVEL)
+
+    @cached_property
+    def link(self) -> float:
+        """Bytes per second, the same for all runs."""
+        return pace(self.specs, self.measured(FIRST).costs, LINK_RATIO)
+
+    def rates(self, devices: int = 1) -> dict[str, float]:
+        """By preset, the highest rate, by bisection in virtual time on the first profile."""
+        file = self.folder / f"{on('rates', devices)}-{self.seconds:g}s.json"
+        if not file.is_file():
+            found = {p: self._max_rate(p, devices) for p in self.compared.rows}
+            write_json(file, found)
+        rates: dict[str, float] = json.loads(file.read_text())
+        return rates
+
+    def measured(self, name: str, devices: int = 1) -> Profile:
+        """The profile of that name, measured now if it was not; again where others disturbed."""
+        name = on(name, devices)
+        file = self.folder / f"profile-{name}.toml"
+        if not file.is_file():
+            fleet = halves(self.fleet) if devices > 1 else self.fleet
+            for _ in range(TRIES):
+                with Others() as others:
+                    found = calibrated_at_once(fleet, self.rounds, devices)
+                if others.cores < DISTURBED:
+                    break
+            text = as_toml(profile_of("here", found, fleet.device))
+            file.write_text(text, encoding="utf-8")
+            write_json(self.folder / f"disturbed-{name}.json", {"others_cpu": others.cores})
+        return device_profile(file).of(self.specs)
+
+    def virtual(self, point: Point, profile: str) -> Ran:
+        """With the profile of that name, taken for as many devices."""
+        setting = self._setting(profile, point.devices)
+        fleet = self._fleet(setting, point)
+        work = self._workload(point.rate)
+        if point.devices == 1:
+            return setting.virtual(fleet, work, self.levels)
+        assert fleet.link.pace is not None
+        paced = replace(setting.profile, link=fleet.link.pace)
+        cluster = run_cluster(
+            resolve(point.preset, fleet.options),
+            [Kind(point.devices, profile_of("cpu", paced, fleet.device))],
+            self.specs,
+            work,
+            self.levels,
+        )
+        counts = {what: cluster.total(what) for what in COUNTED}
+        return Ran(cluster.report, [], {"jobs": cluster.jobs, **counts})
+
+    def live(self, point: Point, turn: int) -> Told:
+        """What came of that run; the machine is profiled before it, unless it has run already."""
+        told = self.told(point, turn)
+        if told is None:
+            self.measured(f"{point}-{turn}", point.devices)
+            with Others() as others:
+                ran = self._live(point, f"{point}-{turn}")
+            told = {**summary(ran), "others_cpu": others.cores}
+            write_json(self._file(point, turn), told)
+            if ran.story:
+                write_story(self.folder / "stories", f"{point}-{turn}", ran)
+        return told
+
+    def told(self, point: Point, turn: int) -> Told | None:
+        """The same if it has run."""
+        file = self._file(point, turn)
+        told: Told | None = json.loads(file.read_text()) if file.is_file() else None
+        return told
+
+    def capacity(self, preset: str, devices: int) -> Told:
+        """The highest rate live, and in virtual time with the profiles taken before and after.
+
+        Both searches go the same ways: from what the first profile says.
+        """
+        file = self.folder / f"capacity-{on(preset, devices)}-{self.seconds:g}s.json"
+        found: Told = json.loads(file.read_text()) if file.is_file() else {}
+        if "live" in found:
+            return found
+        tried: list[tuple[float, float]] = [(r, a) for r, a in found.get("tried", [])]
+        profiles = [f"capacity-{preset}-{when}" for when in ("before", "after")]
+        guess = self.rates(devices)[preset]
+
+        def live(rate: float) -> float:
+            known = dict(tried).get(rate)
+            if known is None:
+                ran = self._live(Point(preset, rate, devices), profiles[0])
+                known = attainment(ran)
+                tried.append((rate, known))
+                write_json(file, {"tried": tried})
+            return known
+
+        self.measured(profiles[0], devices)
+        search = around(guess, live)
+        self.measured(profiles[1], devices)
+        virtual = [
+            around(guess, partial(self._attained, preset, devices, profile)) for profile in profiles
+        ]
+        found = {"live": search, "virtual": virtual, "tried": tried}
+        write_json(file, found)
+        return found
+
+    def disturbed(self) -> dict[str, float]:
+        """Cores that others took while the machine was profiled."""
+        files = self.folder.glob("disturbed-*.json")
+        return {f.stem: json.loads(f.read_text())["others_cpu"] for f in sorted(files)}
+
+    def _setting(self, profile: str, devices: int) -> Setting:
+        roomy = replace(self.fleet, link=LinkSettings(bytes_per_second=self.link))
+        return Setting(roomy, self.specs, self.measured(profile, devices), self.trace)
+
+    def _fleet(self, setting: Setting, point: Point) -> FleetSettings:
+        budget = int(BUDGET * (setting.weight_bytes + setting.peak_kv_bytes))
+        fleet = setting.under(point.preset, budget)
+        fleet = replace(fleet, options=self.compared.options(point.preset))
+        return fleet if point.devices == 1 else halves(fleet)
+
+    def _workload(self, rate: float) -> Workload:
+        return self.trace.window(0.0, self.seconds * rate).scale_rate(rate)
+
+    def _max_rate(self, preset: str, devices: int) -> float:
+        run = partial(self._attained, preset, devices, FIRST)
+        return bisect_max_rate(run, TARGET, lo=3.0, hi=6.0, steps=AROUND, widen=3).rate
+
+    def _attained(self, preset: str, devices: int, profile: str, rate: float) -> float:
+        """In virtual time."""
+        return attainment(self.virtual(Point(preset, rate, devices), profile))
+
+    def _live(self, point: Point, profile: str) -> Ran:
+        setting = self._setting(profile, point.devices)
+        fleet = self._fleet(setting, point)
+        work = self._workload(point.rate)
+        if point.devices == 1:
+            return setting.live(fleet, work, self.levels)
+        served = asyncio.run(run_servers([fleet], work, self.levels, name=str(point)))
+        models = [m for device in served.devices for m in device.models]
+        counts = {what: sum(getattr(m, what) for m in models) for what in COUNTED}
+        return Ran(served.report, [], counts)
+
+    def _file(self, point: Point, turn: int) -> Path:
+        return self.folder / f"live-{point}-{self.seconds:g}s-{turn}.json"
+
+
+def around(guess: float, run: Callable[[float], float]) -> float:
+    """The highest rate at which `run(rate)` attains the target, known to 9 %; 0: none was found
+    down to a sixteenth of the guess."""
+    return bisect_max_rate(run, TARGET, lo=guess / 2, hi=guess, steps=AROUND, widen=3).rate
+
+
+def calibrated_at_once(fleet: FleetSettings, rounds: int, devices: int) -> Profile:
+    """The profile of one of `devices` that are all measured at the same time, each in a process of
+    its own; of a single one in this process."""
+    one = replace(fleet, others=(), other_links=())
+    if devices == 1:
+        return calibrate(one, rounds)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(devices, mp_context=spawn) as pool:
+        return next(iter(pool.map(calibrate, [one] * devices, [rounds] * devices)))
