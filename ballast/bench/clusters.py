@@ -91,8 +91,8 @@ def run_cluster(
     sink_of: SinkOf = lambda device: None,
     given: Given = NOTHING,
 ) -> ClusterRun:
-    """The traffic that a fleet policy may expect is the workload's own, on average; `given`: see
-    `Cluster`.
+    """The traffic that a fleet policy may expect is the workload's own, on average and in each
+    model's busiest seconds; `given`: see `Cluster`.
     `progress` hears how many requests have arrived, and `missed` the model of each that got
     its first token too late, or an error instead, when it does; `sink_of` says who gets a device's
     story. Raises ConfigError (see `sim.cluster`), and what `progress` and `missed` raise.
@@ -132,6 +132,7 @@ def run_cluster(
         told=told,
         sink_of=sink_of,
         given=given,
+        busiest=busiest_of(workload),
     )
     prompts = prompts_of(vocabularies_of(specs))
 
@@ -158,20 +159,46 @@ def run_cluster(
     return ClusterRun(report, _did(cluster), cluster.jobs, placement, tuple(moves))
 
 
+BUSIEST_SECONDS = 10.0
+"""A model's devices have to keep up with its busiest ones; bursts that are shorter may wait."""
+
+
 def traffic_of(workload: Workload) -> dict[str, Traffic]:
     """By model, its mean over the whole workload."""
+    seconds = max(workload.seconds, 1.0)
+    return {model: _traffic(own, seconds) for model, own in _asked(workload).items()}
+
+
+def busiest_of(workload: Workload) -> dict[str, Traffic]:
+    """By model, its mean over those `BUSIEST_SECONDS` in which it is asked for most tokens."""
+    found = {}
+    for model, own in _asked(workload).items():
+        first = tokens = most = 0
+        busiest = own[:1]
+        for last, request in enumerate(own):
+            tokens += request.prompt_tokens + request.output_tokens
+            while own[first].at <= request.at - BUSIEST_SECONDS:
+                tokens -= own[first].prompt_tokens + own[first].output_tokens
+                first += 1
+            if tokens > most:
+                most, busiest = tokens, own[first : last + 1]
+        found[model] = _traffic(busiest, BUSIEST_SECONDS)
+    return found
+
+
+def _asked(workload: Workload) -> dict[str, list[WorkloadRequest]]:
     asked: dict[str, list[WorkloadRequest]] = defaultdict(list)
     for request in workload.requests:
         asked[request.model].append(request)
-    seconds = max(workload.seconds, 1.0)
-    return {
-        model: Traffic(
-            len(own) / seconds,
-            fmean(r.prompt_tokens for r in own),
-            fmean(r.output_tokens for r in own),
-        )
-        for model, own in asked.items()
-    }
+    return asked
+
+
+def _traffic(requests: Sequence[WorkloadRequest], seconds: float) -> Traffic:
+    return Traffic(
+        len(requests) / seconds,
+        fmean(r.prompt_tokens for r in requests),
+        fmean(r.output_tokens for r in requests),
+    )
 
 
 def _did(cluster: Cluster) -> dict[str, dict[str, Any]]:

@@ -69,8 +69,15 @@ def placed(
     return preset_of(fleet).fleet.place(needs, rooms)
 
 
-def need_of(spec: ModelSpec, devices: Iterable[DeviceSettings], work: Mapping[str, float]) -> Need:
-    """With KV for one request that takes a whole step; as much as it takes on any of `devices`."""
+def need_of(
+    spec: ModelSpec,
+    devices: Iterable[DeviceSettings],
+    work: Mapping[str, float],
+    peak: Mapping[str, float] | None = None,
+) -> Need:
+    """With KV for one request that takes a whole step; as much as it takes on any of `devices`.
+
+    `work`, `peak`: as of `Need`; None: only the mean is known."""
     most = weights = 0
     for served in devices:
         page = served.page_bytes
@@ -78,7 +85,7 @@ def need_of(spec: ModelSpec, devices: Iterable[DeviceSettings], work: Mapping[st
         kv = ceil_div(served.step_tokens * spec.kv_bytes_per_token, page) * page
         arena = set_aside([spec], served)
         most = max(most, weight_pages([spec], page) * page + kv + arena + page)
-    return Need(spec.name, most, weights, work, spec.pinned)
+    return Need(spec.name, most, weights, work, spec.pinned, peak or {})
 
 
 def part_of(fleet: FleetSettings, name: str, models: Collection[str], cores: int) -> FleetSettings:

@@ -22,6 +22,13 @@ class Need:
     """
     pinned: bool = False
     """Its weights make way for nobody."""
+    peak: Mapping[str, float] = field(default_factory=dict)
+    """`work` while it is asked most; none where nothing is known but the mean."""
+
+    @property
+    def busiest(self) -> Mapping[str, float]:
+        """What its devices have to keep up with: the peak, where that is known."""
+        return self.peak or self.work
 
 
 @dataclass(frozen=True, slots=True)

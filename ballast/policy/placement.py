@@ -21,13 +21,14 @@ def spread(
 
     How crowded a device is: the greater of its work and of its models' weights over its memory
     (which may exceed 1: weights come and go). Devices that are equally crowded are taken in their
-    order. When all have one, a model whose expected work would fill a device for more than `BUSY`
-    gets more, as many as that takes, where all weights still fit, those first that have most work
-    for each of theirs. Unless `by_work`, no work counts as expected.
+    order. When all have one, a model whose work in its busiest seconds would fill a device for more
+    than `BUSY` gets more, as many as that takes, where all weights still fit, those first that have
+    most of it for each of theirs. Devices that then have no model serve the busiest as well: they
+    would serve nobody. Unless `by_work`, no work counts as expected.
     Raises ConfigError, with the bytes that are missing, for a model that no device can serve.
     """
     if not by_work:
-        needs = [replace(need, work={}) for need in needs]
+        needs = [replace(need, work={}, peak={}) for need in needs]
     homes: dict[str, list[str]] = {}
     weights = dict.fromkeys((r.device for r in rooms), 0)
     work = dict.fromkeys((r.device for r in rooms), 0.0)
@@ -48,18 +49,31 @@ def spread(
 
     for need in order:
         give(need, min(_fitting(need, rooms), key=lambda r: crowd(need, r)))
-    wanting = [n for n in order if copies[n.model] > 1]
-    while wanting:
-        need = max(wanting, key=lambda n: max(n.work.values()) / len(homes[n.model]))
-        free = [
+
+    def each(need: Need) -> float:
+        """What one of its devices has to keep up with."""
+        return max(need.busiest.values()) / len(homes[need.model])
+
+    def further(need: Need) -> list[Room]:
+        """Devices that can serve it as well."""
+        return [
             r
             for r in _fitting(need, rooms)
             if r.device not in homes[need.model] and weights[r.device] + need.least <= r.bytes
         ]
+
+    wanting = [n for n in order if copies[n.model] > 1]
+    while wanting:
+        need = max(wanting, key=each)
+        free = further(need)
         if free:
             give(need, min(free, key=lambda r: crowd(need, r)))
         if not free or len(homes[need.model]) == copies[need.model]:
             wanting.remove(need)
+    asked = [n for n in order if any(n.busiest.values())]
+    for room in rooms:
+        if weights[room.device] == 0 and (fits := [n for n in asked if room in further(n)]):
+            give(max(fits, key=each), room)
     return homes
 
 
@@ -77,9 +91,10 @@ def _fitting(need: Need, rooms: Sequence[Room]) -> list[Room]:
 
 
 def _copies(need: Need, fitting: Sequence[Room]) -> int:
-    """On how many of the devices that can serve it, fastest first, its work takes its share."""
+    """On how many of the devices that can serve it, fastest first, its work takes its share while
+    it is asked most."""
     left, copies = 1.0, 0
-    for busy in sorted(need.work.get(r.kind, 0.0) for r in fitting):
+    for busy in sorted(need.busiest.get(r.kind, 0.0) for r in fitting):
         copies += 1
         left -= BUSY / busy if busy else left
         if left <= 1e-9:

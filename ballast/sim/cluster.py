@@ -108,9 +108,11 @@ class Cluster:
         told: Told = lambda at, action, refused: None,
         sink_of: Callable[[str], Sink | None] = lambda device: None,
         given: Given = NOTHING,
+        busiest: Mapping[str, Traffic] | None = None,
     ) -> None:
         """`served`: what devices have in common (its budget is each one's own); `traffic`: by
-        model, what is expected, for a fleet policy that places by work. `told` is called with how
+        model, what is expected, for a fleet policy that places by work, and `busiest`: what is
+        while the model is asked most, if that is known. `told` is called with how
         models move; `sink_of` returns, by device, the sink of its story; `given`: which
         devices share links, serve which models, and lend to each other.
 
@@ -134,7 +136,10 @@ class Cluster:
         rooms = [Room(n, settings[n].budget_bytes, numbers[id(k)]) for n, k in kind_of.items()]
         by_kind = {numbers[id(kind)]: kind for kind in kinds}
         kept = dict.fromkeys(replace(s, name="", budget_bytes=0) for s in settings.values())
-        needs = [need_of(s, kept, _work(s, by_kind, traffic or {})) for s in specs]
+        needs = [
+            need_of(s, kept, *(_work(s, by_kind, asked or {}) for asked in (traffic, busiest)))
+            for s in specs
+        ]
         at = policy.place(needs, rooms)
         self.devices: dict[str, SimDevice] = {}
         """By name, those that serve or may come to serve any model."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+import pytest
+
 from ballast.bench.choose import workload_of
-from ballast.bench.clusters import run_cluster
+from ballast.bench.clusters import busiest_of, run_cluster, traffic_of
+from ballast.core.cost import Traffic
 from ballast.core.settings import Slo
 from ballast.policy.presets import resolve
 from ballast.sim.cluster import kinds_of
+from ballast.workload.workload import Workload, WorkloadRequest
 from tests.sim.test_cluster import spec
 
 NAMES = [f"m{i}" for i in range(5)]
@@ -49,3 +53,19 @@ def test_what_is_sure_to_miss_is_heard_at_once() -> None:
     assert ran.report.total.failed > 0
     for name, served in ran.report.models.items():
         assert missed[name] == served.requests - served.attained_ttft
+
+
+def test_the_busiest_seconds_of_a_model_are_found() -> None:
+    """Ten quiet requests, and a burst of six of other lengths within ten seconds."""
+    quiet = [(12.0 * i, "a", 10, 20) for i in range(10)]
+    burst = [(50.0 + i, "a", 100, 200) for i in range(6)]
+    requests = (
+        WorkloadRequest(id=n, at=at, model=model, prompt_tokens=prompt, output_tokens=output)
+        for n, (at, model, prompt, output) in enumerate([*quiet, *burst, (1.0, "b", 7, 9)])
+    )
+    work = Workload.of("made", requests)
+    found = busiest_of(work)
+    assert found["b"] == Traffic(0.1, 7, 9)
+    # The quiet one at 48 s is nine seconds before the burst's end and less.
+    assert found["a"] == Traffic(0.7, pytest.approx(610 / 7), pytest.approx(1220 / 7))
+    assert traffic_of(work)["a"].rate == pytest.approx(16 / 108)

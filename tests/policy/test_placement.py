@@ -75,4 +75,24 @@ def test_slow_devices_count_for_less() -> None:
     """Two slow ones, each of which it would fill 1.4 times, beside one it would fill to 0.9."""
     rooms = [*(Room(f"s{i}", 80 * GiB, "slow") for i in range(2)), Room("f", 80 * GiB, "fast")]
     hot = Need("hot", GiB, GiB, {"slow": 1.4, "fast": 0.9})
-    assert len(spread([hot], rooms)["hot"]) == 2
+    cold = [Need(f"cold{i}", GiB, GiB) for i in range(3)]
+    assert len(spread([hot, *cold], rooms)["hot"]) == 2
+
+
+def test_copies_follow_the_busiest_seconds_and_not_the_mean() -> None:
+    bursty = Need("bursty", GiB, GiB, {"big": 0.1}, peak={"big": 1.8})
+    steady = [Need(f"steady{i}", GiB, GiB, {"big": 0.3}, peak={"big": 0.4}) for i in range(4)]
+    homes = spread([bursty, *steady], ROOMS)
+    assert len(homes["bursty"]) == 3
+    assert all(len(homes[need.model]) == 1 for need in steady)
+    alone = spread([bursty, *steady], ROOMS, by_work=False)
+    assert all(len(on) == 1 for on in alone.values())
+
+
+def test_devices_without_a_model_serve_the_busiest() -> None:
+    hot, warm = need("hot", 10, 0.4), need("warm", 10, 0.3)
+    homes = spread([hot, warm, need("never asked", 10)], [*ROOMS, Room("d4", 80 * GiB, "big")])
+    assert [len(homes[m]) for m in ("hot", "warm", "never asked")] == [2, 2, 1]
+    assert {d for on in homes.values() for d in on} == {*(r.device for r in ROOMS), "d4"}
+    # Where nothing is known of the load, nobody needs a second device.
+    assert all(len(on) == 1 for on in spread([need("a", 10)], ROOMS).values())
