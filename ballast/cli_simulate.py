@@ -44,6 +44,15 @@ Engine = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Of the workload.")]
+Start = Annotated[float, typer.Option(min=0.0, help="Seconds into a trace, as recorded.")]
+Spread = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        help="Spread a trace over all models by a power law of this exponent, instead of mapping "
+        "its models; for traces of one service.",
+    ),
+]
 Placed = Annotated[
     str | None,
     typer.Option(
@@ -77,6 +86,8 @@ def simulate(
     seconds: Seconds = 600.0,
     most_tokens: MostTokens = None,
     seed: Seed = 0,
+    start: Start = 0.0,
+    spread: Spread = None,
     json: Annotated[Path | None, typer.Option(help="Write the reports here.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with pictures here.")] = None,
     story: StoryTo = None,
@@ -85,15 +96,15 @@ def simulate(
     from rich.console import Console
 
     with importing():
-        from ballast.bench.asked import Asked
+        from ballast.bench.asked import Asked, Wanted
         from ballast.bench.show import kinds_text, runs_table, sizes_text
         from ballast.bench.simulating import simulate_presets, simulation_json
         from ballast.sim.cluster import kinds_of
         from ballast.sim.given import given
 
     kinds, found = kinds_of(devices, lanes, engine), given(links, placement, orders)
-    work = (workload, rate, seconds, most_tokens, seed)
-    asked = Asked.of(load(fleet_file, simulated=True), preset, *work)
+    wanted = Wanted(workload, rate, seconds, most_tokens, seed, start, spread)
+    asked = Asked.of(load(fleet_file, simulated=True), preset, wanted)
     console = Console()
     for line in (asked.described(), kinds_text(kinds)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -137,6 +148,7 @@ def plan(
     ] = False,
     preset: Presets = None,
     placement: Placed = None,
+    links: Links = None,
     lanes: Lanes = 1,
     engine: Engine = None,
     rate: Rate = None,
@@ -147,42 +159,51 @@ def plan(
         typer.Option(help="Where the search ends; with --placement weights, at most one each."),
     ] = 1024,
     seed: Seed = 0,
+    seeds: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Most draws of the workload: search for one after the other, by the seeds from "
+            "--seed on, until the interval of the answers settles. 1: one, without an interval.",
+        ),
+    ] = 8,
+    start: Start = 0.0,
+    spread: Spread = None,
     json: Annotated[Path | None, typer.Option(help="Write what was tried here.")] = None,
 ) -> None:
     """The fewest devices with which a fleet meets its service levels, under each preset."""
     from rich.console import Console
 
     with importing():
-        from ballast.bench.asked import Asked
-        from ballast.bench.planning import plan_preset
-        from ballast.bench.show import kinds_text, plans_table
+        from ballast.bench.asked import Asked, Wanted
+        from ballast.bench.planning import Question, plan_preset
+        from ballast.bench.show import forecast_text, kinds_text, plans_table
         from ballast.sim.cluster import kinds_of
+        from ballast.sim.given import given
 
     kinds = kinds_of(devices, lanes, engine)
     if len(kinds) > 1 or kinds[0].number > 1:
         raise ConfigError("--devices", devices, "one kind without a number, which is sought")
-    work = (workload, rate, seconds, most_tokens, seed)
-    asked = Asked.of(load(fleet_file, simulated=True), preset, *work)
+    wanted = Wanted(workload, rate, seconds, most_tokens, seed, start, spread)
+    asked = Asked.of(load(fleet_file, simulated=True), preset, wanted)
     console = Console()
     for line in (asked.described(), kinds_text(kinds)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+    draws, found = asked.draws(seeds), given(links, placement, None)
+    if found.homes is not None:
+        raise ConfigError("--placement", placement, "a fleet policy: devices have no names yet")
     with arrivals(len(asked.workload.requests)) as progress:
         plans = [
             plan_preset(
-                asked.fleet,
-                asked.specs,
-                kinds[0],
-                asked.workload,
-                name,
-                target,
-                placement,
-                each=each,
+                Question(asked.fleet, asked.specs, kinds[0], name, target, placement, each, found),
+                draws,
                 most=most_devices,
                 progress=progress,
             )
             for name in asked.presets
         ]
     console.print(plans_table(plans, target, each))
+    console.print(forecast_text(kinds[0].profile), soft_wrap=True)
     if json is not None:
         document = {
             "device": kinds[0].profile.device,
@@ -191,6 +212,8 @@ def plan(
             "target": target,
             "each": each,
             "workload": asked.workload.describe(),
+            "seeds": len(draws),
+            "capacity_errors": kinds[0].profile.capacity_errors,
             "presets": [plan.to_json() for plan in plans],
         }
         write_json(json, document)

@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ballast.bench.asked import Asked
+from ballast.bench.asked import Asked, Wanted
 from ballast.bench.page import page
 from ballast.bench.simulating import simulate_presets, simulation_json
 from ballast.core.link import LinkRates
@@ -74,7 +74,7 @@ def _written(seed: int, seconds: float, kinds: Sequence[Kind], presets: str, giv
     fleet = FleetSettings(
         models=tuple(models), device=DeviceSettings(budget_bytes=0), link=LinkSettings()
     )
-    asked = Asked.of(fleet, presets, "bursty", RATE, seconds, MOST_TOKENS, seed)
+    asked = Asked.of(fleet, presets, Wanted("bursty", RATE, seconds, MOST_TOKENS, seed))
     with TemporaryDirectory() as scratch:
         story = Path(scratch) / "story"
         asking = (asked.specs, kinds, asked.workload, asked.presets, PLACED)

@@ -160,7 +160,15 @@ def test_simulate_compares_presets_on_devices_that_are_not_here(tmp_path: Path) 
     assert told["device"] == "L4"
     assert told["presets"][0]["name"] == "static"
     assert told["presets"][0]["devices"] == 2
+    assert 4 <= len(told["presets"][0]["draws"]) <= told["seeds"] == 8
     assert "fewest devices" in shown
+    assert "for a further draw they do with" in " ".join(shown.split())
+    links = tmp_path / "links.toml"
+    links.write_text('per_host = 2\n[host]\nto_device = "20GB/s"\nto_host = "20GB/s"\n')
+    files = ("--links", links, "--seeds", 1, "--json", out / "one.json")
+    shown = invoke("plan", fleet, "--devices", "L4", *work, *files)
+    assert len(json.loads((out / "one.json").read_text())["presets"][0]["draws"]) == 1
+    assert "another may need more" in " ".join(shown.split())
 
 
 def test_bench_warns_where_others_disturbed_what_it_measured(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,8 @@ from ballast.policy.presets import shared_options
 from ballast.workload.bursty import BurstyGroups, bursty_groups
 from ballast.workload.generators import independent
 from ballast.workload.lengths import LogNormal
-from ballast.workload.traces import load_trace
+from ballast.workload.servegen import ServeGenSample
+from ballast.workload.traces import detect, load_trace
 from ballast.workload.workload import Workload
 
 GENERATORS = ("bursty", "poisson", "gamma")
@@ -44,12 +46,16 @@ def workload_of(
     most_tokens: int = 512,
     seed: int = 0,
     groups: BurstyGroups | None = None,
+    start: float = 0.0,
+    spread: float | None = None,
 ) -> Workload:
     """A generator's workload, or a trace file's with its models mapped by popularity.
 
     `rate` in requests per second, on average (None: a trace's own, a generator's `RATE`); prompts
-    and outputs have at most half of `most_tokens` each; `groups` are the knobs of `bursty`. Raises
-    ConfigError for a name that is neither.
+    and outputs have at most half of `most_tokens` each; `groups` are the knobs of `bursty`. Of a
+    trace: from `start` on, in seconds as recorded; `spread`: over all models by a power law of
+    that exponent, drawn by `seed`, instead of mapped. Raises ConfigError for a name that is
+    neither, for a `start` behind a trace's end, and for what generators do not have.
     """
     for key, value in (("rate", rate), ("seconds", seconds), ("most tokens", most_tokens)):
         if value is not None and not 0 < value < float("inf"):
@@ -58,11 +64,14 @@ def workload_of(
     if what not in GENERATORS:
         if not Path(what).is_file():
             raise ConfigError("workload", what, f"a trace file, or one of {', '.join(GENERATORS)}")
-        trace = load_trace(Path(what)).map_models(list(models))
+        trace = _trace(Path(what), rate, seconds, start, seed)
         trace = trace.scale_lengths(max_prompt=half, max_output=half)
-        if rate is not None:
-            trace = trace.scale_rate(rate / trace.stats().rate)
-        return trace.window(0.0, seconds)
+        if spread is not None:
+            return trace.spread_models(models, spread, seed)
+        return trace.map_models(list(models))
+    for key, value in (("start", start or None), ("spread", spread)):
+        if value is not None:
+            raise ConfigError(key, value, f"for traces; {what} has none")
     rate = RATE if rate is None else rate
     lengths = LogNormal.of_cv(max(1.0, half / 4), 1.0, most=half)
     if what != "bursty":
@@ -81,6 +90,22 @@ def workload_of(
         ).scale_rate(SPAN / seconds)
         size = max(1.0, size * rate * seconds / max(1, len(made.requests)))
     return _thinned(made, round(rate * seconds), seed)
+
+
+def _trace(file: Path, rate: float | None, seconds: float, start: float, seed: int) -> Workload:
+    """So many seconds of it at a rate. Client statistics are drawn from, by `seed`."""
+    kind = detect(file)
+    if kind == "servegen":
+        drawn = ServeGenSample(start=start, seconds=seconds, rate=rate, seed=seed)
+        return load_trace(file, kind, servegen=drawn)
+    trace = load_trace(file, kind)
+    if start:
+        if start > trace.seconds:
+            raise ConfigError("start", start, f"at most {trace.seconds:g}: there the trace ends")
+        trace = trace.window(start, math.nextafter(trace.seconds, math.inf))
+    if rate is not None:
+        trace = trace.scale_rate(rate / trace.stats().rate)
+    return trace.window(0.0, seconds)
 
 
 def _thinned(workload: Workload, most: int, seed: int) -> Workload:

@@ -1,10 +1,14 @@
-"""The fewest devices with which a service level is met."""
+"""The fewest devices with which a service level is met, and how much that depends on chance."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+
+SETTLED = 3
+"""Draws in a row that must not widen an interval before it counts as settled."""
+CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +23,19 @@ class Fewest:
     """Whether, in what was tried, more devices never missed a target that fewer had met."""
 
 
-def fewest(run: Callable[[int], float], target: float, most: int) -> Fewest:
-    """Doubling, then bisection, of `run(devices) -> attainment`, up to `most` devices.
+def fewest(
+    run: Callable[[int], float],
+    target: float,
+    most: int,
+    guess: int = 1,
+    *,
+    neighbours: bool = True,
+) -> Fewest:
+    """From a `guess` up or down in doubling steps, then bisection, of `run(devices) -> attainment`,
+    up to `most` devices.
 
     Both assume that more devices serve no worse, which need not hold: models are placed anew for
-    every number. So the neighbours of what was found are tried as well: one more, and two fewer,
+    every number. So the `neighbours` of what was found are tried as well: one more, and two fewer,
     one fewer having failed; should two fewer do, the search goes on from there.
     """
     tried: dict[int, float] = {}
@@ -33,20 +45,48 @@ def fewest(run: Callable[[int], float], target: float, most: int) -> Fewest:
             tried[number] = run(number)
         return tried[number] >= target
 
-    low, high = 0, 1
-    while not meets(high):
-        if high == most:
-            return Fewest(None, dict(sorted(tried.items())), True)
-        low, high = high, min(2 * high, most)
+    low, high, step = 0, min(guess, most), 1
+    if meets(high):
+        while high - step > 0 and meets(high - step):
+            high, step = high - step, 2 * step
+        low = max(0, high - step)
+    else:
+        while not meets(high):
+            if high == most:
+                return Fewest(None, dict(sorted(tried.items())), True)
+            low, high, step = high, min(high + step, most), 2 * step
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if meets(middle) else (middle, high)
-    while high > 2 and meets(high - 2):
+    while neighbours and high > 2 and meets(high - 2):
         high -= 2
         if meets(high - 1):
             high -= 1
-    if high < most:
+    if neighbours and high < most:
         meets(high + 1)
     met = [attainment >= target for _, attainment in sorted(tried.items())]
     steady = not any(fewer and not more for fewer, more in pairwise(met))
     return Fewest(high, dict(sorted(tried.items())), steady)
+
+
+@dataclass(frozen=True, slots=True)
+class Sureness:
+    """How sure an answer is that was found for several draws of a workload."""
+
+    least: int
+    """The fewest devices that sufficed for any of them."""
+    most: int
+    """The fewest that sufficed for all."""
+    draws: int
+
+    @property
+    def at_least(self) -> float:
+        """With 95 % confidence, the share of further draws for which `most` devices suffice: the
+        bound of Clopper and Pearson after as many draws, all of which they sufficed for."""
+        return float((1 - CONFIDENCE) ** (1 / self.draws))
+
+
+def settled(draws: Sequence[int]) -> bool:
+    """Whether the last `SETTLED` draws left the interval of those before as it was."""
+    before = draws[:-SETTLED]
+    return bool(before) and all(min(before) <= n <= max(before) for n in draws[-SETTLED:])

@@ -1,25 +1,31 @@
 """What `ballast plan` runs: the fewest devices of a kind on which a fleet meets its service levels.
 
-A run that can no longer meet the target is not run to its end: on too few devices that would take
-far longer than on enough.
+Workloads are drawn by chance, so the search is made for several draws, the same ones for every
+preset, until the interval of the answers has settled. A run that can no longer meet the target is
+not run to its end: on too few devices that would take far longer than on enough.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from ballast.bench.choose import slos_of
 from ballast.bench.clusters import ClusterRun
-from ballast.bench.fewest import Fewest, fewest
+from ballast.bench.fewest import Fewest, Sureness, fewest, settled
 from ballast.bench.simulating import Progress, simulate_presets
+from ballast.core.cost import StepCosts
 from ballast.core.errors import ConfigError
+from ballast.core.job import Load
 from ballast.core.model import ModelSpec
-from ballast.core.settings import FleetSettings
+from ballast.core.settings import FleetSettings, Slo
 from ballast.policy.presets import resolve
 from ballast.sim.cluster import Kind
-from ballast.workload.workload import Workload
+from ballast.sim.given import NOTHING, Given
+from ballast.workload.workload import Workload, WorkloadRequest
 
 MOST_DEVICES = 1024
 
@@ -31,23 +37,62 @@ class Planned:
     preset: str
     placement: str
     """Name of the fleet policy."""
-    found: Fewest
-    """Its attainments are upper bounds where a run was cut short."""
+    draws: tuple[Fewest, ...]
+    """By draw of the workload. Attainments are upper bounds where a run was cut short. After one
+    for which no number suffices, none is tried."""
+    number: int | None
+    """The fewest devices that suffice for every draw; None: no number does for one."""
     rows: dict[int, dict[str, Any]]
-    """How the workload was served on `shown` devices, and on one fewer: these ran to their ends."""
+    """How the first draw was served on `shown` devices, and on one fewer: these ran to their ends.
+    """
+    alone: float
+    """Share of the first draw's requests that would be in time on an idle device of their own, with
+    the weights there: more no number of devices can attain."""
+    settled: bool
+    """Whether the interval has stopped widening."""
+
+    @property
+    def found(self) -> Fewest:
+        """The first draw's."""
+        return self.draws[0]
+
+    @property
+    def sure(self) -> Sureness | None:
+        """None where no number suffices for one of the draws."""
+        numbers = [draw.number for draw in self.draws if draw.number is not None]
+        if self.number is None:
+            return None
+        return Sureness(min(numbers), self.number, len(self.draws))
 
     @property
     def shown(self) -> int:
         """The number found; where there is none, the most that were tried."""
-        return self.found.number or max(self.found.tried)
+        return self.number or max(self.draws[-1].tried)
+
+    @property
+    def least(self) -> float:
+        """What was attained with `shown` devices by the draw that attained least."""
+        return min(draw.tried[self.shown] for draw in self.draws if self.shown in draw.tried)
 
     def to_json(self) -> dict[str, Any]:
         tried = [
             {"devices": n, "attainment_at_most": share, **self.rows.get(n, {})}
             for n, share in self.found.tried.items()
         ]
-        found = {"devices": self.found.number, "steady": self.found.steady}
-        return {"name": self.preset, "placement": self.placement, **found, "tried": tried}
+        sure = self.sure
+        return {
+            "name": self.preset,
+            "placement": self.placement,
+            "devices": self.number,
+            "interval": None if sure is None else [sure.least, sure.most],
+            "suffices_for_at_least": None if sure is None else sure.at_least,
+            "settled": self.settled,
+            "draws": [draw.number for draw in self.draws],
+            "attainment_least": self.least,
+            "attainment_alone": self.alone,
+            "steady": all(draw.steady for draw in self.draws),
+            "tried": tried,
+        }
 
 
 class _Hopeless(Exception):
@@ -58,62 +103,135 @@ class _Hopeless(Exception):
         self.at_most = at_most
 
 
-def plan_preset(
-    fleet: FleetSettings,
-    specs: Sequence[ModelSpec],
-    kind: Kind,
-    workload: Workload,
-    preset: str,
-    target: float,
-    placement: str | None = None,
-    *,
-    each: bool = False,
-    most: int = MOST_DEVICES,
-    progress: Progress = lambda what, sent: None,
-) -> Planned:
-    """The fewest devices of a kind with which a share `target` of requests is in its service level.
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked of every draw, and of every number of devices."""
 
-    `placement`: as of `simulate_presets`. `each`: of every model's requests, not just of all
-    together. Where a model has one device, no more devices than models are tried. Raises
-    ConfigError.
-    """
-    if not 0 < target <= 1:
-        raise ConfigError("target", target, "a share above 0 and at most 1, as in 0.99")
-    if most < 1:
-        raise ConfigError("most devices", most, "1 or more")
-    rows: dict[int, dict[str, Any]] = {}
-    asked = Counter(r.model if each else "" for r in workload.requests)
+    fleet: FleetSettings
+    specs: Sequence[ModelSpec]
+    kind: Kind
+    preset: str
+    target: float
+    placement: str | None = None
+    """As of `simulate_presets`."""
+    each: bool = False
+    """Of every model's requests, not just of all together."""
+    given: Given = NOTHING
+    """Links."""
 
-    def run(number: int, whole: bool = False) -> float:
+    def attainment(
+        self, workload: Workload, number: int, progress: Progress, *, whole: bool
+    ) -> tuple[float, ClusterRun | None]:
+        """With so many devices; an upper bound below the target, and no run, where it was cut short
+        as it could not be met any more. `whole`: it is not."""
+        asked = Counter(r.model if self.each else "" for r in workload.requests)
         late: Counter[str] = Counter()
 
         def missed(model: str) -> None:
-            key = model if each else ""
+            key = model if self.each else ""
             late[key] += 1
-            if (at_most := (asked[key] - late[key]) / asked[key]) < target:
+            if (at_most := (asked[key] - late[key]) / asked[key]) < self.target:
                 raise _Hopeless(at_most)
 
         def arrived(name: str, sent: int) -> None:
             progress(f"{name}, {number} devices", sent)
 
-        kinds = [replace(kind, number=number)]
-        hook = None if whole else missed
         try:
             (ran,) = simulate_presets(
-                fleet, specs, kinds, workload, [preset], placement, arrived, hook
+                self.fleet,
+                self.specs,
+                [replace(self.kind, number=number)],
+                workload,
+                [self.preset],
+                self.placement,
+                arrived,
+                None if whole else missed,
+                given=self.given,
             )
         except _Hopeless as error:
-            return error.at_most
-        rows[number] = _row(ran)
-        return ran.report.worst_attainment if each else ran.report.total.attainment
+            return error.at_most, None
+        report = ran.report
+        return report.worst_attainment if self.each else report.total.attainment, ran
 
-    chosen = resolve(preset, placement=placement or fleet.placement)
-    found = fewest(run, target, most if chosen.fleet.replicates else min(most, len(specs)))
-    plan = Planned(preset, chosen.placement, found, rows)
-    for number in (plan.shown, plan.shown - 1):
-        if number not in rows and number > 0:
-            run(number, whole=True)
+
+def plan_preset(
+    question: Question,
+    draws: Sequence[Workload],
+    *,
+    most: int = MOST_DEVICES,
+    progress: Progress = lambda what, sent: None,
+) -> Planned:
+    """The fewest devices of a kind with which a share of requests is in its service level.
+
+    One draw of the workload after the other, all of `draws` or until their interval has settled
+    (`fewest.settled`); the later searches begin at what was found before. Where a model has one
+    device, no more devices than models are tried. Raises ConfigError.
+    """
+    target, fleet = question.target, question.fleet
+    if not 0 < target <= 1:
+        raise ConfigError("target", target, "a share above 0 and at most 1, as in 0.99")
+    if most < 1:
+        raise ConfigError("most devices", most, "1 or more")
+    chosen = resolve(question.preset, placement=question.placement or fleet.placement)
+    most = most if chosen.fleet.replicates else min(most, len(question.specs))
+    rows: dict[int, dict[str, Any]] = {}
+
+    def run(draw: int, number: int, whole: bool = False) -> float:
+        what = (lambda told, sent: progress(f"{told}, draw {draw + 1}", sent)) if draw else progress
+        share, ran = question.attainment(draws[draw], number, what, whole=whole)
+        if ran is not None and not draw:
+            rows[number] = _row(ran)
+        return share
+
+    def suffices(draw: int, number: int) -> bool:
+        tried = found[draw].tried
+        if number not in tried:
+            tried[number] = run(draw, number)
+        return tried[number] >= target
+
+    found: list[Fewest] = []
+    numbers: list[int] = []
+    while len(found) < len(draws) and not settled(numbers):
+        number = fewest(
+            partial(run, len(found)), target, most, max(numbers, default=1), neighbours=not found
+        )
+        found.append(number)
+        if number.number is None:
+            break
+        numbers.append(number.number)
+    answer = max(numbers) if len(numbers) == len(found) else None
+    while answer is not None and not all(suffices(draw, answer) for draw in range(len(found))):
+        answer = answer + 1 if answer < most else None
+    plan = Planned(
+        question.preset,
+        chosen.placement,
+        tuple(found),
+        answer,
+        rows,
+        in_time_alone(draws[0].requests, question),
+        settled(numbers) or len(draws) == 1,
+    )
+    for shown in (plan.shown, plan.shown - 1):
+        if shown not in rows and shown > 0:
+            run(0, shown, whole=True)
     return plan
+
+
+def in_time_alone(requests: Sequence[WorkloadRequest], question: Question) -> float:
+    """Share of `requests` whose prefill, and whose mean decode step, keep their service level on an
+    idle device that has the weights. No number of devices attains more."""
+    costs: dict[str, StepCosts] = {}
+    slos: Mapping[str, Slo] = slos_of(question.fleet)
+    for spec in question.specs:
+        costs |= dict.fromkeys((s.name for s in spec.served), question.kind.costs(spec))
+
+    def in_time(r: WorkloadRequest) -> bool:
+        slo, cost = slos[r.model], costs[r.model]
+        step = cost.of(Load(0, 0, 0, 1, r.prompt_tokens))
+        paced = r.output_tokens == 1 or step <= slo.tpot
+        return paced and cost.prefill_seconds(r.prompt_tokens) <= slo.ttft
+
+    return sum(map(in_time, requests)) / len(requests)
 
 
 def _row(ran: ClusterRun) -> dict[str, Any]:
@@ -125,6 +243,7 @@ def _row(ran: ClusterRun) -> dict[str, Any]:
         "ttft_p99": None if total.ttft is None else total.ttft.p99,
         "tpot_p99": None if total.tpot is None else total.tpot.p99,
         "output_tokens_per_second": ran.report.output_tokens_per_second,
+        "devices_used": sum(bool(device["jobs"]) for device in ran.devices.values()),
         "activations": ran.total("activations"),
         "preemptions": ran.total("preemptions"),
     }

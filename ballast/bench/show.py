@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -13,6 +13,7 @@ from ballast.bench.report import Report, Served, Spread
 from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.units import format_bytes
 from ballast.sim.cluster import Kind
+from ballast.sim.profile import DeviceProfile
 
 _LATENCIES: tuple[tuple[str, Callable[[Served], Spread | None]], ...] = (
     ("TTFT", lambda s: s.ttft),
@@ -117,31 +118,72 @@ def sizes_text(specs: Sequence[ModelSpec], run: ClusterRun) -> str:
 
 
 def plans_table(plans: Sequence[Planned], target: float, each: bool) -> Table:
-    """A row per preset: the fewest devices, what these and one fewer attain."""
+    """A row per preset: the fewest devices, how sure that is, what these and one fewer attain."""
     of = "of every model's requests" if each else "of all requests"
     table = Table(title=f"fewest devices for {percent(target)} {of} in SLO")
-    for column in ("preset", "devices", "in SLO", "with one fewer", "worst model", "TTFT p99"):
+    columns = (
+        "preset",
+        "devices",
+        "by draw",
+        "in SLO",
+        "with one fewer",
+        "worst model",
+        "TTFT p99",
+    )
+    for column in columns:
         table.add_column(column, justify="left" if column == "preset" else "right")
     notes = []
     for plan in plans:
-        found, tried, number = plan.found, plan.found.tried, plan.shown
+        number, sure = plan.shown, plan.sure
         row, fewer = plan.rows[number], plan.rows.get(number - 1)
         table.add_row(
             plan.preset,
-            str(number) if found.number else "none",
-            percent(row["attainment"]),
+            "none" if sure is None else str(number),
+            "-" if sure is None else f"{sure.least}-{sure.most}",
+            percent(plan.least),
             "-" if fewer is None else percent(fewer["attainment"]),
             percent(row["worst_attainment"]),
             "-" if row["ttft_p99"] is None else seconds(row["ttft_p99"]),
         )
-        if found.number is None:
-            why = f"no number up to {max(tried)} suffices; the row is of {number}"
-            notes.append(f"{plan.preset}: {why}")
-        if not found.steady:
-            bad = ", ".join(f"{n}: at most {percent(share)}" for n, share in tried.items())
-            notes.append(f"{plan.preset}: more devices are not always better: {bad}")
+        notes += [f"{plan.preset}: {note}" for note in _sure_of(plan)]
     table.caption = "\n".join(notes) or None
     return table
+
+
+def _sure_of(plan: Planned) -> Iterator[str]:
+    """What a plan's numbers do not say by themselves."""
+    sure, n = plan.sure, len(plan.draws)
+    if sure is None:
+        tried = max(plan.draws[-1].tried)
+        used = plan.rows[plan.shown]["devices_used"]
+        yield (
+            f"no number up to {tried} suffices{f' for draw {n}' if n > 1 else ''}; the row is of "
+            f"{plan.shown}, of which {used} had work; {percent(plan.alone)} of requests would be "
+            "in time on an idle device of their own"
+        )
+    elif n > 1:
+        grows = "" if plan.settled else "; the interval was still widening: ask for more --seeds"
+        yield (
+            f"{sure.most} devices sufficed for all of {n} draws of the workload, {sure.least} for "
+            f"one; for a further draw they do with {percent(sure.at_least)} at least (95 % "
+            f"confidence){grows}"
+        )
+    for i, draw in enumerate(plan.draws):
+        if not draw.steady:
+            bad = ", ".join(f"{n}: at most {percent(share)}" for n, share in draw.tried.items())
+            which = f", draw {i + 1}" if n > 1 else ""
+            yield f"more devices are not always better{which}: {bad}"
+    if sure is not None and n == 1:
+        yield "one draw of the workload: another may need more, or fewer"
+
+
+def forecast_text(profile: DeviceProfile) -> str:
+    """How far simulated capacity was from the live one, as far as anybody measured both."""
+    errors = profile.capacity_errors
+    if not errors:
+        return f"Nobody has held simulated capacity against the live one on {profile.device}."
+    told = ", ".join(f"{preset} {error:+.0%}" for preset, error in errors.items())
+    return f"Simulated capacity, against the live one on {profile.device}: {told}."
 
 
 def _loads(loads: Mapping[str, float] | None) -> str:

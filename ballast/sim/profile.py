@@ -134,6 +134,17 @@ class Served(Keys):
     step_logits: Size
 
 
+class Capacity(Keys):
+    """The highest rate at which service levels were kept, live on the device and simulated."""
+
+    preset: Name
+    live: Positive
+    """In any unit that the simulated one has, too."""
+    simulated: Positive
+    source: str
+    """What was measured."""
+
+
 class DeviceProfile(Keys):
     """A profile's file."""
 
@@ -154,6 +165,13 @@ class DeviceProfile(Keys):
     sources: dict[str, Source] = Field(default_factory=dict)
     measured: list[Row] = Field(default_factory=list)
     all_reduce: list[AllReduce] = Field(default_factory=list)
+    capacity: list[Capacity] = Field(default_factory=list)
+    """Where both were measured."""
+
+    @property
+    def capacity_errors(self) -> dict[str, float]:
+        """By preset, how far its highest simulated rate was from the live one: 0.1 is 10 % more."""
+        return {row.preset: row.simulated / row.live - 1 for row in self.capacity}
 
     @field_validator("engines")
     @classmethod

@@ -78,11 +78,17 @@ class LengthBook:
 
     def __init__(self, path: Path) -> None:
         self._windows: dict[Client, list[tuple[float, Empirical, Empirical]]] = {}
+        self.without_text = 0
+        """Lines that do not say how many tokens a prompt or an output has: those of images, audio
+        and video. Their clients get the lengths of their model, where others have any."""
         pools: dict[tuple[str, float], list[tuple[dict[int, float], dict[int, float]]]] = {}
         decode = msgspec.json.Decoder(_LengthLine, strict=False).decode
         for line, text in read_lines(path):
             with naming(path, line):
                 told = decode(text)
+                if told.input_tokens is None or told.output_tokens is None:
+                    self.without_text += 1
+                    continue
                 pair = (_pdf(told.input_tokens), _pdf(told.output_tokens))
                 if not (pair[0] and pair[1]):
                     continue
@@ -123,8 +129,8 @@ class _LengthLine(msgspec.Struct):
     model: str
     client_id: str | int
     window_start: float
-    input_tokens: str
-    output_tokens: str
+    input_tokens: str | None = None
+    output_tokens: str | None = None
 
 
 def sample_servegen(rates: Path, sample: ServeGenSample) -> Workload:
@@ -164,6 +170,8 @@ def sample_servegen(rates: Path, sample: ServeGenSample) -> Workload:
         labels.append(f"rates x{scale:.4g}")
     if pooled:
         labels.append(f"{pooled} requests of clients without lengths of their own: the model's")
+    if book.without_text:
+        labels.append(f"{book.without_text} lines of lengths without prompt or output left out")
     source = "Alibaba ServeGen, Apache-2.0"
     return Workload.of(rates.name.split(".")[0], requests, source, tuple(labels))
 

@@ -7,6 +7,7 @@ state what it ran. Request ids survive all transforms but `merge`.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -207,6 +208,28 @@ class Workload:
             taken[name] += loads[model]
         mapped = (replace(r, model=target[r.model]) for r in self.requests)
         return self._changed(mapped, f"{len(ranked)} models mapped onto {len(names)} by {by}")
+
+    def spread_models(self, names: Sequence[str], alpha: float, seed: int = 0) -> Workload:
+        """Every request for one of `names`, drawn by a power law: the n-th with a weight of
+        n ** -`alpha` (0: all alike). Requests of one session stay together.
+
+        For traces of one service, of which a fleet has many.
+        """
+        if not names or len(set(names)) != len(names):
+            raise WorkloadError(f"model names must be given and distinct: {list(names)!r}")
+        if not 0 <= alpha < float("inf"):
+            raise WorkloadError(f"spread: {alpha!r}: an exponent of 0 or more")
+        rng = random.Random(seed)
+        weights = [n**-alpha for n in range(1, len(names) + 1)]
+        of_session: dict[str, str] = {}
+
+        def drawn(r: WorkloadRequest) -> str:
+            (name,) = rng.choices(names, weights)
+            return name if r.session is None else of_session.setdefault(r.session, name)
+
+        spread = (replace(r, model=drawn(r)) for r in self.requests)
+        told = f"spread over {len(names)} models by a power law of {alpha:g}, seed {seed}"
+        return self._changed(spread, told)
 
     def window(self, start: float, end: float) -> Workload:
         """The requests of [start, end) seconds, with `start` as the new zero."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ballast.bench.fewest import fewest
+from ballast.bench.fewest import Sureness, fewest, settled
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 40, 64])
@@ -45,3 +45,36 @@ def test_more_devices_that_serve_worse_are_noticed(
     found = fewest(lambda n: 1.0 if n in meets else 0.0, 0.99, 40)
     assert (found.number, found.steady) == (number, steady)
     assert found.tried[number] == 1.0
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 40])
+def test_a_search_may_begin_anywhere(most: int) -> None:
+    for guess in range(1, most + 3):
+        for threshold in range(1, most + 1):
+            asked: list[int] = []
+
+            def run(n: int, threshold: int = threshold, asked: list[int] = asked) -> float:
+                asked.append(n)
+                return float(n >= threshold)
+
+            assert fewest(run, 0.99, most, guess, neighbours=False).number == threshold
+            assert len(set(asked)) == len(asked)
+            assert 1 <= min(asked) <= max(asked) <= most
+            if guess == threshold <= most:
+                assert len(asked) <= 2
+        assert fewest(lambda n: 0.0, 0.99, most, guess).number is None
+
+
+def test_an_interval_has_settled_once_three_draws_did_not_widen_it() -> None:
+    assert not settled([])
+    assert not settled([3, 3, 3])
+    assert settled([3, 3, 3, 3])
+    assert not settled([3, 3, 3, 4])
+    assert not settled([3, 5, 4, 6])
+    assert settled([3, 5, 4, 3, 5])
+
+
+def test_how_sure_an_answer_is_grows_with_draws() -> None:
+    """After one draw a second may as well fail; 59 for 95 %, the textbook's number."""
+    assert Sureness(2, 3, 1).at_least == pytest.approx(0.05)
+    assert Sureness(2, 3, 58).at_least < 0.95 < Sureness(2, 3, 59).at_least

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from ballast.bench.asked import Asked
+from ballast.bench.asked import Asked, Wanted
 from ballast.bench.clusters import ClusterRun
 from ballast.bench.page import page
-from ballast.bench.planning import plan_preset
+from ballast.bench.planning import Planned, Question, plan_preset
 from ballast.bench.show import plans_table, runs_table, sizes_text
 from ballast.bench.simulating import simulate_presets, simulation_json
 from ballast.bench.sizes import sizes_of
@@ -25,7 +25,7 @@ from ballast.core.settings import (
     Slo,
 )
 from ballast.core.units import MiB
-from ballast.sim.cluster import kinds_of
+from ballast.sim.cluster import Kind, kinds_of
 
 SLO = Slo(ttft=2.0, tpot=0.1)
 PLACED = "weights"
@@ -39,7 +39,14 @@ def fleet(n: int, path: str = "catalogue:Llama-2-13b") -> FleetSettings:
 
 
 def asked(n: int = 4, rate: float = 1.0, presets: str = "static,balloon") -> Asked:
-    return Asked.of(fleet(n), presets, "poisson", rate, 20.0, 512, 1)
+    return Asked.of(fleet(n), presets, Wanted("poisson", rate, 20.0, 512, 1))
+
+
+def planned(
+    it: Asked, kind: Kind, target: float, *, each: bool = False, most: int = 1024, seeds: int = 1
+) -> Planned:
+    question = Question(it.fleet, it.specs, kind, it.presets[0], target, PLACED, each)
+    return plan_preset(question, it.draws(seeds), most=most)
 
 
 def simulated(it: Asked, devices: str) -> list[ClusterRun]:
@@ -107,7 +114,7 @@ def test_memory_is_sampled_and_adds_up() -> None:
 
 
 def test_what_rotating_layers_cost_is_shown_by_model() -> None:
-    it = Asked.of(fleet(3), "mirage", "poisson", 48.0, 3.0, 1024, 1)
+    it = Asked.of(fleet(3), "mirage", Wanted("poisson", 48.0, 3.0, 1024, 1))
     (run,) = simulated(it, "1xGH200-96G")
     loads = run.rotations
     assert loads
@@ -154,7 +161,7 @@ def test_the_fewest_devices(each: bool, target: float, fewest: int) -> None:
     2.3 s, which is too late for the few requests that one of them gets."""
     it = asked(6, 2.0, "static")
     (kind,) = kinds_of("H100-80G")
-    plan = plan_preset(it.fleet, it.specs, kind, it.workload, "static", target, PLACED, each=each)
+    plan = planned(it, kind, target, each=each)
     assert plan.found.number == fewest
     told = plan.to_json()
     assert [row["devices"] for row in told["tried"]] == [*range(1, fewest + 2)]
@@ -168,18 +175,55 @@ def test_the_fewest_devices(each: bool, target: float, fewest: int) -> None:
 def test_no_number_of_devices_suffices() -> None:
     """A model has one device: more of them do not help one that gets too many requests."""
     (kind,) = kinds_of("L4")
-    it = Asked.of(fleet(2, "catalogue:Llama-2-7b"), "static", "poisson", 40.0, 4.0, 2048, 1)
-    plan = plan_preset(it.fleet, it.specs, kind, it.workload, "static", 0.99, PLACED)
-    assert plan.found.number is None
+    it = Asked.of(fleet(2, "catalogue:Llama-2-7b"), "static", Wanted("poisson", 40.0, 4.0, 2048, 1))
+    plan = planned(it, kind, 0.99)
+    assert plan.number is None
+    assert plan.sure is None
     assert set(plan.found.tried) == set(plan.rows) == {1, 2}
     assert "no number up to 2 suffices" in text(plans_table([plan], 0.99, False))
+
+
+def test_requests_that_miss_on_a_device_of_their_own_are_said() -> None:
+    """The first token is due before any device has computed the prompt."""
+    (kind,) = kinds_of("L4")
+    hasty = ModelSettings(name="m0", path="catalogue:Llama-2-7b", slo=Slo(ttft=1e-4, tpot=0.1))
+    it = Asked.of(replace(fleet(1), models=(hasty,)), "static", Wanted("poisson", 1.0, 8.0, 512, 1))
+    plan = planned(it, kind, 0.99)
+    assert (plan.number, plan.alone) == (None, 0.0)
+    told = text(plans_table([plan], 0.99, False))
+    assert "0.0 % of requests would be in time on an idle device of their own" in " ".join(
+        told.split()
+    )
+
+
+def test_a_plan_says_how_sure_it_is() -> None:
+    it = Asked.of(fleet(6), "static", Wanted("poisson", 2.0, 10.0, 512, 1))
+    (kind,) = kinds_of("H100-80G")
+    assert [d.requests for d in it.draws(3)] == [d.requests for d in it.draws(8)[:3]]
+    plan = planned(it, kind, 0.9, seeds=6)
+    alone = [planned(replace(it, workload=draw), kind, 0.9) for draw in it.draws(6)]
+    numbers = [draw.number for draw in plan.draws]
+    assert 4 <= len(numbers) <= 6
+    # Each draw's search finds what it finds by itself, begun elsewhere.
+    assert numbers == [a.number for a in alone[: len(numbers)]]
+    assert plan.sure is not None
+    assert (plan.sure.least, plan.sure.most) == (min(n or 0 for n in numbers), plan.number)
+    assert all(draw.tried[plan.number or 0] >= 0.9 for draw in plan.draws)
+    assert plan.sure.at_least == pytest.approx(0.05 ** (1 / len(numbers)))
+    told = plan.to_json()
+    assert told["interval"] == [plan.sure.least, plan.sure.most]
+    assert told["draws"] == numbers
+    assert f"all of {len(numbers)} draws" in " ".join(text(plans_table([plan], 0.9, False)).split())
+    assert planned(it, kind, 0.9, seeds=6) == plan
 
 
 @pytest.mark.parametrize("placement", ["work", "follow", "both"])
 def test_a_busy_model_is_served_by_several_devices(placement: str) -> None:
     """What two devices cannot serve, six can, if models may have copies."""
     kinds = kinds_of("6xL4")
-    it = Asked.of(fleet(2, "catalogue:Llama-2-7b"), "balloon", "poisson", 60.0, 12.0, 512, 1)
+    it = Asked.of(
+        fleet(2, "catalogue:Llama-2-7b"), "balloon", Wanted("poisson", 60.0, 12.0, 512, 1)
+    )
 
     def run(name: str) -> ClusterRun:
         (ran,) = simulate_presets(it.fleet, it.specs, kinds, it.workload, ["balloon"], name)
@@ -207,7 +251,7 @@ def test_a_simulation_places_as_the_fleet_does_unless_it_is_asked_otherwise() ->
         specs = sizes_of(served)
         (ran,) = simulate_presets(served, specs, kinds, it.workload, ["static"], wanted)
         assert ran.to_json()["placement"] == found
-        assert len(ran.devices) == (2 if found == "follow" else 1)
+        assert len(ran.devices) == (1 if found == "weights" else 2)
 
 
 @pytest.mark.parametrize(("target", "most"), [(0.0, 8), (1.5, 8), (0.99, 0)])
@@ -215,14 +259,14 @@ def test_a_plan_for_nothing_is_refused(target: float, most: int) -> None:
     it = asked()
     (kind,) = kinds_of("H100-80G")
     with pytest.raises(ConfigError, match=r"^(target|most devices): "):
-        plan_preset(it.fleet, it.specs, kind, it.workload, "static", target, PLACED, most=most)
+        planned(it, kind, target, most=most)
 
 
 def test_no_request_is_longer_than_a_model_holds() -> None:
     short = ModelSettings(name="s", path="catalogue:Llama-2-7b", slo=SLO, max_model_len=512)
     two = replace(fleet(1), models=(*fleet(1).models, short))
-    it = Asked.of(two, "balloon", "poisson", 40.0, 10.0, None, 1)
+    it = Asked.of(two, "balloon", Wanted("poisson", 40.0, 10.0, None, 1))
     longest = max(r.prompt_tokens + r.output_tokens for r in it.workload.requests)
     assert 256 < longest <= 512
-    longer = Asked.of(fleet(1), "balloon", "poisson", 40.0, 10.0, None, 1).workload.requests
+    longer = Asked.of(fleet(1), "balloon", Wanted("poisson", 40.0, 10.0, None, 1)).workload.requests
     assert 2048 < max(r.prompt_tokens + r.output_tokens for r in longer) <= 4096

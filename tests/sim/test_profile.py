@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ballast.bench.show import forecast_text
 from ballast.core.errors import ConfigError
 from ballast.core.event import Output
 from ballast.core.job import Load
@@ -18,7 +19,7 @@ from ballast.policy.presets import resolve
 from ballast.sim.catalogue import catalogue, facts
 from ballast.sim.cluster import SERVED, Cluster, kinds_of
 from ballast.sim.device import Profile
-from ballast.sim.profile import device_files, device_profile, profile_of
+from ballast.sim.profile import Capacity, device_files, device_profile, profile_of
 from ballast.sim.simulate import simulate
 from ballast.sim.toml_file import as_toml
 
@@ -208,3 +209,18 @@ def test_a_profile_drives_a_simulation() -> None:
     load = specs[0].weight_bytes / moving
     steps = costs.prefill_seconds(256) + 19 * costs.of(Load(0, 0, 0, 1, 266))
     assert told[-1][0] == pytest.approx(load + steps, rel=0.01)
+
+
+def test_a_profile_says_how_far_simulated_capacity_was_from_the_live_one(tmp_path: Path) -> None:
+    profile = device_profile("L4")
+    assert profile.capacity_errors == {}
+    assert "Nobody has held" in forecast_text(profile)
+    rows = [
+        Capacity(preset="swap", live=2.0, simulated=2.5, source="a test"),
+        Capacity(preset="balloon", live=4.0, simulated=3.6, source="a test"),
+    ]
+    file = tmp_path / "own.toml"
+    file.write_text(as_toml(profile.model_copy(update={"capacity": rows})), encoding="utf-8")
+    read = device_profile(file)
+    assert read.capacity_errors == pytest.approx({"swap": 0.25, "balloon": -0.1})
+    assert "swap +25%, balloon -10%" in forecast_text(read)

@@ -174,6 +174,19 @@ def test_servegen_draws_at_the_rate_asked_for(tmp_path: Path) -> None:
     assert w != load_trace(path, servegen=ServeGenSample(start=300, seconds=1200, rate=8.0, seed=4))
 
 
+def test_servegen_lines_of_images_are_left_out(tmp_path: Path) -> None:
+    """They have lengths of their own kinds, and perhaps none of prompt and output."""
+    path = servegen_files(tmp_path)
+    before = load_trace(path, servegen=ServeGenSample(start=300, seconds=1200, rate=8.0, seed=3))
+    image = '{"category": "multimodal", "model": "mm", "client_id": 0, "window_start": 0, '
+    image += '"image_tokens": "{(1024,): 0.5, (256, 256): 0.5}", "output_tokens": "{9: 1.0}"}'
+    write(tmp_path / "length_pdfs.jsonl.gz", f"{PDFS.rstrip()}\n{image}\n")
+    w = load_trace(path, servegen=ServeGenSample(start=300, seconds=1200, rate=8.0, seed=3))
+    assert w.requests == before.requests
+    assert w.labels[:-1] == before.labels
+    assert w.labels[-1] == "1 lines of lengths without prompt or output left out"
+
+
 def test_servegen_as_recorded_for_one_model(tmp_path: Path) -> None:
     sample = ServeGenSample(seconds=1800, rate=None, models=("small",))
     w = load_trace(servegen_files(tmp_path), servegen=sample)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -49,6 +50,24 @@ def test_order_and_unique_ids_are_held() -> None:
         Workload("w", (request(0, 2.0), request(1, 1.0)))
     with pytest.raises(WorkloadError, match="not unique"):
         Workload("w", (request(0, 1.0), request(0, 2.0)))
+
+
+def test_a_trace_of_one_service_is_spread_over_a_fleet() -> None:
+    w = workload(*(("one", float(at)) for at in range(2000)))
+    spread = w.spread_models(["a", "b", "c"], 1.0, seed=3)
+    counts = Counter(r.model for r in spread.requests)
+    assert [counts[m] / 2000 for m in "abc"] == pytest.approx([6 / 11, 3 / 11, 2 / 11], abs=0.03)
+    assert [replace(r, model="one") for r in spread.requests] == list(w.requests)
+    assert spread == w.spread_models(["a", "b", "c"], 1.0, seed=3)
+    assert spread.requests != w.spread_models(["a", "b", "c"], 1.0, seed=4).requests
+    even = Counter(r.model for r in w.spread_models(["a", "b"], 0.0).requests)
+    assert even["a"] / 2000 == pytest.approx(0.5, abs=0.03)
+    talks = Workload.of("w", (replace(r, session=f"s{r.id % 40}") for r in w.requests))
+    of_session = {(r.session, r.model) for r in talks.spread_models(["a", "b", "c"], 1.0).requests}
+    assert len(of_session) == 40
+    for names, alpha in (([], 1.0), (["a", "a"], 1.0), (["a"], -1.0), (["a"], float("inf"))):
+        with pytest.raises(WorkloadError):
+            w.spread_models(names, alpha)
 
 
 def test_scale_rate_divides_times() -> None:
