@@ -52,7 +52,8 @@ def cover(
     such a claim simply waits. A claim that cannot be covered keeps nothing from those after it,
     who are undone for it as soon as that covers it; but one that undoes nobody, and is `overdue`,
     keeps what is free, and what could be had without harm to work (cached prefixes, scattered
-    blocks) from going to others, so that it is not overtaken for ever.
+    blocks) from going to others, so that it is not overtaken for ever. One that lacks no page, as
+    blocks are at hand in its model's own, keeps these.
 
     `budget`: what earlier claims of the same decision have left. `by_price`: the offers of all
     sources are taken cheapest first, each claim's only as long as they cost less than it gains;
@@ -81,6 +82,9 @@ def cover(
                 continue
             actions.take(chosen)
             needs = budget.needs(claim)
+        elif needs == 0 and claim.overdue and not claim.may_preempt:
+            own = [o for o in _offers(view, claim, sources) if o.at_hand and o.owner == claim.model]
+            budget.reserve(own, sum(offer.pages for offer in own))
         there = needs <= budget.free
         promises += _promised(claim, budget.use(claim, needs))
         if there and claim.then is not None:

@@ -88,6 +88,8 @@ class Offer(NamedTuple):
     releases: tuple[SharedView, ...] = ()
     """Shared segments that the owner no longer holds then: those that nobody else holds are freed
     as well."""
+    at_hand: bool = False
+    """It is of blocks that the owner's own requests can use as they are: taken, they lack them."""
 
     def part(self, pages: int, taken: int) -> int:
         """Return the least number of pages of a divisible offer that is at least `pages`, beside

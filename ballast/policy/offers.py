@@ -121,6 +121,7 @@ def _loose_blocks(view: DeviceView) -> Sequence[Offer]:
             partial(_copy_seconds, view, m.loose_pages),
             partial(_compact, m.name),
             grain=m.slab_pages,
+            at_hand=True,
         )
         for m in found
     ]

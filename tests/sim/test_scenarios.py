@@ -138,6 +138,18 @@ MENDED = {
             Ask(after=0.0, model=0, prompt=20, output=4),
         ),
     ),
+    "blocks at hand for an overdue request are not moved together for others": Scenario(
+        preset="recompute",
+        models=(Model(), Model(kv_heads=2), Model()),
+        more_weights=100,
+        kv_pages=30,
+        acts=(
+            Ask(after=0.0, model=0, prompt=100, output=300),
+            Ask(after=0.3, model=1, prompt=290, output=4),
+            Ask(after=0.05, model=2, prompt=60, output=60, n=8, gap=0.1),
+            Ask(after=0.05, model=0, prompt=30, output=60, n=8, gap=0.1),
+        ),
+    ),
     "a large request is not passed for ever by small ones of a model within its share": Scenario(
         preset="recompute",
         models=(Model(), Model(kv_heads=2)),
