@@ -7,6 +7,7 @@ not run to its end: on too few devices that would take far longer than on enough
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,6 +51,9 @@ class Planned:
     the weights there: more no number of devices can attain."""
     settled: bool
     """Whether the interval has stopped widening."""
+    with_fewer: float | None = None
+    """What one device fewer than `shown` attained, for a draw that needs most; None: there is none.
+    """
 
     @property
     def found(self) -> Fewest:
@@ -89,6 +93,7 @@ class Planned:
             "settled": self.settled,
             "draws": [draw.number for draw in self.draws],
             "attainment_least": self.least,
+            "attainment_with_fewer": self.with_fewer,
             "attainment_alone": self.alone,
             "steady": all(draw.steady for draw in self.draws),
             "tried": tried,
@@ -214,7 +219,13 @@ def plan_preset(
     for shown in (plan.shown, plan.shown - 1):
         if shown not in rows and shown > 0:
             run(0, shown, whole=True)
-    return plan
+    hardest = max(range(len(found)), key=lambda i: found[i].number or math.inf)
+    if plan.shown == 1:
+        return plan
+    if not hardest:
+        key = "worst_attainment" if question.each else "attainment"
+        return replace(plan, with_fewer=rows[plan.shown - 1][key])
+    return replace(plan, with_fewer=run(hardest, plan.shown - 1, whole=True))
 
 
 def in_time_alone(requests: Sequence[WorkloadRequest], question: Question) -> float:

@@ -135,13 +135,13 @@ def plans_table(plans: Sequence[Planned], target: float, each: bool) -> Table:
     notes = []
     for plan in plans:
         number, sure = plan.shown, plan.sure
-        row, fewer = plan.rows[number], plan.rows.get(number - 1)
+        row = plan.rows[number]
         table.add_row(
             plan.preset,
             "none" if sure is None else str(number),
             "-" if sure is None else f"{sure.least}-{sure.most}",
             percent(plan.least),
-            "-" if fewer is None else percent(fewer["attainment"]),
+            "-" if plan.with_fewer is None else percent(plan.with_fewer),
             percent(row["worst_attainment"]),
             "-" if row["ttft_p99"] is None else seconds(row["ttft_p99"]),
         )

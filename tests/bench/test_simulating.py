@@ -210,6 +210,8 @@ def test_a_plan_says_how_sure_it_is() -> None:
     assert (plan.sure.least, plan.sure.most) == (min(n or 0 for n in numbers), plan.number)
     assert all(draw.tried[plan.number or 0] >= 0.9 for draw in plan.draws)
     assert plan.sure.at_least == pytest.approx(0.05 ** (1 / len(numbers)))
+    assert (plan.number or 0) > 1
+    assert (plan.with_fewer or 0) < 0.9
     told = plan.to_json()
     assert told["interval"] == [plan.sure.least, plan.sure.most]
     assert told["draws"] == numbers
