@@ -23,8 +23,8 @@ def spread(
     (which may exceed 1: weights come and go). Devices that are equally crowded are taken in their
     order. When all have one, a model whose work in its busiest seconds would fill a device for more
     than `BUSY` gets more, as many as that takes, where all weights still fit, those first that have
-    most of it for each of theirs. Devices that then have no model serve the busiest as well: they
-    would serve nobody. Unless `by_work`, no work counts as expected.
+    most of it for each of theirs. Devices that then have no model serve the busiest as well, of
+    those to which they are no slower than the devices that these have. Unless `by_work`, no work counts as expected.
     Raises ConfigError, with the bytes that are missing, for a model that no device can serve.
     """
     if not by_work:
@@ -70,10 +70,19 @@ def spread(
             give(need, min(free, key=lambda r: crowd(need, r)))
         if not free or len(homes[need.model]) == copies[need.model]:
             wanting.remove(need)
+    kinds = {r.device: r.kind for r in rooms}
+
+    def slower(need: Need, room: Room) -> bool:
+        """Whether its work takes longer there than on each of its devices."""
+        seen = (need.busiest.get(kinds[device], 0.0) for device in homes[need.model])
+        return need.busiest.get(room.kind, 0.0) > max(seen)
+
     asked = [n for n in order if any(n.busiest.values())]
     for room in rooms:
-        if weights[room.device] == 0 and (fits := [n for n in asked if room in further(n)]):
-            give(max(fits, key=each), room)
+        if weights[room.device] == 0:
+            fits = [n for n in asked if room in further(n) and not slower(n, room)]
+            if fits:
+                give(max(fits, key=each), room)
     return homes
 
 
