@@ -24,7 +24,8 @@ def spread(
     order. When all have one, a model whose work in its busiest seconds would fill a device for more
     than `BUSY` gets more, as many as that takes, where all weights still fit, those first that have
     most of it for each of theirs. Devices that then have no model serve the busiest as well, of
-    those to which they are no slower than the devices that these have. Unless `by_work`, no work counts as expected.
+    those to which they are no slower than the devices that these have. Unless `by_work`, no work
+    counts as expected.
     Raises ConfigError, with the bytes that are missing, for a model that no device can serve.
     """
     if not by_work:
