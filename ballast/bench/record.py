@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ballast.core.event import Failed, Finished, Output, TokenOut
@@ -33,8 +34,9 @@ class RequestRecord:
     prompt_tokens: int
     output_tokens: int
     """Received; for a failed request those before the failure."""
-    token_times: tuple[float, ...] = ()
-    """Arrival of each token; over HTTP, of each chunk, which may hold several."""
+    token_times: Sequence[float] = ()
+    """Arrival of each token; over HTTP, of each chunk, which may hold several. A recorder gives an
+    array of machine numbers: 8 bytes a token."""
     cached_tokens: int = 0
     preemptions: int = 0
     error: str | None = None
@@ -88,7 +90,7 @@ def prompts_of(vocab: Mapping[str, int], seed: int = 0, lowest: int = 0) -> Prom
 class _Entry:
     request: WorkloadRequest
     sent: float
-    token_times: list[float] = field(default_factory=list)
+    token_times: array[float] = field(default_factory=lambda: array("d"))
     end: float | None = None
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -139,6 +141,15 @@ class Recorder:
             if entry.end is None:
                 entry.token_times.append(now - self.origin)
 
+    def tokens(self, submission_ids: Iterable[str], times: Iterable[float]) -> None:
+        """Each of these requests got a token at each of these times, in order."""
+        arrived = array("d", (now - self.origin for now in times))
+        with self._lock:
+            for submission_id in submission_ids:
+                entry = self._entries[submission_id]
+                if entry.end is None:
+                    entry.token_times.extend(arrived)
+
     def finished(
         self,
         submission_id: str,
@@ -180,8 +191,12 @@ def _record(entry: _Entry) -> RequestRecord:
     complete = entry.end is not None and entry.error is None
     error = "not answered by the end of the run" if entry.end is None else entry.error
     first = entry.token_times[0] if entry.token_times else (entry.end if complete else None)
-    # Over HTTP the end of an answer may come as a chunk of its own, of text held back until then.
-    times = entry.token_times[: entry.output_tokens] if complete else entry.token_times
+    times = entry.token_times
+    if entry.end is None:
+        times = times[:]  # it may go on
+    elif complete and len(times) > entry.output_tokens:
+        # Over HTTP the end of an answer may come as a chunk of its own, of text held back till then
+        times = times[: entry.output_tokens]
     return RequestRecord(
         id=entry.request.id,
         model=entry.request.model,
@@ -191,7 +206,7 @@ def _record(entry: _Entry) -> RequestRecord:
         end=entry.end,
         prompt_tokens=entry.prompt_tokens if complete else entry.request.prompt_tokens,
         output_tokens=entry.output_tokens if complete else len(entry.token_times),
-        token_times=tuple(times),
+        token_times=times,
         cached_tokens=entry.cached_tokens,
         preemptions=entry.preemptions,
         error=error,

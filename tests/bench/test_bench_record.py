@@ -42,6 +42,23 @@ def test_latencies_count_from_the_wanted_moment() -> None:
     assert book.answered("x")
 
 
+def test_tokens_of_several_requests_at_once_are_those_told_one_by_one() -> None:
+    one, many = recorded(102.0), recorded(102.0)
+    for book in (one, many):
+        book.sent(request(1), "y", 101.0)
+        book.sent(request(2), "z", 101.0)
+        book.failed("z", 102.0, "gone")
+    for when in (103.0, 103.25):
+        for name in ("x", "y", "z"):
+            one.told(when, TokenOut(name, 9, 1))
+    many.tokens(["x", "y", "z"], [103.0, 103.25])
+    assert many.records() == one.records()
+    times = [r.token_times for r in many.records()]
+    assert [list(t) for t in times] == [[2.0, 3.0, 3.25], [3.0, 3.25], []]
+    many.tokens(["x"], [104.0])
+    assert len(times[0]) == 3, "a record does not change"
+
+
 def test_tpot_divides_by_tokens_not_by_chunks() -> None:
     book = recorded(102.0, 104.0)
     book.finished("x", 104.0, 4, 5)
@@ -84,7 +101,7 @@ def test_the_first_end_counts() -> None:
     book.told(105.0, Finished("x", "stop", 4, 2, 0, 0))
     book.failed("x", 106.0, "late")
     r = only(book)
-    assert (r.error, r.end, r.token_times) == ("timed out", 3.0, (2.0,))
+    assert (r.error, r.end, tuple(r.token_times)) == ("timed out", 3.0, (2.0,))
 
 
 def test_the_unanswered_are_failures() -> None:
