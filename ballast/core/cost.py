@@ -8,7 +8,7 @@ mix prefill chunks and decodes.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, replace
 
 from ballast.core.job import Job, Load, chunk_pairs
@@ -81,6 +81,13 @@ class StepCosts:
             seconds += sequences * self.per_sequence + context * self.per_context
             seconds += (sequences - 1) // TILE * self.per_tile
         return seconds
+
+    def decoding(self, sequences: int) -> Callable[[int], float]:
+        """Return what takes the context of a job that only decodes so many sequences, at least 1,
+        and returns its seconds: those of `of`, to the last bit."""
+        base, each, reads = self.base, sequences * self.per_sequence, self.per_context
+        tiles = (sequences - 1) // TILE * self.per_tile
+        return lambda context: base + (each + context * reads) + tiles
 
     def split(self, load: Load) -> tuple[float, float]:
         """Of the seconds of a job, those of arithmetic and those of reading weights and KV.

@@ -157,6 +157,11 @@ class BlockBooks:
         return self._slabs.at_hand
 
     @property
+    def room(self) -> int:
+        """Blocks that tables can have without any page more, in place of all that is cached."""
+        return self._slabs.at_hand + len(self._slabs.idle) * self._size
+
+    @property
     def used_blocks(self) -> int:
         return len(self._refs)
 

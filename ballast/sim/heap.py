@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf
 
 from ballast.core.clock import VirtualClock
@@ -18,6 +19,7 @@ from ballast.core.event import (
     JobFailed,
     Operate,
     Pause,
+    Result,
     Resume,
     Settled,
     Stop,
@@ -97,6 +99,31 @@ class EventHeap:
         heapq.heappop(self._heap)
         self._skip()
         return at, event
+
+    @property
+    def next_end(self) -> tuple[float, JobDone] | None:
+        """The end of a job, and when, if that is all that happens next."""
+        if not self._heap:
+            return None
+        at, _, _, event = self._heap[0]
+        if not isinstance(event, JobDone) or any(entry[0] <= at for entry in self._heap[1:3]):
+            return None
+        return at, event
+
+    def take_end(self, job: Job) -> None:
+        """Take the end of `job`, which is what happens next, and no change comes before it."""
+        number = self._heap[0][2]
+        found = self.withdraw(job)
+        assert found is not None, "its end is what happens next"
+        self._clock.advance_to(found[0])
+        if number in self._then:
+            self._then.pop(number)()
+
+    def give_work(self, job: Job, results: tuple[Result, ...]) -> None:
+        """The job of that number, whose end is scheduled, is `job`, and brings `results`."""
+        for i, (at, rank, number, event) in enumerate(self._heap):
+            if isinstance(event, JobDone) and event.job.id == job.id:
+                self._heap[i] = at, rank, number, replace(event, job=job, results=results)
 
     def ready(self, until: float | None) -> bool:
         """Whether a loop that turns now takes an event, or finds that `until` has come."""

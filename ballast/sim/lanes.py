@@ -27,7 +27,7 @@ from ballast.sim.heap import EventHeap
 from ballast.sim.passes import Pass
 
 _STEPS = 50
-"""Halvings that find how much more slowly all read."""
+"""Most steps that find how much longer reading takes; a few suffice."""
 
 
 class Part(NamedTuple):
@@ -71,21 +71,25 @@ def measured_seconds(seen: Sequence[tuple[float, StepCosts]], load: Load, share:
 
 
 def rates(jobs: Sequence[Part]) -> list[float]:
-    """Return the part of itself that each of the jobs which run together does in a second."""
+    """Return the part of itself that each of the jobs which run together does in a second.
 
-    def at(slower: float) -> list[float]:
-        return [1.0 / (job.seconds + job.reading * (1.0 / slower - 1.0)) for job in jobs]
-
-    def read(slower: float) -> float:
-        return sum(rate * job.memory for rate, job in zip(at(slower), jobs, strict=True))
-
-    if read(1.0) <= 1.0:
-        return at(1.0)
-    low, high = 0.0, 1.0
+    Where they would read more than there is, reading takes each of them as many times as long: so
+    much that together they read all there is (Newton's method; what they read falls ever more
+    slowly the longer it takes, so that all steps go the same way).
+    """
+    longer = 0.0
+    """By how many times reading takes longer than alone, less 1."""
+    found = [1.0 / job.seconds for job in jobs]
     for _ in range(_STEPS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if read(middle) <= 1.0 else (low, middle)
-    return at(low or high)
+        read = slope = 0.0
+        for job, rate in zip(jobs, found, strict=True):
+            read += rate * job.memory
+            slope += rate * job.memory * rate * job.reading
+        if read <= 1.0 or longer + (read - 1.0) / slope <= longer:
+            break
+        longer += (read - 1.0) / slope
+        found = [1.0 / (job.seconds + job.reading * longer) for job in jobs]
+    return found
 
 
 @dataclass(slots=True, eq=False)
@@ -152,6 +156,17 @@ class SimLanes:
         self._running: list[Running] = []
         self._since = 0.0
         """When the rates last changed."""
+
+    @property
+    def layered(self) -> bool:
+        """Whether any job goes through its layers one by one."""
+        return any(one.entry is not None or one.waits is not None for one in self._running)
+
+    def give_work(self, job: Job, results: tuple[Result, ...]) -> None:
+        """The job of that number that runs is `job`, and brings `results`."""
+        for one in self._running:
+            if one.job.id == job.id:
+                one.job, one.results = job, results
 
     def start(
         self,

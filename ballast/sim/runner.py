@@ -97,7 +97,7 @@ class SimRunner:
         if job.parts is not None and job.parts < self._parts:
             way = (partial(self._pass, job.model), read, written)
             waits = self._waits(job.model)
-            part = self._part(job, job.parts / self._parts)
+            part = self._part(job.model, job.load, job.parts / self._parts)
             self._lanes.start(job, part, results, way if waits else None)
             return
         ahead, self._ahead = self._ahead, None
@@ -119,6 +119,28 @@ class SimRunner:
         if pace.end is not None:
             ended()
 
+    def step(self, job: Job, sequences: int, context: int) -> None:
+        """Begin a decode step of a model whose jobs wait for nothing; `job` need not have its work
+        yet, which says what it brings (`give_work`).
+
+        `context`: as of `Load`.
+        """
+        self._heap.begin(job)
+        if job.parts is not None and job.parts < self._parts:
+            load = Load(0, 0, 0, sequences, context)
+            part = self._part(job.model, load, job.parts / self._parts)
+            self._lanes.start(job, part, ())
+            return
+        seconds, _, end = self.decodes(job.model, sequences, context)
+        self._heap.schedule(end, JobDone(job, (), seconds))
+
+    def give_work(self, job: Job) -> None:
+        """The job of that number in flight, which was begun by `step`, is `job`."""
+        results = tuple(self._results(self._specs[job.model], job))
+        if job.parts is not None and job.parts < self._parts:
+            self._lanes.give_work(job, results)
+        self._heap.give_work(job, results)
+
     def decodes(self, model: str, sequences: int, context: int) -> tuple[float, float, float]:
         """Begin a decode step whose job is started at the same moment at the latest, of a model
         whose jobs wait for nothing: its seconds, how many of these it waits (0), and when it ends
@@ -129,6 +151,17 @@ class SimRunner:
         seconds = self._seconds(model, Load(0, 0, 0, sequences, context))
         self._free = end = self._clock.now() + seconds + self._overhead
         return seconds, 0.0, end
+
+    def decodes_on(self, model: str, sequences: int) -> tuple[Callable[[int], float], float]:
+        """What decode steps take as `decodes` says, each of which begins when the one before it has
+        ended for the loop: their seconds by context, and then the engine's own."""
+        return self._costs[model].decoding(sequences), self._overhead
+
+    def decoded(self, began: float, end: float) -> None:
+        """Such a step, which follows another, is in flight; it began, and ends for the loop, at
+        these times."""
+        self._began, self._free = began, end
+        self._after_pause = self._after_prefill = False
 
     def decodes_in_layers(
         self, model: str, sequences: int, context: int, until: float
@@ -149,6 +182,11 @@ class SimRunner:
         """Whether any bytes are on their way, or jobs of `models` would move some."""
         return self._link.moving > 0 or any(self._waits(model) for model in models)
 
+    def goes_through_layers(self, models: Iterable[str]) -> bool:
+        """Whether any job on part of the device goes through its layers one by one, or jobs of
+        `models` would."""
+        return self._lanes.layered or any(self._waits(model) for model in models)
+
     def _seconds(self, model: str, load: Load) -> float:
         """Seconds of a job that begins now, without what it waits; the same if asked again now."""
         now = self._clock.now()
@@ -161,14 +199,14 @@ class SimRunner:
             seconds += self._wake
         return seconds
 
-    def _part(self, job: Job, share: float) -> Part:
+    def _part(self, model: str, load: Load, share: float) -> Part:
         """What a job takes on a share of the device that it has to itself."""
-        if job.model not in self._measured:
-            self._measured[job.model] = self._on_parts(self._specs[job.model])
-        seen, (compute, memory) = self._measured[job.model], self._costs[job.model].split(job.load)
+        if model not in self._measured:
+            self._measured[model] = self._on_parts(self._specs[model])
+        seen, (compute, memory) = self._measured[model], self._costs[model].split(load)
         if not seen:
             return guessed(share, compute, memory, self._reach)
-        seconds = measured_seconds([*seen, (1.0, self._costs[job.model])], job.load, share)
+        seconds = measured_seconds([*seen, (1.0, self._costs[model])], load, share)
         return measured(share, seconds, memory, self._reach)
 
     def _begin(self, model: str, seconds: float, read: int, written: int) -> Alone:
@@ -219,7 +257,18 @@ class SimRunner:
     @staticmethod
     def token(spec: ModelSpec, request_id: str, position: int) -> int:
         """What request `request_id` has at `position`."""
-        token = zlib.crc32(f"{request_id}:{position}".encode()) % spec.vocab
-        while token in spec.eos_token_ids:
-            token = (token + 1) % spec.vocab
-        return token
+        return SimRunner.tokens(spec, request_id, position, position + 1)[0]
+
+    @staticmethod
+    def tokens(spec: ModelSpec, request_id: str, first: int, end: int) -> list[int]:
+        """What it has at the positions from `first` on, before `end`."""
+        vocab, ends, named = spec.vocab, spec.eos_token_ids, zlib.crc32(f"{request_id}:".encode())
+        tokens = [zlib.crc32(b"%d" % at, named) % vocab for at in range(first, end)]
+        return [_another(t, ends, vocab) if t in ends else t for t in tokens] if ends else tokens
+
+
+def _another(token: int, than: Sequence[int], vocab: int) -> int:
+    """The next token that is none of `than`."""
+    while token in than:
+        token = (token + 1) % vocab
+    return token

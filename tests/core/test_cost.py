@@ -62,6 +62,12 @@ def test_a_decode_step_climbs_by_a_tile_every_64_sequences() -> None:
     assert step(2 * TILE + 1) == pytest.approx(GPU.base + 129 * rise + 2 * GPU.per_tile)
 
 
+@given(st.integers(1, 200), counts)
+def test_steps_that_only_decode_cost_the_same_to_the_last_bit(n: int, context: int) -> None:
+    for costs in (GPU, LINEAR):
+        assert costs.decoding(n)(context) == costs.of(Load(0, 0, 0, n, context))
+
+
 def test_a_job_that_does_both_makes_one_pass_over_the_weights() -> None:
     both = GPU.of(Load(64, 1, chunk_pairs(64, 0), 8, 800))
     alone = GPU.of(prefill(64)) + GPU.of(Load(0, 0, 0, 8, 800))

@@ -77,6 +77,26 @@ def test_what_follows_an_event_may_happen_at_the_same_moment() -> None:
     assert heap.next is None
 
 
+def test_an_end_is_next_only_if_nothing_else_happens_then() -> None:
+    clock = VirtualClock()
+    heap = EventHeap(clock)
+    first, second = (JobDone(Job(i, i, "m", ()), (), 1.0) for i in range(2))
+    taken: list[float] = []
+    heap.schedule(1.0, first, lambda: taken.append(clock.now()))
+    assert heap.next_end == (1.0, first)
+    number = heap.schedule(1.0, second)
+    assert heap.next_end is None
+    heap.forget(number)
+    heap.schedule(2.0, second)
+    heap.schedule(2.0, Timer())
+    heap.take_end(first.job)
+    assert (taken, clock.now()) == ([1.0], 1.0)
+    assert heap.next_end is None
+    whole = Job(1, 1, "m", (), 3)
+    heap.give_work(whole, ())
+    assert heap.take(None) == [JobDone(whole, (), 1.0), Timer()]
+
+
 def test_waiting_for_nothing_is_a_broken_promise() -> None:
     with pytest.raises(BrokenPromise):
         EventHeap(VirtualClock()).take(None)
