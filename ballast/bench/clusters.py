@@ -133,6 +133,7 @@ def run_cluster(
         sink_of=sink_of,
         given=given,
         busiest=busiest_of(workload),
+        steps=recorder.tokens,
     )
     prompts = prompts_of(vocabularies_of(specs))
 

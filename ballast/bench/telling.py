@@ -147,6 +147,13 @@ class _Reader:
                 kind.add(1, entry["seconds"])
                 parts = told.device.parts
                 self.seconds += entry["seconds"] * job.get("parts", parts) / parts
+            elif event == "Leap" and "jobs" in entry:
+                for id in entry["jobs"]:
+                    jobs.pop(id, None)  # some have begun within it
+                parts, took = told.device.parts, entry["seconds"]
+                self.decodes.add(entry["steps"], sum(took))
+                shares = (n / parts for n in entry.get("parts", [parts] * len(took)))
+                self.seconds += sum(a * b for a, b in zip(took, shares, strict=True))
             elif event == "Leap":
                 begun = told.began + jobs.pop(entry["job"])["at"]
                 seconds = at - begun - entry["steps"] * (told.overhead or 0.0)

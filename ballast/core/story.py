@@ -164,15 +164,23 @@ class Story:
         steps: int,
         lasts: Sequence[tuple[float, float | None]],
         moved: Iterable[Request],
+        jobs: Sequence[Job] = (),
     ) -> None:
         """Steps that only decode have ended without turns of their own: `job`, and after it others
         like it. `lasts`: of each model's last one, in order, when it ended, and its seconds without
-        those in which it waited for layers. They were of the requests `moved`."""
+        those in which it waited for layers. They were of the requests `moved`.
+
+        `jobs`: all of them, where their order does not follow from that; `lasts` is of each then.
+        """
         told = {"event": "Leap", "job": job.id, "model": job.model, "steps": steps}
         told["decode_sequences"] = job.load.decode_sequences
         if self._sink is not None:
             ends, seconds = zip(*lasts, strict=True)
             told |= {"turn": self._turns, "ends": ends, "seconds": seconds}
+            if jobs:
+                told["jobs"] = [j.id for j in jobs]
+                if job.parts is not None:
+                    told["parts"] = [j.parts for j in jobs]
             blocks: dict[str, bytes] = {}
             for r in moved:
                 number, chain = self._open[r.id]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain, islice
 
 from ballast.core.compute import ComputeView, DecodeView, PromptView, Runnable, WorkView
@@ -10,6 +10,8 @@ from ballast.core.request import Order, Request, next_due
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 
+Looked = Callable[[str], None]
+"""Called with a model before what it could run is looked up."""
 MOST_PROMPTS = 8
 """Waiting requests of each model that a policy sees: those that come next."""
 
@@ -34,9 +36,17 @@ def admissible(state: DeviceState, m: ModelState) -> bool:
     return bool(m.waiting) and not m.held and m.blocked != (m.waiting.first.id, state.freed)
 
 
-def compute_view(state: DeviceState, models: Iterable[ModelState]) -> ComputeView:
+def compute_view(
+    state: DeviceState, models: Iterable[ModelState], looked: Looked | None = None
+) -> ComputeView:
     """A frozen snapshot of runnable `models`; what each would run is looked up when asked for, and
     is that of this moment."""
+
+    def work_of(name: str) -> WorkView:
+        if looked is not None:
+            looked(name)
+        return _work(state, state.models[name])
+
     found = tuple(
         Runnable(m.spec.name, m.last_run, _first_prompt(state, m), m.life.swap_to is not None)
         for m in models
@@ -45,7 +55,7 @@ def compute_view(state: DeviceState, models: Iterable[ModelState]) -> ComputeVie
         state.now,
         state.settings.step_tokens,
         found,
-        lambda name: _work(state, state.models[name]),
+        work_of,
     )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ballast.core.actions import Action, Refuse
 from ballast.core.clock import Clock
@@ -16,7 +16,7 @@ from ballast.core.story import Story
 from ballast.core.traffic import TrafficStats
 from ballast.core.view import DeviceView
 from ballast.engine.apply import apply
-from ballast.engine.compute_view import compute_view, could_run, runnable
+from ballast.engine.compute_view import Looked, compute_view, could_run, runnable
 from ballast.engine.events import handle
 from ballast.engine.model import ModelState
 from ballast.engine.operate import Answered, Operations
@@ -47,6 +47,15 @@ class Runner(Protocol):
 
     def start(self, job: Job) -> None:
         """Begin `job`; a JobDone or JobFailed will come through the inbox."""
+
+
+class Stepped(NamedTuple):
+    """A decode step that has ended in a leap of virtual time."""
+
+    job: Job
+    at: float
+    seconds: float
+    """Of its lane, without those in which it waited for layers."""
 
 
 class Loop:
@@ -161,6 +170,54 @@ class Loop:
         work = plan(following, state.settings, now, state.freed, self.choice)
         self._begin(following, work)
         self._tell([])
+
+    def step_ended(self, job: Job) -> None:
+        """In virtual time: `job`, a decode step, has ended now. What came of it is known to who
+        leaps, and told by `leapt_on_lanes`."""
+        state, m = self.state, self.state.models[job.model]
+        state.now = self.clock.now()
+        m.life.end_job()
+        m.running.end(state.requests[part.request_id] for part in job.work)
+        state.lanes.end(job)
+        state.jobs += 1
+
+    def next_step(self, looked: Looked) -> Job | None:
+        """In virtual time: begin the job that comes next, if one may begin, of a model that only
+        decodes. It has no work yet (`leapt_on_lanes`). `looked`: see `compute_view`."""
+        if not self.state.lanes.ready:
+            return None
+        chosen, others = self._choose((), looked)
+        if chosen is None:
+            return None
+        job = self._job(chosen.model, (), others, chosen.parts)
+        self.state.models[chosen.model].life.begin_job(job, self.state.now)
+        self.state.lanes.begin(job)
+        return job
+
+    def leapt_on_lanes(
+        self, ended: Sequence[Stepped], begun: Iterable[Job], since: float
+    ) -> list[Job]:
+        """In virtual time: these steps have ended since then, in this order, and what came of them
+        is in the books. Returns the jobs that have `begun` and are in flight, with their work."""
+        state = self.state
+        stepped = [m for m in state.models.values() if m.last_run > since]
+        for m in stepped:
+            m.weights.passed()
+        first = ended[0].job
+        lasts = [(step.at, step.seconds) for step in ended]
+        moved = (r for m in stepped for r in m.running)
+        jobs = [step.job for step in ended]
+        self.story.leap(state.now, first, len(ended), lasts, moved, jobs)
+        whole = []
+        for job in begun:
+            m = state.models[job.model]
+            work = tuple(plan(m, state.settings, state.now, state.freed))
+            whole.append(replace(job, work=work))
+            at = m.life.job_began
+            m.life.end_job()
+            self._start(m, whole[-1], at)
+        self._tell([])
+        return whole
 
     def turn(self) -> None:
         """One turn: events in, decisions, jobs out, answers out."""
@@ -288,7 +345,9 @@ class Loop:
             else:
                 self.choice = None
 
-    def _choose(self, tried: Collection[str]) -> tuple[ComputeDecision | None, int]:
+    def _choose(
+        self, tried: Collection[str], looked: Looked | None = None
+    ) -> tuple[ComputeDecision | None, int]:
         """Which model runs next, if one of those not tried can, and how many others could run."""
         state, held = self.state, self.choice
         models = [m for m in runnable(state) if m.spec.name not in tried]
@@ -298,7 +357,7 @@ class Loop:
             alone = len(state.lanes.jobs) == 1 or len(models) == 1
             if alone and any(m.spec.name == held.model and m.running for m in models):
                 return held, len(models) - 1
-        view = compute_view(state, models)
+        view = compute_view(state, models, looked)
         self.choice = chosen = self.preset.compute(view, self._turn)
         self._turn = chosen.memo
         return chosen, len(models) - 1
@@ -332,14 +391,22 @@ class Loop:
     ) -> None:
         """Start `m`'s next job, on `most` parts of the compute or fewer; so many other models may
         have one as well."""
+        job = self._job(m.spec.name, work, others, most)
+        self._start(m, job, self.state.now)
+        self.runner.start(job)
+
+    def _job(self, model: str, work: Iterable[SequenceWork], others: int, most: int | None) -> Job:
+        """The next job, on its lane; as of `_begin`."""
         self._jobs += 1
         lane, parts = self.state.lanes.place(others, most)
-        job = Job(self._jobs, lane, m.spec.name, tuple(work), parts)
+        return Job(self._jobs, lane, model, tuple(work), parts)
+
+    def _start(self, m: ModelState, job: Job, at: float) -> None:
+        """A job of `m` is in flight since then."""
         m.running.begin(self.state.requests[part.request_id] for part in job.work)
-        m.life.begin_job(job, self.state.now)
+        m.life.begin_job(job, at)
         self.state.lanes.begin(job)
-        self.story.job(self.state.now, job)
-        self.runner.start(job)
+        self.story.job(at, job)
 
     @property
     def _stuck(self) -> bool:

@@ -22,7 +22,7 @@ from ballast.core.units import MiB
 from ballast.engine.state import DeviceState
 from ballast.policy.presets import Preset
 from ballast.sim.controller import Controller, Told
-from ballast.sim.device import Profile, SimDevice
+from ballast.sim.device import Profile, SimDevice, Steps
 from ballast.sim.given import NOTHING, Given
 from ballast.sim.lending import carry_out
 from ballast.sim.profile import DeviceProfile, device_profile
@@ -109,12 +109,13 @@ class Cluster:
         sink_of: Callable[[str], Sink | None] = lambda device: None,
         given: Given = NOTHING,
         busiest: Mapping[str, Traffic] | None = None,
+        steps: Steps | None = None,
     ) -> None:
         """`served`: what devices have in common (its budget is each one's own); `traffic`: by
         model, what is expected, for a fleet policy that places by work, and `busiest`: what is
         while the model is asked most, if that is known. `told` is called with how
         models move; `sink_of` returns, by device, the sink of its story; `given`: which
-        devices share links, serve which models, and lend to each other.
+        devices share links, serve which models, and lend to each other; `steps`: see `SimDevice`.
 
         Raises ConfigError for a model that no device can serve.
         """
@@ -160,6 +161,7 @@ class Cluster:
                 observe,
                 world=place.host.world,
                 path=place.path,
+                steps=steps,
             )
         if given.orders and preset.requires.kv_swapping:
             allowed = "another preset: KV that lies layer by layer never lies on borrowed pages"

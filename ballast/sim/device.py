@@ -25,7 +25,8 @@ from ballast.engine.state import DeviceState
 from ballast.memory.vm_null import NullVm
 from ballast.policy.presets import Preset
 from ballast.sim.ahead import HeapAhead
-from ballast.sim.leap import Said, leap
+from ballast.sim.decoding import Batch, tokens_of
+from ballast.sim.leap import leap
 from ballast.sim.link import Path, Route, SimLink
 from ballast.sim.passes import Source
 from ballast.sim.rotor import SimRotors
@@ -34,6 +35,10 @@ from ballast.sim.swapper import SimSwappers
 from ballast.sim.world import World
 from ballast.weights.rotor import Loads
 
+Said = Callable[[float, Output], None]
+"""Hears when clients are told something, and what."""
+Steps = Callable[[Sequence[str], Sequence[float]], None]
+"""Hears of requests, by id, that each got a token at each of these moments, in order."""
 Observe = Callable[[float, DeviceState], None]
 """Sees the time and the state after a turn, and the leap that follows it."""
 
@@ -98,9 +103,11 @@ class SimDevice:
         leaps: bool = True,
         world: World | None = None,
         path: Path | None = None,
+        steps: Steps | None = None,
     ) -> None:
         """As `simulate`. `world`: where the device is added, None for one of its own; `path`: how
-        its bytes go through that world's links, None for a link that nothing else uses.
+        its bytes go through that world's links, None for a link that nothing else uses; `steps`:
+        is told of tokens that leaps pass over, in place of `said`.
 
         Raises ConfigError where the budget holds no job's activations, and for a device of several
         ranks: a group is simulated as a device of larger pages (`sim.cluster`)."""
@@ -149,7 +156,7 @@ class SimDevice:
         self.story = Story(sink=sink, overhead=profile.overhead)
         self._client = said
         self._answer = profile.answer
-        self._leaps = leaps
+        self._leaps, self._steps = leaps, steps
         self._observe = observe
         self._answers: dict[str, str | None] = {}
         """Why operations were not done, by id; of those that have ended."""
@@ -252,7 +259,7 @@ class SimDevice:
         self._loop.turn()
         if self._leaps:
             near, horizon = self._world.bounds(self, self.clock.now(), until)
-            leap(self._loop, self._heap, self._runner, self.clock, self._said, horizon, near)
+            leap(self._loop, self._heap, self._runner, self.clock, self._passed, horizon, near)
         if self._observe is not None:
             self._observe(self.clock.now(), self.state)
 
@@ -288,6 +295,15 @@ class SimDevice:
     def _tell(self, outputs: list[Output]) -> None:
         for output in outputs:
             self._said(self.clock.now(), output)
+
+    def _passed(self, steps: Sequence[Batch]) -> None:
+        """A leap has passed over these steps."""
+        if self._steps is None:
+            for at, token in tokens_of(steps):
+                self._said(at, token)
+            return
+        for batch in dict.fromkeys(steps):
+            self._steps(batch.ids, [at + self._answer for at in batch.ends])
 
     def _said(self, now: float, output: Output) -> None:
         self._client(now + self._answer, output)

@@ -13,8 +13,7 @@ from ballast.core.story import Story
 from ballast.engine.state import DeviceState
 from ballast.policy.presets import Preset, resolve
 from ballast.sim.controller import Controller
-from ballast.sim.device import Observe, Profile, SimDevice
-from ballast.sim.leap import Said
+from ballast.sim.device import Observe, Profile, Said, SimDevice, Steps
 
 AHEAD = 10.0
 """Virtual seconds of arrivals that devices are told of before they go on."""
@@ -40,17 +39,25 @@ def simulate(
     observe: Observe | None = None,
     leaps: bool = True,
     preset: Preset | None = None,
+    steps: Steps | None = None,
 ) -> Simulated:
     """Run `arrivals` (each at its `arrival` second) on one device, to the last answer.
 
     `said(now, output)` gets what clients would be told; `observe(now, state)` sees the state
     after each turn, and the leap that follows it. Equal arguments give equal runs; with or without
     `leaps` (`sim/leap.py`) the answers, their times and the books are the same. `preset`: policies
-    that have no name; None: the fleet's.
+    that have no name; None: the fleet's. `steps`: see `SimDevice`.
     """
-    preset = preset or resolve(fleet.preset, fleet.options)
     device = SimDevice(
-        fleet.of_one_device("this simulation"), specs, preset, profile, said, sink, observe, leaps
+        fleet.of_one_device("this simulation"),
+        specs,
+        preset or resolve(fleet.preset, fleet.options),
+        profile,
+        said,
+        sink,
+        observe,
+        leaps,
+        steps=steps,
     )
     last = 0.0
     for submission in arrivals:

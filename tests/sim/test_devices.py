@@ -27,8 +27,7 @@ from ballast.policy.presets import resolve
 from ballast.policy.route import Replica
 from ballast.policy.stay import Stay
 from ballast.sim.controller import Controller
-from ballast.sim.device import Profile, SimDevice
-from ballast.sim.leap import Said
+from ballast.sim.device import Profile, Said, SimDevice
 from ballast.sim.simulate import simulate, simulate_devices
 from tests.sim.test_simulate import COSTS, fleet, spec, submissions
 

@@ -165,7 +165,7 @@ def test_kv_is_swapped_on_several_lanes() -> None:
     _, entries = on_two_lanes(FAST, cap=0)
     rotating = {e["model"] for e in entries if e.get("action") == "SwapKv"}
     assert rotating == {"a", "b"}
-    jobs = [(e["lane"], e["parts"]) for e in entries if "parts" in e]
+    jobs = [(e["lane"], e["parts"]) for e in entries if "lane" in e]
     assert {(0, 1), (1, 1)} <= set(jobs), "each with half of the compute"
     _, entries = on_two_lanes(LinkRates(1e8, 1e8, 5e7, 5e7), cap=0)
     halves = {e["job"] for e in entries if e.get("parts") == 1 and "decode" in e}

@@ -91,6 +91,11 @@ RUNS = [
     *(("balloon", *where) for where in ((0, 1), (60, 1), (0, 2))),
     ("balloon+round-robin", 0, 1),
     ("balloon+round-robin", 0, 2),
+    ("balloon+round-robin", 0, 4),
+    ("balloon", 30, 4),
+    ("static", 60, 3),
+    ("swap+deadline", 0, 3),
+    *((preset, 0, lanes) for preset in ("recompute", "kvswap") for lanes in (1, 2)),
     ("swap+deadline", 60, 1),
     ("static+deadline", 60, 1),
 ]
@@ -200,3 +205,43 @@ def test_a_request_that_finds_no_room_does_not_stop_the_others_from_leaping() ->
         run(fleet, [spec], requests, leaps=leaps, observe=turned)
     assert turns[False] > output
     assert turns[True] < turns[False] - output / 2, turns
+
+
+def test_leaps_go_on_where_cached_prefixes_make_room() -> None:
+    """Memory is full of what answers have left behind; each block of a later one takes the place of
+    some of that, which stops no leap."""
+    fleet, (spec, *_), _ = world(4, "balloon")
+    page, (prompt, output) = fleet.device.page_bytes, (60, 64)
+    assert Layout.of(spec, page).blocks_per_slab == 1
+    arena = ceil_div(activation_bytes(spec, 32, 8), page)
+    one = Layout.of(spec, page).pages(ceil_div(prompt + output, spec.block_tokens))
+    budget = (arena + weight_pages([spec], page) + one + one // 2) * page
+    fleet = replace(fleet, device=replace(fleet.device, budget_bytes=budget))
+    requests = [
+        Submission(
+            id=f"r{i}",
+            model=spec.name,
+            prompt=(i,) * prompt,
+            max_tokens=output,
+            arrival=float(10 * i),
+            ignore_eos=True,
+        )
+        for i in range(8)
+    ]
+    turns: Counter[bool] = Counter()
+    full: list[int] = []
+
+    def turned(now: float, state: DeviceState) -> None:
+        turns[leaps] += 1
+        full.append(state.pool.free)
+
+    for leaps in (False, True):
+        told, done = run(fleet, [spec], requests, leaps=leaps, observe=turned)
+        if not leaps:
+            single, one_by_one = told, done
+    assert told == single
+    assert books(done) == books(one_by_one)
+    assert min(full) < Layout.of(spec, page).slab_pages, "memory is full"
+    prefills = ceil_div(prompt, fleet.device.step_tokens)
+    assert turns[True] < len(requests) * (prefills + 3), turns
+    assert turns[False] > len(requests) * output, turns

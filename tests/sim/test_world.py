@@ -75,23 +75,33 @@ class Run:
         return sum(what in e or e.get("event") == what for es in self.entries for e in es)
 
 
-def parts_of(seed: int, preset: str | None) -> list[Part]:
+def parts_of(seed: int, preset: str | None, lanes: int = 1) -> list[Part]:
     """Two devices that are as short of memory as one another."""
     if preset is None:
-        return [restless_world(2 * seed + i, 1) for i in range(2)]
-    return [fixed_world(2 * seed + i, preset, 1) for i in range(2)]
+        return [restless_world(2 * seed + i, lanes) for i in range(2)]
+    return [fixed_world(2 * seed + i, preset, lanes) for i in range(2)]
 
 
-@pytest.mark.parametrize(("preset", "ahead"), [(None, 0), (None, 1), ("swap", 0)])
+SHARING = [
+    (None, 0, 1),
+    (None, 1, 1),
+    ("swap", 0, 1),
+    (None, 1, 3),
+    ("swap", 1, 2),
+    ("balloon", 0, 4),
+]
+
+
+@pytest.mark.parametrize(("preset", "ahead", "lanes"), SHARING)
 def test_leaps_change_nothing_where_devices_share_a_link(
-    preset: str | None, ahead: int, monkeypatch: pytest.MonkeyPatch
+    preset: str | None, ahead: int, lanes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None: layers rotate, so that leaps move bytes, which slow the other device's; `ahead`: steps
     that engines schedule ahead, so that requests are put off to ends that are not certain."""
     register(monkeypatch)
     seen: Counter[str] = Counter()
     for seed in range(6):
-        parts = parts_of(seed, preset)
+        parts = parts_of(seed, preset, lanes)
         runs = [
             Run(parts, places(SHARED, [(LINK, 1)] * 2), leaps=leaps, ahead=ahead)
             for leaps in (False, True)

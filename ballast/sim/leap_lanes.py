@@ -1,0 +1,84 @@
+"""Many decode steps at once of models on several lanes, or about which a policy is asked.
+
+At each end the compute policy is asked as the loop would ask it, and who begins has the lane and
+the part of the device that the loop would give it. What a leap leaves out is what nobody sees: work
+and results of jobs that end within it, views for the memory policy, which would not be asked, and
+the story of each turn.
+"""
+
+from __future__ import annotations
+
+from ballast.core.job import Job
+from ballast.engine.compute_view import runnable
+from ballast.engine.loop import Loop, Stepped
+from ballast.sim.decoding import Batch, batch_of, fit
+from ballast.sim.heap import EventHeap
+from ballast.sim.runner import SimRunner
+
+
+def leap_on_lanes(
+    loop: Loop, heap: EventHeap, runner: SimRunner, until: float, near: float
+) -> list[Batch]:
+    """The steps of a leap that ends before `until`; `near`: as of `sim.leap.leap`.
+
+    Other jobs go on beside it: the leap ends before the first of them does.
+    """
+    found = heap.next_end
+    if found is None or not found[0] < until:
+        return []  # something else happens before
+    batches = _batches(loop)
+    if found[1].job.model not in batches:
+        return []
+    flying = [job for job in loop.state.lanes.jobs if job is not None]
+    if runner.goes_through_layers({*batches, *(job.model for job in flying)}):
+        return []
+    if runner.moves(()):  # its end brings an event
+        until = min(until, near, heap.agenda.next)
+    state, since = loop.state, loop.state.now
+    steps: list[Batch] = []
+    ended: list[Stepped] = []
+    begun: dict[int, Job] = {}
+    """Jobs in flight that have begun within the leap, by id."""
+    while (found := heap.next_end) is not None and not state.asking:
+        at, done = found
+        job = done.job
+        batch = batches.get(job.model)
+        if batch is None or not at < until or not batch.goes_on(runner):
+            break
+        idle = [(b, b.blocks(0)) for b in batches.values() if b.m.job is None]
+        if not fit(state.pool, [(batch, batch.blocks(1)), *idle]):
+            break
+        heap.take_end(job)
+        batch.end_step(at, done.seconds, done.stall, state.lanes.share(job))
+        loop.step_ended(job)
+        begun.pop(job.id, None)
+        steps.append(batch)
+        ended.append(Stepped(job, at, done.seconds - done.stall))
+        while (new := loop.next_step(lambda name: batches[name].write())) is not None:
+            begun[new.id] = new
+            its = batches[new.model]
+            its.begin_step()
+            runner.step(new, len(its.rows), its.context)
+    if steps:
+        for batch in batches.values():
+            batch.write()
+        for whole in loop.leapt_on_lanes(ended, list(begun.values()), since):
+            runner.give_work(whole)
+    return steps
+
+
+def _batches(loop: Loop) -> dict[str, Batch]:
+    """By model, those that only decode: of all that could begin a job, and of the jobs in flight as
+    many as there are; none where a model that could begin may do something else."""
+    state = loop.state
+    batches: dict[str, Batch] = {}
+    for m in runnable(state):
+        batch = batch_of(m, state, prompts=True)
+        if batch is None or not batch.rows:
+            return {}
+        batches[m.spec.name] = batch
+    for job in state.lanes.jobs:
+        batch = None if job is None else batch_of(state.models[job.model], state, prompts=True)
+        if batch is not None:
+            batches[batch.m.spec.name] = batch
+    return batches
