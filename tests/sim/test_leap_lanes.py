@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ballast.bench.record import prompts_of, submission_for
+from ballast.bench.telling import telling
 from ballast.core.event import Output, TokenOut
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
@@ -21,7 +22,7 @@ from ballast.engine.storyfile import StoryFile
 from ballast.policy.presets import resolve
 from ballast.sim.cluster import Cluster, kinds_of
 from ballast.sim.device import Profile
-from ballast.sim.lives import read_lives
+from ballast.sim.lives import Life, read_lives
 from ballast.sim.replay import replay
 from ballast.sim.simulate import simulate
 from tests.sim.test_leap import COSTS, Told, books, decisions, run
@@ -113,17 +114,41 @@ def test_leaps_on_lanes_replay(preset: str, tmp_path: Path) -> None:
     asked = 0
     for seed in range(8):
         setting, specs, requests = busy(seed, preset, 1 + seed % 4)
-        file = StoryFile(tmp_path / f"{seed}", setting.device.name)
-        profile = Profile(
-            costs={s.name: COSTS for s in specs}, link=LinkRates.even(1e8), overhead=3e-4
-        )
-        simulate(setting, specs, requests, profile, lambda at, o: None, file.write)
-        file.close()
-        (life,) = read_lives(tmp_path / f"{seed}")
+        life = told(tmp_path / f"{seed}", setting, specs, requests, leaps=True)
         found = replay(life)
         assert (found.difference, found.stray) == (None, None), f"seed {seed}: {found.difference}"
         asked += sum("jobs" in e for e in life.entries)
     assert asked > 20
+
+
+def test_leaps_on_lanes_are_retold_as_the_jobs_that_they_are(tmp_path: Path) -> None:
+    for seed in range(4):
+        setting, specs, requests = busy(seed, "balloon", 1 + seed)
+        one, many = (
+            telling([told(tmp_path / f"{seed}{leaps}", setting, specs, requests, leaps)], "a story")
+            for leaps in (False, True)
+        )
+        assert many.decodes.number == one.decodes.number
+        assert many.decodes.seconds == pytest.approx(one.decodes.seconds)
+        assert many.busy == pytest.approx(one.busy)
+        assert many.report.total == one.report.total
+
+
+def told(
+    path: Path,
+    setting: FleetSettings,
+    specs: list[ModelSpec],
+    requests: list[Submission],
+    leaps: bool,
+) -> Life:
+    """A simulated life, by its file."""
+    file = StoryFile(path, setting.device.name)
+    costs = {s.name: COSTS for s in specs}
+    profile = Profile(costs=costs, link=LinkRates.even(1e8), overhead=3e-4)
+    simulate(setting, specs, requests, profile, lambda at, o: None, file.write, leaps=leaps)
+    file.close()
+    (life,) = read_lives(path)
+    return life
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 4])
