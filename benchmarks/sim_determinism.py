@@ -1,11 +1,11 @@
 """Whether a simulation gives the same bytes every time: JSON, page and stories, in processes of
 their own.
 
-Twelve models of the catalogue in bursty groups, three presets each: on devices of three kinds,
-each by itself; and on a host whose link a tensor-parallel group and two devices of two lanes share,
-one of which lends to the other. One seed runs in this process, twice, and in others with several
-`PYTHONHASHSEED`; `identical` says whether all of them wrote the same bytes, and that another seed
-wrote others.
+Twelve models of the catalogue in bursty groups: on devices of three kinds, each by itself; on a
+host whose link a tensor-parallel group and two devices of two lanes share, one of which lends to
+the other; and on a group and a device of four lanes, where models run in turn. One seed runs in
+this process, twice, and in others with several `PYTHONHASHSEED`; `identical` says whether all of
+them wrote the same bytes, and that another seed wrote others.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ PLACED = "both"
 HASH_SEEDS = ("0", "1", "4242", "random")
 
 
+MANY = "1xH100-80G:tp2,1xA100-80G"
+MANY_LANES = 4
+MANY_PRESETS = "balloon,static+deadline,swap+round-robin"
 TOGETHER = "1xH100-80G:tp2,2xL4"
 TOGETHER_PRESETS = "swap,balloon,mirage"
 GIVEN = Given(
@@ -63,7 +66,8 @@ def written(seed: int, seconds: float) -> str:
     """SHA-256 of what `ballast simulate` would write."""
     apart = _written(seed, seconds, kinds_of(DEVICES), PRESETS, NOTHING)
     together = _written(seed, seconds, kinds_of(TOGETHER, lanes=2), TOGETHER_PRESETS, GIVEN)
-    return hashlib.sha256(apart + together).hexdigest()
+    many = _written(seed, seconds, kinds_of(MANY, lanes=MANY_LANES), MANY_PRESETS, NOTHING)
+    return hashlib.sha256(apart + together + many).hexdigest()
 
 
 def _written(seed: int, seconds: float, kinds: Sequence[Kind], presets: str, given: Given) -> bytes:
@@ -119,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "presets": PRESETS,
         "devices": DEVICES,
         "together": f"{TOGETHER_PRESETS} on {TOGETHER}",
+        "lanes": f"{MANY_PRESETS} on {MANY} with {MANY_LANES} lanes each",
         "sha256": digests,
         "other_seed": other,
     }
