@@ -72,6 +72,22 @@ Orders = Annotated[
 ]
 
 
+Without = Annotated[
+    str | None,
+    typer.Option(help="What is not to count, comma separated: mapping, copies, spread."),
+]
+JobSpread = Annotated[
+    float | None,
+    typer.Option(
+        help="Deviation of the logarithm of jobs' seconds, lognormal; default: the profile's own."
+    ),
+]
+Drift = Annotated[
+    float,
+    typer.Option(help="Share by which devices' speed goes up and down, in a wave of 300 s."),
+]
+
+
 def simulate(
     fleet_file: FleetFile,
     devices: Devices,
@@ -88,6 +104,9 @@ def simulate(
     seed: Seed = 0,
     start: Start = 0.0,
     spread: Spread = None,
+    without: Without = None,
+    job_spread: JobSpread = None,
+    drift: Drift = 0.0,
     json: Annotated[Path | None, typer.Option(help="Write the reports here.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with pictures here.")] = None,
     story: StoryTo = None,
@@ -101,8 +120,11 @@ def simulate(
         from ballast.bench.simulating import simulate_presets, simulation_json
         from ballast.sim.cluster import kinds_of
         from ballast.sim.given import given
+        from ballast.sim.modelled import modelled
 
-    kinds, found = kinds_of(devices, lanes, engine), given(links, placement, orders)
+    counted = modelled(without, job_spread, drift, seed)
+    kinds = kinds_of(devices, lanes, engine, counted)
+    found = given(links, placement, orders)
     wanted = Wanted(workload, rate, seconds, most_tokens, seed, start, spread)
     asked = Asked.of(load(fleet_file, simulated=True), preset, wanted)
     console = Console()

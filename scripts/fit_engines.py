@@ -108,6 +108,11 @@ ACTIVATIONS_SOURCE = (
     "beyond their copies, per 2 MiB; the driver's published calls on an A100 are 37.5 us to map a "
     "handle and 26 to unmap one"
 )
+MAP_SECONDS, UNMAP_SECONDS = 37.5e-6, 26e-6
+PAGES_SOURCE = (
+    "the driver's published calls on an A100, of 2 MiB: cuMemMap 1.5 and cuMemSetAccess 36 us, "
+    "cuMemUnmap 26; beside_seconds: the rest of page_seconds"
+)
 ON = "H100-80G"
 
 

@@ -18,13 +18,16 @@ from ballast.core.cost import StepCosts
 from ballast.sim.catalogue import CatalogueKeys, ModelFacts
 from ballast.sim.derating import GroupDerate, Measured, fit_derate, fit_group, median_derate
 from ballast.sim.fitting import errors, fit_decode, fit_prefill
-from ballast.sim.profile import CATALOGUE, Costs, DeviceProfile, Engine, Link, Row, Source
+from ballast.sim.profile import CATALOGUE, Costs, DeviceProfile, Engine, Link, Pages, Row, Source
 from ballast.sim.roofline import AllReduce, Derate, Hardware, Reach, Sizes
 from ballast.sim.toml_file import as_toml
 from scripts.fit_engines import (
     ACTIVATIONS_SOURCE,
+    MAP_SECONDS,
     ON,
+    PAGES_SOURCE,
     STEPS,
+    UNMAP_SECONDS,
     fit_steps,
     fitted_reading,
     graphs_engine,
@@ -292,6 +295,12 @@ def profiles(folder: Path) -> dict[str, DeviceProfile]:
             engine=GRAPHS,
             page_seconds=page,
             page_source=ACTIVATIONS_SOURCE,
+            pages=Pages(
+                map_seconds=MAP_SECONDS,
+                unmap_seconds=UNMAP_SECONDS,
+                beside_seconds=page - MAP_SECONDS,
+                source=PAGES_SOURCE,
+            ),
             lane_reach=reach_of(measured),
             link=link_of(device, tables.hardware),
             hardware=hardware,

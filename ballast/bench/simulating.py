@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ballast.core.settings import FleetSettings
 from ballast.policy.presets import resolve
 from ballast.sim.cluster import Kind
 from ballast.sim.given import NOTHING, Given
+from ballast.sim.modelled import ALL
 from ballast.workload.workload import Workload
 
 Progress = Callable[[str, int], None]
@@ -87,4 +89,7 @@ def _kind_json(kind: Kind) -> dict[str, Any]:
         "lanes": kind.lanes,
     }
     parts = {"ranks": kind.ranks, "slices": kind.slices}
-    return described | {name: n for name, n in parts.items() if n > 1}
+    described |= {name: n for name, n in parts.items() if n > 1}
+    if kind.modelled != replace(ALL, seed=kind.modelled.seed):
+        described["modelled"] = asdict(kind.modelled)
+    return described

@@ -21,8 +21,9 @@ from ballast.engine.device import LiveDevice
 from ballast.engine.machine import MakeMachine
 from ballast.engine.model import ModelState
 from ballast.sim.device import Profile
-from ballast.sim.in_service import costs_of, jobs_of, with_loop
+from ballast.sim.in_service import costs_of, jobs_of, spread_of, with_loop
 from ballast.sim.measure_link import LinkMeter
+from ballast.sim.pages import PageCosts
 
 BURSTS = (1, 1, 2, 4, 8, 16)
 """Requests that arrive at once, in the run that shows what jobs take."""
@@ -93,6 +94,7 @@ def calibrated(
     jobs = jobs_of(entries)
     taken = [e["at"] - e["arrival"] for e in entries if e.get("event") == "Arrival"]
     wake, costs = costs_of(jobs)
+    spread = spread_of(jobs, wake, costs)
     overhead, costs = with_loop(jobs, costs)
     profile = Profile(
         costs=costs,
@@ -101,6 +103,8 @@ def calibrated(
         wake=wake,
         answer=statistics.median(taken) + statistics.median(client.told),
         page_seconds=mapping.page_seconds,
+        pages=mapping.costs,
+        spread=spread,
     )
     return profile, specs
 
@@ -109,12 +113,20 @@ class _Mapping:
     """Moves models in and out, and keeps how long that takes beyond their copy."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0
+        self._mapping = self._unmapping = 0.0
+        """Seconds."""
         self._pages = 0
 
     @property
     def page_seconds(self) -> float:
-        return self._seconds / self._pages
+        return (self._mapping + self._unmapping) / self._pages
+
+    @property
+    def costs(self) -> PageCosts:
+        """Those of KV are in what jobs cost, and in the gaps between them (`with_loop`)."""
+        return PageCosts(
+            map=self._mapping / self._pages, unmap=self._unmapping / self._pages, kv=False
+        )
 
     def activate(self, device: LiveDevice, m: ModelState) -> TransferDone:
         began = device.clock.now()
@@ -123,14 +135,14 @@ class _Mapping:
             raise DeviceError("calibrate", f"{m.spec.name} alone is short of {short.pages} pages")
         event = device.inbox.take(None)[0]
         assert isinstance(event, TransferDone)
-        self._seconds += device.clock.now() - began - event.seconds
+        self._mapping += max(0.0, device.clock.now() - began - event.seconds)
         self._pages += event.n_bytes // device.fleet.device.page_bytes
         return event
 
     def evict(self, device: LiveDevice, m: ModelState) -> None:
         began = device.clock.now()
         m.weights.evict()
-        self._seconds += device.clock.now() - began
+        self._unmapping += device.clock.now() - began
 
 
 class _Client:

@@ -25,6 +25,7 @@ from ballast.sim.controller import Controller, Told
 from ballast.sim.device import Profile, SimDevice, Steps
 from ballast.sim.given import NOTHING, Given
 from ballast.sim.lending import carry_out
+from ballast.sim.modelled import ALL, Modelled
 from ballast.sim.profile import DeviceProfile, device_profile
 from ballast.sim.runner import OnParts, unmeasured
 from ballast.sim.simulate import simulate_devices
@@ -53,6 +54,8 @@ class Kind:
     slices: int = 1
     """Equal parts of each device: each has its part of the memory and of the multiprocessors; all
     share the link."""
+    modelled: Modelled = ALL
+    """What of its profile counts."""
 
     def costs(self, spec: ModelSpec) -> StepCosts:
         """What jobs cost on one of these. Raises ConfigError where nobody measured it."""
@@ -70,12 +73,16 @@ class Kind:
         if self.slices > 1:  # nobody measured parts of a slice
             on_parts = unmeasured
         profile = self.profile.of(())
-        return replace(profile, costs=costs, link=self.link, on_parts=on_parts)
+        profile = replace(profile, costs=costs, link=self.link, on_parts=on_parts)
+        return self.modelled.of(profile)
 
 
-def kinds_of(text: str, lanes: int = 1, engine: str | None = None) -> list[Kind]:
+def kinds_of(
+    text: str, lanes: int = 1, engine: str | None = None, modelled: Modelled = ALL
+) -> list[Kind]:
     """Parse `4xH100-80G,2xA100-80G@eager`: each a device's name, or a profile's file, and how many.
-    All of them have so many `lanes`, and `engine` serves on those that name none.
+    All of them have so many `lanes`, `engine` serves on those that name none, and of their costs
+    those count that are `modelled`.
 
     `2xH100-80G:tp4` are two tensor-parallel groups of four, `2xA100-80G:slices2` two devices cut
     into two slices each. Raises ConfigError, which lists the known names.
@@ -88,7 +95,8 @@ def kinds_of(text: str, lanes: int = 1, engine: str | None = None) -> list[Kind]
         if found is None or (found[1] is not None and int(found[1]) < 1):
             raise ConfigError("devices", text, "write NUMBERxDEVICE, as in 4xH100-80G,2xA100-80G")
         number, name, ranks, slices = found.groups(default="1")
-        kind = Kind(int(number), device_profile(name, engine), lanes, int(ranks), int(slices))
+        profile = device_profile(name, engine)
+        kind = Kind(int(number), profile, lanes, int(ranks), int(slices), modelled)
         kinds.append(kind)
     return kinds
 

@@ -28,9 +28,11 @@ from ballast.sim.ahead import HeapAhead
 from ballast.sim.decoding import Batch, tokens_of
 from ballast.sim.leap import leap
 from ballast.sim.link import Path, Route, SimLink
+from ballast.sim.pages import LoopTime, PageCosts, TimedVm
 from ballast.sim.passes import Source
 from ballast.sim.rotor import SimRotors
 from ballast.sim.runner import OnParts, SimRunner, unmeasured
+from ballast.sim.spread import NONE, Factors, Spread
 from ballast.sim.swapper import SimSwappers
 from ballast.sim.world import World
 from ballast.weights.rotor import Loads
@@ -66,9 +68,14 @@ class Profile:
     on_parts: OnParts = field(default=unmeasured, compare=False)
     """What jobs were seen to take on parts of the device; else that is guessed."""
     page_seconds: float = 0.0
-    """What the loop takes to map and unmap a page of weights, beyond their copy."""
+    """What an activation takes for a page beyond its copy, where `pages` is None."""
     ahead: int = 0
     """Steps that the engine has scheduled when a request arrives (`sim.ahead`)."""
+    pages: PageCosts | None = None
+    """What mapping takes of the loop; None: activations alone are slower (`page_seconds`)."""
+    copies_slow: float = 0.0
+    """Share by which a job takes longer that begins while bytes move over the device's link."""
+    spread: Spread = NONE
 
     @property
     def lane_costs(self) -> dict[str, StepCosts]:
@@ -76,8 +83,10 @@ class Profile:
         return {name: c.after(self.overhead) for name, c in self.costs.items()}
 
     def moving(self, page_bytes: int) -> LinkRates:
-        """What of weights moves over the link if pages have this size: mapped, then copied."""
-        mapping = self.page_seconds / page_bytes
+        """What of weights moves over the link if pages have this size: mapped, then copied; what
+        the loop's calls take (`pages`) comes before."""
+        seconds = self.page_seconds if self.pages is None else self.pages.beside
+        mapping = seconds / page_bytes
         slower = (
             1 / (1 / rate + mapping) for rate in (self.link.to_device, self.link.to_device_mixed)
         )
@@ -120,11 +129,15 @@ class SimDevice:
         fluid = self._world.fluid
         route = Route.alone(fluid, profile.link) if path is None else Route(fluid, path)
         mapping = profile.moving(settings.page_bytes)
-        self.link = link = SimLink(self._heap, self.clock, profile.link, mapping, route)
+        calls = LoopTime(self.clock)
+        self.link = link = SimLink(self._heap, self.clock, profile.link, mapping, route, calls)
         self._rotors = SimRotors(self._heap, self.clock, link)
         requires = preset.requires
         swappers = SimSwappers(link, requires.dirty) if requires.kv_swapping else None
-        vm = NullVm(settings.page_bytes, settings.budget_bytes // settings.page_bytes)
+        n_pages = settings.budget_bytes // settings.page_bytes
+        vm = NullVm(settings.page_bytes, n_pages)
+        if profile.pages is not None:
+            vm = timed = TimedVm(settings.page_bytes, n_pages, profile.pages, calls)
         self.state = build_state(
             settings,
             [hosted_nowhere(spec) for spec in specs],
@@ -136,6 +149,8 @@ class SimDevice:
             self._rotors.make if settings.rotates else None,
             make_swapper=None if swappers is None else swappers.make,
         )
+        if profile.pages is not None:
+            timed.owner_of = self.state.pool.owner_of
         self._specs = {s.name: s for s in specs}
         self._costs = dict(profile.costs)
         self._overhead = profile.overhead
@@ -152,6 +167,11 @@ class SimDevice:
             profile.reach,
             swappers,
             profile.on_parts,
+            calls,
+            profile.ahead > 0,
+            profile.copies_slow,
+            Factors(profile.spread, settings.name),
+            profile.pages is not None and profile.pages.kv,
         )
         self.story = Story(sink=sink, overhead=profile.overhead)
         self._client = said

@@ -11,6 +11,7 @@ import numpy as np
 from ballast.core.cost import StepCosts
 from ballast.core.job import Load
 from ballast.sim.fitting import Vector, fit_linear
+from ballast.sim.spread import Spread, quantiles_of
 
 IDLE = 1.5e-3
 """Seconds between two jobs beyond which there was nothing to do: the loop needs a third of it."""
@@ -76,9 +77,17 @@ def costs_of(jobs: Sequence[Timed]) -> tuple[float, dict[str, StepCosts]]:
         costs[model] = StepCosts(*fit_linear(terms, seconds, np.zeros(terms.shape[1])))
     beyond = [job.seconds - costs[job.model].of(job.load) for job in jobs if job.cold]
     wake = max(0.0, float(np.median(beyond))) if beyond else 0.0
-    expected = np.array([costs[j.model].of(j.load) + (wake if j.cold else 0.0) for j in jobs])
+    expected = _expected(jobs, wake, costs)
     factor = _over(np.array([job.seconds for job in jobs]), expected)
     return factor * wake, {model: c.scaled(factor) for model, c in costs.items()}
+
+
+def spread_of(jobs: Sequence[Timed], wake: float, costs: Mapping[str, StepCosts]) -> Spread:
+    """How far jobs are from what `costs_of` expects of them: longer ones count as often as their
+    seconds, stalls as `STALL` times what was expected."""
+    expected = _expected(jobs, wake, costs)
+    ratios = np.minimum(np.array([job.seconds for job in jobs]) / expected, STALL)
+    return Spread(quantiles=quantiles_of(ratios.tolist(), expected.tolist()))
 
 
 def with_loop(
@@ -105,6 +114,10 @@ def with_loop(
         )
         for model, c in costs.items()
     }
+
+
+def _expected(jobs: Sequence[Timed], wake: float, costs: Mapping[str, StepCosts]) -> Vector:
+    return np.array([costs[j.model].of(j.load) + (wake if j.cold else 0.0) for j in jobs])
 
 
 def _over(seen: Vector, expected: Vector) -> float:

@@ -170,17 +170,17 @@ class SimLanes:
 
     def start(
         self,
+        now: float,
         job: Job,
         part: Part,
         results: tuple[Result, ...],
         way: tuple[Callable[[Running], Pass], int, int] | None = None,
     ) -> None:
-        """Begin a job.
+        """Begin a job at `now`.
 
         `way`: for one that may wait for layers, what makes its pass, and the tokens whose KV it
         reads and writes.
         """
-        now = self._clock.now()
         begun = Running(self, job, results, part, now)
         self._running.append(begun)
         self.shift(now)

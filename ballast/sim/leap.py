@@ -106,7 +106,7 @@ def _leap_alone(
             seconds, stall, at = runner.decodes_in_layers(name, n, context, until)
             continue
         seconds, stall, at = runner.decodes(name, n, context)
-        if len(turns) == 1:
+        if len(turns) == 1 and runner.even(at):
             pace, overhead = runner.decodes_on(name, n)
             at, seconds = following.run_on(pace, overhead, at, seconds, until)
             more = len(following.ends) - len(steps)

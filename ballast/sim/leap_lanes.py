@@ -46,7 +46,10 @@ def leap_on_lanes(
         if batch is None or not at < until or not batch.goes_on(runner):
             break
         idle = [(b, b.blocks(0)) for b in batches.values() if b.m.job is None]
-        if not fit(state.pool, [(batch, batch.blocks(1)), *idle]):
+        needs = [(batch, batch.blocks(1)), *idle]
+        if runner.calls_at(at) or (runner.maps_kv and any(blocks for _, blocks in needs)):
+            break  # a job begins when the loop's calls have returned
+        if not fit(state.pool, needs):
             break
         heap.take_end(job)
         batch.end_step(at, done.seconds, done.stall, state.lanes.share(job))

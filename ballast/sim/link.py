@@ -17,6 +17,7 @@ from ballast.memory.copies import Copy
 from ballast.memory.transfer import ACTIVATIONS
 from ballast.sim.fluid import Ceiling, Ended, Fluid, Side, Wire
 from ballast.sim.heap import EventHeap
+from ballast.sim.pages import LoopTime
 
 Path = Mapping[Direction, Sequence[Side]]
 """The sides that bytes of each direction cross, the device's own first."""
@@ -46,9 +47,12 @@ class SimLink:
         rates: LinkRates,
         mapping: LinkRates | None = None,
         route: Route | None = None,
+        calls: LoopTime | None = None,
     ) -> None:
         """`rates`: of copies over the device's own link; `mapping`: the most that a transfer does
-        whose pages have to be mapped; `route`: None for a link that nothing else uses."""
+        whose pages have to be mapped; `route`: None for a link that nothing else uses; `calls`:
+        what the loop has to end before a transfer begins."""
+        self._calls = LoopTime(clock) if calls is None else calls
         self._heap, self._clock, self._rates = heap, clock, rates
         self._route = Route.alone(Fluid(heap.agenda), rates) if route is None else route
         slow = rates if mapping is None else mapping
@@ -76,8 +80,21 @@ class SimLink:
         def ended(at: float, seconds: float) -> None:
             self._heap.schedule(at, TransferDone(transfer_id, n_bytes, seconds))
 
-        ceiling = self._ceilings[direction]
-        self.stream(stream, direction).carry(self._clock.now(), n_bytes, ended, ceiling)
+        ceiling, carrier, now = (
+            self._ceilings[direction],
+            self.stream(stream, direction),
+            self._clock.now(),
+        )
+        if self._calls.until <= now:
+            carrier.carry(now, n_bytes, ended, ceiling)
+            return
+
+        def mapped(at: float) -> None:
+            self.moving -= 1
+            carrier.carry(at, n_bytes, ended, ceiling)
+
+        self.moving += 1
+        self._heap.agenda.schedule(self._calls.until, mapped)
 
     def stream(self, name: str, direction: Direction) -> Stream:
         """The stream of that name; bytes that no loop waits for are carried by it directly."""

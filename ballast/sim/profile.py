@@ -26,6 +26,7 @@ from ballast.fleet.faults import unknown
 from ballast.fleet.schema import Keys, Name, Positive
 from ballast.sim.catalogue import catalogue, facts, shape_of
 from ballast.sim.device import Profile
+from ballast.sim.pages import PageCosts
 from ballast.sim.roofline import (
     AllReduce,
     Derate,
@@ -36,6 +37,7 @@ from ballast.sim.roofline import (
     roofline,
     step_costs,
 )
+from ballast.sim.spread import Spread
 from ballast.sim.toml_file import Finite, NotNegative, Size, read_keys
 
 CATALOGUE = "models.toml"
@@ -98,6 +100,8 @@ class Engine(Keys):
     """What a job takes longer after a pause, and a decode step after a prefill."""
     answer_seconds: NotNegative = 0.0
     """From a request's receipt to the loop's turn, and from a turn's begin to the client."""
+    spread: list[Positive] = Field(default_factory=list)
+    """Quantiles of what jobs took over what the fit says, equally likely, with a mean of 1."""
     host: Host | None = None
     derate: Derate | None = None
     """Device and host in one, as fits of this engine's jobs show them."""
@@ -123,6 +127,26 @@ class Link(Keys):
     @property
     def rates(self) -> LinkRates:
         return LinkRates(self.to_device, self.to_host, self.to_device_mixed, self.to_host_mixed)
+
+
+class Pages(Keys):
+    """What calls take of a page, in seconds."""
+
+    map_seconds: NotNegative
+    """The loop's, to map it and make it accessible."""
+    unmap_seconds: NotNegative
+    """The loop's, to unmap it."""
+    beside_seconds: NotNegative = 0.0
+    """What an activation takes beyond that and beyond the copy."""
+    kv: bool = True
+    """False: the costs of jobs hold what pages of KV take."""
+    source: str
+
+    @property
+    def costs(self) -> PageCosts:
+        return PageCosts(
+            map=self.map_seconds, unmap=self.unmap_seconds, beside=self.beside_seconds, kv=self.kv
+        )
 
 
 class Served(Keys):
@@ -152,11 +176,15 @@ class DeviceProfile(Keys):
     engine: Name
     """Which of `engines` serves."""
     page_seconds: NotNegative = 0.0
-    """What it takes to map and unmap a page of weights, beyond their copy."""
+    """What an activation takes for a page beyond its copy, in all."""
     page_source: str = ""
     lane_reach: Positive = 1.0
     """Of the memory's bandwidth, what part of the compute can use: so many times that part."""
+    copies_slow: NotNegative = 0.0
+    """Share by which a job takes longer while bytes move over the link to the host."""
     link: Link
+    pages: Pages | None = None
+    """Of `page_seconds`, what is the loop's time, and when; None: none of it."""
     served: Served | None = None
     """Without it, and with `hardware`, a cluster's devices are as `sim.cluster` says."""
     hardware: Hardware | None = None
@@ -263,6 +291,9 @@ class DeviceProfile(Keys):
             page_seconds=self.page_seconds,
             reach=self.lane_reach,
             ahead=0 if engine.host is None else engine.host.steps_ahead,
+            pages=None if self.pages is None else self.pages.costs,
+            copies_slow=self.copies_slow,
+            spread=Spread(quantiles=tuple(engine.spread)),
         )
 
     @property
@@ -328,13 +359,25 @@ def profile_of(device: str, measured: Profile, settings: DeviceSettings) -> Devi
         overhead_seconds=measured.overhead,
         wake_seconds=measured.wake,
         answer_seconds=measured.answer,
+        spread=list(measured.spread.quantiles),
     )
+    calls = measured.pages
+    pages = None
+    if calls is not None:
+        pages = Pages(
+            map_seconds=calls.map,
+            unmap_seconds=calls.unmap,
+            beside_seconds=calls.beside,
+            kv=calls.kv,
+            source="calibrate",
+        )
     return DeviceProfile(
         device=device,
         engine=OWN,
         engines={OWN: engine},
         link=Link(**asdict(measured.link), source="calibrate"),
         page_seconds=measured.page_seconds,
+        pages=pages,
         lane_reach=measured.reach,
         served=Served(**{key: getattr(settings, key) for key in Served.model_fields}),
         sources={"calibrate": source},

@@ -15,8 +15,10 @@ from ballast.core.model import ModelSpec
 from ballast.sim.heap import EventHeap
 from ballast.sim.lanes import Part, SimLanes, guessed, measured, measured_seconds
 from ballast.sim.link import SimLink
+from ballast.sim.pages import LoopTime
 from ballast.sim.passes import Alone, Pace, Pass, Source
 from ballast.sim.rotor import SimRotors
+from ballast.sim.spread import NONE, Factors
 from ballast.sim.swapper import SimSwappers
 
 OnParts = Callable[[ModelSpec], Sequence[tuple[float, StepCosts]]]
@@ -54,8 +56,18 @@ class SimRunner:
         reach: float = 1.0,
         swappers: SimSwappers | None = None,
         on_parts: OnParts = unmeasured,
+        calls: LoopTime | None = None,
+        hides_calls: bool = False,
+        copies_slow: float = 0.0,
+        factors: Factors | None = None,
+        maps_kv: bool = False,
     ) -> None:
-        """`on_parts`: what jobs of a model were seen to take on parts of the device."""
+        """`on_parts`: what jobs of a model were seen to take on parts of the device; `calls`: what
+        the loop has to end before a job begins, and `hides_calls`, whether it makes them while the
+        job before runs; `copies_slow`: see `Profile`; `factors`: of what jobs are expected to take;
+        `maps_kv`: whether pages of KV take `calls`.
+        """
+        self.maps_kv = maps_kv
         self._heap = heap
         self._clock = clock
         self._specs = specs
@@ -68,6 +80,12 @@ class SimRunner:
         self._swappers = swappers
         self._reach = reach
         self._on_parts = on_parts
+        self._calls = LoopTime(clock) if calls is None else calls
+        self._hides_calls = hides_calls
+        self._copies_slow = copies_slow
+        self._factors = Factors(NONE, "") if factors is None else factors
+        self._hidden = 0.0
+        """Seconds of calls that the job before the last hides."""
         self._measured: dict[str, Sequence[tuple[float, StepCosts]]] = {}
         """By model, costs on some shares of the device, ascending."""
         self._lanes = SimLanes(heap, clock, overhead)
@@ -76,8 +94,8 @@ class SimRunner:
         self._borrowed: dict[str, Source] = {}
         self._began = self._free = 0.0
         """When the last job began, and when it ends, if that is known."""
-        self._ahead: tuple[str, Alone] | None = None
-        """The model and the pace of a decode step that has begun before its job was started."""
+        self._ahead: tuple[str, float, Alone] | None = None
+        """Of a decode step that has begun before its job was started: model, when, and pace."""
         self._after_pause = self._after_prefill = self._prefills = False
         """Of the last job: what it followed, and whether it has a prefill."""
 
@@ -97,16 +115,25 @@ class SimRunner:
         if job.parts is not None and job.parts < self._parts:
             way = (partial(self._pass, job.model), read, written)
             waits = self._waits(job.model)
-            part = self._part(job.model, job.load, job.parts / self._parts)
-            self._lanes.start(job, part, results, way if waits else None)
+            part = self._part(
+                job.model, job.load, job.parts / self._parts, self._factor(now, job.model)
+            )
+
+            def begin(at: float) -> None:
+                self._lanes.start(at, job, part, results, way if waits else None)
+
+            if self._calls.until > now:
+                self._heap.agenda.schedule(self._calls.until, begin)
+            else:
+                begin(now)
             return
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == job.model and ahead[1].began == now:
-            pace = ahead[1]
+        if ahead is not None and ahead[:2] == (job.model, now):
+            pace = ahead[2]
         else:
             seconds = self._seconds(job.model, job.load)
             if not self._waits(job.model):
-                self._free = now + seconds + self._overhead
+                self._free = self._begins(now) + seconds + self._overhead
                 self._heap.schedule(self._free, JobDone(job, results, seconds))
                 return
             pace = self._begin(job.model, seconds, read, written)
@@ -120,16 +147,17 @@ class SimRunner:
             ended()
 
     def step(self, job: Job, sequences: int, context: int) -> None:
-        """Begin a decode step of a model whose jobs wait for nothing; `job` need not have its work
-        yet, which says what it brings (`give_work`).
+        """Begin a decode step of a model whose jobs wait for nothing, while the loop has no `calls`
+        to end; `job` need not have its work yet, which says what it brings (`give_work`).
 
         `context`: as of `Load`.
         """
         self._heap.begin(job)
         if job.parts is not None and job.parts < self._parts:
-            load = Load(0, 0, 0, sequences, context)
-            part = self._part(job.model, load, job.parts / self._parts)
-            self._lanes.start(job, part, ())
+            now, load = self._clock.now(), Load(0, 0, 0, sequences, context)
+            factor = self._factor(now, job.model)
+            part = self._part(job.model, load, job.parts / self._parts, factor)
+            self._lanes.start(now, job, part, ())
             return
         seconds, _, end = self.decodes(job.model, sequences, context)
         self._heap.schedule(end, JobDone(job, (), seconds))
@@ -149,12 +177,22 @@ class SimRunner:
         `context`: as of `Load`.
         """
         seconds = self._seconds(model, Load(0, 0, 0, sequences, context))
-        self._free = end = self._clock.now() + seconds + self._overhead
+        self._free = end = self._begins(self._clock.now()) + seconds + self._overhead
         return seconds, 0.0, end
+
+    def calls_at(self, at: float) -> bool:
+        """Whether calls of the loop have not returned by then."""
+        return self._calls.until > at
+
+    def even(self, at: float) -> bool:
+        """Whether decode steps that follow one another from then on, and need no page, take what is
+        expected of them, and nothing else."""
+        return not self._factors.used and not self.calls_at(at)
 
     def decodes_on(self, model: str, sequences: int) -> tuple[Callable[[int], float], float]:
         """What decode steps take as `decodes` says, each of which begins when the one before it has
-        ended for the loop: their seconds by context, and then the engine's own."""
+        ended for the loop, while they are `even`: their seconds by context, and then the engine's
+        own."""
         return self._costs[model].decoding(sequences), self._overhead
 
     def decoded(self, began: float, end: float) -> None:
@@ -172,7 +210,7 @@ class SimRunner:
             return self.decodes(model, sequences, context)
         seconds = self._seconds(model, Load(0, 0, 0, sequences, context))
         pace = self._begin(model, seconds, context - sequences, sequences)
-        self._ahead = model, pace
+        self._ahead = model, self._clock.now(), pace
         self._heap.agenda.run(until, until)
         if pace.end is None:
             return seconds, 0.0, inf
@@ -192,26 +230,42 @@ class SimRunner:
         now = self._clock.now()
         if now != self._began:
             self._after_pause, self._after_prefill = now > self._free, self._prefills
+            self._hidden = now - self._began if self._hides_calls and now <= self._free else 0.0
             self._began = now
         self._prefills = load.prefill_chunks > 0
         seconds = self._costs[model].of(load)
         if self._after_pause or (self._after_prefill and not self._prefills):
             seconds += self._wake
-        return seconds
+        return seconds * self._factor(now, model)
 
-    def _part(self, model: str, load: Load, share: float) -> Part:
-        """What a job takes on a share of the device that it has to itself."""
+    def _factor(self, now: float, model: str) -> float:
+        """Times what a job is expected to take that begins at `now`."""
+        factor = self._factors.at(now, model) if self._factors.used else 1.0
+        if self._copies_slow and self._link.moving:
+            factor *= 1.0 + self._copies_slow
+        return factor
+
+    def _begins(self, now: float) -> float:
+        """When a job runs that is begun at `now` (see `_seconds`): calls of the loop come first,
+        but for what of them the job before hides."""
+        return max(now, self._calls.until - self._hidden)
+
+    def _part(self, model: str, load: Load, share: float, factor: float) -> Part:
+        """What a job takes on a share of the device that it has to itself; `factor`: times what is
+        expected."""
         if model not in self._measured:
             self._measured[model] = self._on_parts(self._specs[model])
         seen, (compute, memory) = self._measured[model], self._costs[model].split(load)
         if not seen:
-            return guessed(share, compute, memory, self._reach)
-        seconds = measured_seconds([*seen, (1.0, self._costs[model])], load, share)
-        return measured(share, seconds, memory, self._reach)
+            part = guessed(share, compute, memory, self._reach)
+        else:
+            seconds = measured_seconds([*seen, (1.0, self._costs[model])], load, share)
+            part = measured(share, seconds, memory, self._reach)
+        return Part(*(factor * seconds for seconds in part))
 
     def _begin(self, model: str, seconds: float, read: int, written: int) -> Alone:
         now = self._clock.now()
-        pace = Alone(self._heap.agenda, now, seconds)
+        pace = Alone(self._heap.agenda, self._begins(now), seconds)
         self._free = inf
         self._pass(model, pace).begin(now, read, written)
         return pace

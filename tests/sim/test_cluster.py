@@ -171,7 +171,7 @@ def test_slices_are_parts_of_a_device_that_share_its_link() -> None:
 
     (first, second), (alone, later) = brought(halves), brought(whole)
     half = kinds_of("A100-80G@eager")[0].link.to_device / 2
-    assert first == pytest.approx(specs[0].weight_bytes / half, rel=0.02), "nearly all together"
+    assert first == pytest.approx(specs[0].weight_bytes / half, rel=0.05), "nearly all together"
     assert alone < first, "alone only the mapping of its pages slows it"
     assert later == pytest.approx(alone)
     assert second == pytest.approx(first)

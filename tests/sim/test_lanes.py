@@ -59,11 +59,11 @@ def test_ends_move_when_others_begin_and_end() -> None:
     heap = EventHeap(clock)
     lanes = SimLanes(heap, clock, 0.5)
     lanes.start(
-        Job(1, 0, "a", (), 1), guessed(0.5, 1.0, 0.0, 1.0), ()
+        clock.now(), Job(1, 0, "a", (), 1), guessed(0.5, 1.0, 0.0, 1.0), ()
     )  # arithmetic alone: 2 s of half of it
     clock.advance_to(1.0)
     lanes.start(
-        Job(2, 1, "b", (), 1), guessed(0.5, 0.0, 1.0, 1.0), ()
+        clock.now(), Job(2, 1, "b", (), 1), guessed(0.5, 0.0, 1.0, 1.0), ()
     )  # reads at half the bandwidth: 2 s
     (first,) = heap.take(None)
     assert isinstance(first, JobDone)

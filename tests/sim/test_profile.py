@@ -19,8 +19,10 @@ from ballast.policy.presets import resolve
 from ballast.sim.catalogue import catalogue, facts
 from ballast.sim.cluster import SERVED, Cluster, kinds_of
 from ballast.sim.device import Profile
+from ballast.sim.pages import PageCosts
 from ballast.sim.profile import Capacity, device_files, device_profile, profile_of
 from ballast.sim.simulate import simulate
+from ballast.sim.spread import Spread
 from ballast.sim.toml_file import as_toml
 
 DEVICES = ["A10", "A100-80G", "GB200", "GH200-96G", "H100-80G", "H20-96G", "H200", "H800", "L4"]
@@ -180,7 +182,13 @@ def test_a_measured_machine_is_a_clusters_device(tmp_path: Path) -> None:
     served = DeviceSettings(budget_bytes=9 * GiB, page_bytes=MiB, step_tokens=256, step_logits=64)
     costs = device_profile("L4").of(specs).costs
     measured = Profile(
-        costs=costs, link=LinkRates.even(1e9), overhead=1e-4, wake=2e-4, page_seconds=1e-5
+        costs=costs,
+        link=LinkRates.even(1e9),
+        overhead=1e-4,
+        wake=2e-4,
+        page_seconds=1e-5,
+        pages=PageCosts(map=2e-6, unmap=8e-6, kv=False),
+        spread=Spread(quantiles=(0.5, 1.5)),
     )
     file = written(tmp_path, as_toml(profile_of("here", measured, served)))
     read = device_profile(file).of(specs)
@@ -206,7 +214,9 @@ def test_a_profile_drives_a_simulation() -> None:
     moving = profile.moving(2 * MiB).to_device
     simulate(fleet, specs, [asked], profile, lambda now, output: told.append((now, output)))
     costs = profile.costs["Llama-2-7b"]
-    load = specs[0].weight_bytes / moving
+    assert profile.pages is not None
+    mapping = specs[0].weight_bytes / (2 * MiB) * profile.pages.map
+    load = mapping + specs[0].weight_bytes / moving
     steps = costs.prefill_seconds(256) + 19 * costs.of(Load(0, 0, 0, 1, 266))
     assert told[-1][0] == pytest.approx(load + steps, rel=0.01)
 

@@ -1,0 +1,77 @@
+"""What calls that map and unmap pages take of a simulated loop.
+
+Live, the loop makes these calls itself, between jobs: what runs goes on, but the next job begins,
+and the copy of a model's weights, when they have returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ballast.core.clock import Clock
+from ballast.memory.vm import Range
+from ballast.memory.vm_null import NullVm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageCosts:
+    """Seconds of a page."""
+
+    map: float
+    """The loop's, to map it and make it accessible."""
+    unmap: float
+    """The loop's, to unmap it."""
+    beside: float = 0.0
+    """What an activation takes beyond that and beyond the copy; the loop goes on meanwhile."""
+    kv: bool = True
+    """Whether pages of KV take that, too. False: the costs of jobs hold it."""
+
+
+class LoopTime:
+    """Until when a loop is busy with calls."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.until = 0.0
+        """Virtual seconds; a past moment while it is free."""
+
+    def spend(self, seconds: float) -> None:
+        """A call is made now, behind those that have not returned."""
+        self.until = max(self.until, self._clock.now()) + seconds
+
+
+class TimedVm(NullVm):
+    """A vm without memory whose calls take the loop's time."""
+
+    def __init__(self, page_bytes: int, n_pages: int, costs: PageCosts, loop: LoopTime) -> None:
+        super().__init__(page_bytes, n_pages)
+        self._costs, self._loop = costs, loop
+        self.owner_of: Callable[[int], str | None] = lambda page: None
+        """The owner of a page in the pool's books, by which ranges of KV are known."""
+        self._is_kv: dict[int, bool] = {}
+        """By the base of a range in which anything was mapped."""
+
+    def map(
+        self,
+        range: Range,
+        at: int,
+        pages: Sequence[int],
+        *,
+        alias: bool = False,
+        prefault: bool = False,
+    ) -> None:
+        super().map(range, at, pages, alias=alias, prefault=prefault)
+        if pages and range.base not in self._is_kv:
+            # Borrowed pages, which are no owner's here, back KV alone.
+            owner = self.owner_of(pages[0]) if pages[0] < self.n_pages else "kv:"
+            self._is_kv[range.base] = owner is not None and owner.startswith("kv:")
+        self._spend(range, len(pages) * self._costs.map)
+
+    def unmap(self, range: Range, at: int, n: int) -> None:
+        super().unmap(range, at, n)
+        self._spend(range, n * self._costs.unmap)
+
+    def _spend(self, range: Range, seconds: float) -> None:
+        if seconds and (self._costs.kv or not self._is_kv[range.base]):
+            self._loop.spend(seconds)
