@@ -65,6 +65,7 @@ RUNS = (
     Run("sim_fidelity"),
     Run("sim_engines"),
     Run("sim_profiles"),
+    Run("sim_costs"),
     Run("sim_speed"),
     Run("crash"),
     Run("overload"),
