@@ -190,7 +190,7 @@ def test_jobs_on_several_lanes_share_the_link() -> None:
             return Pass(LAYERS, [swapper], pace)
 
         half = guessed(0.5, 0.1, 0.0, 1.0)
-        lanes.start(Job(i, i, model.name, (), 1), half, (), (way, 1000, 30))
+        lanes.start(0.0, Job(i, i, model.name, (), 1), half, (), (way, 1000, 30))
     done = heap.take(None)
     assert [type(event) for event in done] == [JobDone, JobDone]
     rates = LinkRates.even(5e5)
