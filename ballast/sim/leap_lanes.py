@@ -26,6 +26,8 @@ def leap_on_lanes(
     found = heap.next_end
     if found is None or not found[0] < until:
         return []  # something else happens before
+    if runner.calls_at(loop.state.now):
+        return []  # a job begins when they have returned
     batches = _batches(loop)
     if found[1].job.model not in batches:
         return []
@@ -47,8 +49,8 @@ def leap_on_lanes(
             break
         idle = [(b, b.blocks(0)) for b in batches.values() if b.m.job is None]
         needs = [(batch, batch.blocks(1)), *idle]
-        if runner.calls_at(at) or (runner.maps_kv and any(blocks for _, blocks in needs)):
-            break  # a job begins when the loop's calls have returned
+        if runner.maps_kv and any(blocks for _, blocks in needs):
+            break  # it takes calls, and the job begins when they have returned
         if not fit(state.pool, needs):
             break
         heap.take_end(job)
