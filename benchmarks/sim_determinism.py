@@ -3,7 +3,8 @@ their own.
 
 Twelve models of the catalogue in bursty groups: on devices of three kinds, each by itself; on a
 host whose link a tensor-parallel group and two devices of two lanes share, one of which lends to
-the other; and on a group and a device of four lanes, where models run in turn. One seed runs in
+the other; and on a group and a device of four lanes, where models run in turn. On the last two,
+jobs' times spread and devices drift. One seed runs in
 this process, twice, and in others with several `PYTHONHASHSEED`; `identical` says whether all of
 them wrote the same bytes, and that another seed wrote others.
 """
@@ -36,6 +37,7 @@ from ballast.core.units import MiB
 from ballast.fleet.file import CATALOGUE
 from ballast.sim.cluster import Kind, kinds_of
 from ballast.sim.given import NOTHING, Given, Order
+from ballast.sim.modelled import Modelled
 from ballast.sim.topology import Joints, Peers
 from benchmarks.common import finish, options
 
@@ -65,8 +67,11 @@ GIVEN = Given(
 def written(seed: int, seconds: float) -> str:
     """SHA-256 of what `ballast simulate` would write."""
     apart = _written(seed, seconds, kinds_of(DEVICES), PRESETS, NOTHING)
-    together = _written(seed, seconds, kinds_of(TOGETHER, lanes=2), TOGETHER_PRESETS, GIVEN)
-    many = _written(seed, seconds, kinds_of(MANY, lanes=MANY_LANES), MANY_PRESETS, NOTHING)
+    uneven = Modelled(job_spread=0.2, drift=0.1, seed=seed)
+    shared = kinds_of(TOGETHER, lanes=2, modelled=uneven)
+    together = _written(seed, seconds, shared, TOGETHER_PRESETS, GIVEN)
+    lanes = kinds_of(MANY, lanes=MANY_LANES, modelled=uneven)
+    many = _written(seed, seconds, lanes, MANY_PRESETS, NOTHING)
     return hashlib.sha256(apart + together + many).hexdigest()
 
 
