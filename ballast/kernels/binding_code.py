@@ -4,11 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from numba import cfunc, types
-
-from ballast.kernels.intrinsics import ask, call_on_mask, int64_at
+from ballast.kernels.intrinsics import ask, call_on_mask, compiled, int64_at
 
 # Fields of the table.
 NUMBER = 0
@@ -29,14 +25,6 @@ def _bind(address):
     call_on_mask(table[ALLOW], mask, WORDS)  # refused where the CPU is gone: it stays where it was
 
 
-_compiled: list[Any] = []
-
-
 def address() -> int:
-    """Address of the compiled `void (int64 *table)`, from Numba's cache if it is there.
-
-    Call it from one thread.
-    """
-    if not _compiled:
-        _compiled.append(cfunc(types.void(types.int64), cache=True, error_model="numpy")(_bind))
-    return int(_compiled[0].address)
+    """Address of the compiled `void (int64 *table)`; see `intrinsics.compiled`."""
+    return compiled(_bind)

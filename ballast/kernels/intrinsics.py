@@ -8,10 +8,12 @@ on this file: whoever changes it has to touch those that import it.
 
 from __future__ import annotations
 
+import functools
 import platform
+from typing import Any
 
 import llvmlite.ir as ir
-from numba import types
+from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -20,6 +22,20 @@ _F32 = ir.FloatType()
 _I64 = ir.IntType(64)
 _I32 = ir.IntType(32)
 _I16 = ir.IntType(16)
+
+
+_kept: list[Any] = []
+"""Compiled functions: their code lives as long as these do."""
+
+
+@functools.cache
+def compiled(kernel: Any) -> int:
+    """Address of a `kernel`, compiled as `void (int64 table)`, from Numba's cache if it is there.
+
+    Call it from one thread.
+    """
+    _kept.append(cfunc(types.void(types.int64), cache=True, error_model="numpy")(kernel))
+    return int(_kept[-1].address)
 
 
 def _pointer_to(kind):

@@ -7,11 +7,7 @@ Every rank, with one thread, counts the meetings it has come to, in memory that 
 
 from __future__ import annotations
 
-from typing import Any
-
-from numba import cfunc, types
-
-from ballast.kernels.intrinsics import ask, fetch_add, int64_at, load_acquire, pause
+from ballast.kernels.intrinsics import ask, compiled, fetch_add, int64_at, load_acquire, pause
 
 # Fields of a rank's table.
 COUNTERS = 0
@@ -42,14 +38,6 @@ def _meet(address):
                 ask(table[YIELD])
 
 
-_compiled: list[Any] = []
-
-
 def address() -> int:
-    """Address of the compiled `void (int64 *table)`, from Numba's cache if it is there.
-
-    Call it from one thread.
-    """
-    if not _compiled:
-        _compiled.append(cfunc(types.void(types.int64), cache=True, error_model="numpy")(_meet))
-    return int(_compiled[0].address)
+    """Address of the compiled `void (int64 *table)`; see `intrinsics.compiled`."""
+    return compiled(_meet)

@@ -9,11 +9,15 @@ each, so that an operation may read what the one before it wrote.
 
 from __future__ import annotations
 
-from typing import Any
-
-from numba import cfunc, types
-
-from ballast.kernels.intrinsics import ask, call_kernel, fetch_add, int64_at, load_acquire, pause
+from ballast.kernels.intrinsics import (
+    ask,
+    call_kernel,
+    compiled,
+    fetch_add,
+    int64_at,
+    load_acquire,
+    pause,
+)
 
 # Fields of the program's table.
 ARRIVED = 0
@@ -49,14 +53,6 @@ def _run(address):
                     ask(table[YIELD])
 
 
-_compiled: list[Any] = []
-
-
 def address() -> int:
-    """Address of the compiled `void (int64 *table)`, from Numba's cache if it is there.
-
-    Call it from one thread.
-    """
-    if not _compiled:
-        _compiled.append(cfunc(types.void(types.int64), cache=True, error_model="numpy")(_run))
-    return int(_compiled[0].address)
+    """Address of the compiled `void (int64 *table)`; see `intrinsics.compiled`."""
+    return compiled(_run)
