@@ -53,6 +53,7 @@ RUNS = (
     Run("single_model"),
     Run("attention"),
     Run("http_overhead"),
+    Run("light_load"),
     Run("lanes"),
     Run("fleet"),
     Run("devices"),

@@ -3,10 +3,10 @@
 A random Llama of 6M parameters in bfloat16; 32 prompt tokens, 48 new ones. In process and over HTTP
 (`ballast serve` in a process of its own, a stream of events); with a pause before each request and,
 for comparison, without. Both with compute threads bound to CPUs, as they are by default, and not
-(`OMP_PROC_BIND=false`), in turns. Medians of rounds, each the median of its requests.
+(`OMP_PROC_BIND=false`), in turns. Of a round the median of its requests counts.
 
 `tpot_over_busy.WAY` and `ttft_over_busy.WAY`: bound, with pauses over without.
-`tpot_unbound_over_bound.WAY` and `ttft_...`: with pauses.
+`tpot_unbound_over_bound.WAY` and `ttft_...`: with pauses. Medians of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -108,8 +108,10 @@ def measure(asks: dict[tuple[str, bool], Ask], rounds: int, n: int) -> dict[str,
             latency = one_round(ask, n, PAUSE if idle else 0.0)
             seen.setdefault((way, bound, idle), []).append(latency)
 
-    def of(way: str, bound: bool, idle: bool, which: int) -> float:
-        return statistics.median(latency[which] for latency in seen[way, bound, idle])
+    def over(way: str, which: int, a: tuple[bool, bool], b: tuple[bool, bool]) -> float:
+        """Of two variants (bound, with pauses), round by round."""
+        pairs = zip(seen[way, *a], seen[way, *b], strict=True)
+        return statistics.median(x[which] / y[which] for x, y in pairs)
 
     found: dict[str, Any] = {"rounds": rounds, "requests": n, "milliseconds": {}}
     for (way, bound, idle), latencies in seen.items():
@@ -119,11 +121,12 @@ def measure(asks: dict[tuple[str, bool], Ask], rounds: int, n: int) -> dict[str,
             for which, what in enumerate(("ttft", "tpot"))
         }
     for way, (which, what) in itertools.product(WAYS, enumerate(("ttft", "tpot"))):
-        paused = of(way, True, True, which)
-        over = found.setdefault(f"{what}_over_busy", {})
-        over[way] = paused / of(way, True, False, which)
-        over = found.setdefault(f"{what}_unbound_over_bound", {})
-        over[way] = of(way, False, True, which) / paused
+        ratios = {
+            f"{what}_over_busy": over(way, which, (True, True), (True, False)),
+            f"{what}_unbound_over_bound": over(way, which, (False, True), (True, True)),
+        }
+        for name, ratio in ratios.items():
+            found.setdefault(name, {})[way] = ratio
     return found
 
 

@@ -52,9 +52,11 @@ class Setting:
     rate: float
 
 
+THREE = ("Llama-2-13b", "Llama-2-7b", "Llama-3-8b")
 SETTINGS = {
-    "3 models, H100": Setting("1xH100-80G", ("Llama-2-13b", "Llama-2-7b", "Llama-3-8b"), 12.0),
-    "8 models, H100": Setting(
+    "3 models at 12/s": Setting("1xH100-80G", THREE, 12.0),
+    "3 models at 20/s": Setting("1xH100-80G", THREE, 20.0),
+    "8 models at 2/s": Setting(
         "1xH100-80G",
         (
             "Llama-2-13b",

@@ -301,9 +301,9 @@ def main() -> None:
             {name: told["virtual_median"] for name, told in found.items()},
             CAPACITY_GOAL,
         )
-        figures_ = {**summary_of(cells, [part.common for part in parts]), **capacities}
+        told = {**summary_of(cells, [part.common for part in parts]), **capacities}
         result = {
-            **figures_,
+            **told,
             "workload": runs.trace.describe(),
             "seconds": runs.seconds,
             "turns": turns,
@@ -315,7 +315,7 @@ def main() -> None:
             "virtual": {k: v for part in parts for k, v in part.simulated().items()},
         }
     tables = [table_of(cells), capacity_table(found, capacities["capacity_error"])]
-    for key, value in figures_.items():
+    for key, value in told.items():
         console.print(key, f"{value:.3g}" if isinstance(value, float) else value, highlight=False)
     finish(args, "sim_fidelity", result, Group(*tables))
 

@@ -197,13 +197,12 @@ def plan_preset(
     found: list[Fewest] = []
     numbers: list[int] = []
     while len(found) < len(draws) and not settled(numbers):
-        number = fewest(
-            partial(run, len(found)), target, most, max(numbers, default=1), neighbours=not found
-        )
-        found.append(number)
-        if number.number is None:
+        guess = max(numbers, default=1)
+        draw = fewest(partial(run, len(found)), target, most, guess, neighbours=not found)
+        found.append(draw)
+        if draw.number is None:
             break
-        numbers.append(number.number)
+        numbers.append(draw.number)
     answer = max(numbers) if len(numbers) == len(found) else None
     while answer is not None and not all(suffices(draw, answer) for draw in range(len(found))):
         answer = answer + 1 if answer < most else None

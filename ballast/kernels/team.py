@@ -83,11 +83,11 @@ class Program:
 def bind(cpus: Sequence[int]) -> None:
     """Bind the calling thread, and those of its team, to one of `cpus` each, in order.
 
-    For a team with a thread for every CPU. Unbound, the scheduler may wake two of them on one CPU:
-    that of a virtual machine which has halted does not count as idle there. Each barrier then costs
-    turns of the scheduler, and a decode step takes up to five times as long, until threads are
-    moved apart after some 40 ms. Costs as much as starting a region. Does nothing where the system
-    has no such call, and for CPUs beyond those of the C library's `cpu_set_t`.
+    For a team with a thread for every CPU. Unbound, the scheduler of a virtual machine was seen to
+    wake two of them on one CPU after a pause. Each barrier then costs turns of the scheduler, and a
+    decode step takes up to five times as long, until threads are moved apart after some 40 ms.
+    Costs as much as starting a region. Does nothing where the system has no such call, and for CPUs
+    beyond those of the C library's `cpu_set_t`.
     """
     most = 64 * binding_code.WORDS
     if len(cpus) < 2 or _region() is None or not hasattr(_openmp(), "sched_setaffinity"):
