@@ -75,6 +75,17 @@ class Runnable:
 
 
 @dataclass(frozen=True, slots=True)
+class InFlight:
+    """A job that runs on another lane."""
+
+    model: str
+    prefills: bool
+    """Whether prompts are in it."""
+    parts: int
+    """Of the device's compute (`DeviceSettings.parts`)."""
+
+
+@dataclass(frozen=True, slots=True)
 class ComputeView:
     """One device when a lane is idle."""
 
@@ -85,6 +96,16 @@ class ComputeView:
     """At least one; in the fleet's order."""
     work_of: Callable[[str], WorkView]
     """What a runnable model could run: made when asked for, the same for the same moment."""
+    lanes: int = 1
+    parts: int = 1
+    """Of the device's compute (`DeviceSettings.parts`)."""
+    in_flight: tuple[InFlight, ...] = ()
+    """Jobs on the other lanes; their models are not runnable."""
+
+    @property
+    def free_parts(self) -> int:
+        """Parts that no job in flight has."""
+        return self.parts - sum(job.parts for job in self.in_flight)
 
 
 class Phase(enum.Enum):

@@ -93,6 +93,11 @@ class Job:
     """Of the device's compute (`DeviceSettings.parts`); None: all, on a device of one lane."""
 
     @property
+    def prefills(self) -> bool:
+        """Whether prompts are in it, as `load` counts them."""
+        return any(len(w.tokens) > 1 for w in self.work)
+
+    @property
     def load(self) -> Load:
         """A sequence that computes more than one token is a prefill chunk, else it decodes."""
         tokens = chunks = pairs = sequences = context = 0

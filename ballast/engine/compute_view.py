@@ -56,6 +56,9 @@ def compute_view(
         state.settings.step_tokens,
         found,
         work_of,
+        len(state.lanes.jobs),
+        state.lanes.parts,
+        state.lanes.in_flight,
     )
 
 

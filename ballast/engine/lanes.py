@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ballast.core.compute import InFlight
 from ballast.core.job import Job
 from ballast.core.settings import DeviceSettings
 
@@ -31,6 +32,15 @@ class Lanes:
         return running[0] if len(running) == 1 else None
 
     @property
+    def in_flight(self) -> tuple[InFlight, ...]:
+        """Jobs in flight, as compute policies see them."""
+        return tuple(
+            InFlight(job.model, job.prefills, self._parts(job))
+            for job in self.jobs
+            if job is not None
+        )
+
+    @property
     def ready(self) -> bool:
         """Whether one more job may begin."""
         return None in self.jobs and self._free > 0
@@ -58,4 +68,7 @@ class Lanes:
 
     @property
     def _free(self) -> int:
-        return self.parts - sum(job.parts or self.parts for job in self.jobs if job is not None)
+        return self.parts - sum(self._parts(job) for job in self.jobs if job is not None)
+
+    def _parts(self, job: Job) -> int:
+        return job.parts or self.parts

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from ballast.core.actions import Action, Refuse
 from ballast.core.clock import Clock
 from ballast.core.compute import ComputeDecision
+from ballast.core.errors import BrokenPromise
 from ballast.core.event import Event, Operate, Output, Timer
 from ballast.core.job import Job, SequenceWork
 from ballast.core.request import Request, State
@@ -348,7 +349,8 @@ class Loop:
     def _choose(
         self, tried: Collection[str], looked: Looked | None = None
     ) -> tuple[ComputeDecision | None, int]:
-        """Which model runs next, if one of those not tried can, and how many others could run."""
+        """Which model runs next, if one of those not tried can and the policy lets it, and how many
+        others could run."""
         state, held = self.state, self.choice
         models = [m for m in runnable(state) if m.spec.name not in tried]
         if not models:
@@ -359,7 +361,10 @@ class Loop:
                 return held, len(models) - 1
         view = compute_view(state, models, looked)
         self.choice = chosen = self.preset.compute(view, self._turn)
-        self._turn = chosen.memo
+        if chosen is not None:
+            self._turn = chosen.memo
+        elif not state.lanes.busy:
+            raise BrokenPromise(f"order {self.preset.order!r} begins no job, and none is in flight")
         return chosen, len(models) - 1
 
     def _form(

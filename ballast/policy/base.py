@@ -98,8 +98,12 @@ class ComputePolicy(Policy, ABC):
         return False
 
     @abstractmethod
-    def __call__(self, view: ComputeView, memo: object) -> ComputeDecision:
-        """Decide. Asked when a lane is idle and a model could run."""
+    def __call__(self, view: ComputeView, memo: object) -> ComputeDecision | None:
+        """Decide. Asked when a lane is idle and a model could run.
+
+        None: the lane stays idle until something happens, which a job in flight sees to: where none
+        is, one must begin (BrokenPromise).
+        """
 
 
 class FleetPolicy(Policy, ABC):
