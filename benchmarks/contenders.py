@@ -74,6 +74,8 @@ def defaults(*presets: str) -> Comparison:
     return Comparison({}, {name: Contender(name) for name in presets})
 
 
+TURNS_AND_DEADLINES = ("round-robin", "deadline")
+"""Orders of compute of models that do not run beside each other."""
 BASELINES = {
     "recompute": Contender("recompute"),
     "kvswap": Contender("kvswap", {"dirty": 0}),

@@ -49,7 +49,7 @@ from ballast.workload.traces import load_trace
 from ballast.workload.workload import Workload
 from benchmarks.clairvoyant import Future, orders
 from benchmarks.common import finish, options, verdict
-from benchmarks.contenders import defaults
+from benchmarks.contenders import TURNS_AND_DEADLINES, defaults
 from benchmarks.rate_curves import RATES, TARGETS, Curve, Ratios, best, curve, ratios
 from benchmarks.setting import (
     MOST_OUTPUT,
@@ -71,10 +71,9 @@ LOW_LOAD = 0.35
 TURNS = "balloon+round-robin"
 """The preset that service levels come from: no order that knows of levels."""
 COMPARED_PRESETS = ("static", "swap", "recompute", "balloon")
-ORDERS = ("round-robin", "deadline")
-COMPARED = defaults(*(f"{p}+{o}" for p in COMPARED_PRESETS for o in ORDERS))
+COMPARED = defaults(*(f"{p}+{o}" for p in COMPARED_PRESETS for o in TURNS_AND_DEADLINES))
 ROWS = tuple(COMPARED.rows)
-CEILING = tuple(f"ceiling+{o}" for o in ORDERS)
+CEILING = tuple(f"ceiling+{o}" for o in TURNS_AND_DEADLINES)
 TARGET = TARGETS[0]
 WINDOW = 60.0
 LEAST_REQUESTS = 700
@@ -211,7 +210,7 @@ def virtual_curves(
     for case in found:
         for preset in ROWS:
             jobs[preset, case.name] = partial(world.row, case, preset, BUDGET)
-        for row, order in zip(CEILING, ORDERS, strict=True):
+        for row, order in zip(CEILING, TURNS_AND_DEADLINES, strict=True):
             jobs[row, case.name] = partial(world.row, case, f"balloon+{order}", 1)
         if not case.window:
             jobs["bound", case.name] = partial(world.bound, case)
@@ -234,7 +233,7 @@ def rates_of(
 
 def rows_of(preset: str) -> tuple[str, ...]:
     """Of both orders."""
-    return tuple(f"{preset}+{order}" for order in ORDERS)
+    return tuple(f"{preset}+{order}" for order in TURNS_AND_DEADLINES)
 
 
 def summary(curves: Mapping[str, Mapping[str, Curve]], target: float) -> dict[str, Ratios]:

@@ -28,13 +28,13 @@ from ballast.bench.choose import workload_of
 from ballast.bench.clusters import run_cluster
 from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
-from ballast.policy.presets import ORDERS, resolve
+from ballast.policy.presets import resolve
 from ballast.sim.catalogue import catalogue
 from ballast.sim.cluster import kinds_of
 from ballast.workload.traces import load_trace
 from ballast.workload.workload import Workload
 from benchmarks.common import finish, options
-from benchmarks.contenders import defaults
+from benchmarks.contenders import TURNS_AND_DEADLINES, defaults
 from benchmarks.doc_tables import markdown
 
 TRACE = Path(__file__).resolve().parents[2] / "shared/traces/arena27_vtc_prism_0-300s.csv.gz"
@@ -45,7 +45,7 @@ CONTEXT = 4096
 SLO = Slo(ttft=2.0, tpot=0.1)
 BASELINE = "static"
 ELASTIC = ("recompute", "kvswap", "mirage", "balloon")
-COMPARED = defaults(*(f"{p}+{o}" for p in (BASELINE, *ELASTIC) for o in ORDERS))
+COMPARED = defaults(*(f"{p}+{o}" for p in (BASELINE, *ELASTIC) for o in TURNS_AND_DEADLINES))
 MULTIPLES = tuple(2.0 ** (k / 2) for k in range(-2, 5))
 """Of the knee."""
 QUICK_MULTIPLES = (1.0, 4.0)
@@ -142,7 +142,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = partial(measure, trace=args.trace, quick=args.quick)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.processes, context) as pool:
-        seek = {rate: [pool.submit(run, f"{BASELINE}+{o}", rate) for o in ORDERS] for rate in KNEES}
+        baselines = [f"{BASELINE}+{order}" for order in TURNS_AND_DEADLINES]
+        seek = {rate: [pool.submit(run, b, rate) for b in baselines] for rate in KNEES}
         at = knee({rate: [f.result() for f in found] for rate, found in seek.items()})
         rates = [at * m for m in (QUICK_MULTIPLES if args.quick else MULTIPLES)]
         coming = {row: {r: pool.submit(run, row, r) for r in rates} for row in COMPARED.rows}

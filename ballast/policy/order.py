@@ -1,10 +1,12 @@
-"""Models take turns job by job, whoever is in a hurry."""
+"""Orders of compute that know no service levels: in turns, and first come first served."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from ballast.core.compute import ComputeDecision, ComputeView, Phase
+from ballast.core.compute import ComputeDecision, ComputeView, Phase, Runnable
+from ballast.core.request import Order
 from ballast.policy.base import ComputePolicy
 
 
@@ -25,7 +27,37 @@ class RoundRobin(ComputePolicy):
     def __call__(self, view: ComputeView, memo: object) -> ComputeDecision:
         last = (float("inf"),)
         chosen = min(view.runnable, key=lambda r: (r.last_run, r.first_prompt or last, r.model))
-        phase = Phase.MIXED
-        if self.separate:
-            phase = Phase.DECODE if chosen.first_prompt is None else Phase.PREFILL
-        return ComputeDecision(chosen.model, phase=phase)
+        return ComputeDecision(chosen.model, phase=_phase(chosen, self.separate))
+
+
+@dataclass(frozen=True, slots=True)
+class FirstComeFirstServed(ComputePolicy):
+    """The model with the oldest of the most important requests that can go on, its others beside
+    it, until that request has ended (AlpaServe, Li et al., 2023, as MuxServe compares with it:
+    section 4.1). Options as of `RoundRobin`.
+    """
+
+    separate: float = 0
+
+    def __call__(self, view: ComputeView, memo: object) -> ComputeDecision:
+        chosen = min(view.runnable, key=lambda r: (not r.moves_kv, _oldest(view, r), r.model))
+        until = math.inf if chosen.first_prompt is None else -math.inf
+        return ComputeDecision(chosen.model, until=until, phase=_phase(chosen, self.separate))
+
+
+def _oldest(view: ComputeView, r: Runnable) -> Order:
+    """The request of a model that comes first of those it could go on with."""
+    if r.moves_kv:
+        return _NOBODY
+    work = view.work_of(r.model)
+    orders = [*(d.order for d in work.decodes), *(p.order for p in work.prompts)]
+    return min(orders, default=_NOBODY)
+
+
+_NOBODY = Order(0, -math.inf, 0)
+
+
+def _phase(chosen: Runnable, separate: float) -> Phase:
+    if not separate:
+        return Phase.MIXED
+    return Phase.DECODE if chosen.first_prompt is None else Phase.PREFILL

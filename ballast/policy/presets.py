@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ballast.core.errors import ConfigError
 from ballast.core.settings import DeviceSettings, FleetSettings
+from ballast.policy.adbs import AdaptiveBatches
 from ballast.policy.admission import LateLast
 from ballast.policy.balloon import Balloon
 from ballast.policy.base import AdmissionPolicy, ComputePolicy, FleetPolicy, MemoryPolicy
@@ -16,7 +17,8 @@ from ballast.policy.deadline import Deadline
 from ballast.policy.fleets import PLACEMENTS
 from ballast.policy.kvswap import KvSwap
 from ballast.policy.mirage import Mirage
-from ballast.policy.order import RoundRobin
+from ballast.policy.order import FirstComeFirstServed, RoundRobin
+from ballast.policy.quotas import Quotas
 from ballast.policy.recompute import Recompute
 from ballast.policy.requirements import Requirements
 from ballast.policy.static import FixedShares
@@ -25,6 +27,8 @@ from ballast.policy.swap import WholeModels
 ORDERS: Mapping[str, Callable[..., ComputePolicy]] = {
     "round-robin": RoundRobin,
     "deadline": Deadline,
+    "fcfs": FirstComeFirstServed,
+    "adbs": AdaptiveBatches,
 }
 """Compute policies: dataclasses, whose fields are options."""
 _JOIN = "+"
@@ -95,6 +99,7 @@ _KINDS = {
     "recompute": _Kind(Recompute),
     "mirage": _Kind(Mirage),
     "kvswap": _Kind(KvSwap),
+    "muxserve": _Kind(Quotas, "adbs"),
 }
 PRESETS = tuple(_KINDS)
 

@@ -27,7 +27,7 @@ from ballast.sim.device import Profile, SimDevice
 from ballast.sim.lives import Life, read_lives
 from tests.sim import test_kvswap
 from tests.sim.restless import layered_world, lending_world
-from tests.sim.scenarios import Ask, Model, Order, Scenario, Seeded, scenario
+from tests.sim.scenarios import FIRST_ORDERS, Ask, Model, Order, Scenario, Seeded, scenario
 from tests.sim.test_enough_memory import TURNS, world
 from tests.sim.test_leap import COSTS
 from tests.sim.test_lending import Pair
@@ -138,7 +138,10 @@ class Played:
     given: tuple[Scenario, ...] = ()
 
     def record(self, path: Path) -> None:
-        random_ones = (scenario(Seeded(random.Random(seed)), (self.preset,)) for seed in self.seeds)
+        random_ones = (
+            scenario(Seeded(random.Random(seed)), (self.preset,), FIRST_ORDERS)
+            for seed in self.seeds
+        )
         for made in (*random_ones, *self.given):
             files = {name: StoryFile(path, name) for name in NAMES}
             Run(made, {name: file.write for name, file in files.items()})()
@@ -160,6 +163,7 @@ STUCK = Scenario(
 )
 """The share of the first model is smaller than when its requests were accepted."""
 FAST = 1e11
+QUICKLY = {"adapt": 0.02, "late_last": 1.0}
 CASES: dict[str, Case | Lending | Played] = {
     "static-rr-1": Case("static", talking, (1, 4, 8)),
     "static-deadline-2": Case("static+deadline", plain, (0, 3, 7, 9), lanes=2),
@@ -192,6 +196,8 @@ CASES: dict[str, Case | Lending | Played] = {
     "kvswap-slow": Case("kvswap", deep, (8,), link=LINK),
     "kvswap-turns": Case("kvswap", deep, (9,), options=TURNS, link=LINK * 100),
     "kvswap-deadline": Case("kvswap+deadline", deep, (10,), options=PREEMPTIVE, link=LINK * 100),
+    "static-fcfs-1": Case("static+fcfs", talking, (1, 4)),
+    "muxserve-2": Case("muxserve", plain, (0, 3, 7), lanes=2, options=QUICKLY),
     "played-static": Played("static", (1004, 1010)),
     "played-swap": Played("swap", (1004, 1010)),
     "played-balloon": Played("balloon", (1002, 1007, 1009, 1011)),

@@ -19,6 +19,7 @@ from ballast.core.model import AdapterSpec, ModelSpec, weight_pages
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, Slo
 from ballast.core.units import KiB, ceil_div
+from ballast.policy.presets import ORDERS
 
 T = TypeVar("T")
 
@@ -248,6 +249,7 @@ def submission(ask: Ask, model: str, k: int, at: float) -> Submission:
 TURNS = (("temporal", 1.0), ("quantum", 0.1))
 OPTIONS: dict[str, tuple[tuple[tuple[str, float], ...], ...]] = {
     "static": ((),),
+    "muxserve": ((), (("adapt", 0.1),)),
     "swap": ((), (("quantum", 0.05),)),
     "balloon": ((), (("patience", 0.0),), (("patience", 5.0),)),
     "recompute": (
@@ -273,14 +275,21 @@ OPTIONS: dict[str, tuple[tuple[tuple[str, float], ...], ...]] = {
     ),
 }
 """By preset."""
-PLACES = ("static", "recompute", "mirage", "kvswap")
+PLACES = ("static", "recompute", "mirage", "kvswap", "muxserve")
 """Presets under which models keep their places."""
 
 
-def scenario(c: Choices, presets: Sequence[str] = tuple(OPTIONS)) -> Scenario:
-    """Any that the machinery allows, under one of `presets`."""
+ANY_ORDER = ("", *(f"+{name}" for name in ORDERS))
+FIRST_ORDERS = ("", "+round-robin", "+deadline")
+"""Those that seeds were chosen with: of stories, and of defects that are put back."""
+
+
+def scenario(
+    c: Choices, presets: Sequence[str] = tuple(OPTIONS), orders: Sequence[str] = ANY_ORDER
+) -> Scenario:
+    """Any that the machinery allows, under one of `presets` and of `orders`."""
     memory = c.pick(presets)
-    order = c.pick(("", "+round-robin", "+deadline"))
+    order = c.pick(orders)
     models = c.many(_model, 2, 5)
     common = c.pick((False, False, True))
     models = [

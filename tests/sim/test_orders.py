@@ -20,7 +20,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
 from ballast.engine.compute_view import runnable
 from ballast.engine.state import DeviceState
-from ballast.policy.presets import ORDERS
+from ballast.policy.presets import ORDERS, shared_options
 from ballast.sim.device import Observe, Profile
 from ballast.sim.simulate import Simulated, simulate
 from ballast.workload.workload import WorkloadRequest
@@ -115,6 +115,10 @@ def test_a_model_alone_is_served_first_come_first_served(
     )
     assert told == same
     assert books(done) == books(also)
+    for order in ("fcfs", "adbs"):
+        told, done = run(fleet(f"balloon+{order}", [only], pages), [only], submissions, leaps=True)
+        assert told == same
+        assert books(done) == books(also)
     assert {o.request_id for _, o in told if isinstance(o, Finished)} == {s.id for s in submissions}
 
 
@@ -140,7 +144,7 @@ def test_a_short_answer_of_a_model_alone_does_not_wait_for_the_next_prompt() -> 
     only = replace(spec("only", 10), slo=Slo(ttft=0.5, tpot=0.015))
     requests = [request(0, "only", 0.0, 100, 2), request(1, "only", 0.01, 250, 2)]
     found = {o: kept(serve(f"balloon+{o}", [only], requests)[0], [only]) for o in ORDERS}
-    assert found == {"round-robin": 1, "deadline": 2}
+    assert found == {"round-robin": 1, "deadline": 2, "fcfs": 1, "adbs": 1}
 
 
 # -- nobody starves -----------------------------------------------------------------------------
@@ -212,7 +216,9 @@ def test_all_requests_end_after_more_than_can_be_served(preset: str, seed: int) 
 # -- work conserving ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", ["balloon+deadline", "swap+deadline", "static+deadline"])
+@pytest.mark.parametrize(
+    "preset", ["balloon+deadline", "swap+deadline", "static+deadline", "balloon+fcfs"]
+)
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_no_lane_is_idle_while_a_model_could_run(preset: str, lanes: int) -> None:
     seen: Counter[str] = Counter()
@@ -233,7 +239,9 @@ def test_no_lane_is_idle_while_a_model_could_run(preset: str, lanes: int) -> Non
 # -- leaps --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", ["balloon+deadline", "static+deadline"])
+@pytest.mark.parametrize(
+    "preset", ["balloon+deadline", "static+deadline", "static+fcfs", "static+adbs"]
+)
 def test_leaps_change_nothing_where_models_wait_for_each_other(preset: str) -> None:
     """All models are there, and some cannot keep their levels: turns end at many a moment."""
     seen: Counter[str] = Counter()
@@ -251,7 +259,8 @@ def test_leaps_change_nothing_where_models_wait_for_each_other(preset: str) -> N
         ]
         prompts = prompts_of({s.name: s.vocab for s in specs})
         asked = [submission_for(r, prompts(r)) for r in sorted(requests, key=lambda r: r.at)]
-        setting = replace(fleet(preset, specs, PAGES), options={"late_share": 0.1})
+        options = shared_options(preset, {"late_share": 0.1})
+        setting = replace(fleet(preset, specs, PAGES), options=options)
         single, one = run(setting, specs, asked, leaps=False)
         told, done = run(setting, specs, asked, leaps=True)
         assert told == single, f"seed {seed}"
@@ -274,5 +283,5 @@ def test_deadlines_keep_levels_that_turns_by_job_cannot() -> None:
     specs = [replace(spec(f"m{i}", 10), slo=Slo(ttft=4.0, tpot=0.02)) for i in range(4)]
     requests = [request(i, f"m{i % 4}", 0.01 * (i % 4), 20 + i, 40 + i % 3) for i in range(4 * 4)]
     found = {order: kept(serve(f"balloon+{order}", specs, requests)[0], specs) for order in ORDERS}
-    assert found["round-robin"] == 0
+    assert found["round-robin"] == found["adbs"] == 0
     assert found["deadline"] == len(requests)

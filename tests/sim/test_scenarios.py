@@ -25,6 +25,7 @@ from ballast.policy.budget import PageBudget
 from ballast.policy.cover import Taken
 from ballast.policy.market import Claim, Offer, Source
 from tests.sim.scenarios import (
+    FIRST_ORDERS,
     Ask,
     Choices,
     Drawn,
@@ -224,7 +225,7 @@ def _hold_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def _balloon(c: Choices) -> Scenario:
-    return scenario(c, ("balloon",))
+    return scenario(c, ("balloon",), FIRST_ORDERS)
 
 
 DEFECTS = {
