@@ -158,6 +158,14 @@ class Report:
         return self.total.output_tokens / self.wall_seconds
 
     @property
+    def rate_weighted_requests_per_second(self) -> float:
+        """Answered requests over wall time of each model, averaged with the models' shares of all
+        requests as weights (MuxServe, section 4.1). What becomes of models with few requests hardly
+        counts in it: `worst_attainment` says that."""
+        answered = sum(m.answered * m.requests for m in self.models.values())
+        return answered / max(1, self.total.requests) / self.wall_seconds
+
+    @property
     def worst_attainment(self) -> float:
         """Of the model served worst: the mean over all requests hides starved models."""
         return min((m.attainment for m in self.models.values()), default=1.0)
@@ -173,6 +181,7 @@ class Report:
             "wall_seconds": self.wall_seconds,
             "requests_per_second": self.requests_per_second,
             "output_tokens_per_second": self.output_tokens_per_second,
+            "rate_weighted_requests_per_second": self.rate_weighted_requests_per_second,
             "worst_attainment": self.worst_attainment,
             "latest_send": self.latest_send,
             "total": _served_json(self.total),

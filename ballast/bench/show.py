@@ -60,6 +60,7 @@ def comparison_table(reports: Sequence[Report]) -> Table:
     row("in SLO, worst model", lambda r: percent(r.worst_attainment))
     row("output tokens/s", lambda r: f"{r.output_tokens_per_second:.1f}")
     row("requests/s", lambda r: f"{r.requests_per_second:.2f}")
+    row("requests/s, by rate", lambda r: f"{r.rate_weighted_requests_per_second:.2f}")
     row("preemptions", lambda r: str(r.total.preemptions))
     for name, spread in _LATENCIES:
         table.add_section()

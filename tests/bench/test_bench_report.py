@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from ballast.bench.fairness import fairness_gap, normalised_kv
 from ballast.bench.plot import plot
 from ballast.bench.record import RequestRecord
 from ballast.bench.report import Report, Served, Spread
@@ -106,7 +107,8 @@ def test_json_has_stable_keys(tmp_path: Path) -> None:
     told = json.loads(path.read_text())
     assert list(told) == [
         "name", "workload", "wall_seconds", "requests_per_second", "output_tokens_per_second",
-        "worst_attainment", "latest_send", "total", "models", "errors", "memory", "decisions",
+        "rate_weighted_requests_per_second", "worst_attainment", "latest_send", "total", "models",
+        "errors", "memory", "decisions",
     ]  # fmt: skip
     assert set(told["total"]) == {
         "attainment", "requests", "answered", "failed", "attained", "attained_ttft",
@@ -192,3 +194,27 @@ def test_plot_writes_a_png(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError):
         plot([], path)
+
+
+def test_a_mean_by_rate_counts_models_with_few_requests_little() -> None:
+    """Of `a` three of four were answered, of `b` both; in 10 s."""
+    found = Report.of(RECORDS, SLOS, 10.0)
+    assert found.rate_weighted_requests_per_second == pytest.approx((4 * 3 + 2 * 2) / 6 / 10)
+    assert "requests/s, by rate" in shown(comparison_table([found]), 80)
+
+
+def test_fairness_is_of_the_memory_that_requests_of_one_size_hold() -> None:
+    def seen(a: int, b: int) -> Report:
+        owners = {"kv:a": a, "kv:b": b, "cached:b": 99, "free": 1}
+        memory = [MemorySample(float(at), {"d": DeviceSample(owners)}) for at in range(3)]
+        return Report.of([record(0), record(1), record(2, "b")], SLOS, 10.0, memory)
+
+    size = {"a": 2, "b": 8}
+    # 2 x 111 tokens of 2 bytes in 10 s, 111 of 8 bytes.
+    assert normalised_kv(seen(444, 888), size) == pytest.approx({"a": 10.0, "b": 10.0})
+    assert fairness_gap(seen(444, 888), size) == pytest.approx(0.0)
+    assert fairness_gap(seen(444, 0), size) == pytest.approx(2.0)
+    assert fairness_gap(seen(444, 2664), size) == pytest.approx(1.0)
+    assert fairness_gap(seen(0, 0), size) is None
+    assert fairness_gap(Report.of([record(0)], SLOS, 10.0, MEMORY), size) is None
+    assert normalised_kv(Report.of(RECORDS, SLOS, 10.0), size) == {}
