@@ -67,21 +67,33 @@ def undisturbed(rotating: ServerProcess) -> list[list[str]]:
 @pytest.mark.usefixtures("undisturbed")
 def test_operators_see_what_layers_do(rotating: ServerProcess) -> None:
     until(lambda: turned(rotating))
-    told = {
-        line.split("{")[0]: float(line.rsplit(" ", 1)[1])
-        for line in rotating.http.get("/metrics").text.splitlines()
-        if f'{{model_name="{BUSY}"}}' in line
-    }
+    told = metrics_of_layers(rotating)
     layers, absent = told["ballast:layers"], told["ballast:absent_layers"]
     assert 0 < absent < told["ballast:rotating_layers"] <= layers
     assert told["ballast:resident_layers"] == layers - told["ballast:rotating_layers"]
     assert told["ballast:layers_lent_bytes"] > 0
     for name in ("loads", "loaded_bytes", "copy_seconds", "stall_seconds"):
         assert told[f"ballast:layer_{name}_total"] > 0
-    frame = top("--url", rotating.url, "--once").stdout
+    until(lambda: shows_layers(rotating))
+
+
+def metrics_of_layers(running: ServerProcess) -> dict[str, float]:
+    """What `/metrics` says of the busy model, by name."""
+    return {
+        line.split("{")[0]: float(line.rsplit(" ", 1)[1])
+        for line in running.http.get("/metrics").text.splitlines()
+        if f'{{model_name="{BUSY}"}}' in line
+    }
+
+
+def shows_layers(running: ServerProcess) -> bool:
+    """Whether `ballast top` says the same as `/metrics`, which is asked at another moment."""
+    told = metrics_of_layers(running)
+    layers, absent = told["ballast:layers"], told["ballast:absent_layers"]
+    frame = top("--url", running.url, "--once").stdout
     assert "slots of layers" in frame
-    assert f"{layers - absent:.0f}/{layers:.0f}" in frame
     assert "rotate through" in frame
+    return f"{layers - absent:.0f}/{layers:.0f}" in frame
 
 
 def test_no_token_changes_when_a_worker_dies_whose_layers_rotate(
