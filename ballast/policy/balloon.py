@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ballast.core.actions import Decision
+from ballast.core.actions import Action, Decision
 from ballast.core.view import DeviceView
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.claims import activation_claims, earliest, shortage_claims
@@ -17,7 +18,12 @@ from ballast.policy.offers import (
     lent_pages,
     loose_blocks,
     own_prefix,
+    younger_models,
 )
+from ballast.policy.stuck import last_resort
+
+_AT_ONCE = -1.0
+"""Patience of a claim that has none, as part of a service level of any length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +71,13 @@ class Balloon(MemoryPolicy):
             memo = evicted(view, before, actions)
         wake = earliest(wake_absent, wake_short)
         return Decision(tuple(actions), memo, wake, covered.promises, sharing.holding)
+
+    def when_stuck(self, view: DeviceView) -> Sequence[Action]:
+        """Where weights alone fill the device, and nothing runs that a share could be waited for,
+        the oldest request has younger models make way at once."""
+        if any(m.running for m in view.models):
+            return last_resort(view)
+        absent, _ = activation_claims(view, _AT_ONCE)
+        short, _ = shortage_claims(view, _AT_ONCE)
+        sources = [cached_prefixes, idle_models, lent_pages, younger_models]
+        return cover(view, [*absent, *short], sources).actions or last_resort(view)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ballast.core.actions import Recall, Refuse
+from ballast.core.actions import Evict, Recall, Refuse
 from ballast.core.view import Shortage
 from ballast.policy.presets import PRESETS, resolve
 from tests.policy.worlds import device, model, request
@@ -32,3 +32,16 @@ def test_the_request_that_could_never_be_served_fails_before_newer_ones() -> Non
     (refusal,) = policy.when_stuck(device(a, free=0, shortages=short))
     assert isinstance(refusal, Refuse)
     assert refusal.request_id == "r2"
+
+
+def test_models_that_fill_the_device_make_way_for_the_oldest_request() -> None:
+    """Weights alone leave no page for KV, and each model has requests, so that none is idle."""
+    waiting = {"a": request(2), "b": request(3), "c": request(1)}
+    models = [model(name, waiting=(r,), first=2) for name, r in waiting.items()]
+    short = tuple(Shortage(name, r.id, 2, limited=False, blocks=8) for name, r in waiting.items())
+    view = device(*models, free=0, shortages=short)
+    (first, *_) = resolve("balloon").memory.when_stuck(view)
+    assert isinstance(first, Evict)
+    assert first.model == "b", "whose request is the youngest"
+    for preset in PRESETS:
+        assert resolve(preset).memory.when_stuck(view)
