@@ -60,6 +60,7 @@ RUNS = (
     Run("mirage_live"),
     Run("mirage_sim", ("--sweeps",)),
     Run("overload_presets"),
+    Run("mux_sim", ("--quick",)),
     Run("prices", ("--quick",)),
     Run("policy_cost"),
     Run("seam", ("--quick",)),

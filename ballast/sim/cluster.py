@@ -33,6 +33,8 @@ from ballast.sim.topology import Place, places
 
 USABLE = 0.9
 """Share of a device's memory that is the pool's; an assumption, as of common engines' defaults."""
+PARTS_PER_LANE = 8
+"""Of a GPU's compute: jobs on several lanes divide it more finely than by their number."""
 SERVED = DeviceSettings(budget_bytes=0, page_bytes=2 * MiB, step_tokens=2048, step_logits=256)
 
 Heard = Callable[[str, float, Output], None]
@@ -215,7 +217,9 @@ def _settings(kind: Kind, served: DeviceSettings, name: str) -> DeviceSettings:
     pages = int(USABLE * profile.hardware.memory_bytes) // kind.slices // page
     page *= kind.ranks
     budget = pages * page
-    return replace(served, name=name, lanes=kind.lanes, page_bytes=page, budget_bytes=budget)
+    parts = PARTS_PER_LANE * kind.lanes if kind.lanes > 1 else None
+    own_settings = replace(served, name=name, lanes=kind.lanes, threads=parts)
+    return replace(own_settings, page_bytes=page, budget_bytes=budget)
 
 
 def _work(
