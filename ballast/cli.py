@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ballast import cli_bench, cli_fleet, cli_serve, cli_simulate, cli_story
+from ballast import cli_bench, cli_fleet, cli_place, cli_serve, cli_simulate, cli_story
 from ballast.core.errors import BallastError
 
 app = typer.Typer(
@@ -61,6 +61,7 @@ for command in (
     cli_bench.bench,
     cli_simulate.simulate,
     cli_simulate.plan,
+    cli_place.place,
     cli_bench.demo,
     cli_bench.profile,
 ):

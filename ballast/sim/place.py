@@ -1,0 +1,168 @@
+"""Placement problems in JSON: devices, models and what these are asked, and an answer to each.
+
+A problem names no architecture and no lengths, so an estimate of what its models serve assumes them
+(`docs/placement.md`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from ballast.core.cost import StepCosts, Traffic
+from ballast.core.errors import ConfigError
+from ballast.fleet.faults import first_fault
+from ballast.fleet.schema import Keys
+from ballast.policy.mux_estimate import Tenant
+from ballast.policy.mux_placement import Device, place
+from ballast.sim.profile import DeviceProfile
+
+GB = 1e9
+KV_BYTES_PER_WEIGHT_BYTE = 3e-5
+"""Bytes of KV per token, for each byte of weights: LLaMA-13B's, in 16 bits."""
+PROMPT_TOKENS, OUTPUT_TOKENS = 161, 338
+"""Of a request: ShareGPT's means, as vLLM's authors published them (SOSP '23, Figure 11)."""
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Named = Annotated[str, Field(min_length=1)]
+
+
+class PlacedDevice(Keys):
+    """A device."""
+
+    name: Named
+    memory_gb: Positive
+
+
+class PlacedModel(Keys):
+    """A model, and what it is asked."""
+
+    name: Named
+    weights_gb: Positive
+    token_rate: NotNegative
+    """Output tokens per second."""
+    tpot_slo: Positive
+    """Seconds."""
+    device: str | None = None
+    """Where it is now."""
+    tp: Annotated[int, Field(ge=1)] = 1
+    """Devices over which it is spread at least."""
+
+
+class Problem(Keys):
+    """Devices of one cluster, and models to place on them."""
+
+    devices: Annotated[list[PlacedDevice], Field(min_length=1)]
+    models: list[PlacedModel]
+
+
+class _Problems(Keys):
+    problems: list[Problem]
+
+
+def problems_of(text: str, where: str) -> tuple[list[Problem], bool]:
+    """Read one problem or a list of them, and say whether it was a list.
+
+    Raises ConfigError: the text is no JSON, a key is wrong, or a name is used twice or unknown.
+    """
+    try:
+        told = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(where, str(error), "the file must be JSON") from None
+    several = isinstance(told, list)
+    try:
+        found = _Problems.model_validate({"problems": told if several else [told]}).problems
+    except ValidationError as error:
+        fault = first_fault(error, _Problems)
+        key = fault.key.removeprefix("problems[0]." if not several else "")
+        raise ConfigError(f"{where}: {key}", fault.value, fault.allowed) from None
+    for problem in found:
+        for kind, names in (
+            ("devices", [d.name for d in problem.devices]),
+            ("models", [m.name for m in problem.models]),
+        ):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            if twice:
+                raise ConfigError(f"{where}: {kind}", twice[0], "names that differ")
+        known = {d.name for d in problem.devices}
+        for m in problem.models:
+            if m.device is not None and m.device not in known:
+                allowed = f"null or one of {', '.join(sorted(known))}"
+                raise ConfigError(f"{where}: device of {m.name}", m.device, allowed)
+    return found, several
+
+
+def muxserve(problem: Problem, profile: DeviceProfile, per_host: int) -> dict[str, Any]:
+    """Answer by MuxServe's placement, with costs of a device's data sheet. Raises ConfigError, as
+    `policy.mux_placement.place`."""
+    began = time.perf_counter()
+    devices = [Device(d.name, d.memory_gb * GB) for d in problem.devices]
+    tenants = [_tenant(m, profile) for m in problem.models]
+    found = place(tenants, devices, per_host)
+    homes = found.homes
+    asked = {m.name: m.token_rate for m in problem.models}
+    models = {
+        name: {
+            "tokens_per_second": found.estimates[name].rate * OUTPUT_TOKENS,
+            "asked_tokens_per_second": asked[name],
+            "batch": found.estimates[name].batch,
+            "compute_share": found.estimates[name].share,
+        }
+        for name in asked
+    }
+    return {
+        "placement": {name: homes[name] for name in asked},
+        "seconds": time.perf_counter() - began,
+        "algorithm": "muxserve",
+        "tokens_per_second": found.throughput * OUTPUT_TOKENS,
+        "tokens_per_second_before_local_search": found.greedy * OUTPUT_TOKENS,
+        "moved": [m.name for m in problem.models if m.device and homes[m.name] != [m.device]],
+        "models": models,
+    }
+
+
+ALGORITHMS: dict[str, Callable[[Problem, DeviceProfile, int], dict[str, Any]]] = {
+    "muxserve": muxserve
+}
+
+
+def answers(
+    problems: Sequence[Problem], algorithm: str, profile: DeviceProfile, per_host: int
+) -> list[dict[str, Any]]:
+    """Answer all problems. Raises ConfigError for an unknown algorithm, a device without a data
+    sheet, and as the algorithm does."""
+    if algorithm not in ALGORITHMS:
+        raise ConfigError("algorithm", algorithm, f"use one of {', '.join(ALGORITHMS)}")
+    if profile.hardware is None:
+        raise ConfigError("device", profile.device, "one whose profile has `hardware`")
+    return [ALGORITHMS[algorithm](problem, profile, per_host) for problem in problems]
+
+
+def _tenant(m: PlacedModel, profile: DeviceProfile) -> Tenant:
+    weights = m.weights_gb * GB
+    kv = KV_BYTES_PER_WEIGHT_BYTE * weights
+    traffic = Traffic(m.token_rate / OUTPUT_TOKENS, PROMPT_TOKENS, OUTPUT_TOKENS)
+    hardware, reach = profile.hardware, max(1.0, profile.lane_reach)
+    assert hardware is not None
+
+    def costs(devices: int, share: float) -> StepCosts:
+        """As the data sheet has it: a token takes two operations for each parameter of 16 bits, a
+        step reads all weights, at up to `reach` times its share of the bandwidth."""
+        bandwidth = devices * hardware.memory_bandwidth * min(1.0, reach * share)
+        reading = weights / bandwidth
+        computing = weights / (devices * hardware.flops * share)
+        return StepCosts(
+            base=reading,
+            per_token=computing,
+            per_sequence=computing,
+            per_pair=0.0,
+            per_context=kv / bandwidth,
+            hidden=0.0,
+        )
+
+    return Tenant(m.name, weights, kv, traffic, m.tpot_slo, costs, m.tp)
