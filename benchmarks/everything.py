@@ -61,6 +61,7 @@ RUNS = (
     Run("mirage_sim", ("--sweeps",)),
     Run("overload_presets"),
     Run("mux_sim", ("--quick",)),
+    Run("mux_estimator"),
     Run("prices", ("--quick",)),
     Run("policy_cost"),
     Run("seam", ("--quick",)),

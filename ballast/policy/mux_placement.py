@@ -10,6 +10,7 @@ moves and exchanges models as long as that improves the estimate.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations_with_replacement, product
@@ -248,9 +249,11 @@ class _Search:
 
     def _computation(self, t: Tenant, group: Sequence[Mesh]) -> float:
         """Device-seconds per second that a model's requests take, on the fewest devices that it
-        fits on."""
+        fits on; infinite where it fits on none, so that this is seen at once."""
         fits = [m for m in group if self.candidate(t, m) is not None]
-        n = min((len(m.devices) for m in fits), default=1)
+        if not fits:
+            return math.inf
+        n = min(len(m.devices) for m in fits)
         return n * t.costs(n, 1.0).work(t.traffic, t.tpot, t.most_running)
 
     def refuse_misfits(self, meshes: Sequence[Mesh]) -> None:
