@@ -30,28 +30,36 @@ def on_a_thread(call: Callable[[], object]) -> None:
     thread.join()
 
 
-def bound() -> list[set[int]]:
-    """The CPUs of each of this process's threads that may not use all of them."""
-    masks = []
+def bound() -> dict[int, set[int]]:
+    """The CPUs of each of this process's threads that may not use all of them, by thread."""
+    masks = {}
     for task in Path("/proc/self/task").iterdir():
-        mask = os.sched_getaffinity(int(task.name))
+        try:
+            mask = os.sched_getaffinity(int(task.name))
+        except ProcessLookupError:
+            continue  # it has ended since it was listed
         if mask != set(CPUS):
-            masks.append(mask)
-    return sorted(masks, key=min)
+            masks[int(task.name)] = mask
+    return masks
+
+
+def bound_by(call: Callable[[], object]) -> list[set[int]]:
+    """The CPUs of threads that a call has bound; others may end meanwhile."""
+    before = bound()
+    call()
+    new = [mask for task, mask in bound().items() if before.get(task) != mask]
+    return sorted(new, key=min)
 
 
 def test_each_thread_of_a_team_gets_a_cpu() -> None:
-    found: list[list[set[int]]] = []
+    found: list[set[int]] = []
 
     def call() -> None:
         torch.set_num_threads(len(CPUS))
-        before = bound()
-        team.bind(CPUS)
-        found.extend((before, bound()))
+        found.extend(bound_by(lambda: team.bind(CPUS)))
 
     on_a_thread(call)
-    before, after = found
-    assert [mask for mask in after if mask not in before] == [{cpu} for cpu in CPUS]
+    assert found == [{cpu} for cpu in CPUS]
     assert os.sched_getaffinity(0) == set(CPUS)
 
 
@@ -60,13 +68,11 @@ def test_a_team_that_is_smaller_than_the_cpus_is_left_alone() -> None:
 
     def call() -> None:
         torch.set_num_threads(1)
-        before = bound()
-        team.bind(CPUS)
-        team.bind(CPUS[:1])
-        found.extend((before, bound()))
+        found.append(bound_by(lambda: team.bind(CPUS)))
+        found.append(bound_by(lambda: team.bind(CPUS[:1])))
 
     on_a_thread(call)
-    assert found[0] == found[1]
+    assert found == [[], []]
 
 
 class Where:
