@@ -3,9 +3,10 @@
 Algorithm 2 finds, for each number of devices that a model may be spread over, the smallest share of
 their compute on which it serves its rate alone. Algorithm 1 tries every way to part the devices
 into meshes, and places the models on each, those that compute most first, where the estimated
-throughput (`policy.mux_estimate`) grows most; the best of these wins. Where no way has room for all
-in this order, the largest models come first, which the paper does not have. A local search then
-moves and exchanges models as long as that improves the estimate.
+throughput (`policy.mux_estimate`) grows most; the best of these wins. Of equal ones, as where all
+rates are served, that wins which claims least compute, a rule the paper does not state. Where no
+way has room for all in this order, the largest models come first, which it does not have either. A
+local search then moves and exchanges models as long as that improves the estimate.
 """
 
 from __future__ import annotations
@@ -75,17 +76,18 @@ def place(tenants: Sequence[Tenant], devices: Sequence[Device], per_host: int = 
     search = _Search(tenants)
     hosts = [devices[i : i + per_host] for i in range(0, len(devices), per_host)]
     search.refuse_misfits([mesh for host in hosts for g in mesh_groups([host]) for mesh in g])
-    best: tuple[float, list[Mesh]] | None = None
+    best: tuple[float, float, list[Mesh]] | None = None
     for by_size in (False, True):
         for group in mesh_groups(hosts) if best is None else ():
             found = search.greedy(group, by_size=by_size)
-            throughput = 0.0 if found is None else search.total(found)
-            if found is not None and (best is None or throughput > best[0] * (1 + 1e-9)):
-                best = throughput, found
+            if found is not None:
+                throughput, claimed = search.total(found), search.claimed(found)
+                if best is None or (_level(throughput), -claimed) > (_level(best[0]), -best[1]):
+                    best = throughput, claimed, found
     if best is None:
         assert search.misfit is not None
         raise search.misfit
-    meshes = search.improved(best[1])
+    meshes = search.improved(best[2])
     estimates = {n: e for mesh in meshes for n, e in search.estimates(mesh).items()}
     return Placed(tuple(mesh for mesh in meshes if mesh.models), estimates, best[0])
 
@@ -168,6 +170,13 @@ class _Search:
     def total(self, meshes: Sequence[Mesh]) -> float:
         return sum(e.rate for mesh in meshes for e in self.estimates(mesh).values())
 
+    def claimed(self, meshes: Sequence[Mesh]) -> float:
+        """Devices' worth of compute that decode steps claim."""
+        return sum(self._claim(self._by_name[n], mesh) for mesh in meshes for n in mesh.models)
+
+    def _claim(self, t: Tenant, mesh: Mesh) -> float:
+        return len(mesh.devices) * (self.candidate(t, mesh) or 0.0)
+
     def greedy(self, group: Sequence[Mesh], *, by_size: bool = False) -> list[Mesh] | None:
         """Algorithm 1 on one group of meshes; None where a model finds no room. `by_size`: the
         largest models come first, not those that compute most."""
@@ -177,7 +186,7 @@ class _Search:
             return -(t.weights if by_size else self._computation(t, group)), t.name
 
         for t in sorted(self.tenants, key=first):
-            gains: list[tuple[float, float, int]] = []
+            gains: list[tuple[float, float, float, int]] = []
             seen: set[tuple[int, float, tuple[str, ...]]] = set()
             for i, mesh in enumerate(meshes):
                 like = len(mesh.devices), mesh.memory, mesh.models
@@ -187,11 +196,12 @@ class _Search:
                 after = self._rate(mesh, (*mesh.models, t.name))
                 if after is not None:
                     spare = mesh.memory - sum(self._by_name[n].weights for n in mesh.models)
-                    gains.append((after - (self._rate(mesh, mesh.models) or 0.0), spare, -i))
+                    gain = after - (self._rate(mesh, mesh.models) or 0.0)
+                    gains.append((_level(gain), -self._claim(t, mesh), spare, -i))
             if not gains:
                 self.misfit = self.misfit or self._crowded(t, meshes)
                 return None
-            i = -max(gains)[2]
+            i = -max(gains)[3]
             meshes[i] = _with(meshes[i], (*meshes[i].models, t.name))
         return meshes
 
@@ -284,6 +294,11 @@ class _Search:
             f"one that fits: it needs {format_bytes(round(needed))} with one request, and finds "
             f"{format_bytes(max(0, round(room)))}{beside}: {missing} are missing",
         )
+
+
+def _level(rate: float) -> float:
+    """A rate, so that those are equal which differ by rounding."""
+    return float(f"{rate:.6g}")
 
 
 def _with(mesh: Mesh, models: tuple[str, ...]) -> Mesh:
