@@ -62,6 +62,7 @@ RUNS = (
     Run("overload_presets"),
     Run("mux_sim", ("--quick",)),
     Run("mux_estimator"),
+    Run("mux_cluster"),
     Run("prices", ("--quick",)),
     Run("policy_cost"),
     Run("seam", ("--quick",)),

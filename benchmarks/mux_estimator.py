@@ -16,7 +16,8 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import cache
 from typing import Any
 
 from rich.table import Table
@@ -55,12 +56,17 @@ FACTORS = (0.5, 1.0, 2.0)
 
 
 def costs_of(kind: Kind, spec: ModelSpec) -> Callable[[int, float], StepCosts]:
-    """What jobs of a model cost on a share of the compute: as measured, between two shares each
-    coefficient linear in 1 / share, below the least in proportion to that."""
+    """What jobs of a model cost on a share of so many devices' compute: as measured, between two
+    shares each coefficient linear in 1 / share, below the least in proportion to that. Where
+    nothing was measured for a group, a share takes all as many times longer."""
+
+    @cache
+    def measured(devices: int) -> list[tuple[float, StepCosts]]:
+        whole = replace(kind, ranks=devices).costs(spec)
+        return [*kind.profile.on_parts(spec, devices), (1.0, whole)]
 
     def costs(devices: int, share: float) -> StepCosts:
-        assert devices == kind.ranks
-        rows = [*kind.profile.on_parts(spec, kind.ranks), (1.0, kind.costs(spec))]
+        rows = measured(devices)
         less = [row for row in rows if row[0] <= share]
         if not less:
             at, found = rows[0]
@@ -85,15 +91,21 @@ def estimated(unit: Unit, kind: Kind, factor: float, seconds: float) -> Placed:
         prompt = sum(r.prompt_tokens for r in own) / len(own)
         output = sum(r.output_tokens for r in own) / len(own)
         traffic = Traffic(len(own) / seconds, prompt, output)
-        weights = sum(spec.segment_bytes)
-        costs = costs_of(kind, spec)
-        kv = spec.kv_bytes_per_token
-        tpot = spec.slo.tpot
-        tenants.append(Tenant(spec.name, weights, kv, traffic, tpot, costs, kind.ranks))
-    hardware = kind.profile.hardware
-    assert hardware is not None
-    memory = USABLE * hardware.memory_bytes
-    return place(tenants, [Device(f"d{i}", memory) for i in range(kind.ranks)])
+        tenants.append(tenant_of(kind, spec, traffic, kind.ranks))
+    return place(tenants, [Device(f"d{i}", memory_of(kind)) for i in range(kind.ranks)])
+
+
+def memory_of(kind: Kind) -> float:
+    """Bytes of one of its devices that are for weights and KV."""
+    assert kind.profile.hardware is not None
+    return USABLE * kind.profile.hardware.memory_bytes
+
+
+def tenant_of(kind: Kind, spec: ModelSpec, traffic: Traffic, least: int = 1) -> Tenant:
+    """A model as MuxServe's estimate sees it, spread over `least` devices of a kind or more."""
+    weights, kv = sum(spec.segment_bytes), spec.kv_bytes_per_token
+    costs = costs_of(kind, spec)
+    return Tenant(spec.name, weights, kv, traffic, spec.slo.tpot, costs, least, spec.max_running)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from rich.table import Table
 from ballast.bench.clusters import ClusterRun, run_cluster
 from ballast.bench.fairness import fairness_gap
 from ballast.bench.report import Report
+from ballast.core.cost import StepCosts
 from ballast.core.job import Load
 from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
@@ -130,12 +131,15 @@ def specs_of(setting: Setting, kind: Kind, length: float) -> list[ModelSpec]:
     found = []
     for name in setting.rates:
         spec = facts(name).spec(max_model_len=CONTEXT, fingerprint=name, max_running=256)
-        costs = kind.costs(spec)
         prompt = round(length * setting.lengths[name] * SHAREGPT_PROMPT.mean)
-        step = costs.of(Load(0, 0, 0, 1, prompt))
-        slo = Slo(ttft=SLO_SCALE * costs.prefill_seconds(prompt), tpot=SLO_SCALE * step)
-        found.append(replace(spec, slo=slo))
+        found.append(replace(spec, slo=level(kind.costs(spec), prompt)))
     return found
+
+
+def level(costs: StepCosts, prompt: int) -> Slo:
+    """`SLO_SCALE` times what a request with such a prompt sees that is alone."""
+    step = costs.of(Load(0, 0, 0, 1, prompt))
+    return Slo(ttft=SLO_SCALE * costs.prefill_seconds(prompt), tpot=SLO_SCALE * step)
 
 
 @dataclass(frozen=True)

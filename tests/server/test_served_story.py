@@ -43,7 +43,11 @@ def test_the_lives_before_and_after_a_crash_replay(fleet_file: Path, tmp_path: P
         assert found.stray is None
         assert found.events > 0
     arrivals = [e for e in lives[1].entries if e.get("event") == "Arrival"]
-    assert len([e for e in arrivals if e.get("resumed")]) == len(MODELS) * len(KINDS)
+    resumed = [e for e in arrivals if e.get("resumed")]
+    ended = sum(len(e.get("ended", ())) for e in lives[0].entries)
+    # On a busy machine some have ended before the kill comes.
+    assert len(MODELS) * len(KINDS) - ended <= len(resumed) <= len(MODELS) * len(KINDS)
+    assert resumed
     report = telling(lives, "served").report
     assert report.total.answered == report.total.requests == len(MODELS) * len(KINDS) + 1
     assert {r.output_tokens for r in report.records} == {TOKENS, 5}

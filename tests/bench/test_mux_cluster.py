@@ -1,0 +1,55 @@
+"""The benchmark of MuxServe's clusters: the same models, devices and terms for every row."""
+
+from __future__ import annotations
+
+import pytest
+
+from ballast.policy.presets import resolve
+from benchmarks import mux_cluster
+from benchmarks.mux_cluster import COMPARED, DEVICES, PER_HOST, Result, summary
+from benchmarks.mux_sim import TERMS
+
+
+def test_rows_have_equal_options() -> None:
+    values = [resolve(c.preset, COMPARED.options(row)).values for row, c in COMPARED.rows.items()]
+    for option in {o for of in values for o in of}:
+        assert len({of[option] for of in values if option in of}) == 1, option
+        assert all(of.get(option, v) == v for of in values for o, v in TERMS.items() if o == option)
+
+
+def test_rows_have_the_same_devices_and_all_models() -> None:
+    tenants = mux_cluster.tenants_of(mux_cluster.workload(2.0, 0.9, 60.0, 1), 60.0)
+    assert len(tenants) == 19
+    for meshes in (mux_cluster.apart(tenants), mux_cluster.together(tenants)):
+        assert sum(n for n, _ in meshes) <= DEVICES
+        assert all(n <= PER_HOST for n, _ in meshes)
+        assert sorted(name for _, names in meshes for name in names) == sorted(
+            t.name for t in tenants
+        )
+    alone = mux_cluster.apart(tenants)
+    assert all(len(names) == 1 for _, names in alone)
+    assert sum(n for n, _ in alone) == DEVICES, "none is left over that could be used"
+
+
+def test_ratios_are_of_the_highest_rate_and_of_the_better_baseline() -> None:
+    def result(throughput: float, attainment: float) -> Result:
+        return Result(throughput, attainment, attainment, [], 9, 0)
+
+    rows = {
+        "spatial": {1.0: result(1.0, 1.0), 2.0: result(2.0, 0.9)},
+        "temporal": {1.0: result(1.0, 0.5), 2.0: result(1.0, 0.1)},
+        "muxserve": {1.0: result(1.0, 1.0), 2.0: result(3.0, 0.98)},
+    }
+    told = summary(rows)
+    assert told["throughput_over_spatial"] == pytest.approx(1.5)
+    assert told["throughput_over_temporal"] == pytest.approx(3.0)
+    assert told["requests_at_99_over_best"] == pytest.approx(2**0.5 / 2**0.1)
+    rows["muxserve"][2.0] = result(3.0, 1.0)
+    assert summary(rows)["requests_at_99_over_best"] is None, "it was not seen to end"
+
+
+def test_a_row_runs_from_end_to_end() -> None:
+    found = mux_cluster.measure("muxserve", 0.3, 0.9, 6.0)
+    assert found == mux_cluster.measure("muxserve", 0.3, 0.9, 6.0)
+    assert found.requests > 10
+    assert 0 <= found.worst <= found.attainment <= 1
