@@ -66,12 +66,28 @@ COMPARED = Comparison(
 RATES = (0.5, 1.0, 2.0, 4.0)
 """Requests per second of a model, on average."""
 TARGET = 0.99
+ROOM = 1.1
+"""Memory of a model's devices over its weights, at least."""
+ROOM_FOR_LANES = 1.2
+"""The same where activations of jobs on several lanes lie beside them."""
+LENGTHS = SHAREGPT_PROMPT.mean, SHAREGPT_OUTPUT.mean
 
 
 @cache
 def kind_of(ranks: int, lanes: int = 1) -> Kind:
     (kind,) = kinds_of(f"{DEVICE}:tp{ranks}", lanes, ENGINE)
     return kind
+
+
+@cache
+def memory() -> float:
+    """Bytes of a device."""
+    return memory_of(kind_of(1))
+
+
+def fewest(least: float, devices: int = 1) -> int:
+    """Devices, no fewer than `devices`, that have more than so many bytes: 1, 2, 4 or 8."""
+    return next(n for n in (1, 2, 4, 8) if n >= devices and n * memory() > least)
 
 
 def models() -> dict[str, str]:
@@ -84,19 +100,10 @@ def specs() -> list[ModelSpec]:
     found = []
     for name, like in models().items():
         spec = facts(like).spec(max_model_len=CONTEXT, fingerprint=like, max_running=256)
-        tenant = tenant_of(kind_of(1), spec, Traffic(0.0, *_LENGTHS))
-        ranks = next(n for n in (1, 2, 4, 8) if n * _MEMORY > tenant.weights * ROOM)
+        ranks = fewest(ROOM * sum(spec.segment_bytes))
         slo = level(kind_of(ranks).costs(spec), round(SHAREGPT_PROMPT.mean))
         found.append(replace(spec, name=name, slo=slo))
     return found
-
-
-ROOM = 1.1
-"""Memory of a model's devices over its weights, at least."""
-ROOM_FOR_LANES = 1.2
-"""The same where activations of jobs on several lanes lie beside them."""
-_LENGTHS = SHAREGPT_PROMPT.mean, SHAREGPT_OUTPUT.mean
-_MEMORY = memory_of(kind_of(1))
 
 
 def workload(rate: float, alpha: float, seconds: float, seed: int) -> Workload:
@@ -117,9 +124,8 @@ def tenants_of(work: Workload, seconds: float) -> list[Tenant]:
     asked = Counter(r.model for r in work.requests)
     found = []
     for spec in specs():
-        traffic = Traffic(asked[spec.name] / seconds, *_LENGTHS)
-        weights = ROOM_FOR_LANES * sum(spec.segment_bytes)
-        least = next(n for n in (1, 2, 4, 8) if n * _MEMORY > weights)
+        traffic = Traffic(asked[spec.name] / seconds, *LENGTHS)
+        least = fewest(ROOM_FOR_LANES * sum(spec.segment_bytes))
         found.append(tenant_of(kind_of(1), spec, traffic, least))
     return found
 
@@ -129,14 +135,12 @@ def apart(tenants: Sequence[Tenant]) -> list[tuple[int, list[str]]]:
     ranks = {}
     for t in tenants:
         needed = t.weights + LEAST_RUNNING * t.request_bytes
-        ranks[t.name] = next(
-            n for n in (1, 2, 4, 8) if n >= t.least_devices and n * _MEMORY >= needed
-        )
+        ranks[t.name] = fewest(needed, t.least_devices)
 
     def short(t: Tenant) -> float:
         """Requests per second that it will not serve."""
         n = ranks[t.name]
-        alone = estimate([t], {t.name: 1.0}, n, n * _MEMORY)
+        alone = estimate([t], {t.name: 1.0}, n, n * memory())
         assert alone is not None
         return t.traffic.rate - alone[t.name].rate
 
@@ -150,7 +154,7 @@ def apart(tenants: Sequence[Tenant]) -> list[tuple[int, list[str]]]:
 
 def together(tenants: Sequence[Tenant]) -> list[tuple[int, list[str]]]:
     """MuxServe's placement."""
-    devices = [Device(f"d{i}", _MEMORY) for i in range(DEVICES)]
+    devices = [Device(f"d{i}", memory()) for i in range(DEVICES)]
     found = place(tenants, devices, PER_HOST)
     return [(len(mesh.devices), list(mesh.models)) for mesh in found.meshes]
 

@@ -30,7 +30,7 @@ from ballast.policy.mux_placement import Device, Placed, place
 from ballast.policy.presets import resolve, shared_options
 from ballast.sim.cluster import USABLE, Kind, kinds_of
 from benchmarks.common import finish, options
-from benchmarks.mux_sim import ENGINE, LANES, TERMS, Setting, specs_of, workload
+from benchmarks.mux_sim import ENGINE, LANES, TERMS, Setting, ended_within, specs_of, workload
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,7 @@ def measure(name: str, factor: float, seconds: float) -> list[Result]:
     work = workload(unit.setting, factor, 1.0, seconds, seed=1)
     preset = resolve("muxserve", shared_options("muxserve", TERMS))
     ran = run_cluster(preset, [kind], specs, work, {s.name: s.slo for s in specs})
-    ended = Counter(
-        r.model
-        for r in ran.report.records
-        if r.answered and seconds / 2 < (r.end or 0.0) <= seconds
-    )
+    ended = ended_within(ran.report, seconds / 2, seconds)
     found = estimated(unit, kind, factor, seconds).estimates
     asked = Counter(r.model for r in work.requests)
     return [

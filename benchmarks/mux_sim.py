@@ -172,10 +172,16 @@ def measure(
     return _result(ran, specs, seconds)
 
 
+def ended_within(report: Report, since: float, until: float) -> Counter[str]:
+    """Requests that were answered within a time, by model."""
+    ended = (r for r in report.records if r.answered and since < (r.end or 0.0) <= until)
+    return Counter(r.model for r in ended)
+
+
 def throughput(report: Report, since: float, until: float) -> float:
     """Requests per second that were answered within a time, by model, weighted by the models' parts
     of all requests."""
-    ended = Counter(r.model for r in report.records if r.answered and since < (r.end or 0) <= until)
+    ended = ended_within(report, since, until)
     weighted = sum(n * report.models[model].requests for model, n in ended.items())
     return weighted / report.total.requests / (until - since)
 

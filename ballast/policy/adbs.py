@@ -5,10 +5,10 @@ MuxServe (Duan et al., 2024), section 3.3, Algorithm 3; its quotas of KV are in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ballast.core.compute import ComputeDecision, ComputeView, Phase, Runnable
+from ballast.core.compute import ComputeDecision, ComputeView, Phase, Runnable, WorkView
 from ballast.core.job import Load
 from ballast.policy.base import ComputePolicy
 
@@ -64,9 +64,10 @@ class AdaptiveBatches(ComputePolicy):
         prompts = [r for r in view.runnable if r.first_prompt is not None]
         if not prompts and not prefilling:
             return ComputeDecision(_next(view.runnable).model, memo=rounds)
-        decodes = [r for r in view.runnable if r not in prompts or view.work_of(r.model).decodes]
+        works = {r.model: view.work_of(r.model) for r in view.runnable}
+        decodes = [r for r in view.runnable if works[r.model].decodes]
         if prompts and not prefilling:
-            overdue = None if rounds.owed else self._overdue(view, decodes)
+            overdue = None if rounds.owed else self._overdue(view.now, decodes, works)
             if overdue is not None:
                 return _step(overdue, Rounds(rounds.past, owed=True), self._parts_of_step(view))
             return self._prefill(view, prompts, decodes, rounds)
@@ -90,19 +91,21 @@ class AdaptiveBatches(ComputePolicy):
         memo = rounds.prefilled(chosen.model)
         return ComputeDecision(chosen.model, memo=memo, phase=phase, parts=parts)
 
-    def _overdue(self, view: ComputeView, decodes: Sequence[Runnable]) -> Runnable | None:
+    def _overdue(
+        self, now: float, decodes: Sequence[Runnable], works: Mapping[str, WorkView]
+    ) -> Runnable | None:
         """The model whose streams have waited longest for a token, if that is too long."""
         waited: list[tuple[float, Runnable]] = []
         steps = 0.0
         for r in decodes:
-            work = view.work_of(r.model)
-            last = min((d.last for d in work.decodes if d.first is not None), default=view.now)
+            work = works[r.model]
+            last = min((d.last for d in work.decodes if d.first is not None), default=now)
             waited.append((last, r))
             context = sum(d.context for d in work.decodes)
             steps += work.costs.of(Load(0, 0, 0, len(work.decodes), context))
         gap = max(self.longest_gap, 2 * steps)
-        last, found = min(waited, key=lambda lr: (lr[0], lr[1].model), default=(view.now, None))
-        return found if view.now - last >= gap else None
+        last, found = min(waited, key=lambda lr: (lr[0], lr[1].model), default=(now, None))
+        return found if now - last >= gap else None
 
     def _share(self, view: ComputeView) -> int:
         """Parts that decode steps have between them beside a prefill."""

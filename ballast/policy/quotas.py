@@ -86,9 +86,8 @@ class Quotas(MemoryPolicy):
         total = sum(known.first.values())
         models = [m for m in view.models if m.name in known.division.pages]
         wishes = {m.name: wish(view, m, known.first[m.name]) for m in models}
-        if (
-            sum(w.least for w in wishes.values()) > total
-        ):  # room for those that are here comes first
+        if sum(w.least for w in wishes.values()) > total:
+            # Room for requests that are here comes before room for those that may come.
             wishes = {m.name: wish(view, m, 0) for m in models}
         division = replace(known.division, pages=divide(total, wishes))
         return replace(known, division=division, since=view.now)

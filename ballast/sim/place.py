@@ -16,10 +16,11 @@ from pydantic import Field, ValidationError
 from ballast.core.cost import StepCosts, Traffic
 from ballast.core.errors import ConfigError
 from ballast.fleet.faults import first_fault
-from ballast.fleet.schema import Keys
+from ballast.fleet.schema import Keys, Positive
 from ballast.policy.mux_estimate import Tenant
 from ballast.policy.mux_placement import Device, place
 from ballast.sim.profile import DeviceProfile
+from ballast.sim.toml_file import NotNegative
 
 GB = 1e9
 KV_BYTES_PER_WEIGHT_BYTE = 3e-5
@@ -27,8 +28,6 @@ KV_BYTES_PER_WEIGHT_BYTE = 3e-5
 PROMPT_TOKENS, OUTPUT_TOKENS = 161, 338
 """Of a request: ShareGPT's means, as vLLM's authors published them (SOSP '23, Figure 11)."""
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Named = Annotated[str, Field(min_length=1)]
 
 

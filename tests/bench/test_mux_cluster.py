@@ -14,7 +14,8 @@ def test_rows_have_equal_options() -> None:
     values = [resolve(c.preset, COMPARED.options(row)).values for row, c in COMPARED.rows.items()]
     for option in {o for of in values for o in of}:
         assert len({of[option] for of in values if option in of}) == 1, option
-        assert all(of.get(option, v) == v for of in values for o, v in TERMS.items() if o == option)
+    for of in values:
+        assert {o: of[o] for o in TERMS if o in of} == {o: v for o, v in TERMS.items() if o in of}
 
 
 def test_rows_have_the_same_devices_and_all_models() -> None:
