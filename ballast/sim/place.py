@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
@@ -17,6 +18,8 @@ from ballast.core.cost import StepCosts, Traffic
 from ballast.core.errors import ConfigError
 from ballast.fleet.faults import first_fault
 from ballast.fleet.schema import Keys, Positive
+from ballast.policy.kvpr import Claim, greedy, max_pressure, moved
+from ballast.policy.kvpr_optimal import lower_bound, optimal
 from ballast.policy.mux_estimate import Tenant
 from ballast.policy.mux_placement import Device, place
 from ballast.sim.profile import DeviceProfile
@@ -96,13 +99,24 @@ def problems_of(text: str, where: str) -> tuple[list[Problem], bool]:
     return found, several
 
 
-def muxserve(problem: Problem, profile: DeviceProfile, per_host: int) -> dict[str, Any]:
-    """Answer by MuxServe's placement, with costs of a device's data sheet. Raises ConfigError, as
-    `policy.mux_placement.place`."""
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What an algorithm may go by, beside the problem."""
+
+    profile: DeviceProfile
+    """Of the devices."""
+    per_host: int = 8
+    """Devices over which one model may be spread."""
+    threshold: float = 0.0
+    """Of `policy.kvpr.greedy`."""
+
+
+def muxserve(problem: Problem, terms: Terms) -> dict[str, Any]:
+    """Answer by MuxServe's placement, with costs of a device's data sheet. Raises ConfigError for a
+    device without one, and as `policy.mux_placement.place`."""
     began = time.perf_counter()
-    devices = [Device(d.name, d.memory_gb * GB) for d in problem.devices]
-    tenants = [_tenant(m, profile) for m in problem.models]
-    found = place(tenants, devices, per_host)
+    tenants = [_tenant(m, terms.profile) for m in problem.models]
+    found = place(tenants, _devices(problem), terms.per_host)
     homes = found.homes
     asked = {m.name: m.token_rate for m in problem.models}
     models = {
@@ -125,29 +139,86 @@ def muxserve(problem: Problem, profile: DeviceProfile, per_host: int) -> dict[st
     }
 
 
-ALGORITHMS: dict[str, Callable[[Problem, DeviceProfile, int], dict[str, Any]]] = {
-    "muxserve": muxserve
+def least_pressure(problem: Problem, terms: Terms) -> dict[str, Any]:
+    """Answer by Prism's Algorithm 1. Raises ConfigError, as `policy.kvpr.greedy`."""
+    began = time.perf_counter()
+    homes = greedy(_claims(problem), _devices(problem), terms.threshold)
+    return _pressed(
+        problem, "greedy", homes, lower_bound(_claims(problem), _devices(problem)), began
+    )
+
+
+def optimum(problem: Problem, terms: Terms) -> dict[str, Any]:
+    """Answer by the least KV pressure that is found. Raises ConfigError, as
+    `policy.kvpr_optimal.optimal`."""
+    began = time.perf_counter()
+    found = optimal(_claims(problem), _devices(problem))
+    return _pressed(problem, "optimal", found.homes, found.lower_bound, began)
+
+
+def _pressed(
+    problem: Problem,
+    algorithm: str,
+    homes: Mapping[str, tuple[str, ...]],
+    bound: float,
+    began: float,
+) -> dict[str, Any]:
+    """KVPRs are of GB."""
+    claims, devices = _claims(problem), _devices(problem)
+    return {
+        "placement": {m.name: list(homes[m.name]) for m in problem.models},
+        "seconds": time.perf_counter() - began,
+        "algorithm": algorithm,
+        "max_kvpr": GB * max_pressure(claims, devices, homes),
+        "lower_bound": GB * bound,
+        "moves": [
+            {"model": c.name, "from": list(c.devices), "to": list(homes[c.name])}
+            for c in claims
+            if c.name in moved(claims, homes)
+        ],
+    }
+
+
+ALGORITHMS: dict[str, Callable[[Problem, Terms], dict[str, Any]]] = {
+    "muxserve": muxserve,
+    "greedy": least_pressure,
+    "optimal": optimum,
 }
 
 
-def answers(
-    problems: Sequence[Problem], algorithm: str, profile: DeviceProfile, per_host: int
-) -> list[dict[str, Any]]:
-    """Answer all problems. Raises ConfigError for an unknown algorithm, a device without a data
-    sheet, and as the algorithm does."""
+def answers(problems: Sequence[Problem], algorithm: str, terms: Terms) -> list[dict[str, Any]]:
+    """Answer all problems. Raises ConfigError for an unknown algorithm, and as the algorithm
+    does."""
     if algorithm not in ALGORITHMS:
         raise ConfigError("algorithm", algorithm, f"use one of {', '.join(ALGORITHMS)}")
-    if profile.hardware is None:
-        raise ConfigError("device", profile.device, "one whose profile has `hardware`")
-    return [ALGORITHMS[algorithm](problem, profile, per_host) for problem in problems]
+    return [ALGORITHMS[algorithm](problem, terms) for problem in problems]
+
+
+def _devices(problem: Problem) -> list[Device]:
+    return [Device(d.name, d.memory_gb * GB) for d in problem.devices]
+
+
+def _claims(problem: Problem) -> list[Claim]:
+    """Demands in tokens/s per second: a problem does not say how large a token's KV is."""
+    return [
+        Claim(
+            m.name,
+            m.weights_gb * GB,
+            m.token_rate / m.tpot_slo,
+            m.tp,
+            (m.device,) if m.device else (),
+        )
+        for m in problem.models
+    ]
 
 
 def _tenant(m: PlacedModel, profile: DeviceProfile) -> Tenant:
     weights = m.weights_gb * GB
     kv = KV_BYTES_PER_WEIGHT_BYTE * weights
     traffic = Traffic(m.token_rate / OUTPUT_TOKENS, PROMPT_TOKENS, OUTPUT_TOKENS)
+    if profile.hardware is None:
+        raise ConfigError("device", profile.device, "one whose profile has `hardware`")
     hardware, reach = profile.hardware, max(1.0, profile.lane_reach)
-    assert hardware is not None
 
     def costs(devices: int, share: float) -> StepCosts:
         """As the data sheet has it: a token takes two operations for each parameter of 16 bits, a

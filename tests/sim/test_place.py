@@ -79,7 +79,13 @@ def test_hosts_bound_how_far_a_model_is_spread(tmp_path: Path) -> None:
         (problem(model("a", device="g9")), (), "device of a.*g0, g1"),
         ({"devices": [], "models": []}, (), "devices"),
         ([problem(model("a")), {"models": []}], (), r"problems\[1\]"),
-        (problem(model("a")), ("--algorithm", "greedy"), "use one of muxserve"),
+        (problem(model("a")), ("--algorithm", "greediest"), "use one of muxserve, greedy, optimal"),
+        (
+            problem(model("huge", weights_gb=500)),
+            ("--algorithm", "greedy"),
+            r"'huge'.* are missing",
+        ),
+        (problem(model("a", tp=3)), ("--algorithm", "optimal"), "tp of a"),
         (problem(model("a")), ("--device", "A1000"), "A1000"),
     ],
 )
@@ -95,3 +101,33 @@ def test_what_is_no_json_says_so() -> None:
         problems_of("devices: []", "x")
     with pytest.raises(ConfigError, match="cannot be read"):
         CLI.invoke(app, ["place", "/nowhere/at/all"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("algorithm", ["greedy", "optimal"])
+def test_pressure_is_told_with_a_bound_and_the_moves(algorithm: str, tmp_path: Path) -> None:
+    told = problem(
+        model("a", token_rate=900, device="g0"),
+        model("b", token_rate=300, device="g0"),
+        model("c", token_rate=600, device="g0"),
+        model("wide", weights_gb=40, tp=2, token_rate=0),
+    )
+    found = placed(told, tmp_path, "--algorithm", algorithm)
+    assert list(found["placement"]) == ["a", "b", "c", "wide"]
+    assert sorted(found["placement"]["wide"]) == ["g0", "g1"]
+    assert found["algorithm"] == algorithm
+    # Two of 13.5 GB and half of `wide`, or one: 900 / 0.1 over the rest of 72 GB.
+    assert found["max_kvpr"] == pytest.approx(9000 / (72 - 27 - 20)) or found[
+        "max_kvpr"
+    ] == pytest.approx(9000 / (72 - 13.5 - 20))
+    assert 0 < found["lower_bound"] <= found["max_kvpr"] * (1 + 1e-9)
+    moved = {m["model"]: (m["from"], m["to"]) for m in found["moves"]}
+    homes = found["placement"]
+    assert moved == {m: (["g0"], homes[m]) for m in "abc" if homes[m] != ["g0"]}
+    assert moved
+
+
+def test_a_threshold_keeps_models_where_they_are(tmp_path: Path) -> None:
+    told = problem(model("a", token_rate=500, device="g0"), model("b", token_rate=450, device="g0"))
+    assert placed(told, tmp_path, "--algorithm", "greedy")["moves"]
+    still = placed(told, tmp_path, "--algorithm", "greedy", "--threshold", "0.7")
+    assert still["moves"] == []
