@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from ballast.cluster.device import RemoteDevice
 from ballast.cluster.fleet import FleetBook
 from ballast.cluster.placing import need_of
+from ballast.core.actions import Activate
 from ballast.core.command import Remove
 from ballast.core.errors import Unavailable
 from ballast.core.fleet import FleetAction, Need, Place, Room
@@ -111,6 +112,8 @@ class Following:
         settings = next(m for m in self._host.fleet.models if m.name == action.model)
         try:
             outcome = await device.join(settings)
+            if outcome.code is None and action.activate:
+                await device.command(Activate(action.model, action.why))
         except Unavailable as error:
             return str(error)
         return None if outcome.code is None else outcome.reason

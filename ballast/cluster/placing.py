@@ -85,7 +85,8 @@ def need_of(
         kv = ceil_div(served.step_tokens * spec.kv_bytes_per_token, page) * page
         arena = set_aside([spec], served)
         most = max(most, weight_pages([spec], page) * page + kv + arena + page)
-    return Need(spec.name, most, weights, work, spec.pinned, peak or {})
+    kv, tpot = spec.kv_bytes_per_token, spec.slo.tpot
+    return Need(spec.name, most, weights, work, spec.pinned, peak or {}, kv, tpot)
 
 
 def part_of(fleet: FleetSettings, name: str, models: Collection[str], cores: int) -> FleetSettings:

@@ -24,6 +24,9 @@ class Need:
     """Its weights make way for nobody."""
     peak: Mapping[str, float] = field(default_factory=dict)
     """`work` while it is asked most; none where nothing is known but the mean."""
+    kv_bytes_per_token: int = 0
+    tpot: float = float("inf")
+    """Service level: seconds per output token."""
 
     @property
     def busiest(self) -> Mapping[str, float]:
@@ -106,6 +109,8 @@ class Place:
     model: str
     device: str
     why: str = ""
+    activate: bool = False
+    """Bring its weights there at once, before it is asked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from ballast.core.actions import Action, Activate
-from ballast.core.request import Order
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
 from ballast.policy.market import Claim
 
 LONGEST_WAIT = 10.0
 """Seconds: no TTFT service level counts as longer where claims are put in order."""
+BEHIND_ALL = 2
+"""Place in its model's queue of a request that also waits behind those of other models: it undoes
+no work, and its claims come after theirs."""
 
 
 def activation_claims(view: DeviceView, patience: float) -> tuple[list[Claim], float | None]:
@@ -35,10 +37,10 @@ def activation_claims(view: DeviceView, patience: float) -> tuple[list[Claim], f
             continue  # it has a claim of its own
         kv = max(0, m.first_pages - view.borrowed)
         if m.residency is not Residency.ABSENT:
-            due = _due(m, first.order)
+            due = _due(m, first)
             claims.append(Claim(m.name, first.order, kv, may_preempt=False, due=due))
             continue
-        overdue, overdue_at = _overdue(view, m, first.order, patience)
+        overdue, overdue_at = _overdue(view, m, first, patience)
         wake = earliest(wake, overdue_at)
         pages = m.missing_pages + kv
         claims.append(
@@ -51,7 +53,7 @@ def activation_claims(view: DeviceView, patience: float) -> tuple[list[Claim], f
                 first_pages=kv,
                 segments=m.shared,
                 then=partial(_activate, m.name),
-                due=_due(m, first.order),
+                due=_due(m, first),
                 gain=_gain(view, m, overdue_at),
             )
         )
@@ -87,10 +89,10 @@ def shortage_claims(view: DeviceView, patience: float) -> tuple[list[Claim], flo
         urgent = not waits
         if waits and m.waiting and m.waiting[0].id == s.request_id:
             r = m.waiting[0]
-            urgent, overdue_at = _overdue(view, m, r.order, patience)
+            urgent, overdue_at = _overdue(view, m, r, patience)
             wake = earliest(wake, overdue_at)
         if r is not None:
-            due = 0.0 if urgent else _due(m, r.order)
+            due = 0.0 if urgent else _due(m, r)
             gain = math.inf if urgent else _gain(view, m, overdue_at)
             claims.append(
                 Claim(
@@ -128,18 +130,18 @@ def kv_claims(
         if r is not None:
             claims.append(Claim(m.name, r.order, s.pages, may_preempt=True, blocks=s.blocks))
         elif waiting and not m.held and m.waiting and m.waiting[0].id == s.request_id:
-            order = m.waiting[0].order
-            overdue, overdue_at = _overdue(view, m, order, patience)
+            first = m.waiting[0]
+            overdue, overdue_at = _overdue(view, m, first, patience)
             wake = earliest(wake, overdue_at)
             claims.append(
                 Claim(
                     m.name,
-                    order,
+                    first.order,
                     s.pages,
                     False,
                     s.blocks,
                     overdue=overdue,
-                    due=_due(m, order),
+                    due=_due(m, first),
                     gain=_gain(view, m, overdue_at),
                 )
             )
@@ -159,22 +161,25 @@ def queue_claims(view: DeviceView, most: int) -> list[Claim]:
             for r in m.waiting[1 : max(1, min(most, m.spec.max_running - len(m.running)))]:
                 blocks = ceil_div(r.tokens, m.spec.block_tokens)
                 pages = ceil_div(blocks, m.slab_blocks) * m.slab_pages
-                due = _due(m, r.order)
+                due = _due(m, r)
                 claims.append(Claim(m.name, r.order, pages, False, blocks, due=due))
     return claims
 
 
-def _due(m: ModelView, order: Order) -> float:
-    """When a request's first token is due: a bound, so that no request is overtaken for ever."""
-    return order.arrival + min(m.spec.slo.ttft, LONGEST_WAIT)
+def _due(m: ModelView, r: RequestView) -> float:
+    """When a request's first token is due: a bound, so that no request is overtaken for ever, but
+    by the policy's word."""
+    if r.place >= BEHIND_ALL:
+        return math.inf
+    return r.order.arrival + min(m.spec.slo.ttft, LONGEST_WAIT)
 
 
 def _overdue(
-    view: DeviceView, m: ModelView, order: Order, patience: float
+    view: DeviceView, m: ModelView, r: RequestView, patience: float
 ) -> tuple[bool, float | None]:
     """Whether a request has waited for `patience` of its TTFT service level; else, when it will
     have, if ever."""
-    at = order.arrival + patience * m.spec.slo.ttft
+    at = math.inf if r.place >= BEHIND_ALL else r.order.arrival + patience * m.spec.slo.ttft
     if view.now >= at:
         return True, None
     return False, at if at < math.inf else None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from ballast.policy.base import FleetPolicy
 from ballast.policy.follow import Follow
+from ballast.policy.migrate import LeastPressure
 from ballast.policy.stay import Stay
 
 PLACEMENTS: Mapping[str, FleetPolicy] = {
@@ -13,5 +14,6 @@ PLACEMENTS: Mapping[str, FleetPolicy] = {
     "work": Stay(by_work=True),
     "follow": Follow(),
     "both": Follow(by_work=True),
+    "kvpr": LeastPressure(),
 }
 """By the name that `placement` gives them."""

@@ -21,6 +21,7 @@ from ballast.policy.order import FirstComeFirstServed, RoundRobin
 from ballast.policy.quotas import Quotas
 from ballast.policy.recompute import Recompute
 from ballast.policy.requirements import Requirements
+from ballast.policy.slack import Slack
 from ballast.policy.static import FixedShares
 from ballast.policy.swap import WholeModels
 
@@ -90,6 +91,8 @@ class _Kind:
     """Name of its compute policy, one of `ORDERS`."""
     placement: str = _PLACEMENT
     """Name of its fleet policy, one of `PLACEMENTS`."""
+    admission: Callable[..., AdmissionPolicy] = LateLast
+    """A dataclass, like `memory`."""
 
 
 _KINDS = {
@@ -100,6 +103,7 @@ _KINDS = {
     "mirage": _Kind(Mirage),
     "kvswap": _Kind(KvSwap),
     "muxserve": _Kind(Quotas, "adbs"),
+    "prism": _Kind(Balloon, "deadline", "kvpr", Slack),
 }
 PRESETS = tuple(_KINDS)
 
@@ -112,7 +116,7 @@ def option_names(name: str) -> tuple[str, ...]:
     ConfigError for an unknown preset.
     """
     kind, compute, _ = _parts(name)
-    return _all_fields(kind.memory, ORDERS[compute])
+    return _all_fields(kind, ORDERS[compute])
 
 
 def shared_options(name: str, options: Mapping[str, float]) -> dict[str, float]:
@@ -139,7 +143,7 @@ def resolve(
             raise ConfigError("order", order, f"use one of {', '.join(ORDERS)}")
         asked = order
     given = dict(options or {})
-    known = _all_fields(kind.memory, ORDERS[asked])
+    known = _all_fields(kind, ORDERS[asked])
     for key in given.keys() - set(known):
         allowed = ", ".join(known) or "none"
         raise ConfigError(f"options.{key}", given[key], f"preset {name!r} has options: {allowed}")
@@ -153,7 +157,7 @@ def resolve(
         asked,
         given,
         placement,
-        LateLast(**_own(LateLast, given)),
+        kind.admission(**_own(kind.admission, given)),
     )
 
 
@@ -185,10 +189,8 @@ def _fields(policy: Callable[..., object]) -> list[str]:
     return [f.name for f in dataclasses.fields(policy)]  # type: ignore[arg-type]
 
 
-def _all_fields(
-    memory: Callable[..., MemoryPolicy], compute: Callable[..., ComputePolicy]
-) -> tuple[str, ...]:
-    return (*_fields(memory), *_fields(compute), *_fields(LateLast))
+def _all_fields(kind: _Kind, compute: Callable[..., ComputePolicy]) -> tuple[str, ...]:
+    return (*_fields(kind.memory), *_fields(compute), *_fields(kind.admission))
 
 
 def _own(policy: Callable[..., object], options: Mapping[str, float]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from ballast.cluster.fleet import FleetBook
+from ballast.core.actions import Activate
 from ballast.core.cost import StepCosts
 from ballast.core.fleet import FleetAction, Place
 from ballast.core.model import ModelSpec
@@ -66,4 +67,9 @@ class Controller:
             device.leave(now, action.model)
             return None
         spec = self._specs[action.model]
-        return device.join(now, spec, self._costs(action.device, spec))
+        refused = device.join(now, spec, self._costs(action.device, spec))
+        if refused is None and action.activate:
+            device.order(
+                now, f"activate-{action.model}-{now!r}", Activate(action.model, action.why)
+            )
+        return refused
