@@ -58,6 +58,7 @@ for command in (
     cli_serve.serve,
     cli_serve.ps,
     cli_serve.top,
+    cli_serve.drain,
     cli_bench.bench,
     cli_simulate.simulate,
     cli_simulate.plan,

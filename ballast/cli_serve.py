@@ -163,6 +163,8 @@ Key = Annotated[
     ),
 ]
 HERE = "http://127.0.0.1:8000"
+DRAINING = 600.0
+"""Seconds for models to come to other devices."""
 
 
 def ps(
@@ -231,3 +233,34 @@ def _readable(url: str) -> Iterator[None]:
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def drain(
+    device: Annotated[str, typer.Argument(help="Its name, as in the fleet file.")],
+    url: Url = HERE,
+    key: Key = None,
+    undo: Annotated[
+        bool, typer.Option("--undo", help="It takes requests again (also called uncordon).")
+    ] = False,
+) -> None:
+    """Empty a device of a server for maintenance: its models go to others, and so do its requests,
+    in the middle of their answers; nothing comes to it until --undo.
+
+    Exit code 1 if it cannot be done, with the reason; nothing has changed then.
+    """
+    import httpx
+
+    wanted = "uncordon" if undo else "drain"
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    try:
+        path = f"{url.rstrip('/')}/admin/devices/{device}/{wanted}"
+        answer = httpx.post(path, headers=headers, timeout=DRAINING)
+        told = answer.json()
+    except (httpx.HTTPError, ValueError) as error:
+        print(f"ballast: {url}: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    if answer.is_error:
+        why = told.get("error", {}).get("message", answer.reason_phrase)
+        print(f"ballast: {url}: {why}", file=sys.stderr)
+        raise typer.Exit(1)
+    print(f"{device} is {told['status']}")

@@ -13,7 +13,8 @@ seed, with requests of ShareGPT. Ways to use the devices:
   come first served, with one pool of KV (`recompute+fcfs`), as the paper has AlpaServe's way.
 - `muxserve`: the same placement, prefills beside decodes on three lanes, quotas of KV.
 
-All have the same options, as far as their presets have them, the same requests, and levels of eight
+MuxServe's placement, and which models spatial gives more devices, go by `--headroom` times the rates
+asked. All have the same options, as far as their presets have them, the same requests, and levels of eight
 times what a request alone would see on as few devices as hold the model. `throughput`, of models by
 their rates, and attainment are those of `mux_sim`. By exponent, `throughput_over_spatial` (and the
 like): of `muxserve`, at the highest rate tried (the paper: up to 1.8; 1.38 for 16 models).
@@ -117,12 +118,12 @@ class Cluster:
         lengths = SHAREGPT_PROMPT, SHAREGPT_OUTPUT
         return assemble("cluster", names, arrivals, *lengths, seed, source)
 
-    def tenants(self, work: Workload, seconds: float) -> list[Tenant]:
-        """The models as the placement sees them, asked as the workload does."""
+    def tenants(self, work: Workload, seconds: float, headroom: float = 1.0) -> list[Tenant]:
+        """The models as the placement sees them, asked `headroom` times as often as they are."""
         asked = Counter(r.model for r in work.requests)
         found = []
         for spec in self.specs:
-            traffic = Traffic(asked[spec.name] / seconds, *LENGTHS)
+            traffic = Traffic(headroom * asked[spec.name] / seconds, *LENGTHS)
             least = fewest(ROOM_FOR_LANES * sum(spec.segment_bytes))
             found.append(tenant_of(kind_of(1), spec, traffic, least))
         return found
@@ -238,11 +239,17 @@ def serve(
 
 
 def measure(
-    name: str, row: str, rate: float, alpha: float, seconds: float, seed: int = 1
+    name: str,
+    row: str,
+    rate: float,
+    alpha: float,
+    seconds: float,
+    headroom: float = 1.0,
+    seed: int = 1,
 ) -> Result:
     cluster = CLUSTERS[name]
     work = cluster.workload(rate, power_law(len(cluster.models), alpha), seconds, seed)
-    tenants = cluster.tenants(work, seconds)
+    tenants = cluster.tenants(work, seconds, headroom)
     if row.startswith("spatial"):
         meshes = (apart if row == "spatial" else by_size)(tenants, cluster.devices)
     else:
@@ -293,6 +300,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument("--alphas", default=",".join(map(str, ALPHAS)), help="power law's")
         parser.add_argument("--seconds", type=float, help="of arrivals; default 120, quick 40")
         parser.add_argument("--rates", default=",".join(map(str, RATES)), help="by model, mean")
+        parser.add_argument("--headroom", type=float, default=1.0, help="default 1")
         parser.add_argument("--processes", type=int, default=2)
 
     args = options(__doc__, argv, extra)
@@ -302,7 +310,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     with ProcessPoolExecutor(args.processes, context) as pool:
         coming = {
             alpha: {
-                row: {r: pool.submit(measure, args.models, row, r, alpha, seconds) for r in rates}
+                row: {
+                    r: pool.submit(measure, args.models, row, r, alpha, seconds, args.headroom)
+                    for r in rates
+                }
                 for row in COMPARED.rows
             }
             for alpha in alphas
@@ -318,6 +329,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     result = {
         "models": CLUSTERS[args.models].sizes,
         "seconds": seconds,
+        "headroom": args.headroom,
         "alphas": {
             f"{alpha:g}": {
                 **summary(rows),

@@ -18,7 +18,7 @@ from ballast.cluster.placing import homes_of, named, part_of, placed
 from ballast.cluster.routing import Routing
 from ballast.cluster.spare import Spare
 from ballast.cluster.suspicion import Suspicions
-from ballast.core.actions import Lend, Recall
+from ballast.core.actions import Evict, Lend, Recall
 from ballast.core.command import Add, DeviceOrder, Order, Outcome, Remove
 from ballast.core.errors import ConfigError, Unavailable
 from ballast.core.settings import FleetSettings, ModelSettings, ServerSettings
@@ -97,6 +97,8 @@ class Controller(Routing):
             if settings is None or found is None:
                 what = f"there is no device {device!r}" if settings else f"no model {model!r}"
                 return Outcome("refused", f"{what}; devices: {', '.join(self.devices)}")
+            if found.cordoned:
+                return Outcome("refused", f"{device} is drained; uncordon it first")
             if found.takes(model):
                 return Outcome("refused", f"{device} serves {model} already")
             return await found.join(settings)
@@ -121,6 +123,63 @@ class Controller(Routing):
             if outcome.code is not None:
                 found.leaving.discard(model)
             return outcome
+
+    async def drain(self, device: str) -> Outcome:
+        """Empty a device for maintenance, until it is `uncordon`ed.
+
+        Models that no other device serves are placed on others first, those with the least weights
+        for their budget; where none takes one, nothing changes. Then requests open there go on
+        elsewhere, after the tokens that their clients have: their KV is computed anew. Its weights
+        are evicted. Raises Unavailable, as `command`.
+        """
+        async with self.changing:
+            found = self.devices.get(device)
+            if found is None:
+                return Outcome(
+                    "refused", f"no device {device!r}; devices: {', '.join(self.devices)}"
+                )
+            others = [
+                d
+                for d in self.devices.values()
+                if d is not found and d.down is None and not d.cordoned
+            ]
+            for model in found.specs:
+                if not any(d.takes(model) for d in others):
+                    refused = await self._place_on_any(model, others)
+                    if refused is not None:
+                        return Outcome("refused", f"{model} stays on {device}: {refused}")
+            found.cordoned = True
+            moved = self._hand_over(found)
+            log.info("%s is drained: %d requests go on elsewhere", device, moved)
+            for model in list(found.specs) if found.down is None else ():
+                outcome = await found.command(Evict(model, "its device is drained"))
+                if outcome.code is not None:
+                    log.warning("%s keeps the weights of %s: %s", device, model, outcome.reason)
+            return Outcome()
+
+    async def uncordon(self, device: str) -> Outcome:
+        """A device that was drained takes requests again, of the models that it has."""
+        found = self.devices.get(device)
+        if found is None:
+            return Outcome("refused", f"no device {device!r}; devices: {', '.join(self.devices)}")
+        found.cordoned = False
+        return Outcome()
+
+    async def _place_on_any(self, model: str, devices: Sequence[RemoteDevice]) -> str | None:
+        """Have one of some devices serve a model; why none does, if none does."""
+        settings = next(m for m in self.fleet.models if m.name == model)
+        refused = "there is no other device"
+
+        def filled(d: RemoteDevice) -> float:
+            weights = sum(sum(spec.segment_bytes) for spec in d.specs.values())
+            return weights / d.fleet.device.budget_bytes
+
+        for d in sorted(devices, key=filled):
+            outcome = await d.join(settings)
+            if outcome.code is None:
+                return None
+            refused = f"{d.name}: {outcome.reason}"
+        return refused
 
     async def lend(self, lender: str, borrower: str, n_bytes: int) -> Outcome:
         """Have a device lend free pages, so many bytes of them. Raises Unavailable."""

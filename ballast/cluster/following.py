@@ -73,8 +73,8 @@ class Following:
         """Ask the policy, and do what it says."""
         self._book.follow(self._homes(), self._needs())
         epoch = self._book.epoch
-        devices = self._host.devices.values()
-        reports = {d.name: d.report for d in devices if d.down is None and d.report is not None}
+        devices = [d for d in self._host.devices.values() if d.down is None and not d.cordoned]
+        reports = {d.name: d.report for d in devices if d.report is not None}
         for action in self._book.decide(now, reports):
             async with self._host.changing:
                 refused = await self._do(action, epoch)

@@ -93,6 +93,23 @@ class OpenRequests:
             self._silent[request.submission.model] -= not request.told
         return gone
 
+    def hand_over(self, base: ModelSpec) -> list[OpenRequest]:
+        """A model's requests are another device's from now on: the worker ends those that it has,
+        and what it still says of them is dropped. A suspect stays."""
+        names = {s.name for s in base.served}
+        ids = [
+            i
+            for i, r in self._open.items()
+            if r.submission.model in names and not self._suspicions.suspect(i)
+        ]
+        sent = tuple(i for i in ids if self._open[i].sent)
+        gone = self.let_go(ids)
+        if sent and self._send is not None:
+            self._send(Withdraw(sent))
+        self._changed = True
+        self.dispatch()
+        return gone
+
     def movable(self, in_flight: Iterable[str]) -> list[OpenRequest]:
         """Those that another device may have: none that may be what kills workers."""
         kept = set(in_flight)

@@ -70,6 +70,18 @@ class Routing(Devices):
         chosen.remember(submission)
         return chosen
 
+    def _hand_over(self, device: RemoteDevice) -> int:
+        """Have others go on with what is open on a device, where they serve its models; how many
+        requests that were. Their KV is computed anew."""
+        moved = 0
+        for base in device.specs.values():
+            others = [d for d in self._serving(base.name) if d is not device and d.down is None]
+            for request in device.requests.hand_over(base) if others else ():
+                chosen = self._chosen(request.submission, others)
+                chosen.requests.take([request])
+                moved += 1
+        return moved
+
     def _hand_on(self, device: RemoteDevice, in_flight: Collection[str]) -> None:
         """A device's worker has died: others have its requests from now on, where they serve their
         models; not those that may have been the reason."""
@@ -77,7 +89,7 @@ class Routing(Devices):
         for request in device.requests.movable(in_flight):
             wanted = request.submission
             able = (d for d in self.devices.values() if d is not device and d.down is None)
-            others = [d for d in able if d.serves(wanted.model)]
+            others = [d for d in able if d.serves(wanted.model) and not d.cordoned]
             if others:
                 chosen = self._chosen(wanted, others)
                 chosen.requests.take(device.requests.let_go([wanted.id]))

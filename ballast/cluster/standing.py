@@ -31,6 +31,8 @@ class Standing:
         """Of a GPU, as its last worker has told."""
         self.leaving: set[str] = set()
         """Models that it serves until their open requests have ended."""
+        self.cordoned = False
+        """An operator keeps requests away from it: it has been drained."""
         self._prefixes: dict[str, GivenPrefixes] = {}
         """By model, what the present worker was given where there was a choice of devices."""
         self.restarts = 0
@@ -47,7 +49,7 @@ class Standing:
     def takes(self, name: str) -> bool:
         """Whether new requests for a model, or an adapter of one, may go here."""
         found = (base.name for base in self.specs.values() if name in _names(base))
-        return any(base not in self.leaving for base in found)
+        return not self.cordoned and any(base not in self.leaving for base in found)
 
     def full(self, base: ModelSpec) -> bool:
         """Whether it would refuse another request of a model, as far as is known here.

@@ -149,6 +149,16 @@ def add_admin(app: FastAPI, service: Service, operating: Operating) -> None:
         await operating.withdraw(spec(name).name, device, patience)
         return answered({"name": name, "device": device, "status": "withdrawn"})
 
+    @app.post("/admin/devices/{name:path}/drain", **CHECKED)
+    async def drain(name: str) -> Response:
+        await operating.drain(name)
+        return answered({"name": name, "status": "drained"})
+
+    @app.post("/admin/devices/{name:path}/uncordon", **CHECKED)
+    async def uncordon(name: str) -> Response:
+        await operating.uncordon(name)
+        return answered({"name": name, "status": "uncordoned"})
+
     @app.post("/admin/devices/{name:path}/lend", **CHECKED)
     async def lend(name: str, wanted: LendKeys) -> Response:
         await operating.lend(name, wanted.to, wanted.memory)

@@ -106,6 +106,15 @@ class Operating:
     async def _withdraw(self, name: str, device: str, patience: float) -> None:
         _done(await self._controller.withdraw_model(name, device, patience))
 
+    async def drain(self, device: str) -> None:
+        """Models and requests of a device go to others. Raises Fault or Unavailable."""
+        async with self._models:
+            _done(await self._controller.drain(device))
+
+    async def uncordon(self, device: str) -> None:
+        """It takes requests again. Raises Fault."""
+        _done(await self._controller.uncordon(device))
+
     async def lend(self, lender: str, borrower: str, n_bytes: int) -> None:
         """A device lends another one memory, until one of them is started anew. Raises Fault or
         Unavailable."""

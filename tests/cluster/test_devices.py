@@ -277,3 +277,46 @@ def test_what_an_order_has_done_is_reported_before_its_answer() -> None:
                 assert reported(controller) == {"b", "ab"}
 
     asyncio.run(scenario())
+
+
+def test_a_drained_device_hands_everything_over_and_takes_nothing() -> None:
+    """`a` is on that device alone, and has to be placed; half-told answers go on elsewhere."""
+
+    async def scenario() -> None:
+        async with running(FLEET) as (controller, _):
+            alone = await all_of(controller.submit([asked("alone", "a", 3)]))
+            held = controller.submit([asked("a1", "a", HOLD), asked("x", "ab", HOLD)])
+            there = controller.submit([asked("y", "ab", HOLD)])
+            assert where(controller)["a1"] == "cpu:0"
+            outcome = await controller.drain("cpu:0")
+            assert outcome.code is None, outcome
+            assert set(where(controller).values()) == {"cpu:1"}
+            assert controller.devices["cpu:1"].takes("a")
+            assert not controller.devices["cpu:0"].takes("a")
+            again = await all_of(controller.submit([asked("again", "a", 3)]))
+            assert tokens(again) == tokens(alone)
+            refused = await controller.place("b", "cpu:0")
+            assert refused.code == "refused"
+            assert "uncordon" in refused.reason
+            assert (await controller.uncordon("cpu:0")).code is None
+            assert controller.devices["cpu:0"].takes("a")
+            for outlet in (held, there):
+                outlet.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_device_is_not_drained_where_a_model_finds_no_other() -> None:
+    async def scenario() -> None:
+        async with running(FLEET) as (controller, _):
+            assert (await controller.drain("cpu:7")).code == "refused"
+            assert (await controller.drain("cpu:0")).code is None
+            last = await controller.drain("cpu:1")
+            assert last.code == "refused"
+            assert "stays on cpu:1" in last.reason
+            assert controller.devices["cpu:1"].takes("b")
+            open_request = controller.submit([asked("b1", "b", HOLD)])
+            assert where(controller) == {"b1": "cpu:1"}
+            open_request.close()
+
+    asyncio.run(scenario())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,3 +123,38 @@ def test_operators_move_models(two: ServerProcess) -> None:
     assert asyncio.run(tokens_of(two, kill=False)) == expected
     assert order("place", "wren-mini", "cpu:1") == (200, "placed")
     assert order("withdraw", "wren-mini", "cpu:0") == (200, "withdrawn")
+
+
+def test_streams_go_on_elsewhere_when_their_device_is_drained(
+    real: ServerProcess, two: ServerProcess
+) -> None:
+    """In the middle of their answers: the tokens are the same, and nobody is told."""
+    expected = asyncio.run(tokens_of(real, kill=False))
+    answers: list[int] = []
+
+    def order(wanted: str, device: str) -> int:
+        path = f"/admin/devices/{device}/{wanted}"
+        return two.http.post(path, headers=ADMIN, timeout=60).status_code
+
+    def cordoned() -> dict[str, bool]:
+        state = two.http.get("/admin/state", headers=ADMIN).json()
+        return {d["device"]: d["cordoned"] for d in state["devices"]}
+
+    draining = threading.Thread(target=lambda: answers.append(order("drain", "cpu:1")))
+
+    def drain() -> None:
+        draining.start()
+        until(lambda: cordoned() == {"cpu:0": False, "cpu:1": True})
+
+    def and_wait() -> None:
+        draining.join()
+
+    streams = [Stream(model, *kind) for model in MODELS for kind in (*KINDS, *KINDS)]
+    try:
+        assert asyncio.run(told_amid(two, streams, drain, and_wait)) == expected
+        assert answers == [200]
+        assert order("drain", "cpu:0") == 409
+        assert asyncio.run(tokens_of(two, kill=False)) == expected
+    finally:
+        assert order("uncordon", "cpu:1") == 200
+    assert cordoned() == {"cpu:0": False, "cpu:1": False}
