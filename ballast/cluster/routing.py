@@ -65,7 +65,15 @@ class Routing(Devices):
 
     def _chosen(self, submission: Submission, devices: Sequence[RemoteDevice]) -> RemoteDevice:
         """Of devices that can take a request, the one that gets it: the model has several."""
-        replicas = [Replica(d.name, len(d.requests), d.held_tokens(submission)) for d in devices]
+        replicas = [
+            Replica(
+                d.name,
+                len(d.requests),
+                d.held_tokens(submission),
+                d.has_weights(submission.model),
+            )
+            for d in devices
+        ]
         chosen = self.devices[self.fleet_policy.route(replicas)]
         chosen.remember(submission)
         return chosen

@@ -12,6 +12,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.request import Request, Submission
 from ballast.core.settings import FleetSettings
+from ballast.core.view import Residency
 
 
 class Standing:
@@ -64,6 +65,14 @@ class Standing:
             return True
         models = () if self.report is None else self.report.models
         return any(m.name == base.name and m.waiting >= base.max_waiting for m in models)
+
+    def has_weights(self, name: str) -> bool:
+        """Whether the weights of a model, or of an adapter's base, were there as last reported."""
+        if self.report is None:
+            return False
+        bases = {base.name for base in self.specs.values() if name in _names(base)}
+        here = (m for m in self.report.models if m.name in bases)
+        return any(m.residency == Residency.RESIDENT.value for m in here)
 
     def held_tokens(self, submission: Submission) -> int:
         """Tokens of a prompt whose KV it may hold: it was given them, and holds any KV."""

@@ -22,6 +22,7 @@ from ballast.policy.kvpr import Claim, Filling
 from ballast.policy.mux_placement import Device
 from ballast.policy.placement import spread
 from ballast.policy.requirements import Requirements
+from ballast.policy.route import Replica, held_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,11 @@ class LeastPressure(FleetPolicy):
     def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
         """By weights: nothing has been asked yet."""
         return spread(needs, rooms, by_work=False)
+
+    def route(self, replicas: Sequence[Replica]) -> str:
+        """Return the device whose weights are there: where a model migrates to they are on their
+        way."""
+        return held_prefix([r for r in replicas if r.resident] or replicas)
 
     def __call__(self, view: FleetView, memo: object) -> FleetDecision:
         leaving = dict(memo.leaving) if isinstance(memo, Migrating) else {}

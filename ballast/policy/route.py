@@ -18,6 +18,8 @@ class Replica:
     """Of all its models."""
     cached_tokens: int = 0
     """Of the request's prompt, those whose KV it holds."""
+    resident: bool = True
+    """The model's weights are there, as far as is known."""
 
 
 def held_prefix(replicas: Sequence[Replica]) -> str:

@@ -44,7 +44,8 @@ class Controller:
         def look_at(name: str) -> Replica:
             device = self.devices[name]
             device.advance(submission.arrival)
-            return Replica(name, device.open_requests, device.held_tokens(submission))
+            held, resident = device.held_tokens(submission), device.has_weights(submission.model)
+            return Replica(name, device.open_requests, held, resident)
 
         return self.book.choose(self._bases[submission.model], look_at)
 

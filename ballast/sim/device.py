@@ -18,6 +18,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.request import Request, Submission
 from ballast.core.settings import DeviceSettings
 from ballast.core.story import Story
+from ballast.core.view import Residency
 from ballast.engine.build import Hosted, build_newcomer, build_state
 from ballast.engine.loop import Loop
 from ballast.engine.model import ModelState
@@ -221,6 +222,11 @@ class SimDevice:
         """Tokens of its prompt whose KV is here, as of its clock."""
         m, adapter = self.state.named[submission.model]
         return m.kv.held_tokens(submission.prompt, Request.salt_of(submission, m.spec, adapter))
+
+    def has_weights(self, name: str) -> bool:
+        """Whether the weights of a model, or of an adapter's base, are here, as of its clock."""
+        m, _ = self.state.named[name]
+        return m.residency is Residency.RESIDENT
 
     def join(self, now: float, spec: ModelSpec, costs: StepCosts) -> str | None:
         """Serve one more model from `now` on; why not, if not."""
