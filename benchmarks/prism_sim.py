@@ -2,7 +2,7 @@
 
 Bursty groups of requests with the statistics that appendix A.1 states, as the paper's traces are
 not public; models of 1B to 14B, as few devices hold. Service levels are the P95 of each model alone
-on a device of its own, TTFT times 5, TPOT times 2. What a preset has of its own is on; options that
+on a device of its own, TTFT times 5, TPOT times 2, both times `--scale`. What a preset has of its own is on; options that
 several have are equal. All rows have the same devices, one lane, and requests, and begin with the
 same placement, by weights alone: nobody knows what will be asked. `prism` alone moves models.
 
@@ -124,8 +124,9 @@ def counted(report: Report) -> list[RequestRecord]:
 
 
 @cache
-def levels(likes: tuple[str, ...], seconds: float, seed: int) -> dict[str, Slo]:
-    """P95 of each model on a device of its own, scaled; of all where it has no requests."""
+def levels(likes: tuple[str, ...], seconds: float, seed: int, scale: float) -> dict[str, Slo]:
+    """P95 of each model on a device of its own, scaled; of all where it has no requests. `scale`:
+    on top of `TTFT_SCALE` and `TPOT_SCALE`."""
     served = specs(likes)
     work = workload(likes, 1.0, seconds, seed)
     homes: dict[str, list[int | str]] = {s.name: [i] for i, s in enumerate(served)}
@@ -145,7 +146,10 @@ def levels(likes: tuple[str, ...], seconds: float, seed: int) -> dict[str, Slo]:
         return float(np.percentile(own or every, 95))
 
     return {
-        s.name: Slo(ttft=TTFT_SCALE * p95(s.name, "ttft"), tpot=TPOT_SCALE * p95(s.name, "tpot"))
+        s.name: Slo(
+            ttft=scale * TTFT_SCALE * p95(s.name, "ttft"),
+            tpot=scale * TPOT_SCALE * p95(s.name, "tpot"),
+        )
         for s in served
     }
 
@@ -170,9 +174,15 @@ class Result:
 
 
 def measure(
-    likes: tuple[str, ...], row: str, devices: int, factor: float, seconds: float, seed: int
+    likes: tuple[str, ...],
+    row: str,
+    devices: int,
+    factor: float,
+    seconds: float,
+    seed: int,
+    scale: float = 1.0,
 ) -> Result:
-    slos = levels(likes, seconds, seed)
+    slos = levels(likes, seconds, seed, scale)
     ttl = IDLE if row == "prism, 45 s" else None
     served = [replace(s, slo=slos[s.name], ttl=ttl) for s in specs(likes)]
     placement = "kvpr" if row in MOVING else "weights"
@@ -193,12 +203,14 @@ def measure(
     )
 
 
-def fewest(row: str, seconds: float, seed: int) -> tuple[int | None, dict[int, Result]]:
+def fewest(
+    row: str, seconds: float, seed: int, scale: float
+) -> tuple[int | None, dict[int, Result]]:
     """Devices with which TTFT and TPOT are in time for 99 % each, and all that was tried."""
     tried: dict[int, Result] = {}
 
     def enough(n: int) -> bool:
-        tried[n] = measure(EIGHTEEN, row, n, 1.0, seconds, seed)
+        tried[n] = measure(EIGHTEEN, row, n, 1.0, seconds, seed, scale)
         return tried[n].both >= TARGET
 
     low, high = 0, MOST_DEVICES
@@ -222,6 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     def extra(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--seconds", type=float, help="of requests; default 600, quick 300")
         parser.add_argument("--seeds", type=int, help="default 5, quick 2")
+        parser.add_argument("--scale", type=float, default=1.0, help="of all service levels")
         parser.add_argument("--processes", type=int, default=2)
 
     args = options(__doc__, argv, extra)
@@ -230,10 +243,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.processes, context) as pool:
         coming = {
-            row: [pool.submit(fewest, row, seconds, s) for s in seeds] for row in COMPARED.rows
+            row: [pool.submit(fewest, row, seconds, s, args.scale) for s in seeds]
+            for row in COMPARED.rows
         }
         curves = {
-            row: {f: pool.submit(measure, EIGHT, row, 2, f, seconds, 0) for f in FACTORS}
+            row: {
+                f: pool.submit(measure, EIGHT, row, 2, f, seconds, 0, args.scale) for f in FACTORS
+            }
             for row in COMPARED.rows
         }
         found = {row: [c.result() for c in of] for row, of in coming.items()}
@@ -264,6 +280,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "devices": devices,
         "factor_at_99": at,
         "seconds": seconds,
+        "scale": args.scale,
         "seeds": len(seeds),
         "eighteen": {row: [_tried(t) for _, t in of] for row, of in found.items()},
         "eight": {row: _tried(by) for row, by in eight.items()},

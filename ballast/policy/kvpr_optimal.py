@@ -33,6 +33,8 @@ EFFORT = 6.0
 """Deterministic seconds in all, by default."""
 STEP_EFFORT = 3.0
 """Of one packing problem, at most."""
+FIRST_EFFORT = 0.5
+"""Of the first."""
 MOVING_EFFORT = 1.0
 """Of the search for fewer moves."""
 
@@ -68,9 +70,11 @@ def optimal(claims: Sequence[Claim], devices: Sequence[Device], effort: float = 
     high, low = max_pressure(claims, devices, best), lower_bound(claims, devices)
     spent, trying = 0.0, low
     while high > low * (1 + GAP) and spent < effort:
-        middle = max(trying, low) + (high - max(trying, low)) / 2
+        # The bound itself is tried first: where popular models decide, it is often reached.
+        middle = max(trying, low) + (high - max(trying, low)) / 2 if spent else low * (1 + GAP / 2)
         packing = _Packing(claims, devices, middle)
-        found = packing.solve(best, min(STEP_EFFORT, effort - spent))
+        most = STEP_EFFORT if spent else FIRST_EFFORT
+        found = packing.solve(best, min(most, effort - spent))
         spent += max(1e-3, packing.effort)
         if found is not None:
             best, high = found, max_pressure(claims, devices, found)
@@ -80,7 +84,7 @@ def optimal(claims: Sequence[Claim], devices: Sequence[Device], effort: float = 
         elif high - middle <= GAP * middle:
             break
         else:
-            trying = middle
+            trying = max(trying, middle)
     if any(c.devices for c in claims) and high > 0:
         packing = _Packing(claims, devices, high * (1 + 1e-9), moves=True)
         fewer = packing.solve(best, MOVING_EFFORT)

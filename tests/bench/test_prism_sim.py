@@ -34,9 +34,11 @@ def test_every_model_is_asked_before_what_counts() -> None:
 
 
 def test_levels_are_above_what_a_model_alone_takes() -> None:
-    slos = levels(EIGHT[:3], 40.0, 0)
+    slos = levels(EIGHT[:3], 40.0, 0, 1.0)
     assert len(slos) == 3
     assert all(0 < slo.tpot < slo.ttft for slo in slos.values())
+    twice = levels(EIGHT[:3], 40.0, 0, 2.0)
+    assert all(twice[n].ttft == 2 * slo.ttft for n, slo in slos.items())
     alone = measure(EIGHT[:3], "static", 3, 1.0, 40.0, 0)
     assert alone.both >= 0.9
     assert alone.requests > 0
