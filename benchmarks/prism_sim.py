@@ -2,9 +2,10 @@
 
 Bursty groups of requests with the statistics that appendix A.1 states, as the paper's traces are
 not public; models of 1B to 14B, as few devices hold. Service levels are the P95 of each model alone
-on a device of its own, TTFT times 5, TPOT times 2, both times `--scale`. What a preset has of its own is on; options that
-several have are equal. All rows have the same devices, one lane, and requests, and begin with the
-same placement, by weights alone: nobody knows what will be asked. `prism` alone moves models.
+on a device of its own, TTFT times 5, TPOT times 2, both times `--scale`. What a preset has of its
+own is on; options that several have are equal. All rows have the same devices, one lane, and
+requests, and begin with the same placement, by weights alone: nobody knows what will be asked.
+`prism` alone moves models.
 
 `devices_prism`, `devices_static` and the others: the fewest devices on which TTFT and TPOT are in
 time for 99 % of the requests each, mean over seeds (None: eight are not enough for one of them),
