@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from click.testing import Result
+from typer.testing import CliRunner
 
+from ballast.cli import app
 from tests.server.process import ServerProcess, server
 from tests.server.test_crash import KINDS, MODELS, Stream, told_amid
 from tests.server.test_lifetime import until
@@ -158,3 +161,19 @@ def test_streams_go_on_elsewhere_when_their_device_is_drained(
     finally:
         assert order("uncordon", "cpu:1") == 200
     assert cordoned() == {"cpu:0": False, "cpu:1": False}
+
+
+def test_the_command_drains_a_device_and_says_why_not(two: ServerProcess) -> None:
+    def ran(*options: str) -> Result:
+        return CliRunner().invoke(app, ["drain", *options, "--url", two.base, "--key", "sk-admin"])
+
+    try:
+        assert ran("cpu:1").output == "cpu:1 is drained\n"
+        last = ran("cpu:0")
+        assert last.exit_code == 1
+        assert "stays on cpu:0: there is no other device" in last.output
+        assert "no device 'cpu:9'" in ran("cpu:9").output
+    finally:
+        assert ran("cpu:1", "--undo").output == "cpu:1 is uncordoned\n"
+    refused = CliRunner().invoke(app, ["drain", "cpu:1", "--url", two.base, "--key", "sk-wrong"])
+    assert refused.exit_code == 1
