@@ -67,6 +67,7 @@ RUNS = (
     Run("mux_live"),
     Run("placement"),
     Run("prism_sim"),
+    Run("prism_faults"),
     Run("prices", ("--quick",)),
     Run("policy_cost"),
     Run("seam", ("--quick",)),
