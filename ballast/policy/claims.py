@@ -178,8 +178,9 @@ def _overdue(
     view: DeviceView, m: ModelView, r: RequestView, patience: float
 ) -> tuple[bool, float | None]:
     """Whether a request has waited for `patience` of its TTFT service level; else, when it will
-    have, if ever."""
-    at = math.inf if r.place >= BEHIND_ALL else r.order.arrival + patience * m.spec.slo.ttft
+    have, if ever. Less than 0: it has, whatever its place."""
+    behind = r.place >= BEHIND_ALL and patience >= 0
+    at = math.inf if behind else r.order.arrival + patience * m.spec.slo.ttft
     if view.now >= at:
         return True, None
     return False, at if at < math.inf else None

@@ -7,6 +7,7 @@ by price (`ballast.policy.cover`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -16,6 +17,7 @@ from ballast.core.actions import RECALL_SECONDS, Compact, DropCache, Evict, Pree
 from ballast.core.cost import copy_seconds
 from ballast.core.request import Order
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
+from ballast.policy.claims import BEHIND_ALL
 from ballast.policy.market import Claim, Offer
 
 REUSE = 0.05
@@ -161,7 +163,8 @@ def _idle(view: DeviceView) -> Sequence[Offer]:
 
 
 def younger_models(view: DeviceView, claim: Claim) -> Iterator[Offer]:
-    """Models all of whose requests came after the claim's: weights, KV and all, youngest first."""
+    """Models all of whose requests came after the claim's, or wait behind all others: weights, KV
+    and all, youngest first."""
     if claim.may_preempt:
         for offer in view.derived(_busy):
             if offer.undoes is None or offer.undoes <= claim.order:
@@ -172,7 +175,7 @@ def younger_models(view: DeviceView, claim: Claim) -> Iterator[Offer]:
 
 def _busy(view: DeviceView) -> Sequence[Offer]:
     """Models that may be evicted and have requests, youngest first."""
-    found = [(m.derived(oldest), m) for m in view.models if _evictable(m) and not m.idle]
+    found = [(m.derived(_first_served), m) for m in view.models if _evictable(m) and not m.idle]
     found.sort(key=lambda pair: pair[0], reverse=True)
     return [
         _evicting(m, partial(_undoing_seconds, view, m), "{} comes first", first)
@@ -203,6 +206,14 @@ def _evicting(
         everything=True,
         releases=m.shared,
     )
+
+
+def _first_served(m: ModelView) -> Order:
+    """Order of a model's oldest request; one that came after all of its priority, where the model
+    runs nothing and its requests wait behind all others."""
+    first = m.derived(oldest)
+    behind = not m.running and m.waiting[0].place >= BEHIND_ALL
+    return first._replace(arrival=math.inf) if behind else first
 
 
 def oldest(m: ModelView) -> Order:

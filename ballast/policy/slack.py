@@ -17,12 +17,17 @@ from typing import NamedTuple
 
 from ballast.core.actions import Action, Decision, Reorder
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
-from ballast.policy.admission import IN_TIME, PROMOTED
+from ballast.policy.admission import IN_TIME, LATE, PROMOTED
 from ballast.policy.base import AdmissionPolicy
 from ballast.policy.claims import BEHIND_ALL, LONGEST_WAIT, earliest
 
 LEAST = 1e-3
 """Seconds between two looks at the same requests, at least."""
+_WHY = {
+    IN_TIME: "it can be in time",
+    LATE: "others of its model can be in time",
+    BEHIND_ALL: "others can be in time",
+}
 MOST = 512
 """Requests that are looked at, those with the earliest deadlines; the others count as in time."""
 
@@ -56,9 +61,11 @@ class Slack(AdmissionPolicy):
     """Admit as many requests as can be in time, in order of deadline, before those that cannot.
 
     Over all models of a device; the more important come first. A request that is left out waits
-    behind all others, of other models too: it undoes nobody's work, and what becomes free is first
-    for those that can be in time. It is not dropped: it comes back when there is time for it after
-    all, and every `aging` seconds the oldest one that is left out comes first.
+    behind all others, of other models too: it undoes nobody's work, its model makes way if it runs
+    nothing, and what becomes free is first for those that can be in time. One that is more
+    important than others waits behind its own model's alone. None is dropped: it comes back when
+    there is time for it after all, and every `aging` seconds the oldest one that is left out comes
+    first.
     """
 
     aging: float = LONGEST_WAIT
@@ -75,13 +82,16 @@ class Slack(AdmissionPolicy):
             return Decision((), before, before.until)
         late, slack = left_out(prefills(view), _begun(view))
         actions: list[Action] = []
+        least = max(r.order.rank for m in view.models for r in (*m.waiting, *m.running))
         for m in view.models:
-            back = tuple(r.id for r in m.waiting if r.place == IN_TIME and r.id in late)
-            forth = tuple(r.id for r in m.waiting if r.place == BEHIND_ALL and r.id not in late)
-            if back:
-                actions.append(Reorder(m.name, back, BEHIND_ALL, "others can be in time"))
-            if forth:
-                actions.append(Reorder(m.name, forth, IN_TIME, "it can be in time"))
+            moved: dict[int, list[str]] = {}
+            for r in m.waiting:
+                last = BEHIND_ALL if r.order.rank == least else LATE
+                place = last if r.id in late else IN_TIME
+                if r.place not in (place, PROMOTED):
+                    moved.setdefault(place, []).append(r.id)
+            for place, ids in moved.items():
+                actions.append(Reorder(m.name, tuple(ids), place, _WHY[place]))
         until = view.now + max(slack, LEAST)
         behind = [(r.order, m.name, r.id) for m in view.models for r in m.waiting if r.id in late]
         n = sum(map(len, waiting))

@@ -8,10 +8,11 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballast.core.actions import Action, Reorder
+from ballast.core.actions import Action, Evict, Reorder
 from ballast.core.cost import StepCosts
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency, Shortage
-from ballast.policy.admission import IN_TIME, PROMOTED
+from ballast.policy.admission import IN_TIME, LATE, PROMOTED
+from ballast.policy.balloon import Balloon
 from ballast.policy.claims import BEHIND_ALL, LONGEST_WAIT, activation_claims, shortage_claims
 from ballast.policy.slack import Prefill, Slack, left_out
 from tests.policy.worlds import device, model, request
@@ -155,3 +156,25 @@ def test_claims_of_those_left_out_come_last_and_undo_nothing() -> None:
         )
         (claim,), _ = shortage_claims(there, 0.5)
         assert claim.may_preempt is undoes
+
+
+def test_an_important_request_that_is_late_waits_behind_its_own_model_alone() -> None:
+    late, other = waits(1, -5.0), waits(2, 60.0)
+    important = late._replace(order=late.order._replace(rank=-1))
+    there = view(queued("a", important), queued("b", other))
+    assert moves(Slack()(there, None).actions) == {"r1": LATE}
+    assert moves(Slack()(view(queued("a", late), queued("b", other)), None).actions) == {
+        "r1": BEHIND_ALL
+    }
+
+
+def test_a_model_whose_requests_wait_behind_all_makes_way_for_a_running_one() -> None:
+    runs = request(9, arrival=NOW - 0.5, generated=3)
+    for place, goes in ((IN_TIME, False), (BEHIND_ALL, True)):
+        waiting = queued("a", waits(1, -50.0, place))
+        there = view(waiting, replace(model("b", running=(runs,)), costs=SLOW))
+        there = replace(there, shortages=(Shortage("b", runs.id, 1, limited=False),))
+        actions = Balloon()(there, None).actions
+        assert [(type(a), a.model) for a in actions if isinstance(a, Evict)] == (
+            [(Evict, "a")] if goes else []
+        )
