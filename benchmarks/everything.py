@@ -1,6 +1,6 @@
 """Run every benchmark once, one after another, on one commit: what `docs/benchmarks.md` quotes.
 
-Nothing else should run on the machine meanwhile; all of it takes about five hours.
+Nothing else should run on the machine meanwhile; all of it takes about six and a half hours.
 
     python -m benchmarks.everything --out out/benchmarks
     python -m benchmarks.everything --out out/benchmarks --only fleet,robustness
@@ -62,12 +62,12 @@ RUNS = (
     Run("overload_presets"),
     Run("mux_sim", ("--quick",)),
     Run("mux_estimator"),
-    Run("mux_cluster"),
-    Run("mux_ablations"),
+    Run("mux_cluster", ("--seconds", "60", "--rates", "1,2,4,8", "--alphas", "0.9,2.1")),
+    Run("mux_ablations", ("--seconds", "40")),
     Run("mux_live"),
     Run("placement"),
-    Run("prism_sim"),
-    Run("prism_faults"),
+    Run("prism_sim", ("--quick",)),
+    Run("prism_faults", ("--kills", "20")),
     Run("prices", ("--quick",)),
     Run("policy_cost"),
     Run("seam", ("--quick",)),

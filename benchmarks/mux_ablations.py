@@ -32,7 +32,7 @@ from ballast.policy.mux_placement import Device, mesh_groups
 from ballast.workload.generators import power_law
 from benchmarks.common import finish, options
 from benchmarks.contenders import Comparison, Contender
-from benchmarks.mux_cluster import PER_HOST, Cluster, Meshes, Result, serve, together
+from benchmarks.mux_cluster import PER_HOST, Cluster, Meshes, Result, over_rates, serve, together
 from benchmarks.mux_sim import LANES, TERMS
 
 UNIT = Cluster({"LLaMA-7b": 2, "LLaMA-13b": 1, "LLaMA-30b": 1}, 4)
@@ -121,15 +121,6 @@ def most(of: str, over: str, rows: Rows) -> dict[str, float]:
     return {"ratio": ratios[at], "at_rate": at, "attainment_ratio": attained}
 
 
-def table_of(title: str, rows: Rows) -> Table:
-    rates = next(iter(rows.values()))
-    table = Table("", *(f"{r:g}/s" for r in rates), title=title)
-    for row, by in rows.items():
-        cells = (f"{r.throughput:.2f}; {r.attainment:.0%}; {r.worst:.0%}" for r in by.values())
-        table.add_row(row, *cells)
-    return table
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     def extra(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--seconds", type=float, help="of arrivals; default 60, quick 30")
@@ -165,8 +156,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for case, found in results.items()
     }
     what = "req/s by rate; in SLO; worst"
-    shown = [table_of(f"placement, {name}: {what}", results[name]) for name in PLACEMENTS]
-    shown += [table_of(f"resource manager, power law {a}: {what}", results[a]) for a in alphas]
+    shown = [over_rates(f"placement, {name}: {what}", results[name]) for name in PLACEMENTS]
+    shown += [over_rates(f"resource manager, power law {a}: {what}", results[a]) for a in alphas]
     ratios = Table("", "case", "ratio", "at rate", "attainment", title="mux_ablations")
     for key, by in told.items():
         for case, of in by.items():

@@ -281,12 +281,18 @@ def summary(results: Mapping[str, Mapping[float, Result]]) -> dict[str, Any]:
     }
 
 
-def table_of(title: str, results: Mapping[str, Mapping[float, Result]]) -> Table:
+def over_rates(title: str, results: Mapping[str, Mapping[float, Result]]) -> Table:
+    """Throughput, attainment, and that of the model served worst, by row and rate."""
     rates = next(iter(results.values()))
     table = Table("", *(f"{r:g}/s" for r in rates), title=title)
     for row, by in results.items():
         cells = (f"{r.throughput:.2f}; {r.attainment:.0%}; {r.worst:.0%}" for r in by.values())
         table.add_row(row, *cells)
+    return table
+
+
+def table_of(title: str, results: Mapping[str, Mapping[float, Result]]) -> Table:
+    table = over_rates(title, results)
     told = summary(results)
     shown = {k: v for k, v in told.items() if not k.startswith("rate_at")}
     table.caption = ", ".join(

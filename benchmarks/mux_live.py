@@ -11,9 +11,9 @@ have the same memory, cores, options and requests, and run in turns:
   on one lane, as its quotas and order of models do alone.
 
 Rates are parts of what `temporal` answers per second of requests that all come at once. Service
-levels are `SLO_SCALE` times what a request alone sees there. `throughput`: requests that came after
-the warm-up, answered per second until the last was, by model, weighted by rate, as the paper has
-it; the attainment of the model served worst stands beside it. `over_spatial`, `over_temporal`: of
+levels are `SLO_SCALE` times what a request alone sees there. `throughput`: requests answered per
+second after the warm-up and while others come, by model, weighted by rate, as the paper has it; the
+attainment of the model served worst stands beside it. `over_spatial`, `over_temporal`: of
 `muxserve`, round by round, at the highest rate. `kv_over_rate`: each model's share of the KV in use
 over its share of the requests. Interference, a part of its own: one model decodes while another is
 asked for a long prompt now and then; `interference` is the mean gap between tokens that a prefill

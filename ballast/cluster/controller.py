@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,13 @@ from ballast.core.settings import FleetSettings, ModelSettings, ServerSettings
 from ballast.transport.messages import OfLease, OfPeer
 
 log = logging.getLogger(__name__)
+
+PATIENCE = 30.0
+"""Seconds for what has come to a device meanwhile, where a drain is given up."""
+
+
+class _Refused(Exception):
+    """No device takes a model; says why."""
 
 
 class Controller(Routing):
@@ -114,15 +122,19 @@ class Controller(Routing):
             if len(here) < 2:
                 return Outcome("refused", f"{model} is on no other device")
             assert found is not None
-            found.leaving.add(model)
-            try:
-                outcome = await found.command(Remove(model, patience))
-            except BaseException:
-                found.leaving.discard(model)
-                raise
-            if outcome.code is not None:
-                found.leaving.discard(model)
-            return outcome
+            return await self._take_off(found, model, patience)
+
+    async def _take_off(self, device: RemoteDevice, model: str, patience: float) -> Outcome:
+        """Take a model from a device that is not its only one."""
+        device.leaving.add(model)
+        try:
+            outcome = await device.command(Remove(model, patience))
+        except BaseException:
+            device.leaving.discard(model)
+            raise
+        if outcome.code is not None:
+            device.leaving.discard(model)
+        return outcome
 
     async def drain(self, device: str) -> Outcome:
         """Empty a device for maintenance, until it is `uncordon`ed.
@@ -143,18 +155,26 @@ class Controller(Routing):
                 for d in self.devices.values()
                 if d is not found and d.down is None and not d.cordoned
             ]
-            for model in found.specs:
-                if not any(d.takes(model) for d in others):
-                    refused = await self._place_on_any(model, others)
-                    if refused is not None:
-                        return Outcome("refused", f"{model} stays on {device}: {refused}")
+            placed: list[tuple[RemoteDevice, str]] = []
+            try:
+                for model in list(found.specs):
+                    if not any(d.takes(model) for d in others):
+                        placed.append((await self._place_on_any(model, others), model))
+            except BaseException as error:
+                for d, model in placed:
+                    with suppress(Unavailable):
+                        await self._take_off(d, model, PATIENCE)
+                if isinstance(error, _Refused):
+                    return Outcome("refused", f"{model} stays on {device}: {error}")
+                raise
             found.cordoned = True
             moved = self._hand_over(found)
             log.info("%s is drained: %d requests go on elsewhere", device, moved)
-            for model in list(found.specs) if found.down is None else ():
-                outcome = await found.command(Evict(model, "its device is drained"))
-                if outcome.code is not None:
-                    log.warning("%s keeps the weights of %s: %s", device, model, outcome.reason)
+            with suppress(Unavailable):  # of a worker that dies no weights are left
+                for model in list(found.specs):
+                    outcome = await found.command(Evict(model, "its device is drained"))
+                    if outcome.code is not None:
+                        log.warning("%s keeps the weights of %s: %s", device, model, outcome.reason)
             return Outcome()
 
     async def uncordon(self, device: str) -> Outcome:
@@ -165,8 +185,8 @@ class Controller(Routing):
         found.cordoned = False
         return Outcome()
 
-    async def _place_on_any(self, model: str, devices: Sequence[RemoteDevice]) -> str | None:
-        """Have one of some devices serve a model; why none does, if none does."""
+    async def _place_on_any(self, model: str, devices: Sequence[RemoteDevice]) -> RemoteDevice:
+        """Have one of some devices serve a model. Raises _Refused where none does."""
         settings = next(m for m in self.fleet.models if m.name == model)
         refused = "there is no other device"
 
@@ -177,9 +197,9 @@ class Controller(Routing):
         for d in sorted(devices, key=filled):
             outcome = await d.join(settings)
             if outcome.code is None:
-                return None
+                return d
             refused = f"{d.name}: {outcome.reason}"
-        return refused
+        raise _Refused(refused)
 
     async def lend(self, lender: str, borrower: str, n_bytes: int) -> Outcome:
         """Have a device lend free pages, so many bytes of them. Raises Unavailable."""

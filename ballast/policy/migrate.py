@@ -29,8 +29,8 @@ from ballast.policy.route import Replica, held_prefix
 class Migrating:
     """What a look has to know of those before."""
 
-    leaving: Mapping[str, str] = field(default_factory=dict)
-    """By model that is to come to another device: the one that it leaves."""
+    leaving: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    """By model that is to come to another device: the one that it leaves, and when that began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ class LeastPressure(FleetPolicy):
     whose move lowers the pressure of the device with the highest most, to the device where it is
     then least, if that is lower by more than `threshold` of it. It is placed there while its old
     device serves on; when its weights are there, new requests go there alone, and it leaves the old
-    one when the requests open there have ended.
+    one when the requests open there have ended. Weights that have not come after `patience`
+    seconds come no more: it stays where it was.
 
     Where none does, a model that nobody asks, and whose weights are nowhere, moves to where they
     would leave the least pressure: there it is activated when it is asked again.
@@ -51,6 +52,7 @@ class LeastPressure(FleetPolicy):
 
     every: float = 10.0
     threshold: float = 0.2
+    patience: float = 60.0
 
     @property
     def requires(self) -> Requirements:
@@ -72,18 +74,23 @@ class LeastPressure(FleetPolicy):
     def __call__(self, view: FleetView, memo: object) -> FleetDecision:
         leaving = dict(memo.leaving) if isinstance(memo, Migrating) else {}
         actions: list[FleetAction] = []
-        for model, source in list(leaving.items()):
+        for model, (source, since) in list(leaving.items()):
             at = homes(model, view)
-            if set(at) <= {source} or source not in at:
+            targets = [d for d in at if d != source]
+            if not targets or source not in at:
                 del leaving[model]  # refused, or an operator has moved it
-            elif not at[source].weights or any(h.weights for d, h in at.items() if d != source):
+            elif not at[source].weights or any(at[d].weights for d in targets):
                 actions.append(Withdraw(model, source, "its weights are where it migrates to"))
+                del leaving[model]
+            elif view.now >= since + self.patience:
+                why = f"its weights have not come in {self.patience:g} s"
+                actions += [Withdraw(model, target, why) for target in targets]
                 del leaving[model]
         if not leaving and not actions:
             move = best_move(view, self.threshold)
             if move is not None:
                 actions.append(Place(move.model, move.target, move.why, activate=move.warm))
-                leaving[move.model] = move.source
+                leaving[move.model] = move.source, view.now
         return FleetDecision(tuple(actions), Migrating(leaving), view.now + self.every)
 
 

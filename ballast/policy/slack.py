@@ -16,10 +16,11 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from ballast.core.actions import Action, Decision, Reorder
+from ballast.core.cost import copy_seconds
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
 from ballast.policy.admission import IN_TIME, LATE, PROMOTED
 from ballast.policy.base import AdmissionPolicy
-from ballast.policy.claims import BEHIND_ALL, LONGEST_WAIT, earliest
+from ballast.policy.claims import BEHIND_ALL, LONGEST_WAIT
 
 LEAST = 1e-3
 """Seconds between two looks at the same requests, at least."""
@@ -105,7 +106,7 @@ class Slack(AdmissionPolicy):
                     actions.append(Reorder(model, (id,), PROMOTED, why))
                     since = view.now
                 until = min(until, since + self.aging)
-        wake = earliest(until if until < float("inf") else None)
+        wake = until if until < float("inf") else None
         return Decision(tuple(actions), Queue(waiting, until, since), wake)
 
 
@@ -171,4 +172,4 @@ def _activation(view: DeviceView, m: ModelView) -> float:
     """Seconds until a model's weights can be here."""
     if m.residency is not Residency.ABSENT:
         return 0.0
-    return m.missing_pages * view.page_bytes / view.weights_bytes_per_second
+    return copy_seconds(m.missing_pages * view.page_bytes, view.weights_bytes_per_second)

@@ -165,6 +165,7 @@ def _pressed(
 ) -> dict[str, Any]:
     """KVPRs are of GB."""
     claims, devices = _claims(problem), _devices(problem)
+    moving = moved(claims, homes)
     return {
         "placement": {m.name: list(homes[m.name]) for m in problem.models},
         "seconds": time.perf_counter() - began,
@@ -174,7 +175,7 @@ def _pressed(
         "moves": [
             {"model": c.name, "from": list(c.devices), "to": list(homes[c.name])}
             for c in claims
-            if c.name in moved(claims, homes)
+            if c.name in moving
         ],
     }
 

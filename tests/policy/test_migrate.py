@@ -84,6 +84,20 @@ def test_it_leaves_where_it_was_only_when_it_is_there() -> None:
     assert said(refused.actions) == [("Place", "b", "y")], "refused: it is decided anew"
 
 
+def test_a_migration_whose_weights_do_not_come_is_given_up() -> None:
+    """Else it would keep all others from moving for ever."""
+    policy = LeastPressure(patience=30.0)
+    seen = view(0.0, {"x": {"a": 900.0, "b": 500.0}, "y": {"c": 100.0}})
+    memo = policy(seen, None).memo
+    coming = (hosted("c", 100.0), hosted("b", 0.0, open_requests=0, weights=0))
+    both = replace(seen, devices=(seen.devices[0], replace(seen.devices[1], hosting=coming)))
+    for now in (10.0, 20.0):
+        decision = policy(replace(both, now=now), memo)
+        assert decision.actions == ()
+        memo = decision.memo
+    assert said(policy(replace(both, now=30.0), memo).actions) == [("Withdraw", "b", "y")]
+
+
 def test_an_idle_model_moves_to_where_it_would_leave_the_least_pressure() -> None:
     seen = view(0.0, {"x": {"a": 900.0, "b": 0.0}, "y": {"c": 100.0}})
     assert said(LeastPressure()(seen, None).actions) == [("Place", "b", "y")]
