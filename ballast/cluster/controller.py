@@ -161,9 +161,9 @@ class Controller(Routing):
                     if not any(d.takes(model) for d in others):
                         placed.append((await self._place_on_any(model, others), model))
             except BaseException as error:
-                for d, model in placed:
+                for d, name in placed:
                     with suppress(Unavailable):
-                        await self._take_off(d, model, PATIENCE)
+                        await self._take_off(d, name, PATIENCE)
                 if isinstance(error, _Refused):
                     return Outcome("refused", f"{model} stays on {device}: {error}")
                 raise

@@ -320,3 +320,28 @@ def test_a_device_is_not_drained_where_a_model_finds_no_other() -> None:
             open_request.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", ["broken", "deadly"])
+def test_a_drain_that_cannot_be_done_leaves_nothing_behind(path: str) -> None:
+    """One model has come to the other device when the next finds no place there, or ends it."""
+
+    async def scenario() -> None:
+        other = ModelSettings(name="last", path="last", devices=("cpu:0",))
+        async with running(replace(FLEET, models=(*FLEET.models, other))) as (controller, _):
+            changed = (*FLEET.models, replace(other, path=path))
+            controller.fleet = replace(controller.fleet, models=changed)
+            there = controller.devices["cpu:1"]
+            try:
+                outcome = await controller.drain("cpu:0")
+                assert (path, outcome.code) == ("broken", "refused")
+                assert "last stays on cpu:0" in outcome.reason
+            except Unavailable:
+                assert path == "deadly"
+            assert all(controller.devices["cpu:0"].takes(m) for m in ("a", "ab", "last"))
+            if path == "broken":
+                assert not there.takes("a")
+                assert "a" not in there.leaving
+            assert controller.homes("a") == ["cpu:0"] or path == "deadly"
+
+    asyncio.run(scenario())
