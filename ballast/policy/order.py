@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ballast.core.compute import ComputeDecision, ComputeView, Phase, Runnable
 from ballast.core.request import Order
 from ballast.policy.base import ComputePolicy
+from ballast.policy.turns import Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +36,39 @@ class RoundRobin(ComputePolicy):
 class FirstComeFirstServed(ComputePolicy):
     """The model with the oldest of the most important requests that can go on, its others beside
     it, until that request has ended (AlpaServe, Li et al., 2023, as MuxServe compares with it:
-    section 4.1). Options as of `RoundRobin`.
+    section 4.1).
+
+    `longest_turn`, where it is not 0: for so many seconds; then comes the model with the oldest of
+    the other models' requests. `separate` as of `RoundRobin`.
     """
 
     separate: float = 0
+    longest_turn: float = 0
 
     def __call__(self, view: ComputeView, memo: object) -> ComputeDecision:
-        chosen = min(view.runnable, key=lambda r: (not r.moves_kv, _oldest(view, r), r.model))
-        until = math.inf if chosen.first_prompt is None else -math.inf
-        return ComputeDecision(chosen.model, until=until, phase=_phase(chosen, self.separate))
+        first = _first(view, view.runnable)
+        if first.moves_kv or not self.longest_turn:
+            return self._job(first, math.inf, memo)
+        turn = memo if isinstance(memo, Turn) else Turn("", -math.inf)
+        runnable = {r.model: r for r in view.runnable}
+        if view.now < turn.since + self.longest_turn and turn.model in runnable:
+            return self._job(runnable[turn.model], turn.since + self.longest_turn, turn)
+        chosen = _first(view, [r for r in view.runnable if r.model != turn.model] or view.runnable)
+        if all(job.model != turn.model for job in view.in_flight):
+            turn = Turn(chosen.model, view.now)
+        return self._job(chosen, turn.since + self.longest_turn, turn)
+
+    def _job(self, chosen: Runnable, until: float, memo: object) -> ComputeDecision:
+        """A job of `chosen`: decode steps until then, or one with prompts."""
+        until = until if chosen.first_prompt is None else -math.inf
+        return ComputeDecision(
+            chosen.model, until=until, memo=memo, phase=_phase(chosen, self.separate)
+        )
+
+
+def _first(view: ComputeView, models: Sequence[Runnable]) -> Runnable:
+    """The model that moves KV, else the one with the oldest request."""
+    return min(models, key=lambda r: (not r.moves_kv, _oldest(view, r), r.model))
 
 
 def _oldest(view: ComputeView, r: Runnable) -> Order:

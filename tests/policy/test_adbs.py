@@ -109,3 +109,31 @@ def test_whose_request_came_first_is_served_first() -> None:
     important = work("p", prompts=[prompt(2, 400, 1.0)._replace(order=Order(-1, NOW, 3))])
     assert policy(view(important, old), None).model == "p"
     assert replace(policy, separate=1)(view(first, old), None).phase is Phase.PREFILL
+
+
+def test_a_turn_ends_when_its_time_is_up() -> None:
+    old = work("d", decodes=[decode()._replace(order=Order(0, NOW - 9, 1))])
+    young = work("p", decodes=[decode()._replace(order=Order(0, NOW - 1, 2))])
+    policy = FirstComeFirstServed(longest_turn=2.0)
+    v = view(young, old)
+    first = policy(v, None)
+    assert (first.model, first.until) == ("d", NOW + 2)
+    within = policy(replace(v, now=NOW + 1.9), first.memo)
+    assert (within.model, within.until) == ("d", NOW + 2)
+    then = policy(replace(v, now=NOW + 2), first.memo)
+    assert (then.model, then.until) == ("p", NOW + 4)
+    assert policy(replace(v, now=NOW + 4), then.memo).model == "d"
+    alone = policy(replace(view(old), now=NOW + 2), first.memo)
+    assert (alone.model, alone.until) == ("d", NOW + 4), "nobody else can go on"
+    older = view(work("p", decodes=[decode()._replace(order=Order(0, NOW - 20, 2))]), old)
+    assert policy(older, first.memo).model == "d", "its turn is not over"
+    assert policy(replace(view(young), now=NOW + 1), first.memo).model == "p", "it has nothing left"
+
+
+def test_a_turn_on_another_lane_is_not_taken_over() -> None:
+    young = work("p", decodes=[decode()._replace(order=Order(0, NOW - 1, 2))])
+    old = work("d", decodes=[decode()._replace(order=Order(0, NOW - 9, 1))])
+    policy = FirstComeFirstServed(longest_turn=2.0)
+    first = policy(view(young, old), None)
+    beside = replace(view(young), lanes=2, parts=2, in_flight=(InFlight("d", False, 1),))
+    assert policy(beside, first.memo).memo == first.memo

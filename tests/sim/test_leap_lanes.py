@@ -35,6 +35,7 @@ OPTIONS: dict[str, dict[str, float]] = {
     "balloon": {"late_share": 0.1},
     "balloon+round-robin": {},
     "static+deadline": {"longest_gap": 0.02},
+    "static+fcfs": {"longest_turn": 0.02},
     "static+round-robin": {"separate": 1.0},
 }
 
