@@ -161,13 +161,21 @@ class Result:
 
 
 def measure(
-    name: str, row: str, factor: float, length: float, seconds: float, engine: str
+    name: str,
+    row: str,
+    factor: float,
+    length: float,
+    seconds: float,
+    engine: str,
+    longest_turn: float = 0.0,
 ) -> Result:
+    """Run a row. `longest_turn`: of `fcfs`, in seconds, 0 being none."""
     setting, contender = SETTINGS[name], COMPARED.rows[row]
     (kind,) = kinds_of(DEVICE, lanes_of(row), engine)
     specs = specs_of(setting, kind, length)
     work = workload(setting, factor, length, seconds, seed=1)
-    preset = resolve(contender.preset, COMPARED.options(row))
+    own = {"longest_turn": longest_turn} if row == "fcfs" else {}
+    preset = resolve(contender.preset, COMPARED.options(row) | own)
     ran = run_cluster(preset, [kind], specs, work, {s.name: s.slo for s in specs})
     return _result(ran, specs, seconds)
 
@@ -245,17 +253,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument("--engine", default=ENGINE)
         parser.add_argument("--settings", default=",".join(SETTINGS), help="default all")
         parser.add_argument("--seconds", type=float, help="of arrivals; default 180, quick 60")
+        parser.add_argument("--longest-turn", type=float, default=0.0, help="of fcfs, s")
         parser.add_argument("--processes", type=int, default=2)
 
     args = options(__doc__, argv, extra)
     seconds = args.seconds or (60.0 if args.quick else 180.0)
     factors = (1.0,) if args.quick else FACTORS
+    terms = (args.length, seconds, args.engine, args.longest_turn)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.processes, context) as pool:
         coming = {
             name: {
                 row: {
-                    f: pool.submit(measure, name, row, f, args.length, seconds, args.engine)
+                    f: pool.submit(measure, name, row, f, *terms)
                     for f in factors
                 }
                 for row in COMPARED.rows
@@ -275,6 +285,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "device": DEVICE,
         "engine": args.engine,
         "length": args.length,
+        "longest_turn": args.longest_turn,
         "seconds": seconds,
         "lanes": {row: lanes_of(row) for row in COMPARED.rows},
         "rows": {

@@ -70,3 +70,11 @@ def test_a_row_runs_from_end_to_end() -> None:
     (kind,) = kinds_of(mux_sim.DEVICE, LANES, mux_sim.ENGINE)
     specs = mux_sim.specs_of(SETTINGS["10b"], kind, 0.25)
     assert all(0 < s.slo.tpot < s.slo.ttft for s in specs)
+
+
+def test_turns_of_limited_length_are_of_fcfs_alone() -> None:
+    def run(row: str, longest: float) -> Result:
+        return mux_sim.measure("10b", row, 1.0, 0.25, 8.0, mux_sim.ENGINE, longest)
+
+    assert run("fcfs", 0.1) != run("fcfs", 0.0)
+    assert run("round-robin", 0.1) == run("round-robin", 0.0)
