@@ -264,10 +264,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with ProcessPoolExecutor(args.processes, context) as pool:
         coming = {
             name: {
-                row: {
-                    f: pool.submit(measure, name, row, f, *terms)
-                    for f in factors
-                }
+                row: {f: pool.submit(measure, name, row, f, *terms) for f in factors}
                 for row in COMPARED.rows
             }
             for name in args.settings.split(",")
