@@ -46,9 +46,8 @@ class FirstComeFirstServed(ComputePolicy):
     longest_turn: float = 0
 
     def __call__(self, view: ComputeView, memo: object) -> ComputeDecision:
-        first = _first(view, view.runnable)
-        if first.moves_kv or not self.longest_turn:
-            return self._job(first, math.inf, memo)
+        if not self.longest_turn or any(r.moves_kv for r in view.runnable):
+            return self._job(_first(view, view.runnable), math.inf, memo)
         turn = memo if isinstance(memo, Turn) else Turn("", -math.inf)
         runnable = {r.model: r for r in view.runnable}
         if view.now < turn.since + self.longest_turn and turn.model in runnable:
@@ -59,7 +58,7 @@ class FirstComeFirstServed(ComputePolicy):
         return self._job(chosen, turn.since + self.longest_turn, turn)
 
     def _job(self, chosen: Runnable, until: float, memo: object) -> ComputeDecision:
-        """A job of `chosen`: decode steps until then, or one with prompts."""
+        """Its next job, and if it only decodes, those that follow `until` then."""
         until = until if chosen.first_prompt is None else -math.inf
         return ComputeDecision(
             chosen.model, until=until, memo=memo, phase=_phase(chosen, self.separate)
@@ -67,7 +66,8 @@ class FirstComeFirstServed(ComputePolicy):
 
 
 def _first(view: ComputeView, models: Sequence[Runnable]) -> Runnable:
-    """The model that moves KV, else the one with the oldest request."""
+    """A model whose next job moves KV, which others may wait for; else the one with the oldest of the
+    most important requests."""
     return min(models, key=lambda r: (not r.moves_kv, _oldest(view, r), r.model))
 
 
