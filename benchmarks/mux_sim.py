@@ -10,8 +10,8 @@ which other figures of the paper go by.
 `fcfs` and `round-robin` are `recompute` under these orders: weights stay, and KV comes from one
 pool, first come first served, as the paper's baselines have it ("our unified KV cache"). Every row
 has the same lanes but where its name says otherwise, computes prompts in jobs of their own as
-engines of that time do, admits requests as they come, and has the same requests. A turn of `fcfs` lasts until the model's
-oldest request has ended, or for `--longest-turn` seconds.
+engines of that time do, admits requests as they come, and has the same requests. A turn of `fcfs`
+lasts until the model's oldest request has ended, or for `--longest-turn` seconds.
 
 `throughput`: requests per second of each model that were answered in the second half of the time in
 which requests come, weighted by the models' rates, as the paper has it; beside it the attainment of

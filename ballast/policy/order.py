@@ -66,8 +66,8 @@ class FirstComeFirstServed(ComputePolicy):
 
 
 def _first(view: ComputeView, models: Sequence[Runnable]) -> Runnable:
-    """A model whose next job moves KV, which others may wait for; else the one with the oldest of the
-    most important requests."""
+    """A model whose next job moves KV, which others may wait for; else the one with the oldest of
+    the most important requests."""
     return min(models, key=lambda r: (not r.moves_kv, _oldest(view, r), r.model))
 
 
