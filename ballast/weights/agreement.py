@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -112,9 +113,15 @@ def _theirs(module: Any, case: Case, ids: Tensor) -> Tensor:
         output = module(input_ids=ids[None], use_cache=False)
     else:
         layers = [_Forgotten(case.start) for _ in range(_n_layers(module))]
-        output = module(input_ids=ids[None], past_key_values=Cache(layers=layers), use_cache=True)
+        cache = {_cache_name(module): Cache(layers=layers)}
+        output = module(input_ids=ids[None], use_cache=True, **cache)
     logits: Tensor = output.logits[0]
     return logits
+
+
+def _cache_name(module: Any) -> str:
+    """What the module calls its cache: `past_key_values`, and `cache` from transformers 5.24 on."""
+    return "cache" if "cache" in signature(module.forward).parameters else "past_key_values"
 
 
 def _n_layers(module: Any) -> int:

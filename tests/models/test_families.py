@@ -143,10 +143,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"hidden_size": 64, "n_layer": 4, "n_head": 4, "vocab_size": 200},
         "positions",
     ),
-    "gptj": (
-        {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 200, "rotary_dim": 8},
-        "for that 0 times",
-    ),
     "mamba": (
         {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 200},
         "more of the past",

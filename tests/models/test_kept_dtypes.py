@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +59,21 @@ def test_they_arrive_in_the_dtype_that_transformers_gives_them(kind: str, tmp_pa
 @pytest.mark.parametrize("how", ["plain", "packed", "device"])
 @pytest.mark.parametrize("kind", ["ernie4_5_moe", "glm4_moe"])
 def test_they_are_computed_with_as_they_are(kind: str, how: str, tmp_path: Path) -> None:
-    """As near to transformers' bfloat16 as that is to float32, and experts are chosen alike."""
+    """As near to float32 as transformers' bfloat16 is, at the median of eight sequences.
+
+    In one of them rounding may well choose another expert, for us or for them: two of six experts
+    are often within 1/1000 of each other, and an early token's choice reaches all later ones.
+    """
     loaded, exact = reference(tmp_path, kind)
-    a, b = tokens_of(70, 1), tokens_of(29, 2)
-    theirs = torch.stack([of(loaded, x) for x in (a, b)]).float()
-    best = torch.stack([of(exact, x) for x in (a, b)])
     settings: dict[str, Any] = {"dtype": "bfloat16"}
     if how == "device":
         settings["attention"] = PlainAttention
     else:
         settings["linear"] = how
-    ours = serve(tmp_path, a, b, **settings)
-    assert (ours - best).abs().mean() < 2 * (theirs - best).abs().mean()
+    ours, theirs = [], []
+    for seed in range(4):
+        a, b = tokens_of(70, 2 * seed + 1), tokens_of(29, 2 * seed + 2)
+        best = torch.stack([of(exact, x) for x in (a, b)])
+        ours += (serve(tmp_path, a, b, **settings) - best).abs().mean(-1).tolist()
+        theirs += (torch.stack([of(loaded, x) for x in (a, b)]) - best).abs().mean(-1).tolist()
+    assert statistics.median(ours) < 1.5 * statistics.median(theirs)
