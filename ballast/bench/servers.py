@@ -105,7 +105,7 @@ async def run_servers(
     Unavailable where a model cannot be served.
     """
     progress(f"{name}: starting {len(fleets)} servers", 0)
-    async with _serving(fleets, command) as servers:
+    async with serving_fleets(fleets, command) as servers:
         target = ServersTarget(servers, MonotonicClock())
         specs = [spec for server in servers for spec in server.specs.values()]
         prompts = prompts_of(vocabularies_of(specs))
@@ -127,10 +127,10 @@ async def run_servers(
 
 
 @asynccontextmanager
-async def _serving(
-    fleets: Sequence[FleetSettings], command: Sequence[str]
+async def serving_fleets(
+    fleets: Sequence[FleetSettings], command: Sequence[str] = COMMAND
 ) -> AsyncIterator[list[Controller]]:
-    """Servers that know nothing of each other, started one after the other."""
+    """Start servers that know nothing of each other, started one after the other."""
     servers = [Controller(_maker(command, fleet.has_gpus)) for fleet in fleets]
     try:
         for server, fleet in zip(servers, fleets, strict=True):

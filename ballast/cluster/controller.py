@@ -13,22 +13,29 @@ from typing import Any
 from ballast.cluster.device import RemoteDevice
 from ballast.cluster.following import Following
 from ballast.cluster.lending import Acquaintances
+from ballast.cluster.migrations import Migrations
 from ballast.cluster.neighbours import WorkerLink
 from ballast.cluster.orders import changed, names_of, refusal, undoing
 from ballast.cluster.placing import homes_of, named, part_of, placed
 from ballast.cluster.routing import Routing
 from ballast.cluster.spare import Spare
 from ballast.cluster.suspicion import Suspicions
-from ballast.core.actions import Evict, Lend, Recall
+from ballast.core.actions import Activate, Evict, Lend, Recall
 from ballast.core.command import Add, DeviceOrder, Order, Outcome, Remove
 from ballast.core.errors import ConfigError, Unavailable
+from ballast.core.migration import Word
+from ballast.core.model import ModelSpec
+from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings, ModelSettings, ServerSettings
 from ballast.transport.messages import OfLease, OfPeer
 
 log = logging.getLogger(__name__)
 
 PATIENCE = 30.0
-"""Seconds for what has come to a device meanwhile, where a drain is given up."""
+"""Seconds for what has come to a device meanwhile, where a drain is given up; and for weights to
+come before requests of their model do."""
+POLL_SECONDS = 0.05
+"""How often it is seen whether they have."""
 
 
 class _Refused(Exception):
@@ -46,6 +53,7 @@ class Controller(Routing):
         self.changing = asyncio.Lock()
         """Held while a model is added or removed: what follows is judged by what came of it."""
         self._acquaintances = Acquaintances(self.devices)
+        self._migrations = Migrations()
         self._following: asyncio.Task[None] | None = None
 
     async def start(self, fleet: FleetSettings) -> None:
@@ -112,8 +120,8 @@ class Controller(Routing):
             return await found.join(settings)
 
     async def withdraw_model(self, model: str, device: str, patience: float) -> Outcome:
-        """Take a model from one of its devices; those of its requests that are open there have
-        `patience` seconds to end. Raises Unavailable, as `command`."""
+        """Take a model from one of its devices. Requests that run there go on at others that have
+        its weights; what stays has `patience` seconds to end. Raises Unavailable, as `command`."""
         async with self.changing:
             here = [d for d in self.devices.values() if d.takes(model)]
             found = self.devices.get(device)
@@ -128,6 +136,7 @@ class Controller(Routing):
         """Take a model from a device that is not its only one."""
         device.leaving.add(model)
         try:
+            await self.migrate(device, model)
             outcome = await device.command(Remove(model, patience))
         except BaseException:
             device.leaving.discard(model)
@@ -141,8 +150,9 @@ class Controller(Routing):
 
         Models that no other device serves are placed on others first, those with the least weights
         for their budget; where none takes one, nothing changes. Then requests open there go on
-        elsewhere, after the tokens that their clients have: their KV is computed anew. Its weights
-        are evicted. Raises Unavailable, as `command`.
+        elsewhere: running ones with their KV, once their model's weights are there, others, and
+        those whose KV cannot be had or finds no room, after the tokens that their clients have.
+        Its weights are evicted. Raises Unavailable, as `command`.
         """
         async with self.changing:
             found = self.devices.get(device)
@@ -168,14 +178,49 @@ class Controller(Routing):
                     return Outcome("refused", f"{model} stays on {device}: {error}")
                 raise
             found.cordoned = True
-            moved = self._hand_over(found)
-            log.info("%s is drained: %d requests go on elsewhere", device, moved)
+            bases = list(found.specs.values())
+            for base in bases:
+                await self._bring_elsewhere(base, found)
+            moved = sum([await self.migrate(found, base.name) for base in bases])
+            anew = self._hand_over(found)
+            text = "%s is drained: %d requests go on elsewhere, %d with their KV"
+            log.info(text, device, moved + anew, moved)
             with suppress(Unavailable):  # of a worker that dies no weights are left
                 for model in list(found.specs):
                     outcome = await found.command(Evict(model, "its device is drained"))
                     if outcome.code is not None:
                         log.warning("%s keeps the weights of %s: %s", device, model, outcome.reason)
             return Outcome()
+
+    async def migrate(self, device: RemoteDevice, model: str) -> int:
+        """Have requests of a model that run on a device go on, with their KV, at others that serve
+        it and have its weights; how many went."""
+        base = device.specs.get(model)
+        running = [] if base is None else device.requests.running(base)
+
+        def choose(submission: Submission) -> RemoteDevice | None:
+            able = [d for d in self._others(device, model) if d.has_weights(model)]
+            return self._chosen(submission, able) if able else None
+
+        return await self._migrations.move_all(running, device, choose) if running else 0
+
+    async def _bring_elsewhere(self, base: ModelSpec, device: RemoteDevice) -> None:
+        """Have another device bring a model's weights while requests of it run on this one."""
+        others = self._others(device, base.name)
+        if not others or any(d.has_weights(base.name) for d in others):
+            return
+        if not device.requests.running(base):
+            return
+        with suppress(Unavailable, TimeoutError):
+            why = f"its requests come from {device.name}"
+            outcome = await others[0].command(Activate(base.name, why))
+            async with asyncio.timeout(PATIENCE if outcome.code is None else 0):
+                while device.requests.running(base) and not others[0].has_weights(base.name):
+                    await asyncio.sleep(POLL_SECONDS)
+
+    def _others(self, device: RemoteDevice, model: str) -> list[RemoteDevice]:
+        """Further devices that take requests of a model now."""
+        return [d for d in self._serving(model) if d is not device and d.down is None]
 
     async def uncordon(self, device: str) -> Outcome:
         """A device that was drained takes requests again, of the models that it has."""
@@ -318,6 +363,7 @@ class Controller(Routing):
     def take_over(self, device: RemoteDevice, in_flight: Collection[str]) -> None:
         """A device's worker has died: what it lent or borrowed is settled, and requests go on."""
         self._acquaintances.died(device)
+        self._migrations.died(device)
         self._hand_on(device, in_flight)
 
     def serving(self, device: RemoteDevice, pages: str) -> None:
@@ -327,6 +373,10 @@ class Controller(Routing):
     def said(self, device: RemoteDevice, message: OfLease | OfPeer) -> None:
         """Of pages that are lent."""
         self._acquaintances.said(device, message)
+
+    def said_of_request(self, device: RemoteDevice, word: Word) -> None:
+        """Of a request that moves from it or to it."""
+        self._migrations.said(device, word)
 
     async def buried(self, device: RemoteDevice) -> None:
         """Its worker has been reaped; returns when nobody uses its memory any more."""

@@ -23,6 +23,7 @@ from ballast.transport.messages import (
     Drained,
     OfLease,
     OfPeer,
+    OfRequest,
     Outputs,
     Ready,
     Status,
@@ -192,6 +193,8 @@ class RemoteDevice(Standing):
                     self._carried_out(order, message.outcome)
             case OfLease() | OfPeer():
                 self._neighbours.said(self, message)
+            case OfRequest():
+                self._neighbours.said_of_request(self, message.word)
             case Drained():
                 self._drained.set()
             case _:
@@ -206,7 +209,7 @@ class RemoteDevice(Standing):
 
     def _serve(self, ready: Ready) -> None:
         self.specs, self.failed, self.report = ready.specs, ready.failed, ready.report
-        self.reach = ready.reach
+        self.reach, self.pages = ready.reach, ready.pages
         self.down = self.lost = None
         self._drained.clear()
         self.requests.serve(lambda message: self.worker.send(message))

@@ -41,6 +41,8 @@ class Host(Protocol):
     @property
     def changing(self) -> asyncio.Lock: ...
 
+    async def migrate(self, device: RemoteDevice, model: str) -> int: ...
+
     def decided(self, device: RemoteDevice | None, moment: float, what: dict[str, Any]) -> None: ...
 
 
@@ -119,14 +121,18 @@ class Following:
         return None if outcome.code is None else outcome.reason
 
     async def _leave(self) -> None:
-        """Take models from devices that get no more of their requests, and have none."""
+        """Take models from devices that get no more of their requests: those that run go on at
+        others with their KV, and what cannot be moved ends where it is."""
         async with self._host.changing:
             for device in self._host.devices.values():
                 for model in sorted(device.leaving & device.specs.keys()):
                     others = [d for d in self._host.devices.values() if d is not device]
                     if not any(d.takes(model) and d.lost is None for d in others):
                         device.leaving.discard(model)  # nobody else can serve it by now
-                    elif device.down is None and not device.requests.of(device.specs[model]):
+                        continue
+                    await self._host.migrate(device, model)
+                    here = device.specs.get(model)
+                    if here and device.down is None and not device.requests.of(here):
                         await self._remove(device, model)
 
     async def _remove(self, device: RemoteDevice, model: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ballast.core.command import DeviceOrder
+from ballast.core.migration import Word
 from ballast.core.settings import FleetSettings
 from ballast.transport.messages import (
     OfLease,
@@ -56,6 +57,9 @@ class Neighbours(Protocol):
 
     def said(self, device: RemoteDevice, message: OfLease | OfPeer) -> None:
         """Of pages that are lent."""
+
+    def said_of_request(self, device: RemoteDevice, word: Word) -> None:
+        """Of a request that moves from it or to it."""
 
     async def buried(self, device: RemoteDevice) -> None:
         """Its worker has died and been reaped; returns when another may take its place."""

@@ -7,6 +7,7 @@ resumed when it has been read.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -133,12 +134,16 @@ class OpenRequest:
     """The API key that it is of, where keys have fair shares of the worker; else empty."""
     sent: bool = False
     """The present worker has it."""
+    departing: bool = False
+    """The present worker is to end it, as it goes on elsewhere; its client is not told of that."""
     paused: bool = False
     """Its client does not read: no worker gets it, and one that has it sets it aside."""
     fresh: bool = True
     """No worker has had it."""
     accepted: bool = False
     """No queue limit may refuse it any more."""
+    arrived: float = field(default_factory=time.monotonic)
+    """When it was asked for, on this process's clock."""
     told: list[int] = field(default_factory=list)
     """Output tokens that the client has."""
     expiry: asyncio.TimerHandle | None = None
@@ -157,7 +162,8 @@ class OpenRequest:
         """For the present worker, which goes on after what the client has."""
         submission = self.submission
         if self.accepted:
-            submission = replace(submission, resumed=tuple(self.told))
+            age = time.monotonic() - self.arrived
+            submission = replace(submission, resumed=tuple(self.told), age=age)
         self.sent, self.fresh, self.accepted = True, False, True
         self.stay()
         return submission

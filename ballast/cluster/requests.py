@@ -65,6 +65,9 @@ class OpenRequests:
         """Ids of those that the worker has."""
         return [r.submission.id for r in self._open.values() if r.sent]
 
+    def get(self, request_id: str) -> OpenRequest | None:
+        return self._open.get(request_id)
+
     def of(self, base: ModelSpec) -> int:
         """Requests of a model and its adapters."""
         names = {s.name for s in base.served}
@@ -77,7 +80,7 @@ class OpenRequests:
     def take(self, requests: Iterable[OpenRequest]) -> None:
         """More of them: new ones, or those of a device whose worker died."""
         for request in requests:
-            request.sent = False
+            request.sent = request.departing = False
             self._changed = True
             self._open[request.submission.id] = request
             self._silent[request.submission.model] += not request.told
@@ -109,6 +112,18 @@ class OpenRequests:
         self._changed = True
         self.dispatch()
         return gone
+
+    def running(self, base: ModelSpec) -> list[str]:
+        """Ids of a model's requests that the worker has and may be going on with, but suspects."""
+        names = {s.name for s in base.served}
+        return [
+            i
+            for i, r in self._open.items()
+            if r.submission.model in names
+            and r.sent
+            and not r.paused
+            and not self._suspicions.suspect(i)
+        ]
 
     def movable(self, in_flight: Iterable[str]) -> list[OpenRequest]:
         """Those that another device may have: none that may be what kills workers."""
@@ -162,7 +177,7 @@ class OpenRequests:
         self._send = None
         in_flight = [i for i in (list(recorded) or self.sent) if i in self._open]
         for request in self._open.values():
-            request.sent = False
+            request.sent = request.departing = False
         self._judge(in_flight)
         for id, request in self._open.items():  # who is a suspect may have changed
             request.paused = request.outlet.paused and not self._suspicions.suspect(id)
@@ -194,8 +209,8 @@ class OpenRequests:
     def deliver(self, output: Output) -> None:
         """Tell the client what the worker said."""
         request = self._open.get(output.request_id)
-        if request is None:
-            return  # withdrawn meanwhile
+        if request is None or (request.departing and isinstance(output, Cancelled)):
+            return  # withdrawn meanwhile, or about to go on elsewhere
         try:
             news = request.news(output)
         except BrokenPromise as error:

@@ -80,7 +80,7 @@ class Routing(Devices):
 
     def _hand_over(self, device: RemoteDevice) -> int:
         """Have others go on with what is open on a device, where they serve its models; how many
-        requests that were. Their KV is computed anew."""
+        requests that were. Their KV is computed anew: `Migrations` moves those that run with it."""
         moved = 0
         for base in device.specs.values():
             others = [d for d in self._serving(base.name) if d is not device and d.down is None]

@@ -28,6 +28,8 @@ class Standing:
         self.failed: Mapping[str, str] = {}
         """Models of its fleet that it does not serve, with the reason."""
         self.report: DeviceReport | None = None
+        self.pages = ""
+        """Where its worker's memory is to be had; empty: nowhere."""
         self.reach: Reach | None = None
         """Of a GPU, as its last worker has told."""
         self.leaving: set[str] = set()
@@ -38,6 +40,8 @@ class Standing:
         """By model, what the present worker was given where there was a choice of devices."""
         self.restarts = 0
         """Workers that were started in place of one that died."""
+        self.moved_in = 0
+        """Requests that have come from other devices with their KV."""
         self.down: str | None = "the worker starts"
         """Why no worker serves, if none does."""
         self.lost: str | None = None

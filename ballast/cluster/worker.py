@@ -24,6 +24,7 @@ from ballast.cluster.outgoing import Outgoing
 from ballast.cluster.peers import Lends, Peers
 from ballast.cluster.remote import start_ranks
 from ballast.cluster.segments import SegmentClient
+from ballast.core import migration
 from ballast.core.capability import Reach
 from ballast.core.clock import Clock
 from ballast.core.command import DeviceOrder, Outcome
@@ -34,6 +35,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.settings import FleetSettings, ModelSettings
 from ballast.isolation.orphan import die_with
+from ballast.transport.lending import fetch_pages
 from ballast.transport.messages import (
     Command,
     Configure,
@@ -45,6 +47,7 @@ from ballast.transport.messages import (
     Heartbeat,
     Hello,
     Meet,
+    Migrate,
     NotReady,
     OfLease,
     Ready,
@@ -53,6 +56,7 @@ from ballast.transport.messages import (
     Submit,
     ToWorker,
     Withdraw,
+    of_request,
     told,
 )
 from ballast.transport.zmq import WorkerSocket
@@ -84,6 +88,10 @@ class Device(Lends, Protocol):
     def run(self) -> None: ...
 
     def tell_peers(self, say: Callable[[Word], None]) -> None: ...
+
+    def migrate(self, order: migration.Order) -> None: ...
+
+    def tell_controller(self, say: Callable[[migration.Word], None]) -> None: ...
 
     def command(self, order: DeviceOrder, done: Callable[[Outcome], None]) -> None: ...
 
@@ -196,6 +204,8 @@ class Worker:
                 self._peers.gone(message)
             case OfLease():
                 self._peers.hear(message.word)
+            case Migrate():
+                self._migrate(message)
 
     def _post(self, event: Event) -> None:
         with self._lock:
@@ -219,6 +229,11 @@ class Worker:
                 return
         done(Outcome("unavailable", "the device is not serving"))
 
+    def _migrate(self, message: Migrate) -> None:
+        with self._lock:
+            if self._device is not None:
+                self._device.migrate(message.order)
+
     def _serve(self, fleet: FleetSettings) -> None:
         """The device's thread."""
         try:
@@ -232,6 +247,7 @@ class Worker:
                 self._outgoing.put(NotReady(f"{error}" or type(error).__name__))
                 return
             device.tell_peers(lambda word: self._outgoing.put(told(word)))
+            device.tell_controller(lambda word: self._outgoing.put(of_request(word)))
             with self._lock:
                 pages = "" if device.export() is None else self._peers.socket.address
                 ready = Ready(device.specs, device.failed, device.snapshot(), pages, device.reach)
@@ -291,6 +307,7 @@ def live_device(
     ranks = start_ranks(fleet)  # first: they take as long to start as what follows
     from ballast.cluster.machines import machine_of
     from ballast.engine.device import LiveDevice
+    from ballast.memory.peer_reader import PeerReader
     from ballast.models.tokenizer_trial import vet_tokenizer
     from ballast.weights.manifest import fork_zygote
 
@@ -302,6 +319,8 @@ def live_device(
         vet_tokenizer(Path(settings.path), isolation)
         progress()
 
+    own = fleet.device
+    readable = own.gpu is None and own.tensor_parallel == 1
     return LiveDevice(
         fleet,
         outbox,
@@ -311,6 +330,7 @@ def live_device(
         isolation=isolation,
         vet=vet,
         make_machine=partial(machine_of, ranks=ranks),
+        make_kv_bytes=partial(PeerReader, fetch_pages) if readable else None,
     )
 
 

@@ -13,6 +13,7 @@ from ballast.core.actions import OMITTED, Action, Operation
 from ballast.core.cost import StepCosts
 from ballast.core.event import Arrival, Event, GrammarReady, JobDone, JobFailed, Operate
 from ballast.core.lease import AskedBack, Lease, Lent, Returned
+from ballast.core.migration import ImportKv, KvTail
 from ballast.core.model import ModelSpec
 from ballast.core.settings import DeviceSettings
 
@@ -74,6 +75,16 @@ def describe(event: Event) -> Entry:
             "prompt_tokens": len(s.prompt),
             "max_tokens": s.max_tokens,
         }
+    if isinstance(event, ImportKv):
+        return {
+            "event": kind,
+            "request": event.wanted.id,
+            "model": event.wanted.model,
+            "prompt_tokens": len(event.wanted.prompt),
+            "form": event.form,
+        }
+    if isinstance(event, KvTail):
+        return {"event": kind, "request_id": event.request_id, "tokens": event.tokens}
     if isinstance(event, JobDone | JobFailed):
         job = event.job
         told = {

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ballast.core.actions import Operation
 from ballast.core.job import Job, Sampled
 from ballast.core.lease import AskedBack, Lent, PeerGone, PeerMet, Returned
+from ballast.core.migration import Depart, DropKv, ExportKv, ImportKv, KvRead, KvTail
 from ballast.core.request import Submission
 
 
@@ -129,6 +130,12 @@ Event = (
     | Lent
     | AskedBack
     | Returned
+    | ExportKv
+    | Depart
+    | ImportKv
+    | KvRead
+    | KvTail
+    | DropKv
 )
 
 

@@ -86,8 +86,10 @@ class Submission:
     embed: bool = False
     """The model's embedding of the prompt (`Embedded`) is wanted: nothing is generated."""
     resumed: tuple[int, ...] | None = None
-    """Not None: it was accepted before, by a worker that died. The output goes on after these
-    tokens, which the client has already, token for token as it would have."""
+    """Not None: it was accepted before, by a worker that died or another device. The output goes on
+    after these tokens, which the client has already, token for token as it would have."""
+    age: float = 0.0
+    """Seconds since it arrived there; its place and its service level go by that."""
 
 
 class WaitsFor(enum.Flag):

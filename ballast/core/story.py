@@ -34,6 +34,7 @@ from ballast.core.event import (
 )
 from ballast.core.job import Job
 from ballast.core.lease import Lease
+from ballast.core.migration import ImportKv
 from ballast.core.model import ModelSpec
 from ballast.core.request import Request, Submission
 
@@ -95,6 +96,8 @@ class Story:
             told["turn"] = self._turns
             if isinstance(event, Arrival):
                 self._arrives(told, event.submission)
+            elif isinstance(event, ImportKv):
+                self._numbers(told, event.wanted)
         self._last = told
         self._tell(told)
 
@@ -259,8 +262,12 @@ class Story:
 
     def _arrives(self, told: Entry, s: Submission) -> None:
         """All else that the engine goes by."""
-        told["n"] = number = self._arrivals
-        self._arrivals += 1
+        chain = self._numbers(told, s)
+        if s.id in self._open:
+            told["open_already"] = True
+            told.pop("blocks", None)
+        else:
+            self._open[s.id] = told["n"], chain
         told["arrival"] = s.arrival
         for name in ("open_ended", "priority", "prompt_logprobs", "embed"):
             value = getattr(s, name)
@@ -268,21 +275,23 @@ class Story:
                 told[name] = value
         if s.sampling.grammar:
             told["grammar"] = True
-        if s.salt:
-            told["salt"] = digest(self._key, s.salt.encode()).hex()
         if s.resumed is not None:
             told["resumed"] = len(s.resumed)
-        if s.id in self._open:
-            told["open_already"] = True
-            return
-        chain = None
-        if self._prefixes and s.model in self._named:
-            fingerprint, size = self._named[s.model]
-            chain = Chain(self._key, f"{fingerprint}:{s.salt}", size)
-            full = chain.push(s.prompt) + chain.push(s.resumed or ())
-            if full:
-                told["blocks"] = b64encode(full).decode()
-        self._open[s.id] = number, chain
+
+    def _numbers(self, told: Entry, s: Submission) -> Chain | None:
+        """Number a sequence of tokens; the blocks that it fills, where prefixes are cached."""
+        told["n"] = self._arrivals
+        self._arrivals += 1
+        if s.salt:
+            told["salt"] = digest(self._key, s.salt.encode()).hex()
+        if not self._prefixes or s.model not in self._named:
+            return None
+        fingerprint, size = self._named[s.model]
+        chain = Chain(self._key, f"{fingerprint}:{s.salt}", size)
+        full = chain.push(s.prompt) + chain.push(s.resumed or ())
+        if full:
+            told["blocks"] = b64encode(full).decode()
+        return chain
 
     def _ended(self, outputs: Sequence[Output], refused: bool = False) -> list[Entry]:
         return [

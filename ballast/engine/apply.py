@@ -98,8 +98,11 @@ def _drop_cache(state: DeviceState, a: DropCache) -> Refusal:
 
 def _compact(state: DeviceState, a: Compact) -> Refusal:
     m = state.models[a.model]
+    coming = state.migration.tables(m)
     fixed = {b for r in m.running if r.in_flight for b in r.blocks}
-    freed = m.kv.compact([r.blocks for r in m.running], a.pages, fixed=fixed)
+    fixed.update(block for table in coming for block in table)
+    tables = [*(r.blocks for r in m.running), *coming]
+    freed = m.kv.compact(tables, a.pages, fixed=fixed)
     return None if freed else "its blocks are already together"
 
 

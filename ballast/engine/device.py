@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ballast.core import migration
 from ballast.core.capability import Reach
 from ballast.core.clock import Clock
 from ballast.core.command import DeviceOrder, Outcome
@@ -29,6 +30,7 @@ from ballast.engine.compiling import Compiling
 from ballast.engine.inbox import MonotonicClock, QueueInbox
 from ballast.engine.loop import Loop
 from ballast.engine.machine import CpuMachine, MakeMachine
+from ballast.engine.migration import MakeKvBytes
 from ballast.engine.model import ModelState
 from ballast.engine.never_run import WHERE as NEVER_RUN_WHERE
 from ballast.engine.never_run import never_run
@@ -64,7 +66,8 @@ class LiveDevice:
     `sink` gets the story beside the file, if any; `record` is told which requests are in flight;
     `progress` is called for each part of the weights that was loaded; `exchange` knows those that
     other processes have; `isolation` is how checkpoints are examined, and is the caller's to close.
-    `vet` raises BallastError for a model that shall not be loaded.
+    `vet` raises BallastError for a model that shall not be loaded; `make_kv_bytes`: what reads the
+    KV of requests that come from other devices, None: it is computed anew.
     """
 
     def __init__(
@@ -81,12 +84,14 @@ class LiveDevice:
         isolation: Isolation | None = None,
         vet: Callable[[ModelSettings], object] = lambda settings: None,
         make_machine: MakeMachine = CpuMachine,
+        make_kv_bytes: MakeKvBytes | None = None,
     ) -> None:
         confine_allocator()
         self.fleet = fleet
         self.failed: dict[str, str] = {}
         self.tier = HostTier(progress, exchange, isolation)
         self._progress, self._vet = progress, vet
+        self._make_kv_bytes = make_kv_bytes
         self.clock = clock or MonotonicClock()
         self.inbox = QueueInbox(self.clock)
         self.hosts: dict[str, HostModel] = {}
@@ -165,6 +170,10 @@ class LiveDevice:
             key=os.urandom(32),
             began=time.time() - self.clock.now(),
         )
+        if self._make_kv_bytes is not None:
+            self.state.migration.bytes = moves = self._make_kv_bytes(self.post)
+            closing.callback(moves.close)
+        self.state.migration.exports = self.export() is not None
         self._operator = Operator(self)
         closing.callback(self._operator.close)
         self.loop = Loop(
@@ -223,6 +232,18 @@ class LiveDevice:
     def tell_peers(self, say: Callable[[Word], None]) -> None:
         """What it has to say to others goes to `say`; before `run`."""
         self.state.lending.say = say
+
+    def migrate(self, order: migration.Order) -> None:
+        """Carry out a step of a request's move, from any thread."""
+        moves = self.state.migration
+        if isinstance(order, migration.ImportKv) and moves.bytes is None:
+            moves.say(migration.KvImported(order.wanted.id, 0))
+        else:
+            self.post(order)
+
+    def tell_controller(self, say: Callable[[migration.Word], None]) -> None:
+        """What it has to say of requests that move goes to `say`; before `run`."""
+        self.state.migration.say = say
 
     def command(self, order: DeviceOrder, done: Callable[[Outcome], None]) -> None:
         """Carry out an operator's order; `done` is called once, by any thread."""

@@ -25,6 +25,7 @@ from ballast.core.event import (
     TransferDone,
 )
 from ballast.core.lease import AskedBack, Lent, PeerGone, PeerMet, Returned
+from ballast.core.migration import Depart, DropKv, ExportKv, ImportKv, KvRead, KvTail
 from ballast.core.request import Request, State, WaitsFor
 from ballast.engine import jobs, pausing, turning
 from ballast.engine.admission import finish_reason, fitted, refusal
@@ -38,6 +39,13 @@ def handle(state: DeviceState, event: Event) -> list[Output]:
 
 
 def _arrival(state: DeviceState, event: Arrival) -> list[Output]:
+    outputs = _arrives(state, event)
+    if outputs:
+        state.migration.drop(DropKv(event.submission.id))
+    return outputs
+
+
+def _arrives(state: DeviceState, event: Arrival) -> list[Output]:
     s = event.submission
     m, adapter = state.named.get(s.model, (None, None))
     if state.draining or state.stopped is not None:
@@ -58,6 +66,7 @@ def _arrival(state: DeviceState, event: Arrival) -> list[Output]:
     state._sequence += 1
     request = Request.of(s, state._sequence, m.spec, adapter)
     state.requests[s.id] = request
+    state.migration.adopt(m, request)
     m.waiting.add(request)
     if s.sampling.grammar and state.grammars is not None:
         pausing.pause(state, request, WaitsFor.GRAMMAR)
@@ -65,7 +74,7 @@ def _arrival(state: DeviceState, event: Arrival) -> list[Output]:
     seconds = m.queue_seconds(adapter)
     if seconds is not None and not s.resumed:
         state.patience.begin(request, seconds)
-    m.last_used = s.arrival
+    m.last_used = s.arrival if s.resumed is None else max(m.last_used, s.arrival)
     if s.resumed is None:
         m.traffic = m.traffic.arrived(s.arrival)
     return []
@@ -137,6 +146,45 @@ def _of_peers(state: DeviceState, event: Heard) -> list[Output]:
     return []
 
 
+def _export_kv(state: DeviceState, event: ExportKv) -> list[Output]:
+    request = state.requests.get(event.request_id)
+    if request is None:
+        state.migration.nothing(event.request_id)
+    else:
+        state.migration.export(state.models[request.model], request)
+    return []
+
+
+def _depart(state: DeviceState, event: Depart) -> list[Output]:
+    state.migration.depart(event.request_id)
+    request = state.requests.get(event.request_id)
+    if request is None:
+        state.migration.ended(event.request_id)
+        return []
+    return [] if request.in_flight else jobs.depart(state, state.models[request.model], request)
+
+
+def _import_kv(state: DeviceState, event: ImportKv) -> list[Output]:
+    m, adapter = state.named.get(event.wanted.model, (None, None))
+    state.migration.begin(m, event, adapter)
+    return []
+
+
+def _kv_read(state: DeviceState, event: KvRead) -> list[Output]:
+    state.migration.read(event)
+    return []
+
+
+def _kv_tail(state: DeviceState, event: KvTail) -> list[Output]:
+    state.migration.extend(event)
+    return []
+
+
+def _drop_kv(state: DeviceState, event: DropKv) -> list[Output]:
+    state.migration.drop(event)
+    return []
+
+
 def _drain(state: DeviceState, event: Drain) -> list[Output]:
     state.draining = True
     return []
@@ -158,6 +206,12 @@ _HANDLERS: dict[type, Callable[[DeviceState, Any], list[Output]]] = {
     TransferDone: _transfer_done,
     Settled: turning.settled,
     Timer: _timer,
+    ExportKv: _export_kv,
+    Depart: _depart,
+    ImportKv: _import_kv,
+    KvRead: _kv_read,
+    KvTail: _kv_tail,
+    DropKv: _drop_kv,
     Drain: _drain,
     Stop: _stop,
     **dict.fromkeys((PeerMet, PeerGone, Lent, AskedBack, Returned), _of_peers),

@@ -52,5 +52,6 @@ class QueueInbox:
 
     def _stamped(self, event: Event) -> Event:
         if isinstance(event, Arrival):
-            return Arrival(replace(event.submission, arrival=self._clock.now()))
+            s = event.submission
+            return Arrival(replace(s, arrival=self._clock.now() - s.age))
         return event

@@ -82,6 +82,13 @@ def failed(state: DeviceState, event: JobFailed) -> list[Output]:
     return outputs + _settle(state, m, event.job)
 
 
+def depart(state: DeviceState, m: ModelState, request: Request) -> list[Output]:
+    """End a request, in no job, that goes on at another device, if it may end now."""
+    if not state.migration.leaves(m, request):
+        return []
+    return [state.end(request, State.CANCELLED, Cancelled(request.id))]
+
+
 def _kv_is_lost(state: DeviceState, m: ModelState, requests: list[Request], reason: str) -> None:
     """A job that was to move the model's KV has failed: its requests, which have no part in it,
     are recomputed, and none of its KV is moved again, so that this happens once."""
@@ -143,6 +150,8 @@ def _settle(state: DeviceState, m: ModelState, job: Job) -> list[Output]:
         request = state.requests.get(work.request_id)
         if request is not None and request.cancelled:
             outputs.append(state.end(request, State.CANCELLED, Cancelled(request.id)))
+        elif request is not None:
+            outputs += depart(state, m, request)
     for request in m.running.left():
         if request.state is State.RUNNING:
             state.preempt(m, request)

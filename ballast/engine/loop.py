@@ -278,6 +278,7 @@ class Loop:
             self._dispatch(outputs)
         if outputs:
             self.outbox(outputs)
+        self.state.migration.tell()
 
     def _decide(self, outputs: list[Output]) -> bool:
         """Ask the policy and do what it says; whether anything has changed by it."""
@@ -427,6 +428,8 @@ class Loop:
         What all policies share (`last_resort`) is done where the policy's own answer changes
         nothing, or if `shared`: a policy without a remedy must not keep requests waiting for ever.
         """
+        if self.state.migration.forget_all():
+            return
         view = device_view(self.state)
         done = False
         if not shared:

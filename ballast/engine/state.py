@@ -22,6 +22,7 @@ from ballast.engine import swapping
 from ballast.engine.activation_rate import ActivationRate
 from ballast.engine.lanes import Lanes
 from ballast.engine.lending import Lending
+from ballast.engine.migration import Migration
 from ballast.engine.model import ModelState
 from ballast.engine.patience import Patience
 from ballast.engine.promises import Promises
@@ -81,6 +82,7 @@ class DeviceState:
         self.promises = Promises(pool, self.news)
         self.lending = lending
         lending.news = self.news
+        self.migration = Migration()
         self.link = link
         self.make_rotor, self.make_swapper = make_rotor, make_swapper
         """For models that join."""
@@ -122,6 +124,7 @@ class DeviceState:
         """Give up the memory and the addresses of a model that was to leave. It has neither
         requests nor a job, and nothing is on its way to it."""
         m.life.strike()
+        self.migration.forget(m)
         m.kv.close()
         m.weights.close()
         self.models = {name: other for name, other in self.models.items() if other is not m}
@@ -164,6 +167,7 @@ class DeviceState:
         if request.submission.sampling.grammar and self.grammars is not None:
             self.grammars.release(request)
         del self.requests[request.id]
+        self.migration.ended(request.id)
         m.last_used = self.now
         return told
 
@@ -218,6 +222,7 @@ class DeviceState:
             self.preempt(m, request)
         m.shortages = ()
         m.blocked = None
+        self.migration.forget(m)
         m.kv.clear()
         swapping.forget(m)
         m.weights.evict()
@@ -264,7 +269,7 @@ class DeviceState:
         for m in self.models.values():
             m.life.validate()
             m.weights.validate()
-            m.kv.validate([r.blocks for r in m.running])
+            m.kv.validate([*(r.blocks for r in m.running), *self.migration.tables(m)])
             here = m.residency not in (Residency.ABSENT, Residency.FAILED)
             if m.weights.backed != here:
                 raise BrokenPromise(f"{m.life}: the pages of its weights say otherwise")

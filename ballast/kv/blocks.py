@@ -67,6 +67,7 @@ class KvCache(BlockTables):
         if not moves:
             return 0
         self.version.n += 1
+        self.relocations += 1
         tables = list(tables)
         self._check_references({source for source, _ in moves}, tables)
         moved: dict[int, int] = {}
@@ -112,6 +113,7 @@ class KvCache(BlockTables):
         if self._layered is None or wanted == self.rotation:
             return wanted == self.rotation
         self.version.n += 1
+        self.relocations += 1
         turned = self._layered.turn(wanted, self._slabs.of)
         self.freed.n += turned  # growth takes other pages than before
         return turned
@@ -142,6 +144,7 @@ class KvCache(BlockTables):
         numbers and addresses. False, and no change, where pages are short. Nothing in flight may
         use the slab."""
         self.version.n += 1
+        self.relocations += 1
         here = self._blocks_with(at)
         slab = self._slabs.home(here[0])
         free = set(slab.free)

@@ -49,6 +49,8 @@ class BlockBooks:
         self.freed = pool.freed
         """Grows whenever a growth of a table that was refused may succeed."""
         self._fixed = False
+        self.relocations = 0
+        """Times that blocks in use have been moved, or other pages put beneath them."""
         self.hit_tokens = 0
         """Tokens whose KV `match` has found, and, below, those it was asked for; since start."""
         self.asked_tokens = 0
@@ -109,6 +111,11 @@ class BlockBooks:
     def borrowed_pages(self) -> int:
         """Borrowed pages that do."""
         return len(self._backing.abroad) * self.layout.slab_pages
+
+    def lies_abroad(self, blocks: Iterable[int]) -> bool:
+        """Whether any of some backed blocks lies on borrowed pages."""
+        abroad = self._backing.abroad
+        return bool(abroad) and any(block // self._size in abroad for block in blocks)
 
     @property
     def limit(self) -> int | None:

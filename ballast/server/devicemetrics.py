@@ -38,6 +38,9 @@ class OneDevice(Protocol):
     def restarts(self) -> int: ...
 
     @property
+    def moved_in(self) -> int: ...
+
+    @property
     def requests(self) -> Sized: ...
 
 
@@ -110,6 +113,11 @@ def _devices(devices: Mapping[str, OneDevice]) -> Iterator[Metric]:
     restarts = CounterMetricFamily(
         "ballast:device_restarts", "Its workers started in place of one that died", labels=label
     )
+    moved = CounterMetricFamily(
+        "ballast:device_requests_moved_in",
+        "Requests that came from other devices with their KV",
+        labels=label,
+    )
     requests = GaugeMetricFamily(
         "ballast:device_open_requests", "Requests given to it that have not ended", labels=label
     )
@@ -132,6 +140,7 @@ def _devices(devices: Mapping[str, OneDevice]) -> Iterator[Metric]:
     for name, device in devices.items():
         up.add_metric((name,), device.down is None)
         restarts.add_metric((name,), device.restarts)
+        moved.add_metric((name,), device.moved_in)
         requests.add_metric((name,), len(device.requests))
         report = device.report
         if report is None:
@@ -148,7 +157,7 @@ def _devices(devices: Mapping[str, OneDevice]) -> Iterator[Metric]:
             pages.add_metric((name, kind), n * report.page_bytes)
         for m in report.models:
             models.add_metric((name, m.name, m.residency), 1)
-    yield from (up, restarts, requests, pages, lent, borrowed, models)
+    yield from (up, restarts, moved, requests, pages, lent, borrowed, models)
 
 
 def _pool(report: DeviceReport) -> Iterator[Metric]:

@@ -107,6 +107,7 @@ def _device(device: RemoteDevice) -> DeviceNow:
         models=list(report.models),
         failed=dict(device.failed),
         borrowed=report.borrowed,
+        moved_in=device.moved_in,
         cordoned=device.cordoned,
     )
 

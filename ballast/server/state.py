@@ -60,6 +60,8 @@ class DeviceNow(msgspec.Struct, frozen=True):
     """Models that it should serve and does not, with the reason."""
     borrowed: dict[str, int] = {}
     """Pages of other devices that it may use, by device."""
+    moved_in: int = 0
+    """Requests that have come from other devices with their KV."""
     cordoned: bool = False
     """An operator has drained it: it takes no requests."""
 

@@ -28,6 +28,7 @@ from ballast.core.event import (
 )
 from ballast.core.job import Job
 from ballast.core.lease import AskedBack, Lent, PeerGone, PeerMet, Returned
+from ballast.core.migration import Depart, DropKv, ExportKv, ImportKv, KvRead, KvTail
 from ballast.sim.agenda import Agenda
 
 RANK: dict[type[Event], int] = {
@@ -38,6 +39,7 @@ RANK: dict[type[Event], int] = {
 }
 RANK |= dict.fromkeys((Pause, Resume, GrammarReady), RANK[Arrival])
 RANK |= dict.fromkeys((PeerMet, PeerGone, Lent, AskedBack, Returned), RANK[Operate])
+RANK |= dict.fromkeys((ExportKv, Depart, ImportKv, KvRead, KvTail, DropKv), RANK[Operate])
 """At equal times, what ended comes before what begins; other devices' words stay in order."""
 
 

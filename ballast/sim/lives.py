@@ -28,6 +28,9 @@ _FIELDS = {
     "Operate": ("id", "operation"),
     "PeerMet": ("peer", "epoch", "n_pages"),
     "PeerGone": ("peer", "epoch"),
+    "KvTail": ("request_id", "tokens"),
+    "ImportKv": ("n", "request", "model", "prompt_tokens", "form"),
+    **dict.fromkeys(("ExportKv", "Depart", "KvRead", "DropKv"), ("request_id",)),
     **dict.fromkeys(("Lent", "AskedBack", "Returned"), _LEASE),
 }
 """What events cannot do without, beside the time and the turn."""

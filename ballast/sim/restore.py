@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ballast.core import actions, event, lease
+from ballast.core import actions, event, lease, migration
 from ballast.core.entries import Entry, ModelTold
 from ballast.core.event import Embedded, Event, Failed, JobDone, PromptScores, Result
 from ballast.core.job import Job, Sampled
@@ -73,6 +73,31 @@ class Grammars:
         """There is none."""
 
 
+class NoBytes:
+    """Implements `KvBytes` for a replay: the story has the events `KvRead`."""
+
+    def start(
+        self,
+        request_id: str,
+        source: str,
+        pieces: Sequence[migration.Piece],
+        targets: Sequence[tuple[int, int]],
+    ) -> None:
+        """There are no bytes."""
+
+    def stop(self, request_id: str) -> None:
+        """None are written."""
+
+    def load(self, address: int, n_bytes: int) -> bytes:
+        return b""
+
+    def store(self, address: int, data: bytes) -> None:
+        """None are written."""
+
+    def close(self) -> None:
+        """None are written."""
+
+
 class Events:
     """Made from a life's entries, in order, for a device that has come as far as they have."""
 
@@ -85,6 +110,7 @@ class Events:
         """Those that the replay has lent instead."""
         loop.state.lending.say = self._hear
         loop.state.grammars = Grammars()
+        loop.state.migration.bytes = NoBytes()
         self._ready = loop.operations.ready
         self._standins = StandIns(life.entries)
         self._numbers: dict[str, int] = {}
@@ -102,6 +128,10 @@ class Events:
         kind = told["event"]
         if kind == "Arrival":
             return event.Arrival(self._submission(told))
+        if kind == "KvTail":
+            return migration.KvTail(told["request_id"], told["tokens"], b"")
+        if kind == "ImportKv":
+            return self._import(told)
         if kind == "JobDone":
             job, stall = self.ended_job(told), told.get("stall", 0.0)
             return self.job_done(job, told["seconds"], _ends(told), stall)
@@ -176,6 +206,17 @@ class Events:
             resumed=None if resumed is None else tokens[prompt:],
         )
 
+    def _import(self, told: Entry) -> Event:
+        """Of tokens that fill the blocks that were told; whence it comes decides nothing here."""
+        n, name = told["n"], told["model"]
+        spec = self._specs.get(name)
+        end = told["prompt_tokens"]
+        tokens = (0,) * end if spec is None else self._standins.tokens(spec, n, 0, end)
+        wanted = Submission(
+            id=told["request"], model=name, prompt=tokens, max_tokens=0, salt=told.get("salt", "")
+        )
+        return migration.ImportKv(wanted, told["form"], "", ())
+
     def ended_job(self, told: Entry) -> Job:
         job = self._lanes.jobs.get(told["job"])
         if job is None or job.model != told["model"]:
@@ -244,6 +285,10 @@ _EVENTS: dict[str, type[Event]] = {
         event.Drain,
         event.Stop,
         lease.PeerGone,
+        migration.ExportKv,
+        migration.Depart,
+        migration.KvRead,
+        migration.DropKv,
     )
 }
 _OF_LEASES: dict[str, Callable[[Lease], Event]] = {

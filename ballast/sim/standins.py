@@ -29,7 +29,7 @@ class StandIns:
         """Of the blocks that follow a block, by its digest; of the first, by root."""
         for entry in entries:
             blocks = entry.get("blocks")
-            if entry.get("event") == "Arrival":
+            if entry.get("event") in ("Arrival", "ImportKv"):
                 self._roots[entry["n"]] = entry["model"], entry.get("salt", "")
                 if blocks:
                     self._digests[entry["n"]] += _cut(blocks)

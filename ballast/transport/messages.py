@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from ballast import __version__
+from ballast.core import migration
 from ballast.core.actions import Activate, Change, Evict, Lend, Recall
 from ballast.core.capability import Reach
 from ballast.core.command import Add, DeviceOrder, Outcome, Remove
@@ -36,6 +37,16 @@ from ballast.core.lease import (
     LetGo,
     Returned,
     Word,
+)
+from ballast.core.migration import (
+    Depart,
+    Departed,
+    DropKv,
+    ExportKv,
+    ImportKv,
+    KvExported,
+    KvImported,
+    KvTail,
 )
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
@@ -201,6 +212,39 @@ _OF_LEASES: dict[str, type[Lent | AskedBack | Returned]] = {
 }
 
 
+class Migrate(_Message, frozen=True):
+    """Of a request that moves from one device to another: one of those that the fields are for."""
+
+    export: ExportKv | None = None
+    depart: Depart | None = None
+    fetch: ImportKv | None = None
+    tail: KvTail | None = None
+    drop: DropKv | None = None
+
+    @classmethod
+    def of(cls, order: migration.Order) -> Migrate:
+        match order:
+            case ExportKv():
+                return cls(export=order)
+            case Depart():
+                return cls(depart=order)
+            case ImportKv():
+                return cls(fetch=order)
+            case KvTail():
+                return cls(tail=order)
+            case DropKv():
+                return cls(drop=order)
+
+    @property
+    def order(self) -> migration.Order:
+        """Raises MalformedMessage unless there is one."""
+        fields = (self.export, self.depart, self.fetch, self.tail, self.drop)
+        given = [order for order in fields if order is not None]
+        if len(given) != 1:
+            raise MalformedMessage(f"a migration with {len(given)} steps")
+        return given[0]
+
+
 ToWorker = (
     Configure
     | Submit
@@ -212,6 +256,7 @@ ToWorker = (
     | Meet
     | Gone
     | OfLease
+    | Migrate
 )
 
 
@@ -283,6 +328,33 @@ def told(word: Word) -> OfLease | OfPeer:
     return OfLease.of(word)
 
 
+class OfRequest(_Message, frozen=True):
+    """What a device has to say of a request that moves: one of those that the fields are for."""
+
+    exported: KvExported | None = None
+    imported: KvImported | None = None
+    departed: Departed | None = None
+
+    @property
+    def word(self) -> migration.Word:
+        """Raises MalformedMessage unless there is one."""
+        given = [w for w in (self.exported, self.imported, self.departed) if w is not None]
+        if len(given) != 1:
+            raise MalformedMessage(f"{len(given)} words of a request")
+        return given[0]
+
+
+def of_request(word: migration.Word) -> OfRequest:
+    """A device's word as a message."""
+    match word:
+        case KvExported():
+            return OfRequest(exported=word)
+        case KvImported():
+            return OfRequest(imported=word)
+        case Departed():
+            return OfRequest(departed=word)
+
+
 class Drained(_Message, frozen=True):
     """The device's loop has returned; the worker exits."""
 
@@ -348,7 +420,17 @@ class Outputs(_Message, frozen=True):
 
 
 ToServer = (
-    Hello | Heartbeat | Ready | NotReady | Status | Outputs | Drained | Done | OfPeer | OfLease
+    Hello
+    | Heartbeat
+    | Ready
+    | NotReady
+    | Status
+    | Outputs
+    | Drained
+    | Done
+    | OfPeer
+    | OfLease
+    | OfRequest
 )
 
 

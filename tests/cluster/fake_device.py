@@ -21,6 +21,7 @@ import msgspec
 
 from ballast.cluster.segments import SegmentClient
 from ballast.cluster.worker import Progress, Record
+from ballast.core import migration
 from ballast.core.actions import Change
 from ballast.core.command import Add, DeviceOrder, Outcome, Remove
 from ballast.core.errors import DeviceLost
@@ -142,6 +143,13 @@ class EchoDevice:
 
     def tell_peers(self, say: Callable[[Word], None]) -> None:
         """It has nothing to say."""
+
+    def migrate(self, order: migration.Order) -> None:
+        if isinstance(order, migration.ExportKv):
+            self._say(migration.KvExported(order.request_id, 0))  # it has no KV
+
+    def tell_controller(self, say: Callable[[migration.Word], None]) -> None:
+        self._say = say
 
     def command(self, order: DeviceOrder, done: Callable[[Outcome], None]) -> None:
         match order:

@@ -152,10 +152,15 @@ def test_streams_go_on_elsewhere_when_their_device_is_drained(
     def and_wait() -> None:
         draining.join()
 
+    def moved_in() -> int:
+        state = two.http.get("/admin/state", headers=ADMIN).json()
+        return sum(d["moved_in"] for d in state["devices"])
+
     streams = [Stream(model, *kind) for model in MODELS for kind in (*KINDS, *KINDS)]
     try:
         assert asyncio.run(told_amid(two, streams, drain, and_wait)) == expected
         assert answers == [200]
+        assert moved_in() > 0
         assert order("drain", "cpu:0") == 409
         assert asyncio.run(tokens_of(two, kill=False)) == expected
     finally:

@@ -46,7 +46,7 @@ class Facts:
         self.report = report
         self.specs = {s.name: s for s in specs}
         self.down: str | None = None
-        self.restarts = 0
+        self.restarts = self.moved_in = 0
         self.requests: list[str] = []
         self.devices = {"cpu:0": self}
 

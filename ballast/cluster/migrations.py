@@ -1,0 +1,148 @@
+"""Has running requests go on at another device, with their KV (`ballast.core.migration`).
+
+Until a request has departed its source goes on with it, whatever becomes of the target; from then
+on it is the target's, which computes again what it has no KV of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from ballast.cluster.device import RemoteDevice
+from ballast.cluster.outlet import OpenRequest
+from ballast.core.migration import (
+    Depart,
+    Departed,
+    DropKv,
+    ExportKv,
+    ImportKv,
+    KvExported,
+    KvImported,
+    KvTail,
+    Word,
+)
+from ballast.core.request import Sampling, Submission
+from ballast.transport.messages import Migrate, Withdraw
+
+AT_ONCE = 4
+"""Requests of one device that move at a time."""
+PATIENCE = 10.0
+"""Seconds for a device to answer: it may be amid a long job, and have a GiB to read."""
+
+W = TypeVar("W", KvExported, KvImported, Departed)
+
+
+class Migrations:
+    """Between the devices of one server."""
+
+    def __init__(self) -> None:
+        self._awaited: dict[tuple[str, type, str], asyncio.Future[Word | None]] = {}
+        """By device, kind of word and request."""
+
+    def said(self, device: RemoteDevice, word: Word) -> None:
+        """A device has said something of a request."""
+        self._answer((device.name, type(word), word.request_id), word)
+
+    def died(self, device: RemoteDevice) -> None:
+        """Its worker says nothing any more."""
+        for key in [key for key in self._awaited if key[0] == device.name]:
+            self._answer(key, None)
+
+    async def move_all(
+        self,
+        request_ids: Sequence[str],
+        source: RemoteDevice,
+        choose: Callable[[Submission], RemoteDevice | None],
+    ) -> int:
+        """Move requests, a few at a time, to the devices that are chosen (None: it stays); how many
+        of them `source` has no more."""
+        turns = asyncio.Semaphore(AT_ONCE)
+
+        async def one(request_id: str) -> bool:
+            async with turns:
+                request = source.requests.get(request_id)
+                target = None if request is None else choose(request.submission)
+                return target is not None and await self.move(request_id, source, target)
+
+        return sum(await asyncio.gather(*map(one, request_ids)))
+
+    async def move(self, request_id: str, source: RemoteDevice, target: RemoteDevice) -> bool:
+        """Move one; False: it stays at its source, which goes on with it.
+
+        It departs when a block of its KV has just filled, so that nothing has to be computed again:
+        the stream stands still while a block or two, and the request, are handed to the target.
+        """
+        imported = await self._import(request_id, source, target)
+        request = source.requests.get(request_id)
+        if imported and target.down is None and request is not None:
+            request.departing = True
+            departed = await self._ask(source, Depart(request_id), Departed)
+            if request_id in source.requests and source.down is None:
+                if departed is None:
+                    source.tell(Withdraw((request_id,)))
+                if departed is None or not departed.intact:
+                    target.tell(Migrate.of(DropKv(request_id)))
+                else:
+                    tail = KvTail(request_id, departed.tokens, departed.tail)
+                    target.tell(Migrate.of(tail))
+                    target.moved_in += 1
+                target.requests.take(source.requests.let_go([request_id]))
+                return True
+        if target.down is None:
+            target.tell(Migrate.of(DropKv(request_id)))
+        return request_id not in source.requests
+
+    async def _import(self, request_id: str, source: RemoteDevice, target: RemoteDevice) -> bool:
+        """Have the target read what is there of a request's KV; whether it has."""
+        exported = await self._ask(source, ExportKv(request_id), KvExported)
+        request = source.requests.get(request_id)
+        if exported is None or not exported.tokens or request is None or target.down is not None:
+            return False
+        wanted = _prefix(request, exported.tokens)
+        order = ImportKv(wanted, exported.form, source.pages, exported.pieces)
+        imported = await self._ask(target, order, KvImported)
+        return imported is not None and imported.tokens > 0
+
+    async def _ask(
+        self, device: RemoteDevice, order: ExportKv | ImportKv | Depart, kind: type[W]
+    ) -> W | None:
+        """None: its worker has died, or does not answer."""
+        if device.down is not None:
+            return None
+        request_id = order.wanted.id if isinstance(order, ImportKv) else order.request_id
+        key = device.name, kind, request_id
+        future = asyncio.get_running_loop().create_future()
+        self._awaited[key] = future
+        device.tell(Migrate.of(order))
+        try:
+            async with asyncio.timeout(PATIENCE):
+                word = await future
+        except TimeoutError:
+            return None
+        finally:
+            if self._awaited.get(key) is future:
+                del self._awaited[key]
+        assert word is None or isinstance(word, kind)
+        return word
+
+    def _answer(self, key: tuple[str, type, str], word: Word | None) -> None:
+        future = self._awaited.get(key)
+        if future is not None and not future.done():
+            future.set_result(word)
+
+
+def _prefix(request: OpenRequest, n: int) -> Submission:
+    """The first `n` tokens of a request so far, as a prompt."""
+    tokens = (*request.submission.prompt, *request.told)[:n]
+    return replace(
+        request.submission,
+        prompt=tokens,
+        max_tokens=0,
+        sampling=Sampling(),
+        stop_token_ids=(),
+        prompt_logprobs=None,
+        resumed=None,
+    )

@@ -1,0 +1,132 @@
+"""A request that moves to another device while it runs: what controller and devices say of it.
+
+::
+
+    controller                source                         target
+        ─ ExportKv ────────────> goes on
+        <─ KvExported ────────── (where its KV lies)
+        ─ ImportKv ────────────────────────────────────────────> reads it from the source's memory
+        <─ KvImported ────────────────────────────────────────── (how much of it)
+        ─ Depart ──────────────> ends it when its last block is full
+        <─ Departed ──────────── (with the blocks that have filled meanwhile)
+        ─ KvTail, or DropKv; Arrival ──────────────────────────> goes on
+
+Blocks that are full do not change any more, so that they can be read while the request runs: live
+migration by copying ahead, as Llumnix has it (Sun et al., OSDI 2024, section 4.2). Nothing holds
+the blocks for the reader: whether they stayed is said when the request departs, and if they did not
+what was read is dropped. What is missing for whatever reason is computed again by the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ballast.core.request import Submission
+
+Piece = tuple[int, int]
+"""(offset in the device's memory, bytes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportKv:
+    """To the source: say where the KV of a request lies."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Depart:
+    """To the source: a request goes on elsewhere; end it as soon as its KV is whole blocks."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImportKv:
+    """To the target: have the KV of a request that is to come."""
+
+    wanted: Submission
+    """With the request's id; its prompt are the tokens whose KV it is, whole blocks."""
+    form: str
+    """Of the KV, as `KvExported` says."""
+    source: str
+    """Where the memory of the source's process is to be had."""
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvRead:
+    """At the target: the bytes of an import are there, or cannot be had."""
+
+    request_id: str
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KvTail:
+    """To the target: what follows the KV that was read, whole blocks."""
+
+    request_id: str
+    tokens: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DropKv:
+    """To the target: the request does not come, or what was imported is not its KV."""
+
+    request_id: str
+
+
+Order = ExportKv | Depart | ImportKv | KvTail | DropKv
+"""What a controller has to say; with `KvRead`, events of a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvExported:
+    """Of the source, to the controller."""
+
+    request_id: str
+    tokens: int
+    """Whose KV it is, from the first: whole blocks; 0: there is none that could be moved."""
+    form: str = ""
+    """What has to be the same where it is to be used."""
+    pieces: tuple[Piece, ...] = ()
+    """Block after block."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvImported:
+    """Of the target, to the controller."""
+
+    request_id: str
+    tokens: int
+    """Whose KV is there; 0: none could be had."""
+
+
+@dataclass(frozen=True, slots=True)
+class Departed:
+    """Of the source, to the controller."""
+
+    request_id: str
+    intact: bool
+    """Whether what was exported stayed as it was up to now."""
+    tokens: int = 0
+    """Whose KV followed it, and below that KV; none where it was not intact."""
+    tail: bytes = b""
+
+
+Word = KvExported | KvImported | Departed
+"""What a device has to say; the request is the controller's business from then on."""
+
+
+def joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """The same bytes in the same order; pieces that lie one after the other are one."""
+    found: list[Piece] = []
+    for offset, n_bytes in pieces:
+        if found and sum(found[-1]) == offset:
+            found[-1] = found[-1][0], found[-1][1] + n_bytes
+        else:
+            found.append((offset, n_bytes))
+    return tuple(found)

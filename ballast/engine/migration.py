@@ -1,0 +1,271 @@
+"""Requests of one device that leave for another with their KV, and KV of those about to come.
+
+`ballast.core.migration` shows the exchange. What is imported lies in a table of its own until the
+request arrives, is offered to the prefix cache then, and found there when it is admitted: whatever
+is missing, all of it perhaps, is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ballast.core import migration
+from ballast.core.event import Event
+from ballast.core.migration import DropKv, ImportKv, KvRead, KvTail, Word
+from ballast.core.request import Request, State
+from ballast.core.view import Residency
+from ballast.engine.model import ModelState
+from ballast.kv import extents
+
+MOST_TAIL_BYTES = 64 << 20
+"""Of what has filled between export and departure; more is computed again."""
+
+
+class KvBytes(Protocol):
+    """What moves bytes of KV, this device's and those of other devices' processes;
+    `ballast.memory.peer_reader` does, live."""
+
+    def start(
+        self,
+        request_id: str,
+        source: str,
+        pieces: Sequence[migration.Piece],
+        targets: Sequence[tuple[int, int]],
+    ) -> None:
+        """Read `pieces` of the process at `source` to `targets`, (address, bytes) in order;
+        `KvRead` will come through the inbox."""
+
+    def stop(self, request_id: str) -> None:
+        """Write nothing any more for a request once this has returned; `KvRead` may come yet."""
+
+    def load(self, address: int, n_bytes: int) -> bytes:
+        """What lies here."""
+
+    def store(self, address: int, data: bytes) -> None:
+        """Write it here."""
+
+    def close(self) -> None:
+        """Write nothing any more once this has returned."""
+
+
+MakeKvBytes = Callable[[Callable[[Event], None]], KvBytes]
+"""Of a device that events are posted to."""
+
+
+@dataclass(slots=True)
+class _Export:
+    table: list[int]
+    """The request's own: another one once it has been preempted."""
+    relocations: int
+    n: int
+    """Blocks."""
+
+
+@dataclass(slots=True)
+class _Import:
+    model: ModelState
+    known: tuple[int, ...]
+    """Tokens whose KV is read."""
+    salt: str
+    blocks: list[int]
+    tokens: int
+    """Whose KV is there, or will be."""
+    read: bool = False
+
+
+class Migration:
+    """Used by the loop's thread."""
+
+    def __init__(self) -> None:
+        self.bytes: KvBytes | None = None
+        """None: nothing can be imported here, nor exported."""
+        self.exports = False
+        """Whether others can read this device's memory."""
+        self.say: Callable[[Word], None] = _say_nothing
+        """Must not wait for anything."""
+        self._exported: dict[str, _Export] = {}
+        self._departing: set[str] = set()
+        self._imported: dict[str, _Import] = {}
+        self._said: list[Word] = []
+
+    # -- the source -------------------------------------------------------------------------------
+
+    def export(self, m: ModelState, request: Request) -> None:
+        """Say where the KV of a request lies; it goes on."""
+        n = request.computed // m.spec.block_tokens
+        if m.swapper is not None or request.state is not State.RUNNING:
+            n = 0
+        n, pieces = extents.pieces(m.kv, request.blocks[:n])
+        if n == 0:
+            self.nothing(request.id)
+            return
+        self._exported[request.id] = _Export(request.blocks, m.kv.relocations, n)
+        if not self.exports:
+            self.nothing(request.id)
+            return
+        tokens, form = n * m.spec.block_tokens, extents.form(m.kv)
+        self._said.append(migration.KvExported(request.id, tokens, form, pieces))
+
+    def nothing(self, request_id: str) -> None:
+        """There is no KV of such a request."""
+        self._said.append(migration.KvExported(request_id, 0))
+
+    def depart(self, request_id: str) -> None:
+        """A request is to leave (`leaves`)."""
+        self._departing.add(request_id)
+
+    def leaves(self, m: ModelState, request: Request) -> bool:
+        """Whether a request, in no job, has to end now because it goes on elsewhere: it is to
+        leave, and its last block is full, or what was exported of it is of no use. Then what
+        there is to say of it is said."""
+        if request.id not in self._departing:
+            return False
+        was = self._exported.get(request.id)
+        intact = (
+            was is not None
+            and request.state is State.RUNNING
+            and request.blocks is was.table
+            and m.kv.relocations == was.relocations
+        )
+        tokens = request.computed
+        if not intact or was is None:
+            self._depart(request.id, intact=False)
+            return True
+        if tokens % m.spec.block_tokens:
+            return False
+        rest = request.blocks[was.n : tokens // m.spec.block_tokens]
+        places = extents.extents(m.kv, rest)
+        if sum(n for _, n in places) > MOST_TAIL_BYTES:
+            rest, places = [], []
+        here = self.bytes
+        tail = b"" if here is None else b"".join(here.load(at, n) for at, n in places)
+        self._depart(request.id, intact=True, tokens=len(rest) * m.spec.block_tokens, tail=tail)
+        return True
+
+    def _depart(self, request_id: str, **how: Any) -> None:
+        self._departing.discard(request_id)
+        self._exported.pop(request_id, None)
+        self._said.append(migration.Departed(request_id, **how))
+
+    def ended(self, request_id: str) -> None:
+        """A request has ended, or there is none."""
+        self._exported.pop(request_id, None)
+        if request_id in self._departing:
+            self._depart(request_id, intact=False)
+
+    # -- the target -------------------------------------------------------------------------------
+
+    def begin(self, m: ModelState | None, event: ImportKv, adapter: int | None) -> None:
+        """Read the KV of a request that is to come, if its model is here and pages are free."""
+        wanted = event.wanted
+        self._drop(wanted.id)
+        blocks = [] if m is None else self._room(m, event)
+        if self.bytes is None or m is None or not blocks:
+            self._said.append(migration.KvImported(wanted.id, 0))
+            return
+        salt = Request.salt_of(wanted, m.spec, adapter)
+        self._imported[wanted.id] = _Import(m, wanted.prompt, salt, blocks, len(wanted.prompt))
+        targets = extents.extents(m.kv, blocks)
+        self.bytes.start(wanted.id, event.source, event.pieces, targets)
+
+    def _room(self, m: ModelState, event: ImportKv) -> list[int]:
+        """Blocks for it; none where it cannot be."""
+        tokens = len(event.wanted.prompt)
+        able = self.bytes is not None and m.swapper is None and not m.kv.fixed
+        if not able or m.residency is not Residency.RESIDENT:
+            return []
+        if tokens % m.spec.block_tokens or extents.form(m.kv) != event.form:
+            return []
+        blocks: list[int] = []
+        if m.kv.grow(blocks, tokens) is not None:
+            return []
+        if m.kv.lies_abroad(blocks):  # its lender may ask for the pages at any time
+            m.kv.free(blocks)
+            return []
+        return blocks
+
+    def read(self, event: KvRead) -> None:
+        """The bytes are there, or will not be."""
+        here = self._imported.get(event.request_id)
+        if here is None:
+            return  # dropped meanwhile
+        here.read = event.error is None
+        if not here.read:
+            self._drop(event.request_id)
+        tokens = here.tokens if here.read else 0
+        self._said.append(migration.KvImported(event.request_id, tokens))
+
+    def extend(self, event: KvTail) -> None:
+        """More of the KV that was read, if there is room for it."""
+        here = self._imported.get(event.request_id)
+        if here is None or self.bytes is None or not here.read or not event.tokens:
+            return
+        kv, blocks = here.model.kv, here.blocks
+        known = len(blocks)
+        if kv.grow(blocks, here.tokens + event.tokens) is not None:
+            return
+        more = blocks[known:]
+        places = extents.extents(kv, more)
+        if kv.lies_abroad(more):
+            kv.free(more)
+            del blocks[known:]
+            return
+        at = 0
+        for address, n in places:
+            self.bytes.store(address, event.data[at : at + n])
+            at += n
+        here.tokens += event.tokens
+
+    def drop(self, event: DropKv) -> None:
+        """The request does not come, or its KV is another."""
+        self._drop(event.request_id)
+
+    def adopt(self, m: ModelState, request: Request) -> None:
+        """A request has arrived: what was imported for it may be found in the prefix cache."""
+        here = self._imported.get(request.id)
+        if here is None:
+            return
+        known = tuple(request.tokens[: len(here.known)])
+        same = here.read and here.model is m and known == here.known and here.salt == request.salt
+        if same and here.tokens <= len(request.tokens):
+            m.kv.remember(request.tokens, here.blocks, here.tokens, here.salt)
+        self._drop(request.id)
+
+    def forget(self, m: ModelState) -> None:
+        """A model leaves the device, or its KV does."""
+        for request_id in [i for i, here in self._imported.items() if here.model is m]:
+            self._drop(request_id)
+
+    def forget_all(self) -> bool:
+        """Give back all that was imported and not adopted; whether there was any."""
+        found = list(self._imported)
+        for request_id in found:
+            self._drop(request_id)
+        return bool(found)
+
+    def tables(self, m: ModelState) -> Iterable[list[int]]:
+        """Of KV of `m` that was imported and not adopted; they stay where they are."""
+        return [here.blocks for here in self._imported.values() if here.model is m]
+
+    def _drop(self, request_id: str) -> None:
+        here = self._imported.pop(request_id, None)
+        if here is None:
+            return
+        if self.bytes is not None and not here.read:
+            self.bytes.stop(request_id)
+        here.model.kv.free(here.blocks)
+
+    # -- both -------------------------------------------------------------------------------------
+
+    def tell(self) -> None:
+        """Say what there is to say; the controller must have the turn's outputs first."""
+        if self._said:
+            said, self._said = self._said, []
+            for word in said:
+                self.say(word)
+
+
+def _say_nothing(word: Word) -> None:
+    """Nobody listens."""

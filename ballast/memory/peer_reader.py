@@ -1,0 +1,126 @@
+"""Reads pages of another process's device to addresses of one's own: KV of requests that move.
+
+Of a CPU, whose memory is a file: `preadv` copies from its pages to ours, without mapping them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from ballast.core.errors import DeviceError
+from ballast.core.event import Event
+from ballast.core.migration import KvRead, Piece
+from ballast.core.units import MiB
+from ballast.memory.vm import Exported
+
+PIECE_BYTES = 4 * MiB
+"""Read at once: `stop` waits for so much."""
+Fetch = Callable[[str], Exported]
+"""The device of the process at an address; the descriptor is the caller's. Raises DeviceError."""
+
+
+class PeerReader:
+    """Implements `ballast.engine.migration.KvBytes`; reads on a thread of its own."""
+
+    def __init__(self, fetch: Fetch, post: Callable[[Event], None]) -> None:
+        self._fetch, self._post = fetch, post
+        self._thread = ThreadPoolExecutor(1, "kv-reader")
+        self._lock = threading.Lock()
+        """Held while bytes are written."""
+        self._numbers: dict[str, int] = {}
+        """By request, the number of the import that is under way: none writes under another."""
+        self._started = 0
+
+    def start(
+        self,
+        request_id: str,
+        source: str,
+        pieces: Sequence[Piece],
+        targets: Sequence[tuple[int, int]],
+    ) -> None:
+        self._started += 1
+        with self._lock:
+            self._numbers[request_id] = self._started
+        self._thread.submit(self._read, request_id, self._started, source, pieces, targets)
+
+    def stop(self, request_id: str) -> None:
+        with self._lock:
+            self._numbers.pop(request_id, None)
+
+    def load(self, address: int, n_bytes: int) -> bytes:
+        return ctypes.string_at(address, n_bytes)
+
+    def store(self, address: int, data: bytes) -> None:
+        ctypes.memmove(address, data, len(data))
+
+    def close(self) -> None:
+        """Nothing is written any more once this has returned."""
+        with self._lock:
+            self._numbers.clear()
+        self._thread.shutdown(cancel_futures=True)
+
+    def _read(
+        self,
+        request_id: str,
+        number: int,
+        source: str,
+        pieces: Sequence[Piece],
+        targets: Sequence[tuple[int, int]],
+    ) -> None:
+        error = None
+        try:
+            exported = self._fetch(source)
+            try:
+                if exported.fd is None:
+                    raise DeviceError("pread", "that device's memory is no file")
+                for offset, address, n_bytes in runs(pieces, targets):
+                    if not self._copy(request_id, number, exported.fd, offset, address, n_bytes):
+                        return
+            finally:
+                exported.discard()
+        except (DeviceError, OSError) as failed:
+            error = str(failed)
+        with self._lock:
+            if self._numbers.get(request_id) != number:
+                return
+            del self._numbers[request_id]
+        self._post(KvRead(request_id, error))
+
+    def _copy(
+        self, request_id: str, number: int, fd: int, offset: int, address: int, n_bytes: int
+    ) -> bool:
+        """False: it has been stopped. Raises OSError and DeviceError."""
+        while n_bytes:
+            with self._lock:
+                if self._numbers.get(request_id) != number:
+                    return False
+                buffer = (ctypes.c_char * min(n_bytes, PIECE_BYTES)).from_address(address)
+                n = os.preadv(fd, [buffer], offset)
+            if n <= 0:
+                raise DeviceError("pread", f"no memory at {offset}")
+            offset, address, n_bytes = offset + n, address + n, n_bytes - n
+        return True
+
+
+def runs(
+    pieces: Sequence[Piece], targets: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int, int]]:
+    """(offset, address, bytes) of what lies in one stretch on both sides. Raises DeviceError where
+    the two are not of one size."""
+    if sum(n for _, n in pieces) != sum(n for _, n in targets):
+        raise DeviceError("pread", "the two sides are not of one size")
+    left = iter(targets)
+    address = room = 0
+    for piece_offset, piece_bytes in pieces:
+        offset, n_bytes = piece_offset, piece_bytes
+        while n_bytes:
+            if not room:
+                address, room = next(left)
+            n = min(n_bytes, room)
+            yield offset, address, n
+            offset, n_bytes = offset + n, n_bytes - n
+            address, room = address + n, room - n

@@ -1,0 +1,187 @@
+"""Streams that move to another device while they run: how long they stand still, and why.
+
+A random Llama of 110M in float32 on two CPU devices of a thread each, without HTTP. Four streams
+begin on one device; once each has some tokens all of them are moved to the other, in turns *with
+their KV* (`ballast.cluster.migrations`: full blocks are read while the stream runs, what came after
+them is computed again) and *anew* (the KV of all tokens is computed again, as after a worker's
+death). Each round goes the other way than the last.
+
+- `stall_steps`: of the median stream, and below of the worst: the longest gap between two tokens
+  from the order on, less the stream's median gap before it, in such gaps. By context and way.
+- `over_two_steps`: streams that stood still for more than two steps; the goal is none with KV.
+- `moved`: streams that went with their KV, of those that were to.
+- `changed`: streams whose tokens are not those of undisturbed ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.table import Table
+
+from ballast.bench.servers import serving_fleets
+from ballast.cluster.controller import Controller
+from ballast.core.event import Failed, TokenOut
+from ballast.core.request import Sampling, Submission
+from ballast.fleet.file import load_fleet
+from ballast.policy.presets import PRESETS
+from benchmarks.common import finish, options
+from benchmarks.llamas import LLAMA_110M, TOKENS, make_fleet_file
+
+STREAMS = 4
+DEVICES = ("cpu:0", "cpu:1")
+BEFORE, AFTER = 24, 40
+"""Tokens of each stream before the order, and at least so many from then on."""
+CONTEXTS = (64, 400, 900)
+"""Tokens of the prompts; the model has 1,024."""
+WAYS = ("with KV", "anew")
+
+
+@dataclass
+class Stream:
+    """One request: its tokens and when they came."""
+
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    failed: str = ""
+
+    async def run(self, server: Controller, submission: Submission) -> None:
+        outlet = server.submit([submission])
+        try:
+            while outlet.more:
+                for output in await outlet.take():
+                    if isinstance(output, TokenOut):
+                        self.tokens.append(output.token)
+                        self.times.append(time.perf_counter())
+                    elif isinstance(output, Failed):
+                        self.failed = output.reason
+                if len(self.tokens) >= BEFORE:
+                    self.begun.set()
+        finally:
+            self.begun.set()
+            outlet.close()
+
+    def stall(self, ordered: float) -> float:
+        """In steps."""
+        gaps = [(b - a, b) for a, b in zip(self.times, self.times[1:], strict=False)]
+        step = statistics.median(gap for gap, at in gaps if at < ordered)
+        return max(gap for gap, at in gaps if at >= ordered) / step - 1
+
+
+def two_devices(directory: Path) -> Path:
+    file = make_fleet_file(directory, {"llama": LLAMA_110M})
+    fleet = yaml.safe_load(file.read_text())
+    fleet["devices"] = [{"name": name, "budget": "1GiB", "threads": 1} for name in DEVICES]
+    fleet["models"][0] |= {"dtype": "float32", "pinned": True, "devices": list(DEVICES)}
+    file.write_text(yaml.safe_dump(fleet))
+    return file
+
+
+def submission(id: str, context: int, i: int) -> Submission:
+    prompt = tuple(TOKENS[(7 * i + 3 * k * k) % len(TOKENS)] for k in range(context))
+    sampling = Sampling(temperature=i % 2, seed=i)
+    most = BEFORE + AFTER
+    return Submission(
+        id=id, model="llama", prompt=prompt, max_tokens=most, sampling=sampling, ignore_eos=True
+    )
+
+
+class Rounds:
+    """Of one server."""
+
+    def __init__(self, server: Controller) -> None:
+        self._server = server
+        self._rounds = 0
+
+    async def run(self, context: int, way: str | None) -> tuple[list[Stream], float, int]:
+        """Streams, when they were ordered to move, and how many went with their KV. `way`: None,
+        they stay."""
+        self._rounds += 1
+        source, target = (DEVICES if self._rounds % 2 else DEVICES[::-1])[:2]
+        devices = self._server.devices
+        devices[target].cordoned = True
+        streams = [Stream() for _ in range(STREAMS)]
+        tasks = []
+        for i, stream in enumerate(streams):
+            # A salt of its own, so that no round finds another's prefixes.
+            asked = replace(submission(f"{self._rounds}-{i}", context, i), salt=str(self._rounds))
+            tasks.append(asyncio.create_task(stream.run(self._server, asked)))
+        await asyncio.gather(*(stream.begun.wait() for stream in streams))
+        devices[target].cordoned = False
+        ordered, moved = time.perf_counter(), 0
+        if way == "with KV":
+            moved = await self._server.migrate(devices[source], "llama")
+        elif way == "anew":
+            gone = devices[source].requests.hand_over(devices[source].specs["llama"])
+            devices[target].requests.take(gone)
+        await asyncio.gather(*tasks)
+        return streams, ordered, moved
+
+
+async def measure(file: Path, contexts: Sequence[int], rounds: int) -> dict[str, Any]:
+    fleet = load_fleet(file, presets=PRESETS)
+    async with serving_fleets([fleet]) as (server,):
+        found = Rounds(server)
+        await found.run(contexts[0], None)  # both devices bring the weights
+        await found.run(contexts[0], None)
+        stalls: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+        changed = moved = 0
+        for context in contexts:
+            undisturbed, _, _ = await found.run(context, None)
+            for n in range(rounds):
+                for way in WAYS if n % 2 else WAYS[::-1]:
+                    streams, ordered, went = await found.run(context, way)
+                    moved += went
+                    pairs = zip(streams, undisturbed, strict=True)
+                    changed += sum(a.tokens != b.tokens or bool(a.failed) for a, b in pairs)
+                    stalls[context, way] += [stream.stall(ordered) for stream in streams]
+    return {
+        "streams": STREAMS * rounds * len(contexts),
+        "moved": moved,
+        "changed": changed,
+        "over_two_steps": _long(stalls, WAYS[0]),
+        "over_two_steps_anew": _long(stalls, WAYS[1]),
+        "stall_steps": {
+            f"{context}, {way}": {
+                "median": statistics.median(seen),
+                "worst": max(seen),
+            }
+            for (context, way), seen in sorted(stalls.items())
+        },
+    }
+
+
+def _long(stalls: Mapping[tuple[int, str], Sequence[float]], way: str) -> int:
+    return sum(s > 2 for (_, how), seen in stalls.items() if how == way for s in seen)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    def extra(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--rounds", type=int, help="default 6, quick 2")
+
+    args = options(__doc__, argv, extra)
+    rounds = args.rounds or (2 if args.quick else 6)
+    contexts = CONTEXTS[1:2] if args.quick else CONTEXTS
+    with tempfile.TemporaryDirectory() as scratch:
+        result = asyncio.run(measure(two_devices(Path(scratch)), contexts, rounds))
+    table = Table("context, way", "median stall, steps", "worst")
+    for name, seen in result["stall_steps"].items():
+        table.add_row(name, f"{seen['median']:.2f}", f"{seen['worst']:.2f}")
+    kept = ("streams", "moved", "changed", "over_two_steps", "over_two_steps_anew")
+    table.caption = ", ".join(f"{key} {result[key]}" for key in kept)
+    finish(args, "migration", result, table)
+
+
+if __name__ == "__main__":
+    main()

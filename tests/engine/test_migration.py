@@ -1,0 +1,345 @@
+"""A request moves between two live devices with its KV: no token changes, whatever goes wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ballast.bench.inprocess import InProcess
+from ballast.core.actions import Evict
+from ballast.core.event import Arrival, Cancelled, Finished
+from ballast.core.migration import (
+    Depart,
+    Departed,
+    DropKv,
+    ExportKv,
+    ImportKv,
+    KvExported,
+    KvImported,
+    KvRead,
+    KvTail,
+    Word,
+)
+from ballast.core.request import Sampling, Submission
+from ballast.core.settings import DeviceSettings, FleetSettings, KvLayout, ModelSettings
+from ballast.core.units import KiB, MiB
+from ballast.engine.inbox import MonotonicClock, QueueInbox
+from ballast.memory.peer_reader import PeerReader
+from ballast.memory.vm import Exported
+from ballast.sim.lives import read_lives
+from ballast.sim.replay import replay
+from tests.engine.checkpoints import VOCAB, make_llama
+from tests.engine.holding import DEADLINE, held, until
+
+NAMES = ("cpu:0", "cpu:1")
+BLOCK = 16
+PROMPT, OUTPUT = 41, 90
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("model") / "base", 1)
+
+
+def fleet(path: Path, name: str, story: Path, **device: Any) -> FleetSettings:
+    settings = DeviceSettings(
+        name=name,
+        budget_bytes=64 * MiB,
+        page_bytes=64 * KiB,
+        step_tokens=32,
+        step_logits=8,
+        threads=1,
+        **device,
+    )
+    models = (ModelSettings(name="base", path=str(path), dtype="float32", block_tokens=BLOCK),)
+    return FleetSettings(models=models, device=settings, story_path=str(story))
+
+
+def asked(name: str, **sampling: Any) -> Submission:
+    prompt = tuple((11 * k + 5) % VOCAB for k in range(PROMPT))
+    return Submission(
+        id=name,
+        model="base",
+        prompt=prompt,
+        max_tokens=OUTPUT,
+        sampling=Sampling(**sampling),
+        ignore_eos=True,
+    )
+
+
+class Two:
+    """Devices and what they say, by device."""
+
+    def __init__(self, path: Path, story: Path, **device: Any) -> None:
+        self.servers = {n: InProcess(fleet(path, n, story, **device)) for n in NAMES}
+        self.source, self.target = (self.servers[n] for n in NAMES)
+        self.words: queue.SimpleQueue[Word] = queue.SimpleQueue()
+        for server in self.servers.values():
+            moves = server.device.state.migration
+            moves.bytes = PeerReader(self._fetch, server.device.post)
+            server.device.tell_controller(self.words.put)
+
+    def _fetch(self, name: str) -> Exported:
+        exported = self.servers[name].device.export()
+        assert exported is not None
+        assert exported.fd is not None
+        return replace(exported, fd=os.dup(exported.fd))
+
+    def ask(self, server: InProcess, order: ExportKv | Depart | ImportKv) -> Word:
+        server.device.migrate(order)
+        return self.heard()
+
+    def heard(self) -> Word:
+        return self.words.get(timeout=DEADLINE)
+
+    def copied(self, s: Submission) -> KvExported:
+        """What is there of a request's KV, once the target has it."""
+        exported = self.ask(self.source, ExportKv(s.id))
+        assert isinstance(exported, KvExported)
+        tokens = (*s.prompt, *self.source.answers[s.id].tokens)[: exported.tokens]
+        wanted = replace(s, prompt=tokens, max_tokens=0)
+        order = ImportKv(wanted, exported.form, NAMES[0], exported.pieces)
+        assert self.ask(self.target, order) == KvImported(s.id, exported.tokens)
+        return exported
+
+    def arrive(self, s: Submission) -> list[int]:
+        """The request goes on at the target to its end; all of its tokens."""
+        before = self.source.answers[s.id].tokens
+        self.target.generate([replace(s, resumed=tuple(before))])
+        end = self.target.answers[s.id].end
+        assert isinstance(end, Finished)
+        return [*before, *self.target.answers[s.id].tokens]
+
+    def validate(self) -> None:
+        """Both are quiet: their books agree, and nothing is held for anybody."""
+        for server in self.servers.values():
+            server.device.state.pool.validate()
+            for m in server.device.state.models.values():
+                m.kv.validate([])
+
+    @property
+    def found(self) -> int:
+        """Tokens whose KV the target did not compute."""
+        return self.target.device.state.models["base"].kv.hit_tokens
+
+
+@contextmanager
+def two(path: Path, tmp_path: Path, **device: Any) -> Iterator[Two]:
+    """Their stories are replayed at the end."""
+    made = Two(path, tmp_path / "story", **device)
+    with made.source, made.target:
+        made.target.generate([replace(asked("first"), max_tokens=1, salt="other")])  # weights come
+        yield made
+    lives = read_lives(tmp_path / "story")
+    assert sorted(life.device for life in lives) == list(NAMES)
+    for life in lives:
+        found = replay(life)
+        assert found.difference is None, found.difference
+        assert found.stray is None
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[int]]:
+    server = InProcess(fleet(path, "alone", tmp_path_factory.mktemp("alone") / "story"))
+
+    def tokens(**sampling: Any) -> list[int]:
+        name = f"alone {sampling}"
+        with InProcess(server.device.fleet) as fresh:
+            return fresh.generate([asked(name, **sampling)])[name].tokens
+
+    server.device.close()
+    return tokens
+
+
+PENALISED = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": ((5, 3.0),)}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.9, "seed": 5},
+    "penalised": {"temperature": 1.1, "seed": 6, **PENALISED},
+}
+
+
+@pytest.mark.parametrize("layout", list(KvLayout))
+@pytest.mark.parametrize("way", WAYS)
+def test_a_request_goes_on_with_its_kv(
+    path: Path, tmp_path: Path, expected: Callable[..., list[int]], way: str, layout: KvLayout
+) -> None:
+    """It departs when a block has filled: the target computes nothing that was computed before."""
+    s = asked("r", **WAYS[way])
+    with two(path, tmp_path, kv_layout=layout) as made:
+        before = made.found
+        with held(made.source, 30, "r") as until_held:
+            made.source.submit(s)
+            until_held()
+            exported = made.copied(s)
+            assert exported.tokens == (PROMPT + 30) // BLOCK * BLOCK
+            made.source.device.migrate(Depart("r"))
+        departed = made.heard()
+        made.source.wait()
+        assert isinstance(departed, Departed)
+        assert departed.intact
+        assert isinstance(made.source.answers["r"].end, Cancelled)
+        known = PROMPT + len(made.source.answers["r"].tokens)
+        assert (known - 1) % BLOCK == 0
+        assert exported.tokens + departed.tokens == known - 1
+        made.target.device.migrate(KvTail("r", departed.tokens, departed.tail))
+        assert made.arrive(s) == expected(**WAYS[way])
+        assert made.found - before == known - 1
+        until(lambda: not made.source.device.state.requests)
+        made.validate()
+
+
+def test_a_request_that_lost_its_blocks_meanwhile_goes_on_without_them(
+    path: Path, tmp_path: Path, expected: Callable[..., list[int]]
+) -> None:
+    s = asked("r")
+    with two(path, tmp_path) as made:
+        before = made.found
+        with held(made.source, 30, "r") as until_held:
+            made.source.submit(s)
+            until_held()
+            made.copied(s)
+            made.source.device.command(Evict("base", "a test"), lambda outcome: None)
+        until(lambda: len(made.source.answers["r"].tokens) > 36)
+        departed = made.ask(made.source, Depart("r"))
+        assert departed == Departed("r", intact=False)
+        made.source.wait()
+        made.target.device.migrate(DropKv("r"))
+        assert made.arrive(s) == expected()
+        assert made.found == before
+        made.validate()
+
+
+def test_a_target_without_room_or_weights_imports_nothing(
+    path: Path, tmp_path: Path, expected: Callable[..., list[int]]
+) -> None:
+    """The source goes on."""
+    s = asked("r")
+    with two(path, tmp_path) as made:
+        with held(made.source, 30, "r") as until_held:
+            made.source.submit(s)
+            until_held()
+            exported = made.ask(made.source, ExportKv("r"))
+            assert isinstance(exported, KvExported)
+            tokens = (*s.prompt, *made.source.answers["r"].tokens)[: exported.tokens]
+            wanted = replace(s, prompt=tokens, max_tokens=0)
+            orders = {
+                "another form": ImportKv(wanted, "another", NAMES[0], exported.pieces),
+                "half a block": ImportKv(
+                    replace(wanted, prompt=tokens[:-3]), exported.form, NAMES[0], exported.pieces
+                ),
+                "no such model": ImportKv(
+                    replace(wanted, model="none"), exported.form, NAMES[0], exported.pieces
+                ),
+                "too little": ImportKv(wanted, exported.form, NAMES[0], exported.pieces[:-1]),
+            }
+            for what, order in orders.items():
+                assert made.ask(made.target, order) == KvImported("r", 0), what
+            whole = ImportKv(wanted, exported.form, NAMES[0], exported.pieces)
+            state = made.target.device.state
+            made.target.device.command(Evict("base", "a test"), lambda outcome: None)
+            until(lambda: not state.models["base"].weights.backed)
+            assert made.ask(made.target, whole) == KvImported("r", 0)
+            assert made.ask(made.source, ExportKv("none")) == KvExported("none", 0)
+        made.source.wait()
+        assert made.source.answers["r"].tokens == expected()
+        assert made.ask(made.source, Depart("r")) == Departed("r", intact=False)
+        made.validate()
+
+
+def test_what_was_imported_goes_with_its_model(path: Path, tmp_path: Path) -> None:
+    """Nothing holds it, as nothing holds what is cached: the request is computed anew."""
+    s = asked("r")
+    with two(path, tmp_path) as made:
+        with held(made.source, 30, "r") as until_held:
+            made.source.submit(s)
+            until_held()
+            made.copied(s)
+            m = made.target.device.state.models["base"]
+            assert m.kv.used_blocks == (PROMPT + 30) // BLOCK
+            made.target.device.command(Evict("base", "a test"), lambda outcome: None)
+            until(lambda: not m.kv.pages)
+            made.source.cancel("r")
+        made.source.wait()
+        made.target.generate([replace(s, resumed=tuple(made.source.answers["r"].tokens))])
+        made.validate()
+
+
+def test_a_request_that_ends_does_not_depart(path: Path, tmp_path: Path) -> None:
+    s = replace(asked("r"), max_tokens=40)
+    with two(path, tmp_path) as made:
+        with held(made.source, 37, "r") as until_held:
+            made.source.submit(s)
+            until_held()
+            made.copied(s)
+            # 41 tokens of prompt and 39 more are five blocks: it has ended by then.
+            made.source.device.migrate(Depart("r"))
+            made.source.cancel("r")
+        assert made.heard() == Departed("r", intact=False)
+        made.source.wait()
+        made.target.device.migrate(DropKv("r"))
+        made.target.generate([replace(asked("last"), max_tokens=1)])
+        made.validate()
+
+
+def test_an_arrival_that_is_refused_gives_back_what_was_imported(
+    path: Path, tmp_path: Path
+) -> None:
+    s = asked("r")
+    with two(path, tmp_path) as made:
+        with held(made.source, 30, "r") as until_held:
+            made.source.submit(s)
+            until_held()
+            made.copied(s)
+            made.source.cancel("r")
+        made.source.wait()
+        made.target.generate([replace(s, max_tokens=10_000)])
+        made.validate()
+
+
+def test_a_reader_copies_bytes_in_order_or_says_why_not() -> None:
+    posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    memory = os.memfd_create("source")
+    os.pwrite(memory, bytes(range(256)) * 16, 0)
+
+    def fetch(name: str) -> Exported:
+        return Exported((0, 0), 4096, 1, (), None if name == "a GPU" else os.dup(memory))
+
+    reader = PeerReader(fetch, posted.put)
+    here = bytearray(4096)
+    address = ctypes.addressof((ctypes.c_char * 4096).from_buffer(here))
+    reader.start("a", "cpu", [(0, 100), (300, 50)], [(address, 30), (address + 1000, 120)])
+    assert posted.get(timeout=DEADLINE) == KvRead("a")
+    source = bytes(range(256)) * 16
+    assert here[:30] == source[:30]
+    assert here[1000:1120] == source[30:100] + source[300:350]
+    reader.start("b", "cpu", [(0, 100)], [(address, 99)])
+    assert "not of one size" in posted.get(timeout=DEADLINE).error
+    reader.start("c", "a GPU", [(0, 100)], [(address, 100)])
+    assert "no file" in posted.get(timeout=DEADLINE).error
+    reader.start("d", "cpu", [(4090, 100)], [(address, 100)])
+    assert "no memory" in posted.get(timeout=DEADLINE).error
+    reader.start("e", "cpu", [(0, 100)], [(8, 100)])
+    assert "Bad address" in posted.get(timeout=DEADLINE).error
+    reader.start("f", "cpu", [(0, 100)], [(address + 2000, 100)])
+    reader.stop("f")
+    reader.start("g", "cpu", [(0, 10)], [(address + 3000, 10)])
+    assert posted.get(timeout=DEADLINE).request_id in "fg"  # it may have been quicker
+    reader.close()
+    os.close(memory)
+
+
+def test_a_request_that_was_elsewhere_keeps_its_place() -> None:
+    """By when it first arrived."""
+    inbox = QueueInbox(MonotonicClock())
+    inbox.post(Arrival(asked("new")), Arrival(replace(asked("old"), resumed=(1,), age=5.0)))
+    new, old = (e.submission for e in inbox.take(0.0) if isinstance(e, Arrival))
+    assert old.arrival == pytest.approx(new.arrival - 5.0, abs=0.5)
