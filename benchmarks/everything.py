@@ -67,6 +67,7 @@ RUNS = (
     Run("mux_live"),
     Run("placement"),
     Run("prism_sim", ("--quick",)),
+    Run("migration"),
     Run("prism_faults", ("--kills", "20")),
     Run("prices", ("--quick",)),
     Run("policy_cost"),
