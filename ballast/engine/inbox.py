@@ -20,6 +20,10 @@ class MonotonicClock:
         return time.perf_counter() - self._origin
 
 
+LONGEST_WAIT = 1e6
+"""Seconds that the loop waits at most: it looks around then, whatever it waits for."""
+
+
 class QueueInbox:
     """A thread-safe queue of events. Requests are stamped with their time of receipt."""
 
@@ -39,7 +43,9 @@ class QueueInbox:
 
     def take(self, until: float | None) -> list[Event]:
         """All events that are there; waits for the first, at most until `until`."""
-        timeout = None if until is None else max(0.0, until - self._clock.now())
+        timeout = None
+        if until is not None:  # the system waits for no longer than some 292 years
+            timeout = min(max(0.0, until - self._clock.now()), LONGEST_WAIT)
         events: list[Event] = []
         try:
             events += self._queue.get(timeout=timeout)

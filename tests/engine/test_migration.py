@@ -15,7 +15,7 @@ import pytest
 
 from ballast.bench.inprocess import InProcess
 from ballast.core.actions import Evict
-from ballast.core.event import Arrival, Cancelled, Finished
+from ballast.core.event import Cancelled, Finished
 from ballast.core.migration import (
     Depart,
     Departed,
@@ -31,7 +31,6 @@ from ballast.core.migration import (
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, KvLayout, ModelSettings
 from ballast.core.units import KiB, MiB
-from ballast.engine.inbox import MonotonicClock, QueueInbox
 from ballast.memory.peer_reader import PeerReader
 from ballast.memory.vm import Exported
 from ballast.sim.lives import read_lives
@@ -335,11 +334,3 @@ def test_a_reader_copies_bytes_in_order_or_says_why_not() -> None:
     assert posted.get(timeout=DEADLINE).request_id in "fg"  # it may have been quicker
     reader.close()
     os.close(memory)
-
-
-def test_a_request_that_was_elsewhere_keeps_its_place() -> None:
-    """By when it first arrived."""
-    inbox = QueueInbox(MonotonicClock())
-    inbox.post(Arrival(asked("new")), Arrival(replace(asked("old"), resumed=(1,), age=5.0)))
-    new, old = (e.submission for e in inbox.take(0.0) if isinstance(e, Arrival))
-    assert old.arrival == pytest.approx(new.arrival - 5.0, abs=0.5)
