@@ -144,6 +144,8 @@ class OpenRequest:
     """No queue limit may refuse it any more."""
     arrived: float = field(default_factory=time.monotonic)
     """When it was asked for, on this process's clock."""
+    first_token: float | None = None
+    """When its client got its first token, on the same clock."""
     told: list[int] = field(default_factory=list)
     """Output tokens that the client has."""
     expiry: asyncio.TimerHandle | None = None
@@ -162,8 +164,13 @@ class OpenRequest:
         """For the present worker, which goes on after what the client has."""
         submission = self.submission
         if self.accepted:
-            age = time.monotonic() - self.arrived
-            submission = replace(submission, resumed=tuple(self.told), age=age)
+            now = time.monotonic()
+            submission = replace(
+                submission,
+                resumed=tuple(self.told),
+                age=now - self.arrived,
+                first_token_age=None if self.first_token is None else now - self.first_token,
+            )
         self.sent, self.fresh, self.accepted = True, False, True
         self.stay()
         return submission
@@ -179,6 +186,8 @@ class OpenRequest:
                         f"token {output.index} of {output.request_id} came after {len(self.told)}"
                     )
                 self.told.append(output.token)
+                if self.first_token is None:
+                    self.first_token = time.monotonic()
             case PromptScores():
                 end = output.start + len(output.logprobs)
                 known = max(0, min(self.scored, end) - output.start)

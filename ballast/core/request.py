@@ -90,6 +90,8 @@ class Submission:
     after these tokens, which the client has already, token for token as it would have."""
     age: float = 0.0
     """Seconds since it arrived there; its place and its service level go by that."""
+    first_token_age: float | None = None
+    """Seconds since its client got the first of them; None: it has none."""
 
 
 class WaitsFor(enum.Flag):
@@ -211,6 +213,8 @@ class Request:
         cls, submission: Submission, sequence: int, spec: ModelSpec, adapter: int | None = None
     ) -> Request:
         """For the model of `spec`, or for one of its adapters."""
+        now = submission.arrival + submission.age
+        since = submission.first_token_age
         return cls(
             submission,
             [*submission.prompt, *(submission.resumed or ())],
@@ -220,6 +224,8 @@ class Request:
             cls.salt_of(submission, spec, adapter),
             shaped=submission.sampling.shaped,
             unscored=len(submission.prompt) if submission.prompt_logprobs is None else 1,
+            first_token_at=None if since is None else now - since,
+            last_token_at=None if since is None else now,
         )
 
     @property

@@ -277,6 +277,9 @@ class Story:
             told["grammar"] = True
         if s.resumed is not None:
             told["resumed"] = len(s.resumed)
+            told["age"] = s.age
+            if s.first_token_age is not None:
+                told["first_token_age"] = s.first_token_age
 
     def _numbers(self, told: Entry, s: Submission) -> Chain | None:
         """Number a sequence of tokens; the blocks that it fills, where prefixes are cached."""

@@ -90,6 +90,11 @@ class Migration:
         self._imported: dict[str, _Import] = {}
         self._said: list[Word] = []
 
+    @property
+    def departing(self) -> bool:
+        """Whether any request is to leave."""
+        return bool(self._departing)
+
     # -- the source -------------------------------------------------------------------------------
 
     def export(self, m: ModelState, request: Request) -> None:

@@ -25,6 +25,7 @@ from ballast.sim.controller import Controller, Told
 from ballast.sim.device import Profile, SimDevice, Steps
 from ballast.sim.given import NOTHING, Given
 from ballast.sim.lending import carry_out
+from ballast.sim.migration import movers_of
 from ballast.sim.modelled import ALL, Modelled
 from ballast.sim.profile import DeviceProfile, device_profile
 from ballast.sim.runner import OnParts, unmeasured
@@ -178,12 +179,14 @@ class Cluster:
             raise ConfigError("orders", preset.name, allowed)
         there = {name: (device, place_of[name]) for name, device in self.devices.items()}
         carry_out(given.orders, there, list(kind_of))
+        movers = movers_of(there) if policy.moves else []
         self.controller = Controller(
             self.devices,
             FleetBook(at, needs, rooms, policy),
             specs,
             lambda device, spec: kind_of[device].costs(spec),
             told,
+            movers,
         )
 
     @property

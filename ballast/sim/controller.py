@@ -13,7 +13,10 @@ from ballast.core.request import Submission
 from ballast.engine.report import report
 from ballast.policy.route import Replica
 from ballast.sim.device import SimDevice
+from ballast.sim.migration import Movers
 
+SETTLING = 0.1
+"""Seconds between two looks."""
 Told = Callable[[float, FleetAction, str | None], None]
 """(when, what a policy asked for, why it was not done; None: it was)."""
 CostsOn = Callable[[str, ModelSpec], StepCosts]
@@ -30,13 +33,16 @@ class Controller:
         specs: Sequence[ModelSpec],
         costs: CostsOn,
         told: Told = lambda at, action, refused: None,
+        movers: Sequence[Movers] = (),
     ) -> None:
-        """`told` hears of every action of the fleet's policy."""
+        """`told` hears of every action of the fleet's policy; `movers`: between which devices
+        running requests move, with a model that migrates."""
         self.devices, self.book = devices, book
         self._specs = {spec.name: spec for spec in specs}
         self._bases = {served.name: spec.name for spec in specs for served in spec.served}
         """By model or adapter, the model."""
         self._costs, self._told = costs, told
+        self._movers = tuple(movers)
 
     def choose(self, submission: Submission) -> str:
         """The device for a request that arrives now; those that serve its model go on till then."""
@@ -61,11 +67,27 @@ class Controller:
                 self.book.settle(action)
             self._told(now, action, refused)
 
+    def settle(self, now: float) -> float:
+        """Go on until no request is on its way from one device to another; when that is."""
+        while any(movers.busy for movers in self._movers):
+            now += SETTLING
+            for device in self.devices.values():
+                device.advance(now)
+        return now
+
+    @property
+    def moved(self) -> int:
+        """Requests that have moved with their KV."""
+        return sum(movers.moved for movers in self._movers)
+
     def _do(self, now: float, action: FleetAction) -> str | None:
         """Why it was not done, if it was not."""
         device = self.devices[action.device]
         if not isinstance(action, Place):
             device.leave(now, action.model)
+            others = [name for name in self.book.homes[action.model] if name != action.device]
+            for movers in self._movers:
+                movers.move_all(now, action.device, action.model, others)
             return None
         spec = self._specs[action.model]
         refused = device.join(now, spec, self._costs(action.device, spec))

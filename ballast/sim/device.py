@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ballast.core.actions import Join, Leave, Operation
@@ -12,7 +12,7 @@ from ballast.core.clock import VirtualClock
 from ballast.core.cost import StepCosts
 from ballast.core.entries import Sink
 from ballast.core.errors import ConfigError
-from ballast.core.event import Arrival, Drain, Event, Operate, Output
+from ballast.core.event import Arrival, Cancelled, Drain, Event, Operate, Output
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Request, Submission
@@ -179,6 +179,8 @@ class SimDevice:
         self._answer = profile.answer
         self._leaps, self._steps = leaps, steps
         self._observe = observe
+        self.unsaid: Container[str] = ()
+        """Requests whose end here their clients are not told of: they go on elsewhere."""
         self._answers: dict[str, str | None] = {}
         """Why operations were not done, by id; of those that have ended."""
         self._leaving: dict[str, ModelState] = {}
@@ -320,7 +322,8 @@ class SimDevice:
 
     def _tell(self, outputs: list[Output]) -> None:
         for output in outputs:
-            self._said(self.clock.now(), output)
+            if not (isinstance(output, Cancelled) and output.request_id in self.unsaid):
+                self._said(self.clock.now(), output)
 
     def _passed(self, steps: Sequence[Batch]) -> None:
         """A leap has passed over these steps."""

@@ -46,6 +46,8 @@ def leap(
     state = loop.state
     if state.asking or loop.operations.pending or state.lending.borrower.wanted():
         return 0
+    if state.migration.departing:
+        return 0  # a request leaves when a block of it has filled
     until = horizon if loop.until is None else min(loop.until, horizon)
     steps = _leap_alone(loop, heap, runner, clock, until, near)
     if not steps:

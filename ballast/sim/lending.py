@@ -55,7 +55,7 @@ class Lenders:
                     streams[other] = Stream(device.link, fluid, there.to_peer(place))
             if streams:
                 device.borrows_over(partial(SimBorrowed, device, streams))
-        world.reaching = self
+        world.reaching.append(self)
 
     def order(self, at: float, device: str, operation: Operation) -> None:
         """Let an operator order something of a device at `at`."""

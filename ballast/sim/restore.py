@@ -204,6 +204,8 @@ class Events:
             prompt_logprobs=told.get("prompt_logprobs"),
             embed=told.get("embed", False),
             resumed=None if resumed is None else tokens[prompt:],
+            age=told.get("age", 0.0),
+            first_token_age=told.get("first_token_age"),
         )
 
     def _import(self, told: Entry) -> Event:

@@ -92,8 +92,9 @@ def simulate_devices(
         chosen = controller.choose(submission)
         sent(submission, chosen)
         controller.devices[chosen].submit(submission)
+    drained = controller.settle(last)
     for device in devices:
-        device.drain(last)
+        device.drain(drained)
     for device in devices:
         device.end()
     return max(device.clock.now() for device in devices)

@@ -34,7 +34,8 @@ class Turning(Protocol):
 
 
 class Reaching(Protocol):
-    """How devices of a world reach each other but by links: `sim.lending.Lenders`."""
+    """How devices of a world reach each other but by links: `sim.lending.Lenders`, and
+    `sim.migration.Movers`."""
 
     def horizon(self, now: float, near: float) -> float:
         """Before when no device is reached by anything that does not happen by `now`; `near`: when
@@ -48,8 +49,8 @@ class World:
         self.agenda = Agenda()
         self.fluid = Fluid(self.agenda)
         """All bytes that move between these devices and their hosts."""
-        self.reaching: Reaching | None = None
-        """None: by links alone."""
+        self.reaching: list[Reaching] = []
+        """Beside links."""
         self._devices: list[Turning] = []
 
     def add(self, device: Turning) -> None:
@@ -72,9 +73,8 @@ class World:
         if len(self._devices) == 1:
             return inf, until
         near = min(other.due for other in self._devices if other is not device)
-        if self.reaching is None:
-            return near, until
-        return near, min(until, self.reaching.horizon(now, min(near, self.agenda.next)))
+        soonest = min(near, self.agenda.next)
+        return near, min([until, *(reach.horizon(now, soonest) for reach in self.reaching)])
 
     def _step(self, until: float) -> bool:
         """Do what happens next before `until`; False if nothing does."""

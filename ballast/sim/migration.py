@@ -1,0 +1,198 @@
+"""Requests that move with their KV between devices of one host, in virtual time.
+
+The devices' engines do what they do live (`ballast.engine.migration`); what controller and devices
+say to each other takes `WAY` seconds each time, and KV crosses the links between the two devices,
+beside whatever else does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ballast.core.event import Arrival
+from ballast.core.link import Direction
+from ballast.core.migration import (
+    Depart,
+    Departed,
+    DropKv,
+    ExportKv,
+    ImportKv,
+    KvExported,
+    KvImported,
+    KvRead,
+    KvTail,
+    Piece,
+    Word,
+)
+from ballast.core.request import Request, Sampling, State
+from ballast.core.view import Residency
+from ballast.sim.device import SimDevice
+from ballast.sim.lending import WAY
+from ballast.sim.link import Stream
+from ballast.sim.topology import Peers, Place
+
+AT_ONCE = 4
+"""Requests of one device that move at a time, as live (`ballast.cluster.migrations`)."""
+
+
+@dataclass(slots=True)
+class _Move:
+    request: Request
+    source: str
+    target: str
+
+
+class Movers:
+    """Devices of one world. Implements `sim.world.Reaching`."""
+
+    def __init__(self, devices: Mapping[str, tuple[SimDevice, Place]]) -> None:
+        """`devices`: by name, with where they are."""
+        self._devices = {name: device for name, (device, _) in devices.items()}
+        self._moves: dict[str, _Move] = {}
+        """Under way, by request."""
+        self._waiting: dict[str, deque[_Move]] = {name: deque() for name in devices}
+        self.moved = 0
+        """Requests that have gone with their KV."""
+        for name, (device, place) in devices.items():
+            streams = {}
+            for other, (_, there) in devices.items():
+                if other == name:
+                    continue
+                if place.host.joints.peers is Peers.MEMORY:
+                    streams[other] = device.link.stream("kv", Direction.TO_DEVICE)
+                else:
+                    path = there.to_peer(place)
+                    streams[other] = Stream(device.link, place.host.world.fluid, path)
+            migration = device.state.migration
+            migration.exports, migration.bytes = True, SimBytes(device, streams)
+            migration.say = partial(self._hear, name)
+            device.unsaid = self._moves
+        (world,) = {place.host.world for _, place in devices.values()}
+        world.reaching.append(self)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is on its way."""
+        return bool(self._moves)
+
+    def move_all(self, now: float, source: str, model: str, targets: Sequence[str]) -> None:
+        """Let requests of a model that run on a device go on at others that have its weights."""
+        here = self._devices.get(source)
+        able = [t for t in targets if t in self._devices and self._has(t, model)]
+        if here is None or not able:
+            return
+        running = [r for r in here.state.models[model].running if r.id not in self._moves]
+        for i, request in enumerate(running):
+            self._waiting[source].append(_Move(request, source, able[i % len(able)]))
+        self._begin(now, source)
+
+    def horizon(self, now: float, near: float) -> float:
+        """Before when no device is reached by a word that is not said yet."""
+        return near + WAY if self._moves else float("inf")
+
+    def _has(self, name: str, model: str) -> bool:
+        m = self._devices[name].state.models.get(model)
+        return m is not None and m.residency is Residency.RESIDENT
+
+    def _begin(self, now: float, source: str) -> None:
+        waiting = self._waiting[source]
+        while waiting and sum(m.source == source for m in self._moves.values()) < AT_ONCE:
+            move = waiting.popleft()
+            if move.request.state is State.RUNNING:
+                self._moves[move.request.id] = move
+                self._devices[source].receive(now + WAY, ExportKv(move.request.id))
+
+    def _hear(self, name: str, word: Word) -> None:
+        move = self._moves.get(word.request_id)
+        if move is None:
+            return
+        at = self._devices[name].clock.now() + WAY
+        request, target = move.request, self._devices[move.target]
+        match word:
+            case KvExported(_, tokens, form, pieces) if tokens:
+                wanted = replace(
+                    request.submission,
+                    prompt=tuple(request.tokens[:tokens]),
+                    max_tokens=0,
+                    sampling=Sampling(),
+                    prompt_logprobs=None,
+                    resumed=None,
+                )
+                target.receive(at, ImportKv(wanted, form, move.source, pieces))
+            case KvImported(_, tokens) if tokens:
+                self._devices[move.source].receive(at, Depart(request.id))
+            case Departed(_, intact, tokens):
+                self._arrive(at, move, tokens if intact else None)
+            case _:
+                self._end(at, move)
+
+    def _arrive(self, at: float, move: _Move, tail: int | None) -> None:
+        """It has departed, or has ended. `tail`: tokens whose KV followed; None: it was lost."""
+        request, target = move.request, self._devices[move.target]
+        if request.state is not State.CANCELLED:
+            target.receive(at, DropKv(request.id))
+        else:
+            self.moved += tail is not None
+            target.receive(
+                at, DropKv(request.id) if tail is None else KvTail(request.id, tail, b"")
+            )
+            first = request.first_token_at
+            coming = replace(
+                request.submission,
+                resumed=tuple(request.output),
+                age=at - request.submission.arrival,
+                first_token_age=None if first is None else at - first,
+            )
+            target.receive(at, Arrival(coming))
+        self._end(at, move)
+
+    def _end(self, now: float, move: _Move) -> None:
+        del self._moves[move.request.id]
+        self._begin(now, move.source)
+
+
+def movers_of(devices: Mapping[str, tuple[SimDevice, Place]]) -> list[Movers]:
+    """Of each host whose devices reach each other."""
+    hosts = dict.fromkeys(place.host for _, place in devices.values())
+    found = []
+    for host in hosts:
+        there = {name: at for name, at in devices.items() if at[1].host is host}
+        if host.joints.peers is not Peers.NONE and len(there) > 1:
+            found.append(Movers(there))
+    return found
+
+
+class SimBytes:
+    """Implements `ballast.engine.migration.KvBytes`."""
+
+    def __init__(self, device: SimDevice, streams: Mapping[str, Stream]) -> None:
+        """`streams`: by source."""
+        self._device, self._streams = device, streams
+
+    def start(
+        self,
+        request_id: str,
+        source: str,
+        pieces: Sequence[Piece],
+        targets: Sequence[tuple[int, int]],
+    ) -> None:
+        def ended(at: float, seconds: float) -> None:
+            self._device.receive(at, KvRead(request_id))
+
+        n_bytes = sum(n for _, n in pieces)
+        self._streams[source].carry(self._device.clock.now(), n_bytes, ended)
+
+    def stop(self, request_id: str) -> None:
+        """The bytes go their way; nobody waits for them."""
+
+    def load(self, address: int, n_bytes: int) -> bytes:
+        return b""
+
+    def store(self, address: int, data: bytes) -> None:
+        """There are no bytes."""
+
+    def close(self) -> None:
+        """Nothing to end."""
