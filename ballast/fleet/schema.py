@@ -216,7 +216,7 @@ class DeviceKeys(Keys):
     step_tokens: Count = 512
     step_logits: Count = 64
     prefix_cache: bool = True
-    kv_layout: KvLayout = KvLayout.BLOCK_MAJOR
+    kv_layout: Annotated[KvLayout, Field(strict=False)] = KvLayout.BLOCK_MAJOR
     graphs: SizeOrNone | None = None
     """None: 256 MiB on a GPU."""
     tensor_parallel: Count = 1

@@ -8,7 +8,14 @@ import pytest
 
 from ballast.core.errors import ConfigError
 from ballast.core.link import LinkRates
-from ballast.core.settings import AdapterSettings, FleetSettings, KeySettings, ServerSettings, Slo
+from ballast.core.settings import (
+    AdapterSettings,
+    FleetSettings,
+    KeySettings,
+    KvLayout,
+    ServerSettings,
+    Slo,
+)
 from ballast.core.units import KiB, MiB
 from ballast.fleet.elsewhere import KEYS, OTHERS, paths_of, place_of
 from ballast.fleet.file import load_fleet
@@ -509,6 +516,12 @@ def test_devices_of_several_ranks_are_not_for_simulations(home: Path) -> None:
     assert load_fleet(file, presets=PRESETS).device.tensor_parallel == 2
     with pytest.raises(ConfigError, match=r"devices\[0\].tensor_parallel"):
         load_fleet(file, presets=PRESETS, simulated=True)
+
+
+def test_a_device_says_how_its_kv_lies(home: Path) -> None:
+    lies = load(home, MINIMAL.replace("budget: 64MiB", "budget: 64MiB, kv_layout: per-layer"))
+    assert lies.device.kv_layout is KvLayout.PER_LAYER
+    assert load(home, MINIMAL).device.kv_layout is KvLayout.BLOCK_MAJOR
 
 
 def test_a_gpu_is_named_by_its_number(home: Path) -> None:
