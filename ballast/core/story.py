@@ -277,7 +277,8 @@ class Story:
             told["grammar"] = True
         if s.resumed is not None:
             told["resumed"] = len(s.resumed)
-            told["age"] = s.age
+            if s.age:
+                told["age"] = s.age
             if s.first_token_age is not None:
                 told["first_token_age"] = s.first_token_age
 
