@@ -2,12 +2,13 @@
 
 A random Llama of 110M in float32 on two CPU devices of a thread each, without HTTP. Four streams
 begin on one device; once each has some tokens all of them are moved to the other, in turns *with
-their KV* (`ballast.cluster.migrations`: full blocks are read while the stream runs, what came after
-them is computed again) and *anew* (the KV of all tokens is computed again, as after a worker's
-death). Each round goes the other way than the last.
+their KV* (`ballast.cluster.migrations`: full blocks are read while the stream runs, and it departs
+when one has filled) and *anew* (the KV of all tokens is computed again, as after a worker's death).
+Each round goes the other way than the last.
 
 - `stall_steps`: of the median stream, and below of the worst: the longest gap between two tokens
   from the order on, less the stream's median gap before it, in such gaps. By context and way.
+- `step_ms`: that median gap, of the median stream, by context.
 - `over_two_steps`: streams that stood still for more than two steps; the goal is none with KV.
 - `moved`: streams that went with their KV, of those that were to.
 - `changed`: streams whose tokens are not those of undisturbed ones.
@@ -23,6 +24,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +74,14 @@ class Stream:
             self.begun.set()
             outlet.close()
 
+    def step(self, ordered: float) -> float:
+        """Median seconds between two tokens before the order."""
+        return statistics.median(b - a for a, b in pairwise(self.times) if b < ordered)
+
     def stall(self, ordered: float) -> float:
         """In steps."""
-        gaps = [(b - a, b) for a, b in zip(self.times, self.times[1:], strict=False)]
-        step = statistics.median(gap for gap, at in gaps if at < ordered)
-        return max(gap for gap, at in gaps if at >= ordered) / step - 1
+        longest = max(b - a for a, b in pairwise(self.times) if b >= ordered)
+        return longest / self.step(ordered) - 1
 
 
 def two_devices(directory: Path) -> Path:
@@ -136,6 +141,7 @@ async def measure(file: Path, contexts: Sequence[int], rounds: int) -> dict[str,
         await found.run(contexts[0], None)  # both devices bring the weights
         await found.run(contexts[0], None)
         stalls: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+        steps: defaultdict[int, list[float]] = defaultdict(list)
         changed = moved = 0
         for context in contexts:
             undisturbed, _, _ = await found.run(context, None)
@@ -146,12 +152,14 @@ async def measure(file: Path, contexts: Sequence[int], rounds: int) -> dict[str,
                     pairs = zip(streams, undisturbed, strict=True)
                     changed += sum(a.tokens != b.tokens or bool(a.failed) for a, b in pairs)
                     stalls[context, way] += [stream.stall(ordered) for stream in streams]
+                    steps[context] += [stream.step(ordered) for stream in streams]
     return {
         "streams": STREAMS * rounds * len(contexts),
         "moved": moved,
         "changed": changed,
         "over_two_steps": _long(stalls, WAYS[0]),
         "over_two_steps_anew": _long(stalls, WAYS[1]),
+        "step_ms": {f"{c}": 1e3 * statistics.median(seen) for c, seen in steps.items()},
         "stall_steps": {
             f"{context}, {way}": {
                 "median": statistics.median(seen),
@@ -179,6 +187,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, seen in result["stall_steps"].items():
         table.add_row(name, f"{seen['median']:.2f}", f"{seen['worst']:.2f}")
     kept = ("streams", "moved", "changed", "over_two_steps", "over_two_steps_anew")
+    steps = ", ".join(f"{ms:.0f} ms ({c})" for c, ms in result["step_ms"].items())
+    table.title = f"a step takes, by context: {steps}"
     table.caption = ", ".join(f"{key} {result[key]}" for key in kept)
     finish(args, "migration", result, table)
 

@@ -130,7 +130,7 @@ async def run_servers(
 async def serving_fleets(
     fleets: Sequence[FleetSettings], command: Sequence[str] = COMMAND
 ) -> AsyncIterator[list[Controller]]:
-    """Start servers that know nothing of each other, started one after the other."""
+    """Start servers that know nothing of each other, one after the other."""
     servers = [Controller(_maker(command, fleet.has_gpus)) for fleet in fleets]
     try:
         for server, fleet in zip(servers, fleets, strict=True):

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from ballast.cluster.device import RemoteDevice
-from ballast.cluster.outlet import OpenRequest
 from ballast.core.migration import (
+    AT_ONCE,
     Depart,
     Departed,
     DropKv,
@@ -23,12 +22,11 @@ from ballast.core.migration import (
     KvImported,
     KvTail,
     Word,
+    wanted,
 )
-from ballast.core.request import Sampling, Submission
+from ballast.core.request import Submission
 from ballast.transport.messages import Migrate, Withdraw
 
-AT_ONCE = 4
-"""Requests of one device that move at a time."""
 PATIENCE = 10.0
 """Seconds for a device to answer: it may be amid a long job, and have a GiB to read."""
 
@@ -101,8 +99,8 @@ class Migrations:
         request = source.requests.get(request_id)
         if exported is None or not exported.tokens or request is None or target.down is not None:
             return False
-        wanted = _prefix(request, exported.tokens)
-        order = ImportKv(wanted, exported.form, source.pages, exported.pieces)
+        prefix = wanted(request.submission, request.told, exported.tokens)
+        order = ImportKv(prefix, exported.form, source.pages, exported.pieces)
         imported = await self._ask(target, order, KvImported)
         return imported is not None and imported.tokens > 0
 
@@ -132,17 +130,3 @@ class Migrations:
         future = self._awaited.get(key)
         if future is not None and not future.done():
             future.set_result(word)
-
-
-def _prefix(request: OpenRequest, n: int) -> Submission:
-    """The first `n` tokens of a request so far, as a prompt."""
-    tokens = (*request.submission.prompt, *request.told)[:n]
-    return replace(
-        request.submission,
-        prompt=tokens,
-        max_tokens=0,
-        sampling=Sampling(),
-        stop_token_ids=(),
-        prompt_logprobs=None,
-        resumed=None,
-    )

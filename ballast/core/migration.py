@@ -20,10 +20,12 @@ what was read is dropped. What is missing for whatever reason is computed again 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ballast.core.request import Submission
+from ballast.core.request import Sampling, Submission
 
+AT_ONCE = 4
+"""Requests of one device that move at a time."""
 Piece = tuple[int, int]
 """(offset in the device's memory, bytes)."""
 
@@ -119,6 +121,19 @@ class Departed:
 
 Word = KvExported | KvImported | Departed
 """What a device has to say; the request is the controller's business from then on."""
+
+
+def wanted(submission: Submission, output: Sequence[int], n: int) -> Submission:
+    """The first `n` tokens of a request and its output so far as a prompt, for `ImportKv`."""
+    return replace(
+        submission,
+        prompt=(*submission.prompt, *output)[:n],
+        max_tokens=0,
+        sampling=Sampling(),
+        stop_token_ids=(),
+        prompt_logprobs=None,
+        resumed=None,
+    )
 
 
 def joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:

@@ -173,7 +173,7 @@ class LiveDevice:
         if self._make_kv_bytes is not None:
             self.state.migration.bytes = moves = self._make_kv_bytes(self.post)
             closing.callback(moves.close)
-        self.state.migration.exports = self.export() is not None
+            self.state.migration.exports = self.export() is not None
         self._operator = Operator(self)
         closing.callback(self._operator.close)
         self.loop = Loop(

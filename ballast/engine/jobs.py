@@ -146,11 +146,12 @@ def _settle(state: DeviceState, m: ModelState, job: Job) -> list[Output]:
     outputs: list[Output] = []
     if m.life.moving:
         swapping.end(m)
+    departing = state.migration.departing
     for work in job.work:
         request = state.requests.get(work.request_id)
         if request is not None and request.cancelled:
             outputs.append(state.end(request, State.CANCELLED, Cancelled(request.id)))
-        elif request is not None:
+        elif request is not None and departing:
             outputs += depart(state, m, request)
     for request in m.running.left():
         if request.state is State.RUNNING:

@@ -82,7 +82,7 @@ class Migration:
         self.bytes: KvBytes | None = None
         """None: nothing can be imported here, nor exported."""
         self.exports = False
-        """Whether others can read this device's memory."""
+        """Whether others can read this device's memory; there are `bytes` then."""
         self.say: Callable[[Word], None] = _say_nothing
         """Must not wait for anything."""
         self._exported: dict[str, _Export] = {}
@@ -127,27 +127,27 @@ class Migration:
         there is to say of it is said."""
         if request.id not in self._departing:
             return False
-        was = self._exported.get(request.id)
-        intact = (
-            was is not None
-            and request.state is State.RUNNING
-            and request.blocks is was.table
-            and m.kv.relocations == was.relocations
-        )
-        tokens = request.computed
-        if not intact or was is None:
+        was = self._stayed(m, request)
+        if was is None:
             self._depart(request.id, intact=False)
             return True
-        if tokens % m.spec.block_tokens:
+        if request.computed % m.spec.block_tokens:
             return False
-        rest = request.blocks[was.n : tokens // m.spec.block_tokens]
+        assert self.bytes is not None, "it could not have been exported"
+        rest = request.blocks[was.n : request.computed // m.spec.block_tokens]
         places = extents.extents(m.kv, rest)
         if sum(n for _, n in places) > MOST_TAIL_BYTES:
             rest, places = [], []
-        here = self.bytes
-        tail = b"" if here is None else b"".join(here.load(at, n) for at, n in places)
+        tail = b"".join(self.bytes.load(address, n) for address, n in places)
         self._depart(request.id, intact=True, tokens=len(rest) * m.spec.block_tokens, tail=tail)
         return True
+
+    def _stayed(self, m: ModelState, request: Request) -> _Export | None:
+        """What was exported of a request; None: nothing, or it is not where it was."""
+        was = self._exported.get(request.id)
+        if was is None or request.state is not State.RUNNING or request.blocks is not was.table:
+            return None
+        return was if m.kv.relocations == was.relocations else None
 
     def _depart(self, request_id: str, **how: Any) -> None:
         self._departing.discard(request_id)
@@ -166,8 +166,9 @@ class Migration:
         """Read the KV of a request that is to come, if its model is here and pages are free."""
         wanted = event.wanted
         self._drop(wanted.id)
+        assert self.bytes is not None, "a device without them is not asked"
         blocks = [] if m is None else self._room(m, event)
-        if self.bytes is None or m is None or not blocks:
+        if m is None or not blocks:
             self._said.append(migration.KvImported(wanted.id, 0))
             return
         salt = Request.salt_of(wanted, m.spec, adapter)
@@ -178,8 +179,7 @@ class Migration:
     def _room(self, m: ModelState, event: ImportKv) -> list[int]:
         """Blocks for it; none where it cannot be."""
         tokens = len(event.wanted.prompt)
-        able = self.bytes is not None and m.swapper is None and not m.kv.fixed
-        if not able or m.residency is not Residency.RESIDENT:
+        if m.swapper is not None or m.residency is not Residency.RESIDENT:
             return []
         if tokens % m.spec.block_tokens or extents.form(m.kv) != event.form:
             return []

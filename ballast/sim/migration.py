@@ -2,7 +2,8 @@
 
 The devices' engines do what they do live (`ballast.engine.migration`); what controller and devices
 say to each other takes `WAY` seconds each time, and KV crosses the links between the two devices,
-beside whatever else does.
+beside whatever else does. Live, what cannot move at once is tried again
+(`ballast.cluster.following`); here it ends where it is.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import partial
 from ballast.core.event import Arrival
 from ballast.core.link import Direction
 from ballast.core.migration import (
+    AT_ONCE,
     Depart,
     Departed,
     DropKv,
@@ -26,16 +28,14 @@ from ballast.core.migration import (
     KvTail,
     Piece,
     Word,
+    wanted,
 )
-from ballast.core.request import Request, Sampling, State
+from ballast.core.request import Request, State
 from ballast.core.view import Residency
 from ballast.sim.device import SimDevice
 from ballast.sim.lending import WAY
 from ballast.sim.link import Stream
 from ballast.sim.topology import Peers, Place
-
-AT_ONCE = 4
-"""Requests of one device that move at a time, as live (`ballast.cluster.migrations`)."""
 
 
 @dataclass(slots=True)
@@ -113,15 +113,8 @@ class Movers:
         request, target = move.request, self._devices[move.target]
         match word:
             case KvExported(_, tokens, form, pieces) if tokens:
-                wanted = replace(
-                    request.submission,
-                    prompt=tuple(request.tokens[:tokens]),
-                    max_tokens=0,
-                    sampling=Sampling(),
-                    prompt_logprobs=None,
-                    resumed=None,
-                )
-                target.receive(at, ImportKv(wanted, form, move.source, pieces))
+                prefix = wanted(request.submission, request.output, tokens)
+                target.receive(at, ImportKv(prefix, form, move.source, pieces))
             case KvImported(_, tokens) if tokens:
                 self._devices[move.source].receive(at, Depart(request.id))
             case Departed(_, intact, tokens):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from ballast.policy.presets import resolve
-from benchmarks import fleet, mirage_live, mux_sim, prices, seam, sim_fidelity
+from benchmarks import fleet, mirage_live, mux_sim, prices, prism_live, seam, sim_fidelity
 from benchmarks.contenders import SHARINGS, Comparison, Contender, defaults
 from benchmarks.mirage_curves import COMPARED, KVSWAPS, POOL_ROWS, SHARE_ROWS
 from benchmarks.mirage_sweeps import SWEEPS
@@ -18,6 +18,7 @@ TABLES = {
     "sim_fidelity": sim_fidelity.COMPARED,
     "prices": prices.COMPARED,
     "mux_sim": mux_sim.COMPARED,
+    "prism_live": prism_live.COMPARED,
     "mirage, pool": SHARINGS["pool"],
     "mirage, shares": SHARINGS["shares"],
     "mirage, turns": SHARINGS["pool"].on(temporal=1, quantum=0.25, preemptive=1),

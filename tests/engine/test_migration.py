@@ -83,7 +83,7 @@ class Two:
         self.words: queue.SimpleQueue[Word] = queue.SimpleQueue()
         for server in self.servers.values():
             moves = server.device.state.migration
-            moves.bytes = PeerReader(self._fetch, server.device.post)
+            moves.bytes, moves.exports = PeerReader(self._fetch, server.device.post), True
             server.device.tell_controller(self.words.put)
 
     def _fetch(self, name: str) -> Exported:
@@ -108,6 +108,14 @@ class Two:
         order = ImportKv(wanted, exported.form, NAMES[0], exported.pieces)
         assert self.ask(self.target, order) == KvImported(s.id, exported.tokens)
         return exported
+
+    @contextmanager
+    def amid(self, s: Submission, token: int = 30) -> Iterator[None]:
+        """The source holds its jobs once it has told that token of a request."""
+        with held(self.source, token, s.id) as until_held:
+            self.source.submit(s)
+            until_held()
+            yield
 
     def arrive(self, s: Submission) -> list[int]:
         """The request goes on at the target to its end; all of its tokens."""
@@ -175,9 +183,7 @@ def test_a_request_goes_on_with_its_kv(
     s = asked("r", **WAYS[way])
     with two(path, tmp_path, kv_layout=layout) as made:
         before = made.found
-        with held(made.source, 30, "r") as until_held:
-            made.source.submit(s)
-            until_held()
+        with made.amid(s):
             exported = made.copied(s)
             assert exported.tokens == (PROMPT + 30) // BLOCK * BLOCK
             made.source.device.migrate(Depart("r"))
@@ -202,9 +208,7 @@ def test_a_request_that_lost_its_blocks_meanwhile_goes_on_without_them(
     s = asked("r")
     with two(path, tmp_path) as made:
         before = made.found
-        with held(made.source, 30, "r") as until_held:
-            made.source.submit(s)
-            until_held()
+        with made.amid(s):
             made.copied(s)
             made.source.device.command(Evict("base", "a test"), lambda outcome: None)
         until(lambda: len(made.source.answers["r"].tokens) > 36)
@@ -223,9 +227,7 @@ def test_a_target_without_room_or_weights_imports_nothing(
     """The source goes on."""
     s = asked("r")
     with two(path, tmp_path) as made:
-        with held(made.source, 30, "r") as until_held:
-            made.source.submit(s)
-            until_held()
+        with made.amid(s):
             exported = made.ask(made.source, ExportKv("r"))
             assert isinstance(exported, KvExported)
             tokens = (*s.prompt, *made.source.answers["r"].tokens)[: exported.tokens]
@@ -258,9 +260,7 @@ def test_what_was_imported_goes_with_its_model(path: Path, tmp_path: Path) -> No
     """Nothing holds it, as nothing holds what is cached: the request is computed anew."""
     s = asked("r")
     with two(path, tmp_path) as made:
-        with held(made.source, 30, "r") as until_held:
-            made.source.submit(s)
-            until_held()
+        with made.amid(s):
             made.copied(s)
             m = made.target.device.state.models["base"]
             assert m.kv.used_blocks == (PROMPT + 30) // BLOCK
@@ -275,9 +275,7 @@ def test_what_was_imported_goes_with_its_model(path: Path, tmp_path: Path) -> No
 def test_a_request_that_ends_does_not_depart(path: Path, tmp_path: Path) -> None:
     s = replace(asked("r"), max_tokens=40)
     with two(path, tmp_path) as made:
-        with held(made.source, 37, "r") as until_held:
-            made.source.submit(s)
-            until_held()
+        with made.amid(s, 37):
             made.copied(s)
             # 41 tokens of prompt and 39 more are five blocks: it has ended by then.
             made.source.device.migrate(Depart("r"))
@@ -294,9 +292,7 @@ def test_an_arrival_that_is_refused_gives_back_what_was_imported(
 ) -> None:
     s = asked("r")
     with two(path, tmp_path) as made:
-        with held(made.source, 30, "r") as until_held:
-            made.source.submit(s)
-            until_held()
+        with made.amid(s):
             made.copied(s)
             made.source.cancel("r")
         made.source.wait()
