@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 PATIENCE = 30.0
 """Seconds for what has come to a device meanwhile, where a drain is given up; and for weights to
 come before requests of their model do."""
+SHORT_PATIENCE = 2.0
+"""The same where bringing them was refused, as it is while they are on their way."""
 POLL_SECONDS = 0.05
 """How often it is seen whether they have."""
 
@@ -54,6 +56,8 @@ class Controller(Routing):
         """Held while a model is added or removed: what follows is judged by what came of it."""
         self._acquaintances = Acquaintances(self.devices)
         self._migrations = Migrations()
+        self._tasks: set[asyncio.Future[None]] = set()
+        """Of requests that go on elsewhere."""
         self._following: asyncio.Task[None] | None = None
 
     async def start(self, fleet: FleetSettings) -> None:
@@ -204,18 +208,42 @@ class Controller(Routing):
 
         return await self._migrations.move_all(running, device, choose) if running else 0
 
+    def prefilled(self, device: RemoteDevice, request_id: str) -> None:
+        """A request has its first token at a device that only prefills: it goes on at another."""
+        task = asyncio.ensure_future(self._decode_elsewhere(device, request_id))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _decode_elsewhere(self, device: RemoteDevice, request_id: str) -> None:
+        """It stays where none decodes, and where weights or KV find no room there."""
+        request = device.requests.get(request_id)
+        base = None if request is None else device.base_of(request.submission.model)
+        if request is None or base is None:
+            return
+        target = self._decoding(request.submission, self._others(device, base.name))
+        if target is None:
+            return
+        await self._bring(base, target, device)
+        if target.has_weights(base.name):
+            await self._migrations.move_all([request_id], device, lambda submission: target)
+
     async def _bring_elsewhere(self, base: ModelSpec, device: RemoteDevice) -> None:
         """Have another device bring a model's weights while requests of it run on this one."""
         others = self._others(device, base.name)
-        if not others or any(d.has_weights(base.name) for d in others):
-            return
-        if not device.requests.running(base):
+        if others and not any(d.has_weights(base.name) for d in others):
+            await self._bring(base, others[0], device)
+
+    async def _bring(self, base: ModelSpec, target: RemoteDevice, source: RemoteDevice) -> None:
+        """Have a device bring a model's weights; returns when they are there, no request of it runs
+        at `source` any more, or they do not come."""
+        if target.has_weights(base.name):
             return
         with suppress(Unavailable, TimeoutError):
-            why = f"its requests come from {device.name}"
-            outcome = await others[0].command(Activate(base.name, why))
-            async with asyncio.timeout(PATIENCE if outcome.code is None else 0):
-                while device.requests.running(base) and not others[0].has_weights(base.name):
+            why = f"its requests come from {source.name}"
+            outcome = await target.command(Activate(base.name, why))
+            # Where it is refused they may be on their way.
+            async with asyncio.timeout(PATIENCE if outcome.code is None else SHORT_PATIENCE):
+                while source.requests.running(base) and not target.has_weights(base.name):
                     await asyncio.sleep(POLL_SECONDS)
 
     def _others(self, device: RemoteDevice, model: str) -> list[RemoteDevice]:
@@ -404,5 +432,7 @@ class Controller(Routing):
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait({self._following})
+        for task in self._tasks:
+            task.cancel()
         await asyncio.gather(*(d.close(patience) for d in self.devices.values()))
         await self._spare.close()

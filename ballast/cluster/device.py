@@ -16,7 +16,7 @@ from ballast.cluster.standing import Standing
 from ballast.cluster.suspicion import Suspicions
 from ballast.core.command import Add, DeviceOrder, Outcome, Remove
 from ballast.core.errors import BallastError, Unavailable
-from ballast.core.settings import FleetSettings, ModelSettings
+from ballast.core.settings import FleetSettings, ModelSettings, Role
 from ballast.transport.messages import (
     Done,
     DrainDevice,
@@ -101,6 +101,10 @@ class RemoteDevice(Standing):
             self.leaving.discard(settings.name)
             return Outcome(specs=dict(self.specs))
         return await self.command(Add(settings))
+
+    def _began(self, request_id: str) -> None:
+        if self.fleet.device.role is Role.PREFILL:
+            self._neighbours.prefilled(self, request_id)
 
     def _carried_out(self, order: DeviceOrder, outcome: Outcome) -> None:
         if outcome.code is not None:

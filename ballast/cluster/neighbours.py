@@ -58,6 +58,9 @@ class Neighbours(Protocol):
     def said(self, device: RemoteDevice, message: OfLease | OfPeer) -> None:
         """Of pages that are lent."""
 
+    def prefilled(self, device: RemoteDevice, request_id: str) -> None:
+        """A request has its first token at a device that only prefills."""
+
     def said_of_request(self, device: RemoteDevice, word: Word) -> None:
         """Of a request that moves from it or to it."""
 

@@ -134,6 +134,8 @@ class OpenRequest:
     """The API key that it is of, where keys have fair shares of the worker; else empty."""
     sent: bool = False
     """The present worker has it."""
+    begun: bool = False
+    """The present device has told a token of it, and has a block of its KV."""
     departing: bool = False
     """The present worker is to end it, as it goes on elsewhere; its client is not told of that."""
     paused: bool = False

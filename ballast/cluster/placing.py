@@ -9,7 +9,7 @@ from pathlib import Path
 from ballast.core.errors import CheckpointError, ConfigError
 from ballast.core.fleet import Need, Room
 from ballast.core.model import ModelSpec, weight_pages
-from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
+from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings, Role
 from ballast.core.units import ceil_div, format_bytes
 from ballast.engine.build import set_aside
 from ballast.policy.presets import preset_of
@@ -66,7 +66,16 @@ def placed(
         Room(name, max(device.page_bytes, device.budget_bytes - taken[name]))
         for name, (device, _) in devices.items()
     ]
-    return preset_of(fleet).fleet.place(needs, rooms)
+    policy = preset_of(fleet).fleet
+    if all(device.role is Role.BOTH for device, _ in devices.values()):
+        return policy.place(needs, rooms)
+    # Each on one that prefills and one that decodes, which may be the same.
+    found: dict[str, list[str]] = {}
+    for role in (Role.PREFILL, Role.DECODE):
+        able = [r for r in rooms if devices[r.device][0].role in (role, Role.BOTH)]
+        for name, at in policy.place(needs, able).items():
+            found[name] = list(dict.fromkeys([*found.get(name, ()), *at]))
+    return found
 
 
 def need_of(

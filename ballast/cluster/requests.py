@@ -31,10 +31,13 @@ class OpenRequests:
         self,
         suspicions: Suspicions,
         queue_of: Callable[[str], tuple[ModelSpec, ModelSpec] | None],
+        began: Callable[[str], object] = lambda request_id: None,
     ) -> None:
-        """`queue_of`: a model or adapter by its name, and its base; None: it is not known."""
+        """`queue_of`: a model or adapter by its name, and its base; None: it is not known. `began`
+        hears of each request once this device has told a token of it, and has a block of its KV."""
         self._suspicions = suspicions
         self._queue_of = queue_of
+        self._began = began
         self._open: dict[str, OpenRequest] = {}
         self._silent: Counter[str] = Counter()
         """Of them, by model, those without a token yet."""
@@ -80,7 +83,7 @@ class OpenRequests:
     def take(self, requests: Iterable[OpenRequest]) -> None:
         """More of them: new ones, or those of a device whose worker died."""
         for request in requests:
-            request.sent = request.departing = False
+            request.sent = request.begun = request.departing = False
             self._changed = True
             self._open[request.submission.id] = request
             self._silent[request.submission.model] += not request.told
@@ -177,7 +180,7 @@ class OpenRequests:
         self._send = None
         in_flight = [i for i in (list(recorded) or self.sent) if i in self._open]
         for request in self._open.values():
-            request.sent = request.departing = False
+            request.sent = request.begun = request.departing = False
         self._judge(in_flight)
         for id, request in self._open.items():  # who is a suspect may have changed
             request.paused = request.outlet.paused and not self._suspicions.suspect(id)
@@ -225,6 +228,15 @@ class OpenRequests:
         if isinstance(output, Finished | Failed | Cancelled):
             self._close(output.request_id)
         request.outlet.put(news)
+        if not request.begun and isinstance(news, TokenOut) and self._has_block(request):
+            request.begun = True
+            self._began(output.request_id)
+
+    def _has_block(self, request: OpenRequest) -> bool:
+        """Whether the KV of all tokens but the last is a block or more."""
+        queue = self._queue_of(request.submission.model)
+        tokens = len(request.submission.prompt) + len(request.told) - 1
+        return queue is None or tokens >= queue[1].block_tokens
 
     def _fair(self, waiting: Sequence[OpenRequest]) -> list[OpenRequest]:
         """Of those that wait to be sent: all that are of no key, and what others have shares for.

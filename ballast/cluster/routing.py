@@ -10,7 +10,7 @@ from ballast.cluster.devices import Devices
 from ballast.cluster.outlet import OpenRequest, Outlet
 from ballast.core.errors import Unavailable
 from ballast.core.request import Submission
-from ballast.policy.route import Replica
+from ballast.policy.route import Replica, for_decode, for_prefill
 
 log = logging.getLogger(__name__)
 
@@ -65,18 +65,18 @@ class Routing(Devices):
 
     def _chosen(self, submission: Submission, devices: Sequence[RemoteDevice]) -> RemoteDevice:
         """Of devices that can take a request, the one that gets it: the model has several."""
-        replicas = [
-            Replica(
-                d.name,
-                len(d.requests),
-                d.held_tokens(submission),
-                d.has_weights(submission.model),
-            )
-            for d in devices
-        ]
+        replicas = for_prefill([_replica(d, submission) for d in devices])
         chosen = self.devices[self.fleet_policy.route(replicas)]
         chosen.remember(submission)
         return chosen
+
+    def _decoding(
+        self, submission: Submission, devices: Sequence[RemoteDevice]
+    ) -> RemoteDevice | None:
+        """Of devices that serve its model, the one at which a request goes on that has its first
+        token; None: none of them decodes."""
+        replicas = for_decode([_replica(d, submission) for d in devices])
+        return self.devices[self.fleet_policy.decodes(replicas)] if replicas else None
 
     def _hand_over(self, device: RemoteDevice) -> int:
         """Have others go on with what is open on a device, where they serve its models; how many
@@ -104,3 +104,9 @@ class Routing(Devices):
                 moved += 1
         if moved:
             log.warning("%d requests of %s go on elsewhere", moved, device.name)
+
+
+def _replica(d: RemoteDevice, submission: Submission) -> Replica:
+    """A device as it is for a request."""
+    held, resident = d.held_tokens(submission), d.has_weights(submission.model)
+    return Replica(d.name, len(d.requests), held, resident, d.fleet.device.role)

@@ -23,7 +23,7 @@ class Standing:
 
     def __init__(self, name: str, suspicions: Suspicions) -> None:
         self.name = name
-        self.requests = OpenRequests(suspicions, self._queue_of)
+        self.requests = OpenRequests(suspicions, self._queue_of, self._began)
         self.specs: Mapping[str, ModelSpec] = {}
         self.failed: Mapping[str, str] = {}
         """Models of its fleet that it does not serve, with the reason."""
@@ -46,6 +46,14 @@ class Standing:
         """Why no worker serves, if none does."""
         self.lost: str | None = None
         """Why requests fail instead of waiting for a worker, if they do."""
+
+    def _began(self, request_id: str) -> None:
+        """It has told a first token of a request."""
+
+    def base_of(self, name: str) -> ModelSpec | None:
+        """The model that runs what requests ask for by that name."""
+        found = self._queue_of(name)
+        return None if found is None else found[1]
 
     def serves(self, name: str) -> bool:
         """Whether it has a model, or an adapter of one."""

@@ -103,6 +103,17 @@ class KvLayout(StrEnum):
     (`kv/layered.py`)."""
 
 
+class Role(StrEnum):
+    """What of a request a device computes, where several serve its model (disaggregated prefill, as
+    of DistServe: Zhong et al., OSDI 2024)."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    """All up to the first token; then it goes on, with its KV, at a device that decodes."""
+    DECODE = "decode"
+    """What comes from devices that prefill."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSettings:
     """One device and its budget."""
@@ -125,6 +136,7 @@ class DeviceSettings:
     graphs: int | None = None
     """Most bytes that CUDA graphs take, of the budget; None: `GRAPH_BYTES` on a GPU. 0: there are
     none."""
+    role: Role = Role.BOTH
     tensor_parallel: int = 1
     """Ranks, each a process, that share every model of the device, and all that it has, equally."""
     exchange: str = "shared"

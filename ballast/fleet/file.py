@@ -17,6 +17,7 @@ from ballast.core.settings import (
     KvLayout,
     LinkSettings,
     ModelSettings,
+    Role,
 )
 from ballast.fleet.document import read_document
 from ballast.fleet.elsewhere import place_of
@@ -267,6 +268,7 @@ def _check_devices(keys: FleetKeys) -> None:
         if device.page_bytes * device.tensor_parallel > device.budget_bytes:
             allowed = "it must hold one page at least, on each rank"
             raise ConfigError(f"devices[{i}].budget", device.budget_bytes, allowed)
+    _check_roles(_devices(keys))
     linked: dict[str | None, int] = {}
     for i, link in enumerate(keys.links):
         at = f"links[{i}].device"
@@ -284,6 +286,20 @@ def _check_devices(keys: FleetKeys) -> None:
         if len(set(model.devices)) < len(model.devices):
             allowed = "each device is named once"
             raise ConfigError(f"models[{i}].devices", list(model.devices), allowed)
+
+
+def _check_roles(devices: Sequence[DeviceSettings]) -> None:
+    """Requests get a first token somewhere, and can go on from there."""
+    for i, device in enumerate(devices):
+        at = f"devices[{i}].role"
+        if device.role is Role.BOTH:
+            continue
+        if device.gpu is not None or device.tensor_parallel > 1 or not device.prefix_cache:
+            allowed = "KV moves between CPU devices of one rank with a `prefix_cache`, so far"
+            raise ConfigError(at, device.role.value, allowed)
+        other = Role.DECODE if device.role is Role.PREFILL else Role.PREFILL
+        if all(d.role is device.role for d in devices):
+            raise ConfigError(at, device.role.value, f"another device has to {other.value}")
 
 
 def _check_gpu(keys: FleetKeys, device: DeviceSettings, at: str) -> None:

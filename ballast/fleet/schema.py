@@ -25,6 +25,7 @@ from ballast.core.settings import (
     KeySettings,
     KvLayout,
     ModelSettings,
+    Role,
     ServerSettings,
     Slo,
 )
@@ -217,6 +218,7 @@ class DeviceKeys(Keys):
     step_logits: Count = 64
     prefix_cache: bool = True
     kv_layout: Annotated[KvLayout, Field(strict=False)] = KvLayout.BLOCK_MAJOR
+    role: Annotated[Role, Field(strict=False)] = Role.BOTH
     graphs: SizeOrNone | None = None
     """None: 256 MiB on a GPU."""
     tensor_parallel: Count = 1
@@ -236,6 +238,7 @@ class DeviceKeys(Keys):
             step_logits=self.step_logits,
             prefix_cache=self.prefix_cache,
             kv_layout=self.kv_layout,
+            role=self.role,
             graphs=self.graphs,
             tensor_parallel=self.tensor_parallel,
             exchange=self.exchange or plain.exchange,

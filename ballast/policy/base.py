@@ -128,8 +128,14 @@ class FleetPolicy(Policy, ABC):
         return spread(needs, rooms)
 
     def route(self, replicas: Sequence[Replica]) -> str:
-        """Return the name of the device that gets a request; there are several."""
+        """Return the name of the device that gets a request; there are several. They prefill: those
+        that only decode are among them where there are no others."""
         return held_prefix(replicas)
+
+    def decodes(self, replicas: Sequence[Replica]) -> str:
+        """Return the name of the device at which a request goes on whose first token has come at
+        one that only prefills; there is one or more, and they decode."""
+        return held_prefix([r for r in replicas if r.resident] or replicas)
 
     @abstractmethod
     def __call__(self, view: FleetView, memo: object) -> FleetDecision:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ballast.core.settings import Role
+
 SLACK = 4
 """So many open requests more a device may have and still get one whose prefix it holds."""
 
@@ -20,6 +22,17 @@ class Replica:
     """Of the request's prompt, those whose KV it holds."""
     resident: bool = True
     """The model's weights are there, as far as is known."""
+    role: Role = Role.BOTH
+
+
+def for_prefill(replicas: Sequence[Replica]) -> Sequence[Replica]:
+    """Those that take new requests: all that do more than decode, if there are any."""
+    return [r for r in replicas if r.role is not Role.DECODE] or replicas
+
+
+def for_decode(replicas: Sequence[Replica]) -> Sequence[Replica]:
+    """Those at which a request can go on that has its first token; none where all only prefill."""
+    return [r for r in replicas if r.role is not Role.PREFILL]
 
 
 def held_prefix(replicas: Sequence[Replica]) -> str:

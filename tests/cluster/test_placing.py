@@ -11,7 +11,7 @@ import pytest
 
 from ballast.cluster.placing import homes_of, part_of, placed
 from ballast.core.errors import ConfigError
-from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, ModelSettings
+from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, ModelSettings, Role
 from ballast.core.units import MiB
 
 
@@ -55,6 +55,20 @@ def test_models_are_spread_by_size_around_those_that_name_their_devices(tmp_path
     }
     more = replace(checkpoint(tmp_path, "more", MiB, "F32"), dtype="bfloat16")
     assert placed([more], served, homes) == {"more": ["cpu:0"]}
+
+
+def test_a_model_has_a_device_that_prefills_and_one_that_decodes(tmp_path: Path) -> None:
+    a, b = (checkpoint(tmp_path, name, MiB) for name in "ab")
+    served = fleet(a, b, budgets=(16, 16, 16))
+
+    def homes(*roles: Role) -> dict[str, list[str]]:
+        devices = [d for d, _ in served.devices.values()]
+        made = [replace(d, role=role) for d, role in zip(devices, roles, strict=True)]
+        return homes_of(replace(served, device=made[0], others=tuple(made[1:])))
+
+    apart = homes(Role.PREFILL, Role.DECODE, Role.DECODE)
+    assert apart == {"a": ["cpu:0", "cpu:1"], "b": ["cpu:0", "cpu:2"]}
+    assert homes(Role.BOTH, Role.DECODE, Role.DECODE)["a"][0] == "cpu:0"
 
 
 def test_a_model_larger_than_every_device_is_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from ballast.core.settings import (
     FleetSettings,
     KeySettings,
     KvLayout,
+    Role,
     ServerSettings,
     Slo,
 )
@@ -518,10 +519,28 @@ def test_devices_of_several_ranks_are_not_for_simulations(home: Path) -> None:
         load_fleet(file, presets=PRESETS, simulated=True)
 
 
-def test_a_device_says_how_its_kv_lies(home: Path) -> None:
+def test_a_device_says_how_its_kv_lies_and_what_it_computes(home: Path) -> None:
+    one = "{budget: 64MiB}"
     lies = load(home, MINIMAL.replace("budget: 64MiB", "budget: 64MiB, kv_layout: per-layer"))
     assert lies.device.kv_layout is KvLayout.PER_LAYER
-    assert load(home, MINIMAL).device.kv_layout is KvLayout.BLOCK_MAJOR
+    assert load(home, MINIMAL).device.role is Role.BOTH
+
+    def devices(*said: str) -> str:
+        listed = (f"{{name: 'cpu:{i}', budget: 64MiB, {keys}}}" for i, keys in enumerate(said))
+        return MINIMAL.replace(one, "\n  - ".join(listed))
+
+    fleet = load(home, devices("role: prefill", "role: decode"))
+    assert [d.role for d, _ in fleet.devices.values()] == [Role.PREFILL, Role.DECODE]
+    for wrong, says in (
+        (devices("role: prefill"), "another device has to decode"),
+        (devices("role: decode", "role: decode"), "another device has to prefill"),
+        (devices("role: prefill, prefix_cache: false", "role: both"), "prefix_cache"),
+        (devices("role: prefill, tensor_parallel: 2", "role: both"), "one rank"),
+        (devices("role: prefill", "role: neither"), "both"),
+    ):
+        found = fault(home, wrong)
+        assert found.key.endswith("role")
+        assert says in f"{found.allowed} {found}"
 
 
 def test_a_gpu_is_named_by_its_number(home: Path) -> None:

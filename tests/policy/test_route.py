@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from ballast.policy.route import SLACK, Replica, held_prefix
+from dataclasses import replace
+
+from ballast.core.settings import Role
+from ballast.policy.route import SLACK, Replica, for_decode, for_prefill, held_prefix
+from ballast.policy.stay import Stay
 
 
 def test_a_held_prefix_attracts() -> None:
@@ -16,3 +20,18 @@ def test_but_not_to_a_busy_device() -> None:
 
 def test_without_prefixes_the_fewest_open_requests() -> None:
     assert held_prefix([Replica("x", 3), Replica("y", 1), Replica("z", 1)]) == "y"
+
+
+def test_roles_divide_requests_between_prefill_and_decode() -> None:
+    first, both, last = (
+        Replica("prefills", 0, role=Role.PREFILL),
+        Replica("both", 0),
+        Replica("decodes", 0, role=Role.DECODE),
+    )
+    assert for_prefill([first, both, last]) == [first, both]
+    assert for_prefill([last]) == [last], "somebody has to"
+    assert for_decode([first, both, last]) == [both, last]
+    assert for_decode([first]) == []
+    away = replace(last, resident=False)
+    assert Stay().decodes([away, both]) == "both"
+    assert Stay().decodes([away]) == "decodes"
