@@ -126,6 +126,10 @@ class MapBook:
     def is_mapped(self, page: int) -> bool:
         return self._uses[page] > 0
 
+    def is_shared(self, page: int) -> bool:
+        """Whether it is mapped more than once."""
+        return self._uses[page] > 1
+
     def pages(self, range: Range) -> dict[int, int]:
         """Index -> page, of those backed."""
         return {at: page for at, page in enumerate(self._of(range)) if page != UNBACKED}

@@ -23,9 +23,9 @@ class Copy:
 
 
 _PREFAULT_BYTES = 256 * KiB
-"""The target of a copy is entered into the page tables so much at a time: a fresh mapping fills
-about 1.5 times faster than by faults, and a missing one is an error instead of a fatal signal. For
-one that is there already it takes half as long as the copy."""
+"""The target of a copy, unless it is there already, is entered into the page tables so much at a
+time: a fresh mapping fills about 1.5 times faster than by faults, and a missing one is an error
+instead of a fatal signal. Entering what is there takes half as long as the copy, asking a tenth."""
 
 
 def copy_now(dst: int, src: int, n_bytes: int) -> None:
@@ -42,7 +42,7 @@ def copy_checked(copy: Copy) -> None:
     """As `copy_now`, for a target that is freshly mapped, or, by someone's fault, not mapped."""
     if copy.n_bytes < 0 or copy.dst <= 0 or copy.src <= 0:
         raise DeviceError("memmove", f"{copy.n_bytes} bytes from {copy.src:#x} to {copy.dst:#x}")
-    if copy.touched:
+    if copy.touched or syscalls.is_present(copy.dst, copy.n_bytes):
         ctypes.memmove(copy.dst, copy.src, copy.n_bytes)
         return
     for at in range(0, copy.n_bytes, _PREFAULT_BYTES):

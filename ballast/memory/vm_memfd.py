@@ -1,4 +1,4 @@
-"""A device made of one memfd: pages are offsets in it, mapping is `mmap` at a fixed address."""
+"""A device made of one memfd: pages are offsets in it, and are mapped by moving page tables."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import errno
 import mmap as std_mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise, DeviceError
-from ballast.core.units import KiB, ceil_div
+from ballast.core.units import KiB, MiB, ceil_div
 from ballast.memory import syscalls as sys
 from ballast.memory.book import MapBook
 from ballast.memory.memfd import DeviceFile, mapped_pages
@@ -23,6 +24,9 @@ _POPULATE_STEP = 256 * KiB
 """Most bytes populated by one call. While it runs (about 0.6 ms at the 0.4 GB/s of first touch) it
 holds the process's memory map for reading, and every `mmap` of the loop waits for it."""
 
+_TABLE_BYTES = 2 * MiB
+"""Addresses that one table of the lowest level covers, where pages of the system have 4 KiB."""
+
 _RECOUNT_AFTER = 4096
 """Map calls after which mappings are counted anew even if the bound still looks good."""
 
@@ -32,9 +36,17 @@ _NO_MEMORY = {errno.ENOMEM, errno.EFAULT, errno.ENOSPC}
 class MemfdVm:
     """Implements `Vm` on Linux 5.14 or later; before that, populating falls back to `fallocate`.
 
-    The *window* maps the whole device once more, so that pages no owner has mapped can be
-    populated. It is no owner's range: `os_mapped` never counts it. Its page tables are emptied
-    after each use, so that RssShmem of the process counts a page once, where its owner maps it.
+    ::
+
+        window  [ 0 ][ 1 ][ . ][ . ][ 4 ]     the whole device; . : page tables are elsewhere
+        range   [ - ][ 2 ][ 3 ][ - ]          taken from the window by map, put back by unmap
+
+    Making page tables for a GiB takes 160 to 210 ms, moving them 1 to 3. So the *window* maps the
+    whole device once more, and the page tables of a page that no range maps are kept there: it is
+    populated there, `map` moves them into the range (`mremap`), and `unmap` back. They are a cache:
+    what is not in them is found by faults, wherever the page is mapped. Aliases and pages of
+    attached devices are mapped by `mmap`, as is everything where Linux cannot move page tables.
+    The window is no owner's range: `os_mapped` never counts it.
     """
 
     def __init__(self, page_bytes: int, n_pages: int) -> None:
@@ -53,14 +65,19 @@ class MemfdVm:
         # An upper bound of the process's mappings as far as calls of this object go.
         self._bound = self.mappings() + 1
         self._calls = 0
-        self._window = _call("mmap", self._map_window)
+        self._has_tables = bytearray(n_pages)
+        """Whether a page is known to be in the page tables, in the window or where it is mapped
+        otherwise than as an alias."""
+        self._moves = sys.can_move_page_tables()
+        self._window = _call("mmap", self._reserve_window)
+        _call("mmap", lambda: self._map_window(0, n_pages))
 
     def reserve(self, n_bytes: int) -> Range:
         if n_bytes <= 0:
             raise BrokenPromise(f"reserved {n_bytes} bytes")
         n_pages = ceil_div(n_bytes, self.page_bytes)
         self._guard(2)
-        base = _call("mmap", lambda: _reserve_aligned(n_pages * self.page_bytes, self.page_bytes))
+        base = _call("mmap", lambda: _reserve_aligned(n_pages * self.page_bytes, self._alignment))
         range = Range(base, n_pages, self.page_bytes)
         self._book.open(range)
         return range
@@ -85,7 +102,7 @@ class MemfdVm:
         address = range.address(at)
         try:
             for first, n in runs:
-                self._map_run(address, first, n, prefault)
+                self._take_run(address, first, n, prefault)
                 address += n * self.page_bytes
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -95,10 +112,12 @@ class MemfdVm:
         self._book.map(range, at, pages)
 
     def unmap(self, range: Range, at: int, n: int) -> None:
-        self._book.check_unmap(range, at, n)
+        pages = self._book.check_unmap(range, at, n)
         if n == 0:
             return
         self._bound += 2
+        if self._moves:
+            self._put_into_window(range, at, pages)
         _call("mmap", lambda: _unback(range.address(at), n * self.page_bytes))
         self._book.unmap(range, at, n)
 
@@ -107,7 +126,7 @@ class MemfdVm:
         left = len(pages)
         for first, n in _runs(pages):
             try:
-                self._populate_run(first * self.page_bytes, n * self.page_bytes)
+                self._populate_run(first, n)
             except OSError as error:
                 if error.errno in _NO_MEMORY:
                     return Short(left)
@@ -124,6 +143,7 @@ class MemfdVm:
                 sys.fallocate(self._fd, mode, first * size, n * size)
             except OSError as error:
                 raise DeviceError("fallocate(PUNCH_HOLE)", _reason(error)) from error
+            self._has_tables[first : first + n] = bytes(n)
 
     def attach(self, exported: Exported) -> int:
         """Raises DeviceError, with `exported.fd` left open, if the file is not what was said."""
@@ -178,14 +198,19 @@ class MemfdVm:
             os.close(file.fd)
         self._attached.clear()
 
-    def _map_window(self) -> int:
-        size = self.n_pages * self.page_bytes
-        window = sys.mmap(0, size, sys.PROT_READ | sys.PROT_WRITE, sys.MAP_SHARED, self._fd)
-        with contextlib.suppress(OSError):
-            sys.madvise(window, size, sys.MADV_DONTDUMP)
-        return window
+    @property
+    def _alignment(self) -> int:
+        """Of addresses: page tables move by whole tables where both sides begin with one."""
+        return max(self.page_bytes, _TABLE_BYTES)
+
+    def _reserve_window(self) -> int:
+        return _reserve_aligned(self.n_pages * self.page_bytes, self._alignment)
+
+    def _map_window(self, first: int, n: int) -> None:
+        self._map_run(self._window + first * self.page_bytes, first, n, prefault=False)
 
     def _map_run(self, address: int, first: int, n: int, prefault: bool) -> None:
+        """Map adjacent pages by `mmap`. Raises OSError."""
         size = self.page_bytes
         flags = sys.MAP_SHARED | sys.MAP_FIXED | (sys.MAP_POPULATE if prefault else 0)
         prot = sys.PROT_READ | sys.PROT_WRITE
@@ -193,15 +218,63 @@ class MemfdVm:
         if first >= self.n_pages:
             file = next(file for file in self._attached if file.has(first))
         sys.mmap(address, n * size, prot, flags, file.fd, (first - file.first) * size)
+        if file is self._file:
+            # Everywhere or nowhere: neighbours that differ in it are not merged into one mapping.
+            with contextlib.suppress(OSError):
+                sys.madvise(address, n * size, sys.MADV_DONTDUMP)
 
-    def _populate_run(self, offset: int, n_bytes: int) -> None:
-        for start in range(offset, offset + n_bytes, _POPULATE_STEP):
-            step = min(_POPULATE_STEP, offset + n_bytes - start)
+    def _take_run(self, address: int, first: int, n: int, prefault: bool) -> None:
+        """Map adjacent pages, with their page tables if the window has them. Raises OSError."""
+        size = self.page_bytes
+        alone = first < self.n_pages and not any(map(self._book.is_mapped, range(first, first + n)))
+        if alone and self._moves:
+            if not prefault or all(self._has_tables[first : first + n]):
+                with contextlib.suppress(OSError):
+                    sys.move_page_tables(self._window + first * size, address, n * size)
+                    return
+            # From now on they are in the range.
+            self._has_tables[first : first + n] = (b"\1" if prefault else b"\0") * n
+        self._map_run(address, first, n, prefault)
+
+    def _put_into_window(self, range: Range, at: int, pages: Sequence[int]) -> None:
+        """Move page tables back, but of pages that are mapped elsewhere, too. The mappings in the
+        range stay. Raises DeviceError if part of the window is lost by that."""
+        address = range.address(at)
+        for first, n in _runs(pages):
+            if first < self.n_pages:
+                self._put_run(address, first, n)
+            address += n * self.page_bytes
+
+    def _put_run(self, address: int, first: int, n: int) -> None:
+        size = self.page_bytes
+        shared = [page for page in range(first, first + n) if self._book.is_shared(page)]
+        for page in shared:
+            self._has_tables[page] = 0
+        alone: Sequence[int] = range(first, first + n)
+        if shared:
+            alone = sorted(set(alone) - set(shared))
+        for start, many in _runs(alone):
+            source, target = address + (start - first) * size, self._window + start * size
+            try:
+                sys.move_page_tables(source, target, many * size)
+            except OSError:
+                self._has_tables[start : start + many] = bytes(many)
+                _call("mmap", partial(self._map_window, start, many))
+
+    def _populate_run(self, first: int, n: int) -> None:
+        size = self.page_bytes
+        for start in range(first * size, (first + n) * size, _POPULATE_STEP):
+            step = min(_POPULATE_STEP, (first + n) * size - start)
             if sys.can_populate():
                 sys.madvise(self._window + start, step, sys.MADV_POPULATE_WRITE)
             else:
                 sys.fallocate(self._fd, 0, start, step)
-            sys.madvise(self._window + start, step, sys.MADV_DONTNEED)
+        for page in range(first, first + n):
+            if self._book.is_mapped(page):
+                # Its page tables are where it is mapped; those here would count it twice.
+                sys.madvise(self._window + page * size, size, sys.MADV_DONTNEED)
+            elif sys.can_populate():
+                self._has_tables[page] = 1
 
     def _guard(self, more: int) -> None:
         """Keep the process below half of the mappings Linux allows: a fixed map adds at most 2."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ballast.core.units import KiB
+from ballast.memory import syscalls
 from ballast.memory.vm import Vm
 from ballast.memory.vm_cuda import CudaVm
 from ballast.memory.vm_memfd import MemfdVm
@@ -60,11 +61,13 @@ def beside(vm: Vm) -> Iterator[Callable[[int], Vm]]:
         other.close()
 
 
-@pytest.fixture(params=["null", "memfd", "cuda"])
-def vm(request: pytest.FixtureRequest) -> Iterator[Vm]:
+@pytest.fixture(params=["null", "memfd", "memfd by mmap", "cuda"])
+def vm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Vm]:
     if request.param == "cuda":
         yield request.getfixturevalue("cuda")
         return
+    if request.param == "memfd by mmap":
+        monkeypatch.setattr(syscalls, "can_move_page_tables", lambda: False)
     made: Vm = NullVm(PAGE, N_PAGES) if request.param == "null" else MemfdVm(PAGE, N_PAGES)
     yield made
     made.close()

@@ -156,6 +156,7 @@ def test_a_failing_map_undoes_the_lease(memfd: MemfdVm, monkeypatch: pytest.Monk
     a = BackedRange(pool, memfd, "a", 16 * PAGE)
     b = BackedRange(pool, memfd, "b", 16 * PAGE)
     assert b.back(0, 1) is None
+    monkeypatch.setattr(memfd, "_moves", False)
     real, calls = syscalls.mmap, []
 
     def fail_second(*args: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 from collections.abc import Callable
 
 import pytest
@@ -129,16 +130,124 @@ def test_populate_needs_no_mapping_and_discard_undoes_it(memfd: MemfdVm) -> None
     assert memfd.physical_bytes() == 0
 
 
-def test_the_window_is_not_resident(memfd: MemfdVm) -> None:
-    """Populated pages that nobody maps do not count as this process's."""
+def _shared_bytes() -> int:
+    """Of this process, as the system counts them."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[2]) * os.sysconf("SC_PAGESIZE")
 
-    def shared() -> int:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[2]) * os.sysconf("SC_PAGESIZE")
 
-    before = shared()
+def _is_present(range: Range, at: int) -> bool:
+    return syscalls.is_present(range.address(at), PAGE)
+
+
+def test_a_populated_page_is_resident_once(memfd: MemfdVm) -> None:
+    """Whether nobody maps it, someone does, or did."""
+    r = memfd.reserve(32 * PAGE)
+    before = _shared_bytes()
+
+    def once() -> bool:
+        return 31 * PAGE <= _shared_bytes() - before < 40 * PAGE
+
     assert memfd.populate(range(32)) is None
-    assert shared() - before < 16 * PAGE
+    assert once()
+    memfd.map(r, 0, range(31, -1, -1))
+    for at in range(32):
+        _fill(r, at, at)
+    assert once()
+    memfd.unmap(r, 0, 32)
+    assert once()
+    assert memfd.populate(range(32)) is None
+    memfd.map(r, 0, range(32))
+    assert memfd.populate(range(32)) is None
+    assert once()
+
+
+def test_page_tables_move_with_populated_pages(memfd: MemfdVm) -> None:
+    a, b = memfd.reserve(4 * PAGE), memfd.reserve(4 * PAGE)
+    memfd.populate([5, 6, 9])
+    memfd.map(a, 1, [5, 6, 9])
+    assert all(_is_present(a, at) for at in (1, 2, 3))
+    _fill(a, 2, 66)
+    memfd.unmap(a, 2, 1)
+    assert not _is_present(a, 2)
+    memfd.map(b, 0, [6])
+    assert _is_present(b, 0)
+    assert _read(b, 0) == 66
+    assert _is_present(a, 1)
+    assert _is_present(a, 3)
+    memfd.map(b, 1, [5], alias=True)
+    assert not _is_present(b, 1)
+    _fill(b, 1, 55)
+    memfd.unmap(a, 1, 1)
+    memfd.unmap(b, 1, 1)
+    memfd.map(a, 1, [5], prefault=True)
+    assert _is_present(a, 1)
+    assert _read(a, 1) == 55
+
+
+def test_what_was_never_populated_is_found_by_faults(memfd: MemfdVm) -> None:
+    a = memfd.reserve(4 * PAGE)
+    memfd.map(a, 0, [1, 2])
+    assert not _is_present(a, 0)
+    _fill(a, 0, 1)
+    memfd.unmap(a, 0, 2)
+    memfd.map(a, 2, [1, 2], prefault=True)
+    assert _is_present(a, 2)
+    assert _is_present(a, 3)
+    assert _read(a, 2) == 1
+
+
+def test_the_window_stays_one_mapping(memfd: MemfdVm) -> None:
+    memfd.populate(range(32))
+    r = memfd.reserve(64 * PAGE)
+    order = random.Random(0).sample(range(32), 32)
+    for at, page in enumerate(order):
+        memfd.map(r, 2 * at, [page])
+    before = memfd.mappings()
+    for at in random.Random(1).sample(range(32), 32):
+        memfd.unmap(r, 2 * at, 1)
+    # 32 pages and the gaps between them are one reservation again.
+    assert memfd.mappings() <= before - 62
+
+
+def test_where_page_tables_cannot_be_moved_pages_can(
+    memfd: MemfdVm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOMEM, "no memory for tables")
+
+    r = memfd.reserve(8 * PAGE)
+    memfd.populate(range(8))
+    memfd.map(r, 0, range(8))
+    for at in range(8):
+        _fill(r, at, at)
+    monkeypatch.setattr(syscalls, "move_page_tables", refuse)
+    memfd.unmap(r, 2, 4)
+    memfd.map(r, 2, [5, 4, 3, 2], prefault=True)
+    assert [_read(r, at) for at in range(8)] == [0, 1, 5, 4, 3, 2, 6, 7]
+    assert memfd.os_pages(r) == {0: 0, 1: 1, 2: 5, 3: 4, 4: 3, 5: 2, 6: 6, 7: 7}
+    monkeypatch.undo()
+    memfd.unmap(r, 0, 8)
+    memfd.map(r, 0, range(8))
+    assert [_read(r, at) for at in range(8)] == list(range(8))
+
+
+def test_presence_is_told_of_every_page_of_a_stretch() -> None:
+    page = syscalls.PAGESIZE
+    at = syscalls.mmap(
+        0,
+        8 * page,
+        syscalls.PROT_READ | syscalls.PROT_WRITE,
+        syscalls.MAP_PRIVATE | syscalls.MAP_ANONYMOUS,
+    )
+    assert not syscalls.is_present(at, 8 * page)
+    syscalls.prefault(at, 3 * page)
+    assert syscalls.is_present(at, 3 * page)
+    assert syscalls.is_present(at + 5, 2 * page)
+    assert not syscalls.is_present(at + 5, 3 * page)
+    assert not syscalls.is_present(at, 8 * page)
+    syscalls.munmap(at, 8 * page)
+    assert not syscalls.is_present(at, page)
 
 
 def test_populating_past_the_end_of_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +286,7 @@ def test_populate_without_the_kernels_help(memfd: MemfdVm, monkeypatch: pytest.M
 def test_a_failing_map_leaves_nothing_mapped(
     memfd: MemfdVm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(memfd, "_moves", False)
     r = memfd.reserve(8 * PAGE)
     real, calls = syscalls.mmap, []
 
