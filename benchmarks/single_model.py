@@ -81,9 +81,9 @@ class Size:
     def kv_bytes_per_token(self) -> int:
         return 2 * 2 * self.layers * self.kv_heads * HEAD_DIM
 
-    def make(self, directory: Path) -> int:
+    def make(self, directory: Path, seed: int = 0) -> int:
         """Write a random checkpoint; returns its number of parameters."""
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         config = LlamaConfig(
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
