@@ -36,11 +36,12 @@ def importing() -> Iterator[None]:
 
 
 def load(file: Path, *, simulated: bool = False) -> FleetSettings:
-    """The fleet file, resolved against the presets there are."""
+    """The fleet file, resolved against the presets there are and the checkpoints' sizes."""
     from ballast.fleet.file import load_fleet
     from ballast.policy.presets import PRESETS
+    from ballast.weights.page_size import with_page_sizes
 
-    return load_fleet(file, presets=PRESETS, simulated=simulated)
+    return with_page_sizes(load_fleet(file, presets=PRESETS, simulated=simulated))
 
 
 def with_preset(fleet: FleetSettings, preset: str | None) -> FleetSettings:

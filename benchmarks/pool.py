@@ -2,14 +2,22 @@
 
 Costs: each operation on a device of 64 MiB, one page a call (`map_run`: all pages in one call), for
 three page sizes in turns; medians over rounds. `hand_over` moves a page with its contents from one
-model's range into another's: unmap, ledger, map. Books: random operations of four models and an
-arena on one pool of real memory, `validate()` after each, the operating system asked every 100.
+range into another's: unmap, ledger, map.
+
+`us_per_mib`: what an idle model's memory costs to become another's: its pages are given back in one
+call, leased and mapped by the other in one call, and entered into the page tables so that using
+them is no fault. `runs`: of a pool whose free pages are neighbours; `scattered`: no two of them
+are, the worst there is. In turns, with page tables `moved` and made `anew`, as Ballast did before
+and does where Linux cannot move them. `us_per_mib_2mib`, `us_per_mib_256kib`: moved, scattered
+(goals 10 and 80).
+
+Books: random operations of four models, an arena and a borrowing device on one pool of real memory,
+`validate()` after each, the operating system asked every 100.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import time
 from collections.abc import Callable
@@ -18,19 +26,17 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from ballast.core.errors import BrokenPromise
 from ballast.core.units import KiB, MiB, format_bytes
-from ballast.memory.arena import Arena
+from ballast.memory import syscalls
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.tensor import array_at
-from ballast.memory.vm import Latch
 from ballast.memory.vm_memfd import MemfdVm
 from benchmarks.common import finish, interleave, options
+from benchmarks.pool_operations import ASK_EVERY, RandomRun
 
 DEVICE_BYTES = 64 * MiB
 PAGE_SIZES = (64 * KiB, 256 * KiB, 2 * MiB)
-ASK_EVERY = 100
 
 
 def measure_costs(page_bytes: int) -> dict[str, float]:
@@ -71,6 +77,57 @@ def measure_costs(page_bytes: int) -> dict[str, float]:
     return costs | _owner_costs(page_bytes)
 
 
+HANDED_OVER = 256 * MiB
+"""Of the device whose pages are handed over at once."""
+
+
+def hand_over_per_mib(page_bytes: int, *, scattered: bool, moves: bool) -> float:
+    """Microseconds a MiB: the best of a few times there and back."""
+    n = HANDED_OVER // page_bytes
+    vm = MemfdVm(page_bytes, n, moves=moves, huge=False)
+    pool = Pool(vm, n)
+    pool.populate_some(n)
+    if scattered:
+        pages = pool.lease("others", n)
+        assert isinstance(pages, tuple)
+        pool.give_back("others", pages[::2])
+        n = pool.free
+    giver, taker = (BackedRange(pool, vm, name, n * page_bytes) for name in ("a", "b"))
+    assert giver.back(0, n) is None
+    taken = []
+    for _ in range(6):
+        start = time.perf_counter()
+        giver.release(0, n)
+        assert taker.back(0, n) is None
+        if not syscalls.is_present(taker.base, n * page_bytes):
+            syscalls.prefault(taker.base, n * page_bytes)
+        taken.append((time.perf_counter() - start) / (n * page_bytes) * MiB * 1e6)
+        giver, taker = taker, giver
+    vm.close()
+    return min(taken[1:])  # in the first, memory that was never mapped is entered
+
+
+def hand_over(rounds: int) -> dict[str, dict[str, float]]:
+    """Medians of rounds, in turns: by page size, what lies how, and moved or anew."""
+    cases = {
+        (size, scattered, moves): ("scattered" if scattered else "runs")
+        + (", moved" if moves else ", anew")
+        for size in PAGE_SIZES[1:]
+        for scattered in (False, True)
+        for moves in (True, False)
+    }
+    seen: dict[tuple[int, bool, bool], list[float]] = {case: [] for case in cases}
+    for i in range(rounds):
+        for size, scattered, moves in list(cases)[:: 1 if i % 2 == 0 else -1]:
+            cost = hand_over_per_mib(size, scattered=scattered, moves=moves)
+            seen[size, scattered, moves].append(cost)
+    found: dict[str, dict[str, float]] = {}
+    for (size, scattered, moves), name in cases.items():
+        costs = seen[size, scattered, moves]
+        found.setdefault(format_bytes(size), {})[name] = statistics.median(costs)
+    return found
+
+
 def _owner_costs(page_bytes: int) -> dict[str, float]:
     """The same through owners: pool, ledger and range included."""
     n = DEVICE_BYTES // page_bytes
@@ -103,180 +160,6 @@ def _owner_costs(page_bytes: int) -> dict[str, float]:
     return costs
 
 
-class RandomRun:
-    """Random operations of several models on one pool; every page carries a stamp of its place."""
-
-    def __init__(self, seed: int, n_pages: int = 256, models: int = 4) -> None:
-        self._random = random.Random(seed)
-        self._vm = MemfdVm(64 * KiB, n_pages)
-        self._pool = Pool(self._vm, n_pages)
-        self._span = n_pages
-        self._ranges = [self._new(i) for i in range(models)]
-        self._backed: list[dict[int, int]] = [{} for _ in self._ranges]
-        self._arena = Arena(self._pool, "arena", 16 * 64 * KiB)
-        self._aliases: dict[tuple[int, int], tuple[int, int]] = {}
-        """(holder, index there) -> (owner, index there)."""
-        self._fences: list[Latch] = []
-        self._stamp = 0
-        self.violations = 0
-        self.disagreement = 0.0
-        self.counts: dict[str, int] = {}
-        self.validate_seconds = 0.0
-
-    def run(self, operations: int) -> None:
-        kinds: list[tuple[Callable[[], object], int]] = [
-            (self._back, 30),
-            (self._release, 26),
-            (self._hand_over, 20),
-            (self._alias, 10),
-            (self._unalias, 9),
-            (self._end_job, 10),
-            (self._promise, 5),
-            (self._resize_arena, 5),
-            (self._populate, 3),
-            (self._start_over, 1),
-        ]
-        calls, weights = zip(*kinds, strict=True)
-        for i in range(operations):
-            call = self._random.choices(calls, weights)[0]
-            name = call.__name__.strip("_")
-            self.counts[name] = self.counts.get(name, 0) + 1
-            try:
-                call()
-                start = time.perf_counter()
-                self._pool.validate()
-                self.validate_seconds += time.perf_counter() - start
-            except BrokenPromise as broken:
-                self.violations += 1
-                print(f"operation {i}, {name}: {broken}")
-            if i % ASK_EVERY == 0:
-                self._ask()
-        self._ask()
-        self._vm.close()
-
-    def _ask(self) -> None:
-        """Ledger against the operating system, per owner; and each owner's own list."""
-        for r in self._ranges:
-            r.validate()
-            told = self._pool.owned(r.owner) + self._pool.reclaiming_of(r.owner)
-            told += self._pool.held(r.owner)
-            self._compare(told, r.os_backed())
-        memory = self._vm.physical_bytes() // self._vm.page_bytes
-        if memory > self._pool.total - self._arena.pages:
-            self.violations += 1
-
-    def _compare(self, ledger: int, system: int) -> None:
-        self.disagreement = max(self.disagreement, abs(ledger - system) / max(ledger, system, 1))
-
-    def _new(self, i: int) -> BackedRange:
-        return BackedRange(self._pool, self._vm, f"model{i}", self._span * self._vm.page_bytes)
-
-    def _write(self, which: int, at: int) -> None:
-        self._stamp += 1
-        array_at(self._ranges[which].address(at), (1,), np.int64)[0] = self._stamp
-        self._backed[which][at] = self._stamp
-
-    def _check(self, which: int, at: int) -> None:
-        found = int(array_at(self._ranges[which].address(at), (1,), np.int64)[0])
-        if found != self._backed[which][at]:
-            raise BrokenPromise(f"index {at} of model{which}: another page's contents")
-
-    def _back(self) -> None:
-        which, at = self._random.randrange(len(self._ranges)), self._random.randrange(self._span)
-        n = self._random.randint(1, 8)
-        places = range(at, min(at + n, self._span))
-        if any(i in self._backed[which] or (which, i) in self._aliases for i in places):
-            return
-        if self._ranges[which].back(at, len(places)) is None:
-            for i in places:
-                self._write(which, i)
-
-    def _release(self) -> None:
-        which = self._random.randrange(len(self._ranges))
-        if not self._backed[which]:
-            return
-        at = self._random.choice(list(self._backed[which]))
-        n = 0
-        while n < 8 and at + n in self._backed[which] and not self._lent(which, at + n):
-            n += 1
-        for i in range(at, at + n):
-            self._check(which, i)
-            del self._backed[which][i]
-        fence = None
-        if self._random.random() < 0.4:
-            fence = Latch()
-            self._fences.append(fence)
-        self._ranges[which].release(at, n, fence)
-
-    def _hand_over(self) -> None:
-        which, heir = self._random.sample(range(len(self._ranges)), 2)
-        to = self._random.randrange(self._span)
-        target = self._ranges[heir]
-        if not self._backed[which] or not self._empty(heir, to):
-            return
-        at = self._random.choice(list(self._backed[which]))
-        if self._lent(which, at):
-            return
-        self._ranges[which].hand_to(at, 1, target, to)
-        self._backed[heir][to] = self._backed[which].pop(at)
-        self._check(heir, to)
-
-    def _alias(self) -> None:
-        which, heir = self._random.sample(range(len(self._ranges)), 2)
-        to = self._random.randrange(self._span)
-        if not self._backed[which] or not self._empty(heir, to):
-            return
-        at = self._random.choice(list(self._backed[which]))
-        lender = self._ranges[which]
-        self._ranges[heir].alias(to, lender.pages(at, 1), lender.owner)
-        self._aliases[heir, to] = (which, at)
-
-    def _unalias(self) -> None:
-        if self._aliases:
-            self._end_alias(self._random.choice(list(self._aliases)))
-
-    def _end_alias(self, place: tuple[int, int]) -> None:
-        (heir, to), (which, at) = place, self._aliases.pop(place)
-        found = int(array_at(self._ranges[heir].address(to), (1,), np.int64)[0])
-        if found != self._backed[which][at]:
-            raise BrokenPromise(f"index {to} of model{heir}: not its lender's contents")
-        self._ranges[heir].unalias(to, 1, self._ranges[which].owner)
-
-    def _empty(self, which: int, at: int) -> bool:
-        here = at in self._backed[which] or (which, at) in self._aliases
-        return not here and not self._ranges[which].is_leaving(at)
-
-    def _lent(self, which: int, at: int) -> bool:
-        return (which, at) in self._aliases.values()
-
-    def _end_job(self) -> None:
-        for fence in self._fences:
-            fence.set()
-        self._fences.clear()
-        self._pool.reap()
-
-    def _promise(self) -> None:
-        if self._pool.promise("arena", self._random.randint(1, 4)) is not None:
-            self._pool.withdraw("arena")
-
-    def _resize_arena(self) -> None:
-        self._arena.resize(self._random.randint(0, 16) * self._vm.page_bytes)
-
-    def _populate(self) -> None:
-        self._pool.populate_some(self._random.randint(1, 8))
-
-    def _start_over(self) -> None:
-        """A model is gone, and comes back later."""
-        which = self._random.randrange(len(self._ranges))
-        for place, source in list(self._aliases.items()):
-            if which in (place[0], source[0]):
-                self._end_alias(place)
-        self._ranges[which].close()
-        self._end_job()
-        self._ranges[which] = self._new(which)
-        self._backed[which] = {}
-
-
 def main() -> None:
     def extra(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--operations", type=int, default=None)
@@ -301,6 +184,7 @@ def main() -> None:
         for size, runs in taken.items()
     }
 
+    per_mib = hand_over(rounds)
     books = RandomRun(args.seed)
     start = time.perf_counter()
     books.run(operations)
@@ -310,6 +194,9 @@ def main() -> None:
         "device_bytes": DEVICE_BYTES,
         "rounds": rounds,
         "costs": costs,
+        "us_per_mib": per_mib,
+        "us_per_mib_2mib": per_mib[format_bytes(2 * MiB)]["scattered, moved"],
+        "us_per_mib_256kib": per_mib[format_bytes(256 * KiB)]["scattered, moved"],
         "operations": operations,
         "violations": books.violations,
         "os_agreement": books.disagreement,
@@ -322,6 +209,9 @@ def main() -> None:
     table = Table("", *costs, title="page operations (us a page; GB/s)")
     for key in next(iter(costs.values())):
         table.add_row(key, *(f"{column[key]:.1f}" for column in costs.values()))
+    for name in per_mib[format_bytes(2 * MiB)]:
+        cells = (f"{per_mib[c][name]:.1f}" if c in per_mib else "" for c in costs)
+        table.add_row(f"us per MiB, {name}", *cells)
     for key in ("operations", "violations", "os_agreement", "validate_us"):
         table.add_row(key, f"{result[key]:g}")
     finish(args, "pool", result, table)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from ballast.bench import doctor_gpus, doctor_machine, doctor_memory
+from ballast.bench import doctor_gpus, doctor_huge, doctor_machine, doctor_memory
 from ballast.bench.finding import Finding, Verdict
 from ballast.cluster.fitness import faults, host_budget
 from ballast.core.clock import Clock
@@ -36,6 +36,7 @@ def examine(fleet: FleetSettings | None, clock: Clock) -> Iterator[Finding]:
         yield doctor_memory.mappings(size, page)
     for page in dict.fromkeys(d.page_bytes for d in devices):
         yield from doctor_memory.pages(page, clock)
+        yield doctor_huge.check(page, clock)
     if fleet is not None:
         from ballast.bench import doctor_fleet
 

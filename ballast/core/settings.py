@@ -122,6 +122,8 @@ class DeviceSettings:
     budget_bytes: int
     """All memory the device may use: weights, KV cache and activations together."""
     page_bytes: int = 256 * KiB
+    page_given: bool = True
+    """Whether somebody chose `page_bytes`; else it follows the models (`weights/page_size.py`)."""
     threads: int | None = None
     """Intra-op threads; None: all cores, or an equal share of those that no other device has."""
     lanes: int = 1

@@ -211,7 +211,7 @@ class DeviceKeys(Keys):
     """None: `cpu:` and its place among the devices; `cuda:N`: a GPU, as CUDA counts."""
     budget: Size
     page: PageSize | None = None
-    """None: 256 KiB; of a GPU, 2 MiB."""
+    """None: by the models' sizes (`weights/page_size.py`), 2 MiB or 256 KiB; of a GPU, 2 MiB."""
     threads: Count | None = None
     lanes: Count = 1
     step_tokens: Count = 512
@@ -232,6 +232,7 @@ class DeviceKeys(Keys):
         return replace(
             plain,
             page_bytes=self.page or (plain.page_bytes if plain.gpu is None else GPU_PAGE),
+            page_given=self.page is not None,
             threads=self.threads,
             lanes=self.lanes,
             step_tokens=self.step_tokens,

@@ -13,6 +13,7 @@ from typing import TypeVar
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.units import KiB, MiB, ceil_div
+from ballast.memory import huge_pages
 from ballast.memory import syscalls as sys
 from ballast.memory.book import MapBook
 from ballast.memory.memfd import DeviceFile, mapped_pages
@@ -49,7 +50,16 @@ class MemfdVm:
     The window is no owner's range: `os_mapped` never counts it.
     """
 
-    def __init__(self, page_bytes: int, n_pages: int) -> None:
+    def __init__(
+        self,
+        page_bytes: int,
+        n_pages: int,
+        *,
+        moves: bool | None = None,
+        huge: bool | None = None,
+    ) -> None:
+        """`moves`: whether page tables are moved (None: where Linux can); `huge`: whether Linux is
+        asked for huge pages (None: where it gives them and pages are large enough)."""
         if page_bytes <= 0 or page_bytes % std_mmap.PAGESIZE or n_pages <= 0:
             raise DeviceError(
                 "memfd", f"{n_pages} pages of {page_bytes} bytes: need multiples of the OS's page"
@@ -68,7 +78,12 @@ class MemfdVm:
         self._has_tables = bytearray(n_pages)
         """Whether a page is known to be in the page tables, in the window or where it is mapped
         otherwise than as an alias."""
-        self._moves = sys.can_move_page_tables()
+        self._moves = sys.can_move_page_tables() if moves is None else moves
+        if huge and not huge_pages.fits(page_bytes):
+            raise DeviceError("memfd", f"pages of {page_bytes} bytes are not whole huge pages")
+        fits = huge_pages.fits(page_bytes) and huge_pages.are_allowed()
+        self._huge = fits if huge is None else huge
+        self._populate_step = huge_pages.huge_page_bytes() if self._huge else _POPULATE_STEP
         self._window = _call("mmap", self._reserve_window)
         _call("mmap", lambda: self._map_window(0, n_pages))
 
@@ -222,6 +237,8 @@ class MemfdVm:
             # Everywhere or nowhere: neighbours that differ in it are not merged into one mapping.
             with contextlib.suppress(OSError):
                 sys.madvise(address, n * size, sys.MADV_DONTDUMP)
+            if self._huge:
+                huge_pages.ask(address, n * size)
 
     def _take_run(self, address: int, first: int, n: int, prefault: bool) -> None:
         """Map adjacent pages, with their page tables if the window has them. Raises OSError."""
@@ -263,8 +280,8 @@ class MemfdVm:
 
     def _populate_run(self, first: int, n: int) -> None:
         size = self.page_bytes
-        for start in range(first * size, (first + n) * size, _POPULATE_STEP):
-            step = min(_POPULATE_STEP, (first + n) * size - start)
+        for start in range(first * size, (first + n) * size, self._populate_step):
+            step = min(self._populate_step, (first + n) * size - start)
             if sys.can_populate():
                 sys.madvise(self._window + start, step, sys.MADV_POPULATE_WRITE)
             else:

@@ -90,12 +90,18 @@ def served_bytes(directory: Path, dtype: str) -> int:
 
     Raises CheckpointError, as `find_tensors`.
     """
-    tensors = find_tensors(directory).values()
+    return sum(served_tensors(directory, dtype).values())
+
+
+def served_tensors(directory: Path, dtype: str) -> dict[str, int]:
+    """The same by tensor, by its name in the checkpoint."""
+    tensors = find_tensors(directory)
     if dtype == "auto":
-        halves = sum(t.n_bytes for t in tensors if t.dtype == "BF16")
-        dtype = "bfloat16" if 2 * halves > sum(t.n_bytes for t in tensors) else "float32"
+        halves = sum(t.n_bytes for t in tensors.values() if t.dtype == "BF16")
+        whole = sum(t.n_bytes for t in tensors.values())
+        dtype = "bfloat16" if 2 * halves > whole else "float32"
     item = 2 if dtype == "bfloat16" else 4
-    return sum(item * math.prod(t.shape) for t in tensors)
+    return {name: item * math.prod(t.shape) for name, t in tensors.items()}
 
 
 def read_header(path: Path) -> dict[str, Stored]:

@@ -1,0 +1,86 @@
+"""Choose the page size of CPU devices whose fleet file names none: large where models are large.
+
+Moving the page tables of a page costs the same whatever its size, so a fleet of large models trades
+memory eight times as fast in pages of 2 MiB as in pages of 256 KiB. Small models would lose much of
+them to rounding: each layer is a segment of whole pages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ballast.core.errors import CheckpointError
+from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
+from ballast.core.units import MiB
+from ballast.weights.stored import served_tensors
+
+LARGE_PAGE = 2 * MiB
+"""What one table of page-table entries covers on x86-64 and on arm64 with pages of 4 KiB."""
+MOST_WASTE = 0.05
+"""Part of a model's weights that rounding segments up to large pages may add."""
+LEAST_PAGES = 128
+"""Large pages that a device has at least: with fewer, what one model's KV cache grows by at a time
+is too much of the device."""
+
+
+def with_page_sizes(fleet: FleetSettings) -> FleetSettings:
+    """`fleet` with large pages on all CPU devices that name no page size, if their models fit them.
+
+    The models of a device are those that name it, or all that name none. The devices get the same
+    size, as pages are lent and KV moves between equal ones only. Nothing changes where a checkpoint
+    cannot be read: loading it says what is wrong.
+    """
+    devices = [device for device, _ in fleet.devices.values()]
+    unsized = {device.name: device for device in devices if _is_unsized(device)}
+    if not unsized:
+        return fleet
+    sizes = {m.name: _segment_bytes(m) for m in fleet.models}
+    for device in unsized.values():
+        own = [sizes[m.name] for m in fleet.models if not m.devices or device.name in m.devices]
+        if not _fit_large_pages(own, device):
+            return fleet
+    first, *others = (
+        replace(device, page_bytes=LARGE_PAGE) if device.name in unsized else device
+        for device in devices
+    )
+    return replace(fleet, device=first, others=tuple(others))
+
+
+def _is_unsized(device: DeviceSettings) -> bool:
+    return device.gpu is None and not device.page_given
+
+
+def _fit_large_pages(models: Iterable[Mapping[str, int] | None], device: DeviceSettings) -> bool:
+    """Whether no model (bytes by segment; None: unknown) wastes much of large pages there."""
+    ranks = device.tensor_parallel
+    if device.budget_bytes // ranks // LARGE_PAGE < LEAST_PAGES:
+        return False
+    return all(
+        segments is not None and waste(segments.values(), LARGE_PAGE, ranks) <= MOST_WASTE
+        for segments in models
+    )
+
+
+def waste(segments: Iterable[int], page_bytes: int, ranks: int = 1) -> float:
+    """What rounding up to pages adds to segments of so many bytes, in parts of these; each of
+    `ranks` has an equal part of every segment, in pages of its own."""
+    parts = [n / ranks for n in segments]
+    backed = sum(math.ceil(n / page_bytes) * page_bytes for n in parts)
+    return backed / max(1, sum(parts)) - 1
+
+
+def _segment_bytes(model: ModelSettings) -> dict[str, int] | None:
+    """Bytes by segment, about: tensors whose names have the same first number are a layer's, those
+    without one lie together. None where the checkpoint's headers cannot be read."""
+    try:
+        tensors = served_tensors(Path(model.path), model.dtype)
+    except (CheckpointError, OSError):
+        return None
+    found: dict[str, int] = {}
+    for name, n_bytes in tensors.items():
+        layer = next((part for part in name.split(".") if part.isdigit()), "")
+        found[layer] = found.get(layer, 0) + n_bytes
+    return found or None
