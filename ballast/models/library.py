@@ -82,7 +82,7 @@ class Library:
             role: choices.from_rows(*_stored_shape(t), dtype, gated=t.layout == GATED)
             for role, t in matrices.items()
         }
-        used = {role: n for role, n in from_rows.items() if n is not None}
+        used = {role: n for role, n in from_rows.items() if n < choices.NEVER}
         return cls(layers, last, dtype, places, narrowed, used) if used else None
 
     def roles(self, rows: int, sampled: int) -> frozenset[str]:
