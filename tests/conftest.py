@@ -26,6 +26,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
+# The same kernels on every machine, whatever else it does; and no file of the user's.
+os.environ["BALLAST_CHOICES"] = ""
+
 _NEVER = 1e9
 """Seconds; beyond ten times as many a wait cannot last."""
 SPEED = float(os.environ.get("BALLAST_TEST_SPEED", "1"))

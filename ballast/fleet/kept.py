@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
-import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from ballast.core.errors import ConfigError, NotKept
 from ballast.fleet.changes import Changes
-
-_TRIES, _BETWEEN_SECONDS = 50, 0.1
-"""To get the directory's lock, which others hold for milliseconds."""
+from ballast.fleet.whole import locked, replace
 
 
 class Kept:
@@ -54,11 +47,11 @@ class Kept:
         if self.path is not None and changes != self.changes:
             data = changes.model_dump_json(indent=1, exclude_unset=True).encode() + b"\n"
             try:
-                with _locked(self.path.parent) as directory:
+                with locked(self.path.parent) as directory:
                     if _content(self.path) != self._seen:
                         why = "somebody else has changed it since; SIGHUP reads it again"
                         raise NotKept(f"changes cannot be kept in {self.path}: {why}")
-                    _replace(self.path, data)
+                    replace(self.path, data)
                     os.fsync(directory)
             except OSError as error:
                 raise NotKept(f"changes cannot be kept in {self.path}: {error.strerror}") from error
@@ -71,37 +64,3 @@ def _content(path: Path) -> bytes | None:
         return path.read_bytes()
     except FileNotFoundError:
         return None
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[int]:
-    """Keep other servers from writing meanwhile; yields the directory's descriptor. A lock on the
-    file itself would go with it when it is replaced. Raises OSError."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        for left in reversed(range(_TRIES)):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not left:
-                    raise
-                time.sleep(_BETWEEN_SECONDS)
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Wholly or not at all."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(descriptor)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise

@@ -1,4 +1,5 @@
-"""The compiled part of what stands between a decoder's matrices: embedding, norms, rotary, KV.
+"""The compiled part of what stands between a decoder's matrices: embedding, norms, rotary, KV, and
+what hands rows to a library's kernels and takes them back.
 
 Kernels take the address of a table of int64 whose fields are the constants below; threads share
 work through the counter NEXT (see `attention_code.py`). Activations are float32; weights and KV are
@@ -32,7 +33,8 @@ ITEM_ROWS = 2
 WIDTH = 3
 """Elements of a row (rotary: of a head)."""
 SOURCE = 4
-"""Address of the input, float32 (embedding: of the table of embeddings)."""
+"""Address of the input, float32 (embedding: of the table of embeddings; store, add: what a library
+has computed, of its dtype)."""
 SOURCE_ROW = 5
 """Elements from a row to the next."""
 TARGET = 6
@@ -166,6 +168,45 @@ def _rotary(table, kv, query_weight, key_weight):
         first, end = _take(table)
 
 
+@njit(error_model="numpy")
+def _narrow(table, target):
+    """Round float32 rows to the element type of `target`."""
+    source, width = float32_at(table[SOURCE]), table[WIDTH]
+    first, end = _take(table)
+    while first < end:
+        for row in range(first, end):
+            at, to = row * table[SOURCE_ROW], row * table[TARGET_ROW]
+            for d in range(width):
+                target[to + d] = narrow(source[at + d], target[0])
+        first, end = _take(table)
+
+
+@njit(error_model="numpy")
+def _store(table, source):
+    """Widen rows of `source` into float32 rows."""
+    target, width = float32_at(table[TARGET]), table[WIDTH]
+    first, end = _take(table)
+    while first < end:
+        for row in range(first, end):
+            at, to = row * table[SOURCE_ROW], row * table[TARGET_ROW]
+            for d in range(width):
+                target[to + d] = widen(source[at + d])
+        first, end = _take(table)
+
+
+@njit(error_model="numpy")
+def _add(table, source):
+    """Add rows of `source` to float32 rows."""
+    target, width = float32_at(table[TARGET]), table[WIDTH]
+    first, end = _take(table)
+    while first < end:
+        for row in range(first, end):
+            at, to = row * table[SOURCE_ROW], row * table[TARGET_ROW]
+            for d in range(width):
+                target[to + d] += widen(source[at + d])
+        first, end = _take(table)
+
+
 def _norm_float32(address):
     table = int64_at(address)
     _norm(table, float32_at(table[WEIGHT]))
@@ -206,6 +247,31 @@ def _rotary_bfloat16(address):
     )
 
 
+def _narrow_bfloat16(address):
+    table = int64_at(address)
+    _narrow(table, uint16_at(table[TARGET]))
+
+
+def _store_float32(address):
+    table = int64_at(address)
+    _store(table, float32_at(table[SOURCE]))
+
+
+def _store_bfloat16(address):
+    table = int64_at(address)
+    _store(table, uint16_at(table[SOURCE]))
+
+
+def _add_float32(address):
+    table = int64_at(address)
+    _add(table, float32_at(table[SOURCE]))
+
+
+def _add_bfloat16(address):
+    table = int64_at(address)
+    _add(table, uint16_at(table[SOURCE]))
+
+
 _PLAIN = {
     "norm_float32": _norm_float32,
     "norm_bfloat16": _norm_bfloat16,
@@ -213,6 +279,11 @@ _PLAIN = {
     "embed_bfloat16": _embed_bfloat16,
     "rotary_float32": _rotary_float32,
     "rotary_bfloat16": _rotary_bfloat16,
+    "narrow_bfloat16": _narrow_bfloat16,
+    "store_float32": _store_float32,
+    "store_bfloat16": _store_bfloat16,
+    "add_float32": _add_float32,
+    "add_bfloat16": _add_bfloat16,
 }
 _compiled: dict[str, Any] = {}
 

@@ -31,6 +31,8 @@ __all__ = [
     "GATED",
     "STORE",
     "gate",
+    "gate_kernel",
+    "gate_tables",
     "gated",
     "kernel",
     "linear",
@@ -151,8 +153,7 @@ def warm_up(dtype: torch.dtype | None = None) -> None:
     """Compile the kernel of `dtype`, or all, unless Numba's cache has them (seconds)."""
     for kind in _NAMES if dtype is None else (dtype,):
         kernel(kind)
-    with _compiling:
-        code.address_of("gate")
+    gate_kernel(torch.float32)
 
 
 def linear(
@@ -216,24 +217,31 @@ def linear(
     return out
 
 
-def gate(gate_up: Tensor, out: Tensor, *, interleaved: bool) -> None:
-    """silu(gate) * up into `out` (rows, n), of `gate_up` (rows, >= 2 n): to the bit what mode GATED
-    makes of the same numbers. Both float32; elements of a row lie side by side.
-
-    Gates stand before ups; or `interleaved`, half a panel of each in turns.
-    """
-    n = out.shape[1]
-    made = np.zeros(code.N_FIELDS, np.int64)
-    made[code.N], made[code.K] = n, PANEL // 2 if interleaved else n
-    place(
-        made,
-        len(out),
-        (gate_up.data_ptr(), gate_up.stride(0)),
-        (out.data_ptr(), out.stride(0)),
-    )
+def gate_kernel(dtype: torch.dtype) -> int:
+    """Address of `void (int64 *table)` for tables of `gate_tables` over inputs of `dtype`."""
     with _compiling:
-        compiled = code.address_of("gate")
-    team.run(compiled, made.ctypes.data, min(len(out), torch.get_num_threads()))
+        return code.address_of(f"gate_{_NAMES[dtype]}")
+
+
+def gate_tables(count: int, n: int, *, interleaved: bool) -> Array:
+    """int64 (count, fields): silu(gate) * up, n outputs each; `place` completes them.
+
+    To the bit what mode GATED makes of the same numbers. A row of inputs has gates before ups; or
+    `interleaved`, half a panel of each in turns.
+    """
+    made = np.zeros((count, code.N_FIELDS), np.int64)
+    made[:, code.N], made[:, code.K] = n, PANEL // 2 if interleaved else n
+    return made
+
+
+def gate(gate_up: Tensor, out: Tensor, *, interleaved: bool) -> None:
+    """silu(gate) * up into `out` (rows, n) float32, of `gate_up` (rows, >= 2 n), float32 or
+    bfloat16, laid out as `gate_tables` says. Elements of a row lie side by side."""
+    made = gate_tables(1, out.shape[1], interleaved=interleaved)
+    inputs = (gate_up.data_ptr(), gate_up.stride(0))
+    place(made, len(out), inputs, (out.data_ptr(), out.stride(0)))
+    threads = min(len(out), torch.get_num_threads())
+    team.run(gate_kernel(gate_up.dtype), made.ctypes.data, threads)
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -30,7 +30,7 @@ from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ballast.kernels.intrinsics import fetch_add, float32_at, int64_at, uint16_at
+from ballast.kernels.intrinsics import fetch_add, float32_at, int64_at, uint16_at, widen
 
 # Fields of the table.
 NEXT = 0
@@ -417,27 +417,42 @@ def _linear_bfloat16(table):
     _linear(table, uint16_at(table[WEIGHTS]), 2)
 
 
-def _gate(table):
+@njit(error_model="numpy")
+def _gate(table, x):
     """What mode GATED does, of gates and ups that were stored: rows of N outputs from X, where K
     gates, then their K ups, and so on, lie side by side."""
-    x, out = float32_at(table[X]), float32_at(table[OUT])
+    out = float32_at(table[OUT])
     n, k = table[N], table[K]
     row = fetch_add(table, NEXT, 1)
     while row < table[ROWS]:
         at, to = row * table[X_STRIDE], row * table[OUT_STRIDE]
         for first in range(0, n, k):
             for j in range(first, min(first + k, n)):
-                out[to + j] = _gated(x[at + first + j], x[at + first + k + j])
+                gate, up = widen(x[at + first + j]), widen(x[at + first + k + j])
+                out[to + j] = _gated(gate, up)
         row = fetch_add(table, NEXT, 1)
 
 
-_PLAIN = {"float32": _linear_float32, "bfloat16": _linear_bfloat16, "gate": _gate}
+def _gate_float32(table):
+    _gate(table, float32_at(table[X]))
+
+
+def _gate_bfloat16(table):
+    _gate(table, uint16_at(table[X]))
+
+
+_PLAIN = {
+    "float32": _linear_float32,
+    "bfloat16": _linear_bfloat16,
+    "gate_float32": _gate_float32,
+    "gate_bfloat16": _gate_bfloat16,
+}
 _compiled: dict[str, Any] = {}
 
 
 def address_of(name: str) -> int:
-    """Address of the kernel for a dtype or of `gate`, from Numba's cache if it is there. Call it
-    from one thread."""
+    """Address of the kernel for a dtype, or of `gate` of rows of one, from Numba's cache if it is
+    there. Call it from one thread."""
     if name not in _compiled:
         _compiled[name] = cfunc(_SIGNATURE, cache=True, error_model="numpy")(_PLAIN[name])
     return int(_compiled[name].address)

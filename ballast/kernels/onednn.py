@@ -5,7 +5,7 @@ oneDNN lays a matrix out as its kernels for this CPU want it and describes that 
 tensor again (`view`), through the C interface that PyTorch keeps for compiled models.
 
 On AVX-512 its layout is often that of our own panels (`linear.py`): then the same bytes serve both,
-ours where a matrix meets few rows, oneDNN's where it meets many.
+ours where a matrix meets few rows, oneDNN's where it meets many (`choices.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from torch import Tensor
 from ballast.kernels import linear
 from ballast.kernels.linear_code import PANEL
 
-FROM_ROWS = {torch.float32: 64, torch.bfloat16: 8}
-"""Rows from which oneDNN's kernels are faster than ours, where it has any for these weights."""
 MOST_DIMS = 12
 _HINT = 16
 """Rows for which oneDNN is asked to pack: for one it keeps rows as they are."""

@@ -9,10 +9,9 @@ job fills in what differs, which is the number of rows, tokens, positions and bl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,27 +19,26 @@ from torch import Tensor
 
 from ballast.core.errors import BrokenPromise
 from ballast.core.job import SequenceWork
-from ballast.core.model import ModelSpec
 from ballast.core.units import ceil_div
-from ballast.kernels import layer, layer_code, linear, linear_code, team
+from ballast.kernels import layer, layer_code, linear, linear_code
 from ballast.kernels.paged_attention import NO_WINDOW
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.memory.tensor import array_at, tensor_at
 from ballast.models.fused_adapters import AdaptedRows, FusedAdapters
+from ballast.models.fused_workspace import Buffers, Place, gate_up_width, qkv_width
 from ballast.models.library import Library
+from ballast.models.passes import Due, End, Pass, Stop
 from ballast.models.served import Rows, Served
 from ballast.weights.architecture import rotary_of
 from ballast.weights.host import HostModel
 from ballast.weights.packing import GATED, MATRICES, PANELS
 from ballast.weights.segment import PackedTensor
-from ballast.weights.sharding import Shard
 
 Array = np.ndarray[Any, Any]
 
 ROWS_ALONE = 8
 """Rows up to which the operations between matrices take one row per item."""
-_ALIGNMENT = 64
 
 
 class FusedModel(Served):
@@ -48,6 +46,9 @@ class FusedModel(Served):
 
     No two jobs of models that share a workspace may run at the same time.
     """
+
+    SUMS = False
+    """Whether hidden states are sums over ranks (`_sum_up`)."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class FusedModel(Served):
         """
         super().__init__(host, kv_base, layout)
         spec = self.spec
-        self._buffers = b = _Buffers.of(spec, workspace, max_rows, max_sampled)
+        self._buffers = b = Buffers.of(spec, workspace, max_rows, max_sampled)
         self._workspace = workspace  # its memory goes with it
         self._max_rows, self._max_sampled = max_rows, max_sampled
         self._angles = _Angles(host.config)
@@ -86,30 +87,22 @@ class FusedModel(Served):
         self._rotary = self._rotary_tables(layers, epsilon)
         self._linears = {role: self._linear_tables(role, layers) for role in MATRICES}
         self._linears["head"] = self._linear_tables("head", [last])
-        self._operations = np.zeros((3 + 8 * spec.n_layers, 2), np.int64)
-        self._lay_out()
-        self._program = team.Program(self._operations)
-        self._without_head = team.Program(self._operations[:-1])
-        self._last_kv = len(self._operations) - (2 + 5)
-        """Operations up to the one that writes the last layer's KV."""
-        self._without_output = team.Program(self._operations[: self._last_kv])
-        self._pieces: dict[tuple[int, int], team.Program] = {}
         self._logits = tensor_at(b.logits, (max_sampled, spec.vocab), torch.float32)
-        self._head_out = self._logits
         self._hidden = tensor_at(b.hidden, (max_rows, spec.hidden), torch.float32)
-        self._landing = self._hidden
-        """Where the output projection and `down` go: what is there is added to, if it is this."""
-        self._interleaved = layers[0]["gate_up"][0].layout == GATED
-        self._before = _between(self._operations, spec.n_layers)
-        self._library = Library.of(layers, last, self.dtype)
-        self._open = self._linears["gate_up"].copy()
-        linear.place(self._open, 0, (b.normed, spec.hidden), (b.gate_up, _gate_up(spec)))
-        self._open[:, linear_code.MODE] = linear.STORE
-        self._open[:, linear_code.N] = _gate_up(spec)
+        interleaved = layers[0]["gate_up"][0].layout == GATED
+        places = {role: self._place(role) for role in self._linears} | {"opened": self._opened()}
+        self._places = places
+        self._library = Library.of(layers, last, self.dtype, places, b.gate_up)
+        self._opened_tables = self._linear_tables("gate_up", layers, self._opened())
+        self._gate = linear.gate_tables(spec.n_layers, spec.intermediate, interleaved=interleaved)
+        linear.place(self._gate, 0, (b.gate_up, gate_up_width(spec)), (b.gated, spec.intermediate))
         addresses = segment_addresses[len(host.segments) :]
         self._adapters = FusedAdapters(
-            spec, host.adapters, addresses, self.dtype, interleaved=self._interleaved
+            spec, host.adapters, addresses, self.dtype, interleaved=interleaved
         )
+        self._passes: dict[tuple[frozenset[str], bool], Pass] = {}
+        self._product: Tensor | None = None
+        """The library's last one: read by the operations after it."""
 
     @torch.inference_mode()
     def logits(self, work: Sequence[SequenceWork]) -> Tensor:
@@ -133,114 +126,95 @@ class FusedModel(Served):
         return sampled
 
     def _execute(self, rows: Rows, work: Sequence[SequenceWork], *, head: bool) -> None:
-        sampled = len(rows.wanted)
-        self._fill(rows)
-        threads = torch.get_num_threads()
-        library = self._library
-        if library is not None and rows.n < library.from_rows:
-            library = None
+        n, sampled, library = rows.n, len(rows.wanted), self._library
+        item_rows = 1 if n <= ROWS_ALONE else ceil_div(n, 4 * torch.get_num_threads())
+        self._fill(rows, item_rows)
+        by_library: frozenset[str] = frozenset()
+        if library is not None:
+            by_library = library.roles(n, sampled)
+            library.begin(by_library, n, sampled, item_rows)
         adapted = self._adapters.of(work)
+        planned = self._pass_of(by_library, adapted=adapted is not None)
+        kernel, attending = self._attend(rows)
+        planned.attend(kernel, attending)
         stops = self._begin_pass(work)
-        if library is not None or adapted is not None:
-            self._run_in_parts(rows.n, sampled, library, adapted, threads, stops, head=head)
-        elif stops:
-            self._run_in_pieces(rows.n, sampled, threads, stops, head=head)
-        else:
-            self._run_whole(rows.n, sampled, threads, head=head)
+        end = End.KV if not sampled else End.HEAD if head else End.NORM
+        meet = partial(self._meet, n, sampled, adapted)
+        planned.run(end, torch.get_num_threads(), stops, meet)
+        self._product = None
 
-    def _run_whole(self, n: int, sampled: int, threads: int, *, head: bool) -> None:
-        """All operations, by our own kernels."""
-        if sampled:
-            (self._program if head else self._without_head).run(threads)
-        else:
-            self._without_output.run(threads)
-
-    def _run_in_pieces(
-        self, n: int, sampled: int, threads: int, stops: Collection[int], *, head: bool
-    ) -> None:
-        """The same, each layer of `stops` a program of its own, run when it is there."""
+    def _meet(self, n: int, sampled: int, adapted: AdaptedRows | None, stop: Stop) -> None:
+        """Do what is due at a stop of a job of n rows."""
         barriers = self.barriers
-        assert barriers is not None, "it has named the stops"
-        end = len(self._operations) - (0 if head else 1) if sampled else self._last_kv
-        at = 0
-        for i in sorted(stops):
-            first, after = 1 + 8 * i, min(end, 9 + 8 * i)
-            self._piece(at, first, threads)
-            barriers.wait(i)
-            self._piece(first, after, threads)
-            barriers.used(i)
-            at = after
-        self._piece(at, end, threads)
+        if stop.due is Due.LIBRARY:
+            assert self._library is not None
+            self._product = None  # its memory is given back before there is another
+            self._product = self._library.multiply(stop.role, stop.layer)
+        elif stop.due is Due.ADAPTERS:
+            assert adapted is not None
+            x, y = self._rows_of(stop.role, sampled if stop.role == "head" else n)
+            adapted.add(stop.role, stop.layer, x, y)
+        elif stop.due is Due.SUM:
+            self._sum_up(n)
+        else:
+            assert barriers is not None, "it has named the layers"
+            (barriers.wait if stop.due is Due.WAIT else barriers.used)(stop.layer)
 
-    def _piece(self, at: int, end: int, threads: int) -> None:
-        if at == end:
-            return
-        program = self._pieces.get((at, end))
-        if program is None:
-            program = self._pieces[at, end] = team.Program(self._operations[at:end])
-        program.run(threads)
+    def _rows_of(self, role: str, n: int) -> tuple[Tensor, Tensor]:
+        """Inputs of a matrix and its product before it is gated: n rows each."""
+        place = self._places["opened" if role == "gate_up" else role]
+        x = tensor_at(place.source, (n, place.k), torch.float32)
+        return x, tensor_at(place.target, (n, place.target_row), torch.float32)
 
-    def _run_in_parts(
-        self,
-        n: int,
-        sampled: int,
-        library: Library | None,
-        adapted: AdaptedRows | None,
-        threads: int,
-        stops: Collection[int],
-        *,
-        head: bool,
+    # -- the order of operations ------------------------------------------------------------------
+
+    def _pass_of(self, by_library: frozenset[str], *, adapted: bool) -> Pass:
+        """The pass in which a library multiplies the matrices of these roles, and adapters add."""
+        key = by_library, adapted
+        if key not in self._passes:
+            self._passes[key] = self._describe(by_library, adapted=adapted)
+        return self._passes[key]
+
+    def _describe(self, by_library: frozenset[str], *, adapted: bool) -> Pass:
+        planned, dtype = Pass(), self.dtype
+        norm, rotary = layer.kernel("norm", dtype), layer.kernel("rotary", dtype)
+        multiply = partial(self._multiply, planned, by_library, adapted=adapted)
+        planned.operation(layer.kernel("embed", dtype), self._embed, 0)
+        for i in range(self.spec.n_layers):
+            planned.stop(Due.WAIT, i)
+            planned.operation(norm, self._norms, 2 * i)
+            multiply("qkv", i)
+            planned.operation(rotary, self._rotary, i)
+            planned.end(End.KV)
+            planned.attention()
+            multiply("o", i)
+            planned.operation(norm, self._norms, 2 * i + 1)
+            multiply("gate_up", i)
+            multiply("down", i)
+            planned.stop(Due.USED, i)
+        planned.operation(norm, self._norms, len(self._norms) - 1)
+        planned.end(End.NORM)
+        multiply("head", 0)
+        planned.end(End.HEAD)
+        return planned
+
+    def _multiply(
+        self, planned: Pass, by_library: frozenset[str], role: str, i: int, *, adapted: bool
     ) -> None:
-        """The same operations, matrix by matrix: by a library's kernels, or with adapters."""
-        b, spec = self._buffers, self.spec
-        landing, adds = self._landing[:n], self._landing is self._hidden
-
-        def rows_at(address: int, width: int, rows: int = n) -> Tensor:
-            return tensor_at(address, (rows, width), torch.float32)
-
-        def multiply(role: str, i: int, x: Tensor, out: Tensor) -> None:
-            if library is not None:
-                library.multiply(role, i, x, out, add=out is landing and adds)
-            else:
-                table = (self._open if role == "gate_up" else self._linears[role])[i]
-                team.run(linear.kernel(self.dtype), table.ctypes.data, threads)
-            if adapted is not None:
-                adapted.add(role, i, x, out)
-
-        normed = rows_at(b.normed, spec.hidden)
-        qkv, gated = rows_at(b.qkv, _qkv(spec)), rows_at(b.gated, spec.intermediate)
-        attended = rows_at(b.attended, spec.n_heads * spec.head_dim)
-        gate_up = rows_at(b.gate_up, _gate_up(spec))
-        self._open[:, linear_code.NEXT] = 0
-        self._open[:, linear_code.ROWS] = n
-        for i in range(spec.n_layers):
-            # What is before a layer's first matrix is its own, but for the embeddings.
-            with self._passing(i, stops):
-                self._before["qkv"][i].run(threads)
-                multiply("qkv", i, normed, qkv)
-                self._before["o"][i].run(threads)
-                if i == spec.n_layers - 1 and not sampled:
-                    return
-                multiply("o", i, attended, landing)
-                self._landed(n)
-                self._before["gate_up"][i].run(threads)
-                multiply("gate_up", i, normed, gate_up)
-                linear.gate(gate_up, gated, interleaved=self._interleaved)
-                multiply("down", i, gated, landing)
-                self._landed(n)
-        self._before["head"][0].run(threads)
-        if head:
-            multiply("head", 0, normed[:sampled], self._head_out[:sampled])
-
-    @contextmanager
-    def _passing(self, layer: int, stops: Collection[int]) -> Iterator[None]:
-        """Around a layer's work."""
-        if layer not in stops or self.barriers is None:
-            yield
-            return
-        self.barriers.wait(layer)
-        yield
-        self.barriers.used(layer)
+        """Put the matrix `role` of layer i into a pass, and what follows it."""
+        if role in by_library:
+            assert self._library is not None
+            self._library.describe(planned, role, i, gate=not adapted)
+        else:
+            opened = adapted and role == "gate_up"
+            tables = self._opened_tables if opened else self._linears[role]
+            planned.operation(linear.kernel(self.dtype), tables, i)
+        if adapted:
+            planned.stop(Due.ADAPTERS, i, role)
+            if role == "gate_up":
+                planned.operation(linear.gate_kernel(torch.float32), self._gate, i)
+        if self.SUMS and role in ("o", "down"):
+            planned.stop(Due.SUM, i, role)
 
     # -- what a rank of several does otherwise (`models/parallel.py`) ------------------------------
 
@@ -248,20 +222,28 @@ class FusedModel(Served):
         """What of the head is computed here, and where it is."""
         return packed, address
 
-    def _landed(self, n: int) -> None:
-        """`_landing` has been written, for n rows."""
+    def _sum_up(self, n: int) -> None:
+        """Complete the hidden states of n rows, of which the output projection or `down` has given
+        this rank's part; called only with `SUMS`."""
+        raise NotImplementedError
 
     def _place(self, role: str) -> Place:
         """What a matrix reads and writes."""
         b, spec = self._buffers, self.spec
         h, q, inner = spec.hidden, spec.n_heads * spec.head_dim, spec.intermediate
         return {
-            "qkv": Place(_qkv(spec), h, b.normed, b.qkv, _qkv(spec)),
+            "qkv": Place(qkv_width(spec), h, b.normed, b.qkv, qkv_width(spec)),
             "o": Place(h, q, b.attended, b.hidden, h, linear.ADD),
             "gate_up": Place(2 * inner, h, b.normed, b.gated, inner, linear.GATED),
             "down": Place(h, inner, b.gated, b.hidden, h, linear.ADD),
             "head": Place(spec.vocab, h, b.normed, b.logits, spec.vocab),
         }[role]
+
+    def _opened(self) -> Place:
+        """The matrix of gate and up where these are not gated at once."""
+        b, spec = self._buffers, self.spec
+        width = gate_up_width(spec)
+        return Place(width, spec.hidden, b.normed, b.gate_up, width)
 
     # -- tables, made once ------------------------------------------------------------------------
 
@@ -304,7 +286,7 @@ class FusedModel(Served):
             spec.n_layers,
             width=spec.head_dim,
             source=b.qkv,
-            source_row=_qkv(spec),
+            source_row=qkv_width(spec),
             heads=spec.n_heads,
             kv_heads=spec.kv_heads,
             rotary=self._angles.width,
@@ -318,8 +300,10 @@ class FusedModel(Served):
             values=spec.block_tokens * spec.kv_heads * spec.head_dim,
         )
 
-    def _linear_tables(self, role: str, weights: Sequence[_Roles]) -> Array:
-        place = self._place(role)
+    def _linear_tables(
+        self, role: str, weights: Sequence[_Roles], place: Place | None = None
+    ) -> Array:
+        place = place or self._place(role)
         bias = f"{role}.bias"
         tables = linear.tables(
             np.array([w[role][1] for w in weights]),
@@ -331,27 +315,10 @@ class FusedModel(Served):
         linear.place(tables, 0, (place.source, place.k), (place.target, place.target_row))
         return tables
 
-    def _lay_out(self) -> None:
-        """The operations in order; attention's tables are new in every job."""
-        o, n = self._operations, self.spec.n_layers
-        body = o[1 : 1 + 8 * n].reshape(n, 8, 2)
-        norm = layer.kernel("norm", self.dtype)
-        multiply = linear.kernel(self.dtype)
-        o[0] = layer.kernel("embed", self.dtype), _rows(self._embed)[0]
-        body[:, 0, 0] = body[:, 5, 0] = norm
-        body[:, 0, 1], body[:, 5, 1] = _rows(self._norms)[:-1].reshape(n, 2).T
-        for place, role in ((1, "qkv"), (4, "o"), (6, "gate_up"), (7, "down")):
-            body[:, place, 0], body[:, place, 1] = multiply, _rows(self._linears[role])
-        body[:, 2, 0] = layer.kernel("rotary", self.dtype)
-        body[:, 2, 1] = _rows(self._rotary)
-        o[-2] = norm, _rows(self._norms)[-1]
-        o[-1] = multiply, _rows(self._linears["head"])[0]
-        self._attention = body[:, 3]
-
     # -- what differs from job to job -------------------------------------------------------------
 
-    def _fill(self, rows: Rows) -> None:
-        b, spec, n, sampled = self._buffers, self.spec, rows.n, len(rows.wanted)
+    def _fill(self, rows: Rows, item_rows: int) -> None:
+        b, n, sampled = self._buffers, rows.n, len(rows.wanted)
         array_at(b.tokens, (n,), np.int64)[:] = rows.tokens
         array_at(b.sampled, (sampled,), np.int64)[:] = rows.wanted
         array_at(b.places, (n,), np.int64)[:] = rows.places
@@ -361,68 +328,31 @@ class FusedModel(Served):
             tensor_at(b.cosine, (n, half), torch.float32),
             tensor_at(b.sine, (n, half), torch.float32),
         )
-        at_once = 1 if n <= ROWS_ALONE else ceil_div(n, 4 * torch.get_num_threads())
         for tables in (self._embed, self._norms, self._rotary):
             tables[:, layer_code.NEXT] = 0
             tables[:, layer_code.ROWS] = n
-            tables[:, layer_code.ITEM_ROWS] = at_once
+            tables[:, layer_code.ITEM_ROWS] = item_rows
         self._norms[-1, layer_code.ROWS] = sampled
-        for tables in self._linears.values():
+        for tables in (*self._linears.values(), self._opened_tables, self._gate):
             tables[:, linear_code.NEXT] = 0
             tables[:, linear_code.ROWS] = n
         self._linears["head"][:, linear_code.ROWS] = sampled
-        kernel, tables = rows.paged.attend_tables(
+
+    def _attend(self, rows: Rows) -> tuple[int, Array]:
+        """Attention's kernel, and each layer's table."""
+        b, spec = self._buffers, self.spec
+        return rows.paged.attend_tables(
             b.qkv,
-            (_qkv(spec), spec.head_dim),
+            (qkv_width(spec), spec.head_dim),
             b.attended,
             torch.float32,
             self._scaling,
             self._windows,
         )
-        self._attention[:, 0], self._attention[:, 1] = kernel, _rows(tables)
-        self._attending = tables
-
-
-class Place(NamedTuple):
-    """What a matrix of n outputs and k inputs reads and writes: addresses; `target_row`: elements
-    from a row of the target to the next."""
-
-    n: int
-    k: int
-    source: int
-    target: int
-    target_row: int
-    mode: int = linear.STORE
 
 
 _Roles = dict[str, tuple[PackedTensor, int]]
 """A segment's tensors and their device addresses, by role."""
-
-
-def _rows(tables: Array) -> Array:
-    """Address of each row."""
-    return tables.ctypes.data + np.arange(len(tables)) * tables.strides[0]
-
-
-def _between(operations: Array, n_layers: int) -> dict[str, list[team.Program]]:
-    """What comes before each matrix, for each layer, as programs."""
-    starts = range(1, 1 + 8 * n_layers, 8)
-    return {
-        "qkv": [team.Program(operations[s - (s == 1) : s + 1]) for s in starts],
-        "o": [team.Program(operations[s + 2 : s + 4]) for s in starts],
-        "gate_up": [team.Program(operations[s + 5 : s + 6]) for s in starts],
-        "head": [team.Program(operations[-2:-1])],
-    }
-
-
-def _gate_up(spec: ModelSpec) -> int:
-    """Gates and ups of one token, in elements: of whole panels."""
-    return ceil_div(2 * spec.intermediate, linear_code.PANEL) * linear_code.PANEL
-
-
-def _qkv(spec: ModelSpec) -> int:
-    """Queries, keys and values of one token, in elements."""
-    return (spec.n_heads + 2 * spec.kv_heads) * spec.head_dim
 
 
 class _Angles:
@@ -444,72 +374,3 @@ class _Angles:
         angles = (torch.from_numpy(positions).float()[:, None] * self._frequencies).double()
         cosine.copy_(angles.cos().mul_(self._scale))
         sine.copy_(angles.sin().mul_(self._scale))
-
-
-@dataclass(frozen=True, slots=True)
-class _Buffers:
-    """Addresses in the workspace: float32, except for `tokens`, `sampled` and `places`: int64.
-
-    The last four are for a rank of several: its part of a sum, all ranks' parts, and the same of
-    logits.
-    """
-
-    hidden: int
-    normed: int
-    qkv: int
-    attended: int
-    gated: int
-    gate_up: int
-    logits: int
-    cosine: int
-    sine: int
-    tokens: int
-    sampled: int
-    places: int
-    part: int
-    parts: int
-    head_part: int
-    head_parts: int
-
-    @classmethod
-    def of(cls, spec: ModelSpec, workspace: Workspace, rows: int, sampled: int) -> _Buffers:
-        addresses = []
-        at = workspace.address
-        for n_bytes in _sizes(spec, rows, sampled):
-            addresses.append(at)
-            at += ceil_div(n_bytes, _ALIGNMENT) * _ALIGNMENT
-        if at > workspace.address + workspace.n_bytes:
-            raise BrokenPromise(f"{spec.name}: the workspace has {workspace.n_bytes} bytes")
-        return cls(*addresses)
-
-
-def workspace_bytes(spec: ModelSpec, rows: int, sampled: int) -> int:
-    """What jobs of up to `rows` tokens, of which `sampled` are sampled, need of a workspace."""
-    return sum(ceil_div(n, _ALIGNMENT) * _ALIGNMENT for n in _sizes(spec, rows, sampled))
-
-
-def _sizes(spec: ModelSpec, rows: int, sampled: int) -> tuple[int, ...]:
-    """Bytes of each buffer, in the order of `_Buffers`."""
-    hidden, attended = 4 * rows * spec.hidden, 4 * rows * spec.n_heads * spec.head_dim
-    angles = 2 * rows * spec.head_dim
-    part = head_part = 0
-    if spec.ranks > 1:
-        part, head_part = hidden, 4 * sampled * len(Shard(0, spec.ranks).tokens(spec.vocab))
-    return (
-        hidden,
-        hidden,
-        4 * rows * _qkv(spec),
-        attended,
-        4 * rows * spec.intermediate,
-        4 * rows * _gate_up(spec),
-        4 * sampled * spec.vocab,
-        angles,
-        angles,
-        8 * rows,
-        8 * rows,
-        8 * rows,
-        part,
-        spec.ranks * part,
-        head_part,
-        spec.ranks * head_part,
-    )

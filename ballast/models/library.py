@@ -1,74 +1,172 @@
-"""The matrices of a fused model one at a time, by PyTorch's kernels: oneDNN's, or plain ones."""
+"""The matrices of a fused model by PyTorch's kernels: oneDNN's, or plain ones.
+
+Which matrices of a job these multiply is a matter of its rows: of each matrix, from the number that
+was measured (`ballast.kernels.choices`). Around a call stand operations of ours, in the programs
+before and after it: the inputs are narrowed to the weights' dtype, the product is stored, added or
+gated.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ballast.core.units import ceil_div
-from ballast.kernels import onednn
+from ballast.kernels import choices, layer, layer_code, linear, linear_code, onednn
 from ballast.kernels.linear_code import PANEL
 from ballast.memory.tensor import tensor_at
+from ballast.models.fused_workspace import Place
+from ballast.models.passes import Due, Pass
 from ballast.weights.packing import GATED, MATRICES
 from ballast.weights.segment import PLAIN, PackedTensor
 
+Array = np.ndarray[Any, Any]
 _Roles = Mapping[str, tuple[PackedTensor, int]]
 """A segment's tensors and their device addresses, by role."""
 
 
 class Library:
-    """`from_rows`: rows of a job from which it is to be preferred to our own kernels."""
+    """Multiplies the matrices of some roles in a pass."""
 
     def __init__(
-        self, layers: Sequence[_Roles], last: _Roles, dtype: torch.dtype, from_rows: int
+        self,
+        layers: Sequence[_Roles],
+        last: _Roles,
+        dtype: torch.dtype,
+        places: Mapping[str, Place],
+        narrowed: int,
+        from_rows: Mapping[str, int],
     ) -> None:
-        self.from_rows = from_rows
-        self._dtype = dtype
-        self._matrices = {role: [self._matrix(role, w) for w in layers] for role in MATRICES}
-        self._matrices["head"] = [self._matrix("head", last)]
+        """`places`: what each matrix reads and writes, and as `opened` what that of gate and up
+        writes where it is not gated at once. `narrowed`: where inputs in bfloat16 may lie.
+        `from_rows`: rows of a matrix, by role, from which it is multiplied here."""
+        self._dtype, self._places, self._from_rows = dtype, places, from_rows
+        stored = dict.fromkeys(MATRICES, layers) | {"head": [last]}
+        self._matrices = {
+            role: [_matrix(role, weights, dtype) for weights in stored[role]] for role in from_rows
+        }
+        self._inputs: dict[str, Tensor] = {}
+        self._narrow = {
+            role: _narrowing(places[role], narrowed, len(of)) for role, of in self._matrices.items()
+        }
+        self._narrowed = narrowed
+        self._stores = {
+            role: _storing(places["opened" if role == "gate_up" else role], len(of))
+            for role, of in self._matrices.items()
+        }
+        gate, interleaved = places["gate_up"], layers[0]["gate_up"][0].layout == GATED
+        self._gates = linear.gate_tables(len(layers), gate.n // 2, interleaved=interleaved)
+        linear.place(self._gates, 0, (0, 0), (gate.target, gate.target_row))
 
     @classmethod
-    def of(cls, layers: Sequence[_Roles], last: _Roles, dtype: torch.dtype) -> Library | None:
-        """None where our kernels are all there is for these weights on this CPU."""
-        matrices = [last["head"][0], *(layers[0][role][0] for role in MATRICES)]
-        if any(t.layout == PLAIN for t in matrices):
-            return cls(layers, last, dtype, 0)
-        described = [onednn.describe(*_stored_shape(t), dtype) for t in matrices]
-        if all(d is not None and d.panels for d in described):
-            return cls(layers, last, dtype, onednn.FROM_ROWS[dtype])
-        return None
+    def of(
+        cls,
+        layers: Sequence[_Roles],
+        last: _Roles,
+        dtype: torch.dtype,
+        places: Mapping[str, Place],
+        narrowed: int,
+    ) -> Library | None:
+        """None where our kernels are all there is for these weights on this CPU, or the best.
 
-    def multiply(self, role: str, i: int, x: Tensor, out: Tensor, *, add: bool) -> None:
-        """x W^T + b of layer i's matrix `role` into `out`, or added to it. Float32 both.
+        Measures matrices of shapes that are new to this machine, which takes a second or two.
+        """
+        matrices = {role: layers[0][role][0] for role in MATRICES} | {"head": last["head"][0]}
+        if any(t.layout == PLAIN for t in matrices.values()):
+            return cls(layers, last, dtype, places, narrowed, dict.fromkeys(matrices, 0))
+        from_rows = {
+            role: choices.from_rows(*_stored_shape(t), dtype, gated=t.layout == GATED)
+            for role, t in matrices.items()
+        }
+        used = {role: n for role, n in from_rows.items() if n < choices.NEVER}
+        return cls(layers, last, dtype, places, narrowed, used) if used else None
 
-        `out` may be wider, by what fills up a panel.
+    def roles(self, rows: int, sampled: int) -> frozenset[str]:
+        """Those that are multiplied here in a job of `rows` tokens, `sampled` of them sampled."""
+        return frozenset(
+            role
+            for role, least in self._from_rows.items()
+            if (sampled if role == "head" else rows) >= least
+        )
+
+    def begin(self, roles: frozenset[str], rows: int, sampled: int, item_rows: int) -> None:
+        """Make ready for a job; `item_rows`: rows of an operation's item."""
+        self._inputs.clear()
+        self._gates[:, linear_code.NEXT], self._gates[:, linear_code.ROWS] = 0, rows
+        for role in roles:
+            count, place = sampled if role == "head" else rows, self._places[role]
+            for tables in (self._narrow[role], self._stores[role]):
+                tables[:, layer_code.NEXT] = 0
+                tables[:, layer_code.ROWS] = count
+                tables[:, layer_code.ITEM_ROWS] = item_rows
+            source = place.source if self._dtype == torch.float32 else self._narrowed
+            self._inputs[role] = tensor_at(source, (count, place.k), self._dtype)
+
+    def describe(self, into: Pass, role: str, i: int, *, gate: bool) -> None:
+        """Put the matrix `role` of layer i into a pass; `gate`: gated at once, if it is of gate and
+        up."""
+        if self._dtype != torch.float32:
+            into.operation(layer.kernel("narrow", self._dtype), self._narrow[role], i)
+        into.stop(Due.LIBRARY, i, role)
+        if gate and role == "gate_up":
+            into.operation(linear.gate_kernel(self._dtype), self._gates, i)
+        else:
+            adds = self._places[role].mode == linear.ADD
+            kernel = layer.kernel("add" if adds else "store", self._dtype)
+            into.operation(kernel, self._stores[role], i)
+
+    def multiply(self, role: str, i: int) -> Tensor:
+        """x W^T + b of layer i's matrix `role`; the operation after it takes it from there.
+
+        The caller keeps the product until that has run.
         """
         matrix, bias = self._matrices[role][i]
-        x = x.to(self._dtype)
         if bias is not None:
             bias = bias.to(self._dtype)
         if matrix.layout == torch.strided:
-            y = torch.nn.functional.linear(x, matrix, bias)
+            product = torch.nn.functional.linear(self._inputs[role], matrix, bias)
         else:
-            y = onednn.multiply(x, matrix, bias)
-        if add:
-            out += y
-        else:
-            out[:, : y.shape[1]] = y
+            product = onednn.multiply(self._inputs[role], matrix, bias)
+        address, width = product.data_ptr(), product.shape[1]
+        if role == "gate_up":
+            self._gates[i, linear_code.X], self._gates[i, linear_code.X_STRIDE] = address, width
+        table = self._stores[role][i]
+        table[layer_code.SOURCE] = address
+        table[layer_code.SOURCE_ROW] = table[layer_code.WIDTH] = width
+        return product
 
-    def _matrix(self, role: str, weights: _Roles) -> tuple[Tensor, Tensor | None]:
-        tensor, address = weights[role]
-        n, k = _stored_shape(tensor)
-        bias = None
-        if f"{role}.bias" in weights:
-            bias = tensor_at(weights[f"{role}.bias"][1], (n,), torch.float32)
-        if tensor.layout == PLAIN:
-            return tensor_at(address, (n, k), self._dtype), bias
-        descriptor = onednn.describe(n, k, self._dtype)
-        assert descriptor is not None
-        return onednn.view(address, n, k, self._dtype, descriptor), bias
+
+def _matrix(role: str, weights: _Roles, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """A matrix as the library takes it, and its bias."""
+    tensor, address = weights[role]
+    n, k = _stored_shape(tensor)
+    bias = None
+    if f"{role}.bias" in weights:
+        bias = tensor_at(weights[f"{role}.bias"][1], (n,), torch.float32)
+    if tensor.layout == PLAIN:
+        return tensor_at(address, (n, k), dtype), bias
+    descriptor = onednn.describe(n, k, dtype)
+    assert descriptor is not None, "a choice was made between the two"
+    return onednn.view(address, n, k, dtype, descriptor), bias
+
+
+def _narrowing(place: Place, narrowed: int, count: int) -> Array:
+    return layer.tables(
+        count,
+        width=place.k,
+        source=place.source,
+        source_row=place.k,
+        target=narrowed,
+        target_row=place.k,
+    )
+
+
+def _storing(place: Place, count: int) -> Array:
+    return layer.tables(count, target=place.target, target_row=place.target_row)
 
 
 def _stored_shape(tensor: PackedTensor) -> tuple[int, int]:

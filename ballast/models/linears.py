@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ballast.kernels import linear, onednn, team
+from ballast.kernels import choices, linear, onednn, team
 
 
 def packed(
@@ -16,18 +16,20 @@ def packed(
 ) -> Callable[[Tensor], Tensor]:
     """x (..., k) -> x W^T + bias (..., n), of `dtype`, for the panels at `address`.
 
-    They need not be there yet. `bias` is asked for in every call.
+    They need not be there yet. `bias` is asked for in every call. Measures which kernel is the
+    better one (`ballast.kernels.choices`) where that is not known yet.
     """
     tables = linear.tables(np.array([address]), n, k)
     table, kernel = tables.ctypes.data, linear.kernel(dtype)
-    descriptor = onednn.describe(n, k, dtype)
+    from_rows = choices.from_rows(n, k, dtype)
+    descriptor = onednn.describe(n, k, dtype) if from_rows < choices.NEVER else None
     matrix = None
-    if descriptor is not None and descriptor.panels:
+    if descriptor is not None:
         matrix = onednn.view(address, n, k, dtype, descriptor)
 
     def multiply(x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
-        if matrix is not None and len(rows) >= onednn.FROM_ROWS[dtype]:
+        if matrix is not None and len(rows) >= from_rows:
             return onednn.multiply(rows, matrix, bias()).view(*x.shape[:-1], n)
         wide = rows.float().contiguous()
         out = torch.empty(len(rows), n)

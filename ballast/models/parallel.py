@@ -12,9 +12,8 @@ sum are added in the order of the ranks, so that a row's result depends on that 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -23,9 +22,10 @@ from torch import Tensor
 from ballast.core.errors import ConfigError
 from ballast.core.job import SequenceWork
 from ballast.core.settings import ModelSettings
-from ballast.kernels import linear, team
+from ballast.kernels import linear
 from ballast.memory.tensor import tensor_at
-from ballast.models.fused import FusedModel, Place
+from ballast.models.fused import FusedModel
+from ballast.models.fused_workspace import Place
 from ballast.models.served import Rows
 from ballast.weights.host import HostModel
 from ballast.weights.segment import PackedTensor
@@ -85,6 +85,8 @@ class Followers(Protocol):
 class ParallelModel(FusedModel):
     """One rank's part of a model. Tokens come from rank 0, which is told its `followers`."""
 
+    SUMS = True
+
     def __init__(
         self,
         host: HostModel,
@@ -104,14 +106,6 @@ class ParallelModel(FusedModel):
         self._parts = tensor_at(b.parts, (spec.ranks * rows * spec.hidden,), torch.float32)
         self._head_out = tensor_at(b.head_part, (sampled, width), torch.float32)
         self._head_parts = tensor_at(b.head_parts, (spec.ranks * sampled * width,), torch.float32)
-        o = self._operations
-        cuts = [0, *(1 + 8 * i + at for i in range(spec.n_layers) for at in (5, 8))]
-        self._stages = [team.Program(o[at:end]) for at, end in pairwise(cuts)]
-        """Each ends in a part of a sum."""
-        self._norm_and_head = team.Program(o[-2:])
-        self._last_norm = team.Program(o[-2:-1])
-        self._last_keys = team.Program(o[cuts[-3] : -(2 + 5)])
-        """Of the last layer, up to its KV."""
 
     def compute(self, work: Sequence[SequenceWork], *, head: bool) -> None:
         """A follower's part of a job that rank 0 has begun."""
@@ -132,24 +126,7 @@ class ParallelModel(FusedModel):
                 self._followers.broken(error)
             raise
 
-    def _run_whole(self, n: int, sampled: int, threads: int, *, head: bool) -> None:
-        self._run_in_pieces(n, sampled, threads, (), head=head)
-
-    def _run_in_pieces(
-        self, n: int, sampled: int, threads: int, stops: Collection[int], *, head: bool
-    ) -> None:
-        last = self.spec.n_layers - 1
-        for i in range(self.spec.n_layers):
-            with self._passing(i, stops):
-                if i == last and not sampled:
-                    self._last_keys.run(threads)
-                    return
-                for stage in self._stages[2 * i : 2 * i + 2]:
-                    stage.run(threads)
-                    self._landed(n)
-        (self._norm_and_head if head else self._last_norm).run(threads)
-
-    def _landed(self, n: int) -> None:
+    def _sum_up(self, n: int) -> None:
         h, ranks = self.spec.hidden, self.spec.ranks
         parts = self._parts[: ranks * n * h].view(ranks, n, h)
         hidden = self._hidden[:n]

@@ -29,7 +29,7 @@ from ballast.core.settings import DeviceSettings
 from ballast.core.units import KiB, ceil_div
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
-from ballast.models.fused import workspace_bytes
+from ballast.models.fused_workspace import workspace_bytes
 from ballast.models.module import layer_path
 from ballast.models.served import Served
 from ballast.weights.host import HostModel

@@ -20,7 +20,8 @@ from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.models.device_fused import DeviceFusedModel
 from ballast.models.device_parallel import ParallelDeviceModel
-from ballast.models.fused import FusedModel, workspace_bytes
+from ballast.models.fused import FusedModel
+from ballast.models.fused_workspace import workspace_bytes
 from ballast.models.on_device import DeviceModel, OnDevice
 from ballast.models.parallel import ParallelModel
 from ballast.models.transformers import ServedModel

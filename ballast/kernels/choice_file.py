@@ -1,0 +1,180 @@
+"""The file in which a machine's choices of kernels are kept, in the user's cache directory.
+
+Measurements of one kind of CPU, one PyTorch and one number of threads are kept apart from those of
+others, so several machines may have the file in common. Whatever is wrong with it, it is a cache:
+what cannot be read is measured anew, and what cannot be written is not kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ballast.core.units import MiB
+from ballast.fleet.whole import locked, replace
+from ballast.kernels.linear_code import LANES
+
+log = logging.getLogger(__name__)
+
+VARIABLE = "BALLAST_CHOICES"
+"""Environment variable: the file's path; empty: nothing is measured or kept."""
+FILE_NAME = "kernel-choices.json"
+KERNELS = 1
+"""Raised where our kernels change so much that what was measured says nothing any more."""
+_MOST_BYTES = MiB
+_MOST_MACHINES = 32
+"""Kept at a time; those that were measured first go."""
+_LIMITS = "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"
+"""Environment variables that hide instructions from oneDNN, or from our compiler."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Choice(_Part):
+    """What was measured for one matrix, and what follows."""
+
+    from_rows: Annotated[int, Field(ge=1)] | None
+    """Rows from which oneDNN's kernel is used; None: never."""
+    ratios: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]]
+    """By number of rows: oneDNN's time over that of our kernel."""
+
+
+class MachineChoices(_Part):
+    """What was measured with one kind of CPU, one PyTorch and one number of threads."""
+
+    cpu: str
+    torch: str
+    threads: int
+    choices: dict[str, Choice] = {}
+    """By shape, as `choices.py` names it."""
+
+
+class _Content(_Part):
+    version: Literal[1] = 1
+    machines: dict[str, MachineChoices] = {}
+    """By a digest of everything that a measurement depends on."""
+
+
+class ChoiceFile:
+    """Implements a cache of choices for the machine that this process runs on."""
+
+    def __init__(self, path: Path | None) -> None:
+        """None: nothing is kept."""
+        self._path = path
+
+    @classmethod
+    def of_user(cls) -> ChoiceFile | None:
+        """By `BALLAST_CHOICES`, else beside the compiled kernels where these have a directory
+        (`NUMBA_CACHE_DIR`), else in the user's cache directory. None: nothing is to be measured."""
+        named = os.environ.get(VARIABLE)
+        return None if named == "" else cls(_default_path() if named is None else Path(named))
+
+    def find(self, shape: str) -> Choice | None:
+        """What is kept for a shape and as many threads as the calling thread may use."""
+        found = self._read().machines.get(_key(_machine()))
+        return None if found is None else found.choices.get(shape)
+
+    def keep(self, shape: str, choice: Choice, instead_of: Choice | None = None) -> Choice:
+        """Keep it, unless another process has kept one meanwhile: what is kept, or `choice` where
+        that fails. After a failure nothing more is written.
+
+        `instead_of`: what `find` has found, if it is of no use.
+        """
+        if self._path is None:
+            return choice
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with locked(self._path.parent):
+                return self._merge(self._path, shape, choice, instead_of)
+        except OSError as error:
+            log.warning("kernels are measured anew at each start: %s: %s", self._path, error)
+            self._path = None
+            return choice
+
+    def here(self) -> list[MachineChoices]:
+        """What is kept for this CPU and PyTorch, by number of threads."""
+        kept = self._read().machines
+        same = [m for key, m in kept.items() if key == _key(_machine(m.threads))]
+        return sorted(same, key=lambda m: m.threads)
+
+    def _read(self) -> _Content:
+        if self._path is None:
+            return _Content()
+        try:
+            with open(self._path, "rb") as file:
+                data = file.read(_MOST_BYTES + 1)
+            if len(data) > _MOST_BYTES:
+                raise OSError(f"it has more than {_MOST_BYTES} bytes")
+            return _Content.model_validate_json(data)
+        except FileNotFoundError:
+            return _Content()
+        except (OSError, ValidationError) as error:
+            log.warning("choices of kernels in %s are ignored: %s", self._path, error)
+            return _Content()
+
+    def _merge(self, path: Path, shape: str, choice: Choice, instead_of: Choice | None) -> Choice:
+        machine = _machine()
+        key = _key(machine)
+        machines = dict(self._read().machines)
+        found = machines.pop(key, machine)
+        kept = found.choices.get(shape)
+        if kept is not None and kept != instead_of:
+            return kept
+        choices = {**found.choices, shape: choice}
+        machines[key] = found.model_copy(update={"choices": choices})
+        newest = dict(list(machines.items())[-_MOST_MACHINES:])
+        replace(path, _Content(machines=newest).model_dump_json(indent=1).encode() + b"\n")
+        return choice
+
+
+def _default_path() -> Path | None:
+    for variable, below in (("NUMBA_CACHE_DIR", ""), ("XDG_CACHE_HOME", "ballast")):
+        directory = os.environ.get(variable)
+        if directory and os.path.isabs(directory):
+            return Path(directory, below, FILE_NAME)
+    try:
+        return Path.home() / ".cache" / "ballast" / FILE_NAME
+    except RuntimeError:  # a user without a home
+        return None
+
+
+def _machine(threads: int | None = None) -> MachineChoices:
+    """This one, without choices. `threads`: as many as the calling thread may use, if not given."""
+    threads = torch.get_num_threads() if threads is None else threads
+    return MachineChoices(cpu=_cpu()[0], torch=torch.__version__, threads=threads)
+
+
+def _key(machine: MachineChoices) -> str:
+    facts = (
+        *_cpu(),
+        torch.backends.cpu.get_cpu_capability(),
+        *(os.environ.get(name, "") for name in _LIMITS),
+        str(LANES),
+        machine.torch,
+        str(machine.threads),
+        str(KERNELS),
+    )
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+def _cpu() -> tuple[str, str]:
+    """Name and instructions of the first CPU, as Linux tells them."""
+    facts: dict[str, str] = {}
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        facts.setdefault(name.strip().lower(), value.strip())
+    name = facts.get("model name") or facts.get("cpu part") or platform.machine()
+    return name, facts.get("flags") or facts.get("features") or ""

@@ -1,0 +1,131 @@
+"""From how many rows on oneDNN multiplies a matrix: measured once per machine, and kept.
+
+A choice is made when a model with such a matrix is first loaded, and holds as long as the process
+lives, so that a job's result never depends on when it runs; kept in a file (`choice_file.py`) it
+holds for other processes and later ones, too. A machine that is busy meanwhile may get the slower
+kernel, never a wrong result.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import sys
+import threading
+from collections.abc import Mapping
+
+import torch
+
+from ballast.kernels import contest, onednn
+from ballast.kernels.choice_file import Choice, ChoiceFile
+from ballast.kernels.contest import Shape, Timer
+
+log = logging.getLogger(__name__)
+
+ROWS = {
+    torch.float32: (64, 128, 256),
+    torch.bfloat16: (2, 4, 8, 16, 32, 64, 128, 256),
+}
+"""Numbers of rows from which oneDNN may take over; what is measured at the last goes for more.
+
+In float32, below 64 rows, a row's result does not depend on the rows around it: oneDNN would bring
+little there, and rounds differently for different numbers of rows. In bfloat16, whose products it
+rounds once more, it begins where a stream is not alone.
+"""
+UNMEASURED = {torch.float32: 64, torch.bfloat16: 8}
+"""Where nothing is measured, or nothing could be."""
+MARGIN = 1.05
+"""How much slower oneDNN counts as than it was: what is as good as equal stays with our kernel,
+whose results do not depend on the number of rows."""
+MOST_RATIO = 2.0
+"""Beyond this a ratio says no more than that one kernel is much faster."""
+
+
+def decide(ratios: Mapping[int, float]) -> int | None:
+    """The number of rows from which oneDNN is used, by its time over ours for some numbers of rows.
+
+    That with the least product of ratios from there on, or the greatest of equals; None: never. No
+    ratio counts for more than `MOST_RATIO`, so that one that was disturbed does not decide.
+    """
+    best, least = None, 0.0
+    total = 0.0
+    for rows in sorted(ratios, reverse=True):
+        ratio = min(max(ratios[rows], 1 / MOST_RATIO), MOST_RATIO)
+        total += math.log(ratio * MARGIN)
+        if total < least:
+            best, least = rows, total
+    return best
+
+
+class Choices:
+    """Choices of one process; used by any thread."""
+
+    def __init__(self, file: ChoiceFile | None, timer: Timer = contest.seconds) -> None:
+        """Without a file nothing is measured, and `UNMEASURED` holds."""
+        self._file, self._timer = file, timer
+        self._made: dict[Shape, int | None] = {}
+        self._lock = threading.Lock()
+
+    def from_rows(self, shape: Shape) -> int | None:
+        """Rows from which oneDNN multiplies such a matrix; None: our kernel always does.
+
+        Measures what is not known yet, with as many threads as the calling one may use, which takes
+        some tenths of a second.
+        """
+        with self._lock:
+            if shape not in self._made:
+                self._made[shape] = self._choose(shape)
+            return self._made[shape]
+
+    def _choose(self, shape: Shape) -> int | None:
+        described = onednn.describe(shape.n, shape.k, shape.dtype)
+        if described is None or not described.panels:
+            return None
+        if self._file is None:
+            return UNMEASURED[shape.dtype]
+        name = name_of(shape)
+        kept = self._file.find(name)
+        if kept is not None and _allowed(kept, shape):
+            return kept.from_rows
+        try:
+            ratios = contest.ratios(shape, ROWS[shape.dtype], self._timer)
+        except RuntimeError as error:
+            log.warning("oneDNN is not used for %s: %s", name, error)
+            return None
+        if len(ratios) < len(ROWS[shape.dtype]):
+            log.warning("%s: this machine is too busy to measure the faster kernel", name)
+            return decide(ratios) if ratios else UNMEASURED[shape.dtype]
+        texts = {str(rows): round(ratio, 4) for rows, ratio in ratios.items()}
+        chosen = Choice(from_rows=decide(ratios), ratios=texts)
+        chosen = self._file.keep(name, chosen, instead_of=kept)
+        log.info("%s: oneDNN from %s rows on", name, chosen.from_rows)
+        return chosen.from_rows if _allowed(chosen, shape) else None
+
+
+def name_of(shape: Shape) -> str:
+    """As the file has it."""
+    kind = str(shape.dtype).removeprefix("torch.")
+    return f"{kind} {shape.n}x{shape.k}" + (" gated" if shape.gated else "")
+
+
+def from_rows(n: int, k: int, dtype: torch.dtype, *, gated: bool = False) -> int:
+    """Rows from which oneDNN multiplies (n, k) panels in this process; see `Choices.from_rows`.
+
+    `NEVER` where our kernel always does.
+    """
+    found = _choices().from_rows(Shape(n, k, dtype, gated))
+    return NEVER if found is None else found
+
+
+NEVER = sys.maxsize
+
+
+@functools.cache
+def _choices() -> Choices:
+    return Choices(ChoiceFile.of_user())
+
+
+def _allowed(choice: Choice, shape: Shape) -> bool:
+    """Whether it may have been made for such a matrix: files can be edited."""
+    return choice.from_rows is None or choice.from_rows in ROWS[shape.dtype]

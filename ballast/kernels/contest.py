@@ -1,0 +1,186 @@
+"""Which is faster on a matrix here: our kernel for panels, or oneDNN's on the same bytes?
+
+Both run as they do in a pass over a model (`ballast.models.passes`): ours as an operation of a
+program; oneDNN's after its inputs were narrowed to the weights' dtype, and its product is stored,
+or gated, by the program after it. Each call takes weights that no cache has any more, as the next
+layer's are; the two take turns, so that whatever else this machine does meets both alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ballast.core.errors import BrokenPromise
+from ballast.core.units import MiB, ceil_div
+from ballast.kernels import layer, layer_code, linear, linear_code, onednn, team
+from ballast.kernels.linear_code import PANEL
+from ballast.kernels.workspace import Workspace
+from ballast.memory.tensor import tensor_at
+
+Array = np.ndarray[Any, Any]
+Call = Callable[[], object]
+Timer = Callable[[Call], float]
+"""Seconds that a call takes."""
+
+COLD_BYTES = 128 * MiB
+"""Weights that the calls of a contest go through."""
+_LAYERS = 64
+"""Matrices they go through at most: a model that has no more bytes than caches finds them there."""
+_MOST_PRODUCTS = 1 << 27
+"""Multiplications of a call: of more outputs, a part stands for all."""
+_PANELS_PER_THREAD = 4
+"""Panels of such a part at least: fewer would not keep all threads busy."""
+_ROUNDS = 5, 40
+_SECONDS = 1.0
+"""Of a shape, unless the least rounds take longer."""
+_WITNESSES, _NEAR = 2, 1.15
+"""A least time counts where so many others of the same call are within this factor of it; until
+then there are more rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A matrix: n outputs as stored, k inputs. `gated`: gates and ups, half a panel in turns."""
+
+    n: int
+    k: int
+    dtype: torch.dtype
+    gated: bool = False
+
+
+def seconds(call: Call) -> float:
+    """Wall time of one call."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def ratios(shape: Shape, rows: Sequence[int], timer: Timer = seconds) -> dict[int, float]:
+    """oneDNN's time over ours, for each of these numbers of rows: each the least of its rounds, as
+    whatever else a machine does can only add to it.
+
+    All numbers of rows take turns, so that a moment in which the machine is busy with something
+    else is one round of each. A number is left out where no least time had witnesses (`_settled`).
+    Takes up to `COLD_BYTES` of memory meanwhile. Raises BrokenPromise where oneDNN does not take
+    our panels of this shape, and RuntimeError where it fails.
+    """
+    one = linear.packed_bytes(shape.n, shape.k, shape.dtype)
+    memory = Workspace(min(COLD_BYTES, _LAYERS * one))
+    # Small numbers: what has never been written is one page of zeros, however long it is.
+    flat = tensor_at(memory.address, (memory.n_bytes // shape.dtype.itemsize,), shape.dtype)
+    with torch.inference_mode():
+        flat.fill_(1 / 64)
+        sides = {n: _Sides(shape, n, memory) for n in rows}
+        took = _rounds([call for s in sides.values() for call in (s.ours, s.onednn)], timer)
+    found = {}
+    for n, s in sides.items():
+        ours, theirs = took[s.ours], took[s.onednn]
+        if _settled(ours) and _settled(theirs):
+            found[n] = min(theirs) / min(ours)
+    return found
+
+
+def _rounds(calls: Sequence[Call], timer: Timer) -> dict[Call, list[float]]:
+    """Seconds of each call, in every round: in turns, and in every other round backwards."""
+    for call in calls:
+        call()  # compiles, and fills what is filled once
+    took: dict[Call, list[float]] = {call: [] for call in calls}
+    least, most = _ROUNDS
+    spent = 0.0
+    for done in range(most):
+        if done >= least and (spent >= _SECONDS or all(map(_settled, took.values()))):
+            break
+        for call in calls if done % 2 == 0 else reversed(calls):
+            took[call].append(timer(call))
+            spent += took[call][-1]
+    return took
+
+
+def _settled(took: Sequence[float]) -> bool:
+    """Whether the least of these was no accident: others were hardly longer."""
+    return sorted(took)[_WITNESSES] <= _NEAR * min(took)
+
+
+class _Sides:
+    """Both ways to multiply so many rows by the next of many equal matrices."""
+
+    def __init__(self, shape: Shape, rows: int, memory: Workspace) -> None:
+        dtype, k = shape.dtype, shape.k
+        self.n = n = _outputs(shape, rows)
+        described = onednn.describe(n, k, dtype)
+        if described is None or not described.panels:
+            raise BrokenPromise(f"oneDNN does not take our panels of {n} x {k} in {dtype}")
+        each = linear.packed_bytes(n, k, dtype)
+        count = min(_LAYERS, memory.n_bytes // each)
+        addresses = memory.address + np.arange(count) * each
+        self._matrices = [onednn.view(int(a), n, k, dtype, described) for a in addresses]
+        width = n // 2 if shape.gated else n
+        self._x, self._out = torch.randn(rows, k), torch.empty(rows, width)
+        self._inputs = self._x.to(dtype)
+        x, out = (self._x.data_ptr(), k), (self._out.data_ptr(), width)
+        mode = linear.GATED if shape.gated else linear.STORE
+        self._tables = linear.tables(addresses, n, k, mode=mode)
+        linear.place(self._tables, rows, x, out)
+        kernel, step = linear.kernel(dtype), self._tables.strides[0]
+        first = self._tables.ctypes.data
+        self._ours = [
+            team.Program(np.array([(kernel, first + i * step)], np.int64)) for i in range(count)
+        ]
+        self._after = self._operations_after(shape, rows, x, out)
+        self._next = 0
+
+    def _operations_after(
+        self, shape: Shape, rows: int, x: tuple[int, int], out: tuple[int, int]
+    ) -> team.Program:
+        """The product stored or gated; the inputs of the next call narrowed."""
+        item_rows = ceil_div(rows, 4 * torch.get_num_threads())
+        self._gate = linear.gate_tables(1, self._out.shape[1], interleaved=True)
+        linear.place(self._gate, rows, (0, self.n), out)
+        common = {"rows": rows, "item_rows": item_rows}
+        self._store = layer.tables(
+            1, width=self.n, source_row=self.n, target=out[0], target_row=out[1], **common
+        )
+        narrowed = self._inputs.data_ptr()
+        self._narrow = layer.tables(
+            1, width=shape.k, source=x[0], source_row=x[1], target=narrowed, **common
+        )
+        self._narrow[:, layer_code.TARGET_ROW] = shape.k
+        kernel, table = layer.kernel("store", shape.dtype), self._store.ctypes.data
+        if shape.gated:
+            kernel, table = linear.gate_kernel(shape.dtype), self._gate.ctypes.data
+        operations = [(kernel, table)]
+        if shape.dtype != torch.float32:
+            narrow = layer.kernel("narrow", shape.dtype)
+            operations.append((narrow, self._narrow.ctypes.data))
+        return team.Program(np.array(operations, np.int64))
+
+    def ours(self) -> None:
+        i = self._advance()
+        self._tables[i, linear_code.NEXT] = 0
+        self._ours[i].run(torch.get_num_threads())
+
+    def onednn(self) -> None:
+        product = onednn.multiply(self._inputs, self._matrices[self._advance()])
+        self._gate[0, linear_code.NEXT] = 0
+        self._store[0, layer_code.NEXT] = self._narrow[0, layer_code.NEXT] = 0
+        self._gate[0, linear_code.X] = product.data_ptr()
+        self._store[0, layer_code.SOURCE] = product.data_ptr()
+        self._after.run(torch.get_num_threads())
+
+    def _advance(self) -> int:
+        self._next = (self._next + 1) % len(self._matrices)
+        return self._next
+
+
+def _outputs(shape: Shape, rows: int) -> int:
+    """Outputs of the part of a matrix that is multiplied: all, or whole panels."""
+    quick = _MOST_PRODUCTS // (rows * shape.k * PANEL)
+    busy = _PANELS_PER_THREAD * torch.get_num_threads()
+    fitting = COLD_BYTES // linear.packed_bytes(PANEL, shape.k, shape.dtype)
+    return min(shape.n, min(max(quick, busy), fitting) * PANEL)
