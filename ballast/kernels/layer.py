@@ -26,7 +26,11 @@ def tables(n: int, /, **fields: int | Array) -> Array:
 
 
 def kernel(name: str, dtype: torch.dtype) -> int:
-    """Address of `norm`, `embed` or `rotary` for weights and KV of `dtype`; compiles if need be."""
+    """Address of a kernel for weights and KV of `dtype`; compiles if need be.
+
+    `norm`; `embed`, or `embed_scaled`, which multiplies by SCALE; `rotary`, or `rotary_wide` for
+    norms with weights in float32 whatever the dtype of the KV; `land`.
+    """
     with _compiling:
         return code.address_of(f"{name}_{_NAMES[dtype]}")
 

@@ -24,11 +24,13 @@ from torch.nn.functional import pad
 from ballast.core.errors import BrokenPromise
 from ballast.kernels import linear_code as code
 from ballast.kernels import team
-from ballast.kernels.linear_code import ADD, GATED, PANEL, STORE
+from ballast.kernels.linear_code import ADD, GATED, GATED_ERF, GATED_TANH, PANEL, STORE
 
 __all__ = [
     "ADD",
     "GATED",
+    "GATED_ERF",
+    "GATED_TANH",
     "STORE",
     "gate",
     "gated",
@@ -104,8 +106,8 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 def tables(weights: Array, n: int, k: int, *, mode: int = STORE, bias: Array | int = 0) -> Array:
     """int64 (layers, fields) of layers alike, whose panels are at the addresses `weights`.
 
-    `n` counts the rows of the matrices: in mode GATED twice the outputs. `bias` are addresses of
-    n float32 each (in mode GATED of whole panels, in their order); 0: none.
+    `n` counts the rows of the matrices: in gated modes twice the outputs. `bias` are addresses of
+    n float32 each (in gated modes of whole panels, in their order); 0: none.
     """
     made = np.zeros((len(weights), code.N_FIELDS), np.int64)
     made[:, code.WEIGHTS] = weights
@@ -168,19 +170,19 @@ def linear(
     out_index: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """One layer on the team of threads: x (rows, k) float32 -> (rows, n), or n / 2 if GATED.
+    """One layer on the team of threads: x (rows, k) float32 -> (rows, n), or n / 2 if gated.
 
     Writes into `out` if given, which mode ADD needs. Indices and scale are those of `place`.
     Raises BrokenPromise for what the kernel would misread.
     """
     _check(packed, n, k)
     count = len(x) if x_index is None else len(x_index)
-    width = n // 2 if mode == GATED else n
+    width = n // 2 if mode >= GATED else n
     if out is None:
         if mode == ADD or out_index is not None:
             raise BrokenPromise("nothing to add to: no output was given")
         out = torch.empty(count, width)
-    biases = n if mode != GATED else len(packed) * PANEL
+    biases = n if mode < GATED else len(packed) * PANEL
     for name, given, shape, dtype in (
         ("inputs", x, (len(x), k), torch.float32),
         ("outputs", out, (len(out), width), torch.float32),
@@ -216,15 +218,16 @@ def linear(
     return out
 
 
-def gate(gate_up: Tensor, out: Tensor, *, interleaved: bool) -> None:
-    """silu(gate) * up into `out` (rows, n), of `gate_up` (rows, >= 2 n): to the bit what mode GATED
-    makes of the same numbers. Both float32; elements of a row lie side by side.
+def gate(gate_up: Tensor, out: Tensor, *, interleaved: bool, mode: int = GATED) -> None:
+    """f(gate) * up into `out` (rows, n), of `gate_up` (rows, >= 2 n): to the bit what that gated
+    mode makes of the same numbers. Both float32; elements of a row lie side by side.
 
     Gates stand before ups; or `interleaved`, half a panel of each in turns.
     """
     n = out.shape[1]
     made = np.zeros(code.N_FIELDS, np.int64)
     made[code.N], made[code.K] = n, PANEL // 2 if interleaved else n
+    made[code.MODE] = mode
     place(
         made,
         len(out),

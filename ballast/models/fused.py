@@ -1,9 +1,13 @@
-"""The fast path of the Llama-shaped families: a job is one program that all threads run together.
+"""The fast path of decoders of Llama's kind: a job is one program that all threads run together.
 
-Per layer eight operations: norm, q/k/v, rotary and KV, attention, output projection, norm, gate and
-up, down. Weights come packed (`ballast.weights.packing.fused`). Activations are float32 and lie in
-the lane's workspace, at addresses that never change: so the operations' tables are made once, and a
-job fills in what differs, which is the number of rows, tokens, positions and block tables.
+Llama has eight operations in a layer: norm, q/k/v, rotary and KV, attention, output projection,
+norm, gate and up, down. What others have otherwise, their recipe says
+(`ballast.weights.decoder_recipe`): operations that are not there, or more of them
+(`ballast.models.fused_order`), other kernels, or other numbers in the tables.
+
+Weights come packed (`ballast.weights.packing.fused`). Activations are float32 and lie in the lane's
+workspace, at addresses that never change: so the operations' tables are made once, and a job fills
+in what differs, which is the number of rows, tokens, positions and block tables.
 `models/transformers.py` is the reference, and serves everything else.
 """
 
@@ -12,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,9 +33,11 @@ from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.memory.tensor import array_at, tensor_at
 from ballast.models.fused_adapters import AdaptedRows, FusedAdapters
+from ballast.models.fused_angles import Angles
+from ballast.models.fused_order import Order
 from ballast.models.library import Library
 from ballast.models.served import Rows, Served
-from ballast.weights.architecture import rotary_of
+from ballast.weights.decoder_recipe import GELU, GELU_TANH, LLAMA, POST, SILU, DecoderRecipe
 from ballast.weights.host import HostModel
 from ballast.weights.packing import GATED, MATRICES, PANELS
 from ballast.weights.segment import PackedTensor
@@ -41,6 +48,7 @@ Array = np.ndarray[Any, Any]
 ROWS_ALONE = 8
 """Rows up to which the operations between matrices take one row per item."""
 _ALIGNMENT = 64
+_GATED = {SILU: linear.GATED, GELU: linear.GATED_ERF, GELU_TANH: linear.GATED_TANH}
 
 
 class FusedModel(Served):
@@ -66,13 +74,19 @@ class FusedModel(Served):
         """
         super().__init__(host, kv_base, layout)
         spec = self.spec
-        self._buffers = b = _Buffers.of(spec, workspace, max_rows, max_sampled)
+        self._recipe = recipe = host.recipe or LLAMA
+        self._order = order = Order(recipe, spec.n_layers)
+        self._buffers = b = _Buffers.of(spec, workspace, max_rows, max_sampled, recipe)
         self._workspace = workspace  # its memory goes with it
         self._max_rows, self._max_sampled = max_rows, max_sampled
-        self._angles = _Angles(host.config)
+        angles = (b.cosine, b.sine, _angle_bytes(spec, max_rows))
+        self._angles = Angles(host.config, recipe.rotary_sets, *angles)
         windows = [NO_WINDOW if w is None else w for w in host.windows]
         self._windows: Array = np.array(windows, np.int64)
-        self._scaling = spec.head_dim**-0.5
+        self._scaling = recipe.attention_scale or spec.head_dim**-0.5
+        self._softcap = recipe.softcap or 0.0
+        self._norm_dtype = torch.float32 if recipe.norm_offset else self.dtype
+        """In which the weights of norms lie (`ballast.weights.packing.SHIFTED`)."""
         weights = [
             {role: (p, at + p.offset) for p in segment.tensors for role in p.names}
             for segment, at in zip(host.segments, segment_addresses, strict=False)
@@ -83,37 +97,42 @@ class FusedModel(Served):
         epsilon = layer.bits_of(host.config.get_text_config().rms_norm_eps)
         self._embed = self._embedding(*first["embeddings"])
         self._norms = self._norm_tables([*layers, last], epsilon)
+        self._lands = self._land_tables(layers, epsilon)
         self._rotary = self._rotary_tables(layers, epsilon)
         self._linears = {role: self._linear_tables(role, layers) for role in MATRICES}
         self._linears["head"] = self._linear_tables("head", [last])
-        self._operations = np.zeros((3 + 8 * spec.n_layers, 2), np.int64)
+        self._operations = np.zeros((len(order), 2), np.int64)
         self._lay_out()
         self._program = team.Program(self._operations)
         self._without_head = team.Program(self._operations[:-1])
-        self._last_kv = len(self._operations) - (2 + 5)
-        """Operations up to the one that writes the last layer's KV."""
-        self._without_output = team.Program(self._operations[: self._last_kv])
+        self._without_output = team.Program(self._operations[: order.last_kv])
         self._pieces: dict[tuple[int, int], team.Program] = {}
         self._logits = tensor_at(b.logits, (max_sampled, spec.vocab), torch.float32)
         self._head_out = self._logits
         self._hidden = tensor_at(b.hidden, (max_rows, spec.hidden), torch.float32)
         self._landing = self._hidden
         """Where the output projection and `down` go: what is there is added to, if it is this."""
+        if recipe.lands_apart:
+            self._landing = tensor_at(b.normed, (max_rows, spec.hidden), torch.float32)
         self._interleaved = layers[0]["gate_up"][0].layout == GATED
-        self._before = _between(self._operations, spec.n_layers)
         self._library = Library.of(layers, last, self.dtype)
         self._open = self._linears["gate_up"].copy()
-        linear.place(self._open, 0, (b.normed, spec.hidden), (b.gate_up, _gate_up(spec)))
+        source = self._place("gate_up").source
+        linear.place(self._open, 0, (source, spec.hidden), (b.gate_up, _gate_up(spec)))
         self._open[:, linear_code.MODE] = linear.STORE
         self._open[:, linear_code.N] = _gate_up(spec)
         addresses = segment_addresses[len(host.segments) :]
-        self._adapters = FusedAdapters(
-            spec, host.adapters, addresses, self.dtype, interleaved=self._interleaved
-        )
+        self._adapters = FusedAdapters(host, addresses, self.dtype, interleaved=self._interleaved)
 
     @torch.inference_mode()
     def logits(self, work: Sequence[SequenceWork]) -> Tensor:
-        return self._logits[: self._compute(work, head=True)]
+        logits = self._logits[: self._compute(work, head=True)]
+        if self._recipe.logits_divisor != 1.0:
+            logits /= self._recipe.logits_divisor
+        cap = self._recipe.logits_softcap
+        if cap is not None:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits
 
     @torch.inference_mode()
     def hidden(self, work: Sequence[SequenceWork]) -> Tensor:
@@ -161,10 +180,11 @@ class FusedModel(Served):
         """The same, each layer of `stops` a program of its own, run when it is there."""
         barriers = self.barriers
         assert barriers is not None, "it has named the stops"
-        end = len(self._operations) - (0 if head else 1) if sampled else self._last_kv
+        order = self._order
+        end = len(order) - (0 if head else 1) if sampled else order.last_kv
         at = 0
         for i in sorted(stops):
-            first, after = 1 + 8 * i, min(end, 9 + 8 * i)
+            first, after = order.start(i), min(end, order.start(i + 1))
             self._piece(at, first, threads)
             barriers.wait(i)
             self._piece(first, after, threads)
@@ -207,30 +227,35 @@ class FusedModel(Served):
             if adapted is not None:
                 adapted.add(role, i, x, out)
 
-        normed = rows_at(b.normed, spec.hidden)
+        order, places = self._order, {role: self._place(role) for role in ("qkv", "gate_up")}
+        into_qkv, into_mlp = (rows_at(p.source, spec.hidden) for p in places.values())
         qkv, gated = rows_at(b.qkv, _qkv(spec)), rows_at(b.gated, spec.intermediate)
         attended = rows_at(b.attended, spec.n_heads * spec.head_dim)
         gate_up = rows_at(b.gate_up, _gate_up(spec))
+        mode = places["gate_up"].mode
         self._open[:, linear_code.NEXT] = 0
         self._open[:, linear_code.ROWS] = n
         for i in range(spec.n_layers):
+            at = partial(order.at, i)
             # What is before a layer's first matrix is its own, but for the embeddings.
             with self._passing(i, stops):
-                self._before["qkv"][i].run(threads)
-                multiply("qkv", i, normed, qkv)
-                self._before["o"][i].run(threads)
+                self._piece(order.start(i) if i else 0, at("qkv"), threads)
+                multiply("qkv", i, into_qkv, qkv)
+                self._piece(at("rotary"), at("o"), threads)
                 if i == spec.n_layers - 1 and not sampled:
                     return
                 multiply("o", i, attended, landing)
                 self._landed(n)
-                self._before["gate_up"][i].run(threads)
-                multiply("gate_up", i, normed, gate_up)
-                linear.gate(gate_up, gated, interleaved=self._interleaved)
+                self._piece(at("o") + 1, at("gate_up"), threads)
+                multiply("gate_up", i, into_mlp, gate_up)
+                linear.gate(gate_up, gated, interleaved=self._interleaved, mode=mode)
                 multiply("down", i, gated, landing)
                 self._landed(n)
-        self._before["head"][0].run(threads)
+                self._piece(at("down") + 1, order.start(i + 1), threads)
+        self._piece(len(order) - 2, len(order) - 1, threads)
         if head:
-            multiply("head", 0, normed[:sampled], self._head_out[:sampled])
+            normed = rows_at(b.normed, spec.hidden, sampled)
+            multiply("head", 0, normed, self._head_out[:sampled])
 
     @contextmanager
     def _passing(self, layer: int, stops: Collection[int]) -> Iterator[None]:
@@ -255,11 +280,15 @@ class FusedModel(Served):
         """What a matrix reads and writes."""
         b, spec = self._buffers, self.spec
         h, q, inner = spec.hidden, spec.n_heads * spec.head_dim, spec.intermediate
+        recipe = self._recipe
+        source = b.hidden if recipe.norms == POST else b.normed
+        # What a norm wrote was read before attention, or the MLP, gets to its last matrix.
+        landing, mode = (b.normed, linear.STORE) if recipe.lands_apart else (b.hidden, linear.ADD)
         return {
-            "qkv": Place(_qkv(spec), h, b.normed, b.qkv, _qkv(spec)),
-            "o": Place(h, q, b.attended, b.hidden, h, linear.ADD),
-            "gate_up": Place(2 * inner, h, b.normed, b.gated, inner, linear.GATED),
-            "down": Place(h, inner, b.gated, b.hidden, h, linear.ADD),
+            "qkv": Place(_qkv(spec), h, source, b.qkv, _qkv(spec)),
+            "o": Place(h, q, b.attended, landing, h, mode),
+            "gate_up": Place(2 * inner, h, source, b.gated, inner, _GATED[recipe.activation]),
+            "down": Place(h, inner, b.gated, landing, h, mode),
             "head": Place(spec.vocab, h, b.normed, b.logits, spec.vocab),
         }[role]
 
@@ -278,12 +307,21 @@ class FusedModel(Served):
             target_row=spec.hidden,
             index=b.tokens,
             panel_group=group if panels else 0,
+            scale=layer.bits_of(self._embedding_scale),
         )
 
+    @property
+    def _embedding_scale(self) -> float:
+        scale = self._recipe.embedding_scale
+        if self._recipe.embedding_scale_rounded:
+            scale = float(torch.tensor(scale, dtype=self.dtype))
+        return scale
+
     def _norm_tables(self, weights: Sequence[_Roles], epsilon: int) -> Array:
-        """Two of each layer, and the last: the sampled rows alone."""
+        """Of each layer those before its matrices, and the last: the sampled rows alone."""
         b, spec = self._buffers, self.spec
-        addresses = [w[role][1] for w in weights[:-1] for role in ("input_norm", "post_norm")]
+        roles = [name for name in self._order.layer if name in ("input_norm", "post_norm")]
+        addresses = [w[role][1] for w in weights[:-1] for role in roles]
         tables = layer.tables(
             len(addresses) + 1,
             width=spec.hidden,
@@ -297,9 +335,29 @@ class FusedModel(Served):
         tables[-1, layer_code.INDEX] = b.sampled
         return tables
 
+    def _land_tables(self, weights: Sequence[_Roles], epsilon: int) -> Array:
+        """Two of each layer, where it has any."""
+        b, spec = self._buffers, self.spec
+        if not self._recipe.lands_apart:
+            return layer.tables(0)
+        norms = [w.get(role) for w in weights for role in ("o_norm", "down_norm")]
+        return layer.tables(
+            len(norms),
+            width=spec.hidden,
+            source=b.normed,
+            source_row=spec.hidden,
+            target=b.hidden,
+            target_row=spec.hidden,
+            weight=np.array([0 if norm is None else norm[1] for norm in norms]),
+            epsilon=epsilon,
+            scale=layer.bits_of(self._recipe.residual_scale),
+        )
+
     def _rotary_tables(self, weights: Sequence[_Roles], epsilon: int) -> Array:
         b, spec = self._buffers, self.spec
         normed = "q_norm" in weights[0]
+        sets = [self._recipe.rotary_of(i) for i in range(spec.n_layers)]
+        cosine, sine = np.array([self._angles.addresses(name) for name in sets]).T
         return layer.tables(
             spec.n_layers,
             width=spec.head_dim,
@@ -307,9 +365,10 @@ class FusedModel(Served):
             source_row=_qkv(spec),
             heads=spec.n_heads,
             kv_heads=spec.kv_heads,
-            rotary=self._angles.width,
-            cosine=b.cosine,
-            sine=b.sine,
+            rotary=np.array([0 if name is None else self._angles.width for name in sets]),
+            cosine=cosine,
+            sine=sine,
+            whole=int(normed and self._recipe.whole_head_norms),
             weight=np.array([w["q_norm"][1] for w in weights]) if normed else 0,
             key_weight=np.array([w["k_norm"][1] for w in weights]) if normed else 0,
             epsilon=epsilon,
@@ -333,20 +392,27 @@ class FusedModel(Served):
 
     def _lay_out(self) -> None:
         """The operations in order; attention's tables are new in every job."""
-        o, n = self._operations, self.spec.n_layers
-        body = o[1 : 1 + 8 * n].reshape(n, 8, 2)
-        norm = layer.kernel("norm", self.dtype)
+        o, order, recipe = self._operations, self._order, self._recipe
+        body = o[1:-2].reshape(order.n_layers, len(order.layer), 2)
+        embed = "embed" if self._embedding_scale == 1.0 else "embed_scaled"
+        norm = layer.kernel("norm", self._norm_dtype)
+        rotary = layer.kernel("rotary_wide" if recipe.norm_offset else "rotary", self.dtype)
+        land = layer.kernel("land", self._norm_dtype) if recipe.lands_apart else 0
         multiply = linear.kernel(self.dtype)
-        o[0] = layer.kernel("embed", self.dtype), _rows(self._embed)[0]
-        body[:, 0, 0] = body[:, 5, 0] = norm
-        body[:, 0, 1], body[:, 5, 1] = _rows(self._norms)[:-1].reshape(n, 2).T
-        for place, role in ((1, "qkv"), (4, "o"), (6, "gate_up"), (7, "down")):
-            body[:, place, 0], body[:, place, 1] = multiply, _rows(self._linears[role])
-        body[:, 2, 0] = layer.kernel("rotary", self.dtype)
-        body[:, 2, 1] = _rows(self._rotary)
+        kinds = [
+            (norm, self._norms[:-1], [n for n in order.layer if n in ("input_norm", "post_norm")]),
+            (land, self._lands, [n for n in order.layer if n.startswith("land")]),
+            (rotary, self._rotary, ["rotary"]),
+            *((multiply, self._linears[role], [role]) for role in MATRICES),
+        ]
+        for kernel, tables, names in kinds:
+            columns = [order.layer.index(name) for name in names]
+            body[:, columns, 0] = kernel
+            body[:, columns, 1] = _rows(tables).reshape(order.n_layers, len(names))
+        o[0] = layer.kernel(embed, self.dtype), _rows(self._embed)[0]
         o[-2] = norm, _rows(self._norms)[-1]
         o[-1] = multiply, _rows(self._linears["head"])[0]
-        self._attention = body[:, 3]
+        self._attention = body[:, order.layer.index("attend")]
 
     # -- what differs from job to job -------------------------------------------------------------
 
@@ -355,14 +421,9 @@ class FusedModel(Served):
         array_at(b.tokens, (n,), np.int64)[:] = rows.tokens
         array_at(b.sampled, (sampled,), np.int64)[:] = rows.wanted
         array_at(b.places, (n,), np.int64)[:] = rows.places
-        half = self._angles.width // 2
-        self._angles.fill(
-            rows.positions,
-            tensor_at(b.cosine, (n, half), torch.float32),
-            tensor_at(b.sine, (n, half), torch.float32),
-        )
+        self._angles.fill(rows.positions)
         at_once = 1 if n <= ROWS_ALONE else ceil_div(n, 4 * torch.get_num_threads())
-        for tables in (self._embed, self._norms, self._rotary):
+        for tables in (self._embed, self._norms, self._lands, self._rotary):
             tables[:, layer_code.NEXT] = 0
             tables[:, layer_code.ROWS] = n
             tables[:, layer_code.ITEM_ROWS] = at_once
@@ -378,6 +439,7 @@ class FusedModel(Served):
             torch.float32,
             self._scaling,
             self._windows,
+            self._softcap,
         )
         self._attention[:, 0], self._attention[:, 1] = kernel, _rows(tables)
         self._attending = tables
@@ -404,17 +466,6 @@ def _rows(tables: Array) -> Array:
     return tables.ctypes.data + np.arange(len(tables)) * tables.strides[0]
 
 
-def _between(operations: Array, n_layers: int) -> dict[str, list[team.Program]]:
-    """What comes before each matrix, for each layer, as programs."""
-    starts = range(1, 1 + 8 * n_layers, 8)
-    return {
-        "qkv": [team.Program(operations[s - (s == 1) : s + 1]) for s in starts],
-        "o": [team.Program(operations[s + 2 : s + 4]) for s in starts],
-        "gate_up": [team.Program(operations[s + 5 : s + 6]) for s in starts],
-        "head": [team.Program(operations[-2:-1])],
-    }
-
-
 def _gate_up(spec: ModelSpec) -> int:
     """Gates and ups of one token, in elements: of whole panels."""
     return ceil_div(2 * spec.intermediate, linear_code.PANEL) * linear_code.PANEL
@@ -423,27 +474,6 @@ def _gate_up(spec: ModelSpec) -> int:
 def _qkv(spec: ModelSpec) -> int:
     """Queries, keys and values of one token, in elements."""
     return (spec.n_heads + 2 * spec.kv_heads) * spec.head_dim
-
-
-class _Angles:
-    """Rotary angles by position, from the frequencies that `transformers` derives."""
-
-    def __init__(self, config: Any) -> None:
-        rotary = rotary_of(config)
-        self._frequencies: Tensor = rotary.inv_freq.float()
-        self._scale = float(rotary.attention_scaling)
-        self.width = 2 * len(self._frequencies)
-        """Elements of a head that turn."""
-
-    def fill(self, positions: Array, cosine: Tensor, sine: Tensor) -> None:
-        """Cosines and sines of (T,) positions, into (T, width / 2).
-
-        Of float32 angles, as `transformers` has them, but in float64: in float32 PyTorch's result
-        depends, in the last bit, on where in a vector an element lies, and so on other sequences.
-        """
-        angles = (torch.from_numpy(positions).float()[:, None] * self._frequencies).double()
-        cosine.copy_(angles.cos().mul_(self._scale))
-        sine.copy_(angles.sin().mul_(self._scale))
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,10 +502,17 @@ class _Buffers:
     head_parts: int
 
     @classmethod
-    def of(cls, spec: ModelSpec, workspace: Workspace, rows: int, sampled: int) -> _Buffers:
+    def of(
+        cls,
+        spec: ModelSpec,
+        workspace: Workspace,
+        rows: int,
+        sampled: int,
+        recipe: DecoderRecipe,
+    ) -> _Buffers:
         addresses = []
         at = workspace.address
-        for n_bytes in _sizes(spec, rows, sampled):
+        for n_bytes in _sizes(spec, rows, sampled, recipe):
             addresses.append(at)
             at += ceil_div(n_bytes, _ALIGNMENT) * _ALIGNMENT
         if at > workspace.address + workspace.n_bytes:
@@ -483,15 +520,26 @@ class _Buffers:
         return cls(*addresses)
 
 
-def workspace_bytes(spec: ModelSpec, rows: int, sampled: int) -> int:
-    """What jobs of up to `rows` tokens, of which `sampled` are sampled, need of a workspace."""
-    return sum(ceil_div(n, _ALIGNMENT) * _ALIGNMENT for n in _sizes(spec, rows, sampled))
+def workspace_bytes(
+    spec: ModelSpec, rows: int, sampled: int, recipe: DecoderRecipe | None = None
+) -> int:
+    """What jobs of up to `rows` tokens, of which `sampled` are sampled, need of a workspace.
+
+    `recipe`: the model's; Llama's if not given.
+    """
+    sizes = _sizes(spec, rows, sampled, recipe or LLAMA)
+    return sum(ceil_div(n, _ALIGNMENT) * _ALIGNMENT for n in sizes)
 
 
-def _sizes(spec: ModelSpec, rows: int, sampled: int) -> tuple[int, ...]:
+def _angle_bytes(spec: ModelSpec, rows: int) -> int:
+    """Cosines, or sines, of so many positions by one set of frequencies; whole cache lines."""
+    return ceil_div(2 * rows * spec.head_dim, _ALIGNMENT) * _ALIGNMENT
+
+
+def _sizes(spec: ModelSpec, rows: int, sampled: int, recipe: DecoderRecipe) -> tuple[int, ...]:
     """Bytes of each buffer, in the order of `_Buffers`."""
     hidden, attended = 4 * rows * spec.hidden, 4 * rows * spec.n_heads * spec.head_dim
-    angles = 2 * rows * spec.head_dim
+    angles = len(recipe.rotary_sets) * _angle_bytes(spec, rows)
     part = head_part = 0
     if spec.ranks > 1:
         part, head_part = hidden, 4 * sampled * len(Shard(0, spec.ranks).tokens(spec.vocab))
