@@ -26,10 +26,12 @@ def tables(n: int, /, **fields: int | Array) -> Array:
 
 
 def kernel(name: str, dtype: torch.dtype) -> int:
-    """Address of `norm`, `embed` or `rotary` for weights and KV of `dtype`, or of `narrow`, `store`
-    or `add` for rows of `dtype` that a library takes or gives; compiles if need be.
+    """Address of a kernel for weights and KV of `dtype`; compiles if need be.
 
-    There is no `narrow` to float32: raises KeyError.
+    `norm`; `embed`, or `embed_scaled`, which multiplies by SCALE; `rotary`, or `rotary_wide` for
+    norms with weights in float32 whatever the dtype of the KV; `land`; or `narrow`, `store` or
+    `add` for rows of `dtype` that a library takes or gives. There is no `narrow` to float32: raises
+    KeyError.
     """
     with _compiling:
         return code.address_of(f"{name}_{_NAMES[dtype]}")

@@ -64,7 +64,13 @@ PLACES = 18
 """Address of int64: for each row, elements from there to its own key."""
 VALUES = 19
 """Elements from a token's key to its value."""
-N_FIELDS = 20
+WHOLE = 20
+"""Whether the norms are of all heads of the queries, and of the keys, together, with a weight for
+each element; 0: each head is normed by itself, all with the same weights."""
+# Fields of embedding and landing tables.
+SCALE = 21
+"""Bits of float32: `embed_scaled` and `land` multiply by it."""
+N_FIELDS = 22
 
 _FAST = {"contract", "reassoc", "nsz", "arcp"}
 """For sums alone: elsewhere the compiler has several versions of a loop, which must not differ."""
@@ -104,7 +110,32 @@ def _norm(table, weight):
 
 
 @njit(error_model="numpy")
-def _embed(table, embeddings):
+def _land(table, weight):
+    """Add rows of SOURCE to rows of TARGET, normed if there is a WEIGHT, and scaled."""
+    source, target = float32_at(table[SOURCE]), float32_at(table[TARGET])
+    width, epsilon, scale = table[WIDTH], float_of(table[EPSILON]), float_of(table[SCALE])
+    first, end = _take(table)
+    while first < end:
+        for row in range(first, end):
+            at, to = row * table[SOURCE_ROW], row * table[TARGET_ROW]
+            if table[WEIGHT] != 0:
+                normed = _inverse_rms(source, at, width, epsilon)
+                for d in range(width):
+                    target[to + d] += source[at + d] * normed * widen(weight[d]) * scale
+            else:
+                for d in range(width):
+                    target[to + d] += source[at + d] * scale
+        first, end = _take(table)
+
+
+@njit(error_model="numpy")
+def _times(x, scale):
+    """x * scale; x where the scale is None, which is known when this is compiled."""
+    return x if scale is None else x * scale
+
+
+@njit(error_model="numpy")
+def _embed(table, embeddings, scale):
     target, index = float32_at(table[TARGET]), int64_at(table[INDEX])
     width, group = table[WIDTH], table[PANEL_GROUP]
     first, end = _take(table)
@@ -114,11 +145,12 @@ def _embed(table, embeddings):
             if group == 0:
                 at = token * table[SOURCE_ROW]
                 for d in range(width):
-                    target[to + d] = widen(embeddings[at + d])
+                    target[to + d] = _times(widen(embeddings[at + d]), scale)
             else:
                 at = token // 64 * 64 * table[SOURCE_ROW] + token % 64 * group
                 for d in range(width):
-                    target[to + d] = widen(embeddings[at + d // group * 64 * group + d % group])
+                    x = widen(embeddings[at + d // group * 64 * group + d % group])
+                    target[to + d] = _times(x, scale)
         first, end = _take(table)
 
 
@@ -151,7 +183,10 @@ def _rotary(table, kv, query_weight, key_weight):
             queries = row * table[SOURCE_ROW]
             keys = queries + heads * dim
             values = keys + kv_heads * dim
-            if table[WEIGHT] != 0:
+            if table[WHOLE] != 0:
+                _norm_head(x, queries, heads * dim, epsilon, query_weight)
+                _norm_head(x, keys, kv_heads * dim, epsilon, key_weight)
+            elif table[WEIGHT] != 0:
                 for h in range(heads):
                     _norm_head(x, queries + h * dim, dim, epsilon, query_weight)
                 for h in range(kv_heads):
@@ -217,14 +252,34 @@ def _norm_bfloat16(address):
     _norm(table, uint16_at(table[WEIGHT]))
 
 
+def _land_float32(address):
+    table = int64_at(address)
+    _land(table, float32_at(table[WEIGHT]))
+
+
+def _land_bfloat16(address):
+    table = int64_at(address)
+    _land(table, uint16_at(table[WEIGHT]))
+
+
 def _embed_float32(address):
     table = int64_at(address)
-    _embed(table, float32_at(table[SOURCE]))
+    _embed(table, float32_at(table[SOURCE]), None)
 
 
 def _embed_bfloat16(address):
     table = int64_at(address)
-    _embed(table, uint16_at(table[SOURCE]))
+    _embed(table, uint16_at(table[SOURCE]), None)
+
+
+def _embed_scaled_float32(address):
+    table = int64_at(address)
+    _embed(table, float32_at(table[SOURCE]), float_of(table[SCALE]))
+
+
+def _embed_scaled_bfloat16(address):
+    table = int64_at(address)
+    _embed(table, uint16_at(table[SOURCE]), float_of(table[SCALE]))
 
 
 def _rotary_float32(address):
@@ -244,6 +299,17 @@ def _rotary_bfloat16(address):
         uint16_at(table[KV]),
         uint16_at(table[WEIGHT]),
         uint16_at(table[KEY_WEIGHT]),
+    )
+
+
+def _rotary_wide_bfloat16(address):
+    """KV in bfloat16, weights of norms in float32."""
+    table = int64_at(address)
+    _rotary(
+        table,
+        uint16_at(table[KV]),
+        float32_at(table[WEIGHT]),
+        float32_at(table[KEY_WEIGHT]),
     )
 
 
@@ -277,6 +343,12 @@ _PLAIN = {
     "norm_bfloat16": _norm_bfloat16,
     "embed_float32": _embed_float32,
     "embed_bfloat16": _embed_bfloat16,
+    "embed_scaled_float32": _embed_scaled_float32,
+    "embed_scaled_bfloat16": _embed_scaled_bfloat16,
+    "land_float32": _land_float32,
+    "land_bfloat16": _land_bfloat16,
+    "rotary_wide_float32": _rotary_float32,
+    "rotary_wide_bfloat16": _rotary_wide_bfloat16,
     "rotary_float32": _rotary_float32,
     "rotary_bfloat16": _rotary_bfloat16,
     "narrow_bfloat16": _narrow_bfloat16,

@@ -24,11 +24,13 @@ from torch.nn.functional import pad
 from ballast.core.errors import BrokenPromise
 from ballast.kernels import linear_code as code
 from ballast.kernels import team
-from ballast.kernels.linear_code import ADD, GATED, PANEL, STORE
+from ballast.kernels.linear_code import ADD, GATED, GATED_ERF, GATED_TANH, PANEL, STORE
 
 __all__ = [
     "ADD",
     "GATED",
+    "GATED_ERF",
+    "GATED_TANH",
     "STORE",
     "gate",
     "gate_kernel",
@@ -106,8 +108,8 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 def tables(weights: Array, n: int, k: int, *, mode: int = STORE, bias: Array | int = 0) -> Array:
     """int64 (layers, fields) of layers alike, whose panels are at the addresses `weights`.
 
-    `n` counts the rows of the matrices: in mode GATED twice the outputs. `bias` are addresses of
-    n float32 each (in mode GATED of whole panels, in their order); 0: none.
+    `n` counts the rows of the matrices: in gated modes twice the outputs. `bias` are addresses of
+    n float32 each (in gated modes of whole panels, in their order); 0: none.
     """
     made = np.zeros((len(weights), code.N_FIELDS), np.int64)
     made[:, code.WEIGHTS] = weights
@@ -169,19 +171,19 @@ def linear(
     out_index: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """One layer on the team of threads: x (rows, k) float32 -> (rows, n), or n / 2 if GATED.
+    """One layer on the team of threads: x (rows, k) float32 -> (rows, n), or n / 2 if gated.
 
     Writes into `out` if given, which mode ADD needs. Indices and scale are those of `place`.
     Raises BrokenPromise for what the kernel would misread.
     """
     _check(packed, n, k)
     count = len(x) if x_index is None else len(x_index)
-    width = n // 2 if mode == GATED else n
+    width = n // 2 if mode >= GATED else n
     if out is None:
         if mode == ADD or out_index is not None:
             raise BrokenPromise("nothing to add to: no output was given")
         out = torch.empty(count, width)
-    biases = n if mode != GATED else len(packed) * PANEL
+    biases = n if mode < GATED else len(packed) * PANEL
     for name, given, shape, dtype in (
         ("inputs", x, (len(x), k), torch.float32),
         ("outputs", out, (len(out), width), torch.float32),
@@ -223,21 +225,22 @@ def gate_kernel(dtype: torch.dtype) -> int:
         return code.address_of(f"gate_{_NAMES[dtype]}")
 
 
-def gate_tables(count: int, n: int, *, interleaved: bool) -> Array:
-    """int64 (count, fields): silu(gate) * up, n outputs each; `place` completes them.
+def gate_tables(count: int, n: int, *, interleaved: bool, mode: int = GATED) -> Array:
+    """int64 (count, fields): f(gate) * up, n outputs each; `place` completes them.
 
-    To the bit what mode GATED makes of the same numbers. A row of inputs has gates before ups; or
-    `interleaved`, half a panel of each in turns.
+    To the bit what that gated mode makes of the same numbers. A row of inputs has gates before ups;
+    or `interleaved`, half a panel of each in turns.
     """
     made = np.zeros((count, code.N_FIELDS), np.int64)
     made[:, code.N], made[:, code.K] = n, PANEL // 2 if interleaved else n
+    made[:, code.MODE] = mode
     return made
 
 
-def gate(gate_up: Tensor, out: Tensor, *, interleaved: bool) -> None:
-    """silu(gate) * up into `out` (rows, n) float32, of `gate_up` (rows, >= 2 n), float32 or
+def gate(gate_up: Tensor, out: Tensor, *, interleaved: bool, mode: int = GATED) -> None:
+    """f(gate) * up into `out` (rows, n) float32, of `gate_up` (rows, >= 2 n), float32 or
     bfloat16, laid out as `gate_tables` says. Elements of a row lie side by side."""
-    made = gate_tables(1, out.shape[1], interleaved=interleaved)
+    made = gate_tables(1, out.shape[1], interleaved=interleaved, mode=mode)
     inputs = (gate_up.data_ptr(), gate_up.stride(0))
     place(made, len(out), inputs, (out.data_ptr(), out.stride(0)))
     threads = min(len(out), torch.get_num_threads())

@@ -49,7 +49,7 @@ X_INDEX = 6
 WEIGHTS = 7
 """Address of the panels."""
 BIAS = 8
-"""Address of float32 (N,), in mode GATED of whole panels; 0: none."""
+"""Address of float32 (N,), in a gated mode of whole panels; 0: none."""
 OUT = 9
 """Address of the outputs, float32."""
 OUT_STRIDE = 10
@@ -68,6 +68,10 @@ ADD = 1
 """out += scale * (W x + b)"""
 GATED = 2
 """out = silu(gate) * up, N / 2 outputs: each panel has 32 rows of gate and then those of up."""
+GATED_TANH = 3
+"""The same with gelu, approximated by tanh, in place of silu."""
+GATED_ERF = 4
+"""The same with gelu by the error function."""
 
 PANEL = 64
 """Outputs of a panel."""
@@ -310,6 +314,64 @@ def _gated(gate, up):
     return numerator / (_ONE + e) * up
 
 
+_TWICE_ROOT = np.float32(1.5957691216057308)  # 2 sqrt(2 / pi)
+_CUBED = np.float32(0.044715)
+
+
+@njit(error_model="numpy")
+def _gated_tanh(gate, up):
+    """gelu(gate) * up, where gelu(x) = x (1 + tanh(u)) / 2 = x sigmoid(2 u) for a cubic u of x."""
+    u = _TWICE_ROOT * gate * (_ONE + _CUBED * gate * gate)
+    e = _exp(-abs(u))
+    numerator = gate if u >= _ZERO else gate * e
+    return numerator / (_ONE + e) * up
+
+
+_ROOT_HALF = np.float32(0.7071067811865476)
+_E0 = np.float32(-1.26551223)
+_E1 = np.float32(1.00002368)
+_E2 = np.float32(0.37409196)
+_E3 = np.float32(0.09678418)
+_E4 = np.float32(-0.18628806)
+_E5 = np.float32(0.27886807)
+_E6 = np.float32(-1.13520398)
+_E7 = np.float32(1.48851587)
+_E8 = np.float32(-0.82215223)
+_E9 = np.float32(0.17087277)
+
+
+@njit(error_model="numpy")
+def _gated_erf(gate, up):
+    """gelu(gate) * up, where gelu(x) = x (1 + erf(x / sqrt(2))) / 2.
+
+    By the fit of erfc of Numerical Recipes (Press et al. 1992, section 6.2), to 2e-7 of it.
+    """
+    z = abs(gate) * _ROOT_HALF
+    t = _ONE / (_ONE + _C5 * z)
+    p = (((_E9 * t + _E8) * t + _E7) * t + _E6) * t + _E5
+    p = ((((p * t + _E4) * t + _E3) * t + _E2) * t + _E1) * t + _E0
+    tail = _C5 * t * _exp(p - z * z)
+    share = _ONE - tail if gate >= _ZERO else tail
+    return gate * share * up
+
+
+@njit(error_model="numpy")
+def _gate_all(mode, x, gates, ups, out, to, n):
+    """out[to + j] = f(x[gates + j]) * x[ups + j] for j < n, with the activation of a gated mode.
+
+    `out` may be `x`, where nothing that is still to be read is overwritten.
+    """
+    if mode == GATED_TANH:
+        for j in range(n):
+            out[to + j] = _gated_tanh(widen(x[gates + j]), widen(x[ups + j]))
+    elif mode == GATED_ERF:
+        for j in range(n):
+            out[to + j] = _gated_erf(widen(x[gates + j]), widen(x[ups + j]))
+    else:
+        for j in range(n):
+            out[to + j] = _gated(widen(x[gates + j]), widen(x[ups + j]))
+
+
 @njit(error_model="numpy")
 def _chunks(rows, k):
     """Into how many parts the rows are cut."""
@@ -339,7 +401,7 @@ def _begin(table, panel, rows, sums):
         sums[j] = _ZERO
     if table[BIAS] != 0:
         bias = float32_at(table[BIAS] + 4 * panel * PANEL)
-        n = PANEL if table[MODE] == GATED else min(PANEL, table[N] - panel * PANEL)
+        n = PANEL if table[MODE] >= GATED else min(PANEL, table[N] - panel * PANEL)
         for r in range(rows):
             for j in range(n):
                 sums[r * PANEL + j] = bias[j]
@@ -349,13 +411,12 @@ def _begin(table, panel, rows, sums):
 def _finish(table, panel, first, rows, sums):
     """Put the sums of an item where the mode wants them."""
     mode = table[MODE]
-    width = _HALF if mode == GATED else PANEL
+    width = _HALF if mode >= GATED else PANEL
     n = min(width, table[N] * width // PANEL - panel * width)
     for r in range(rows):
         at = r * PANEL
-        if mode == GATED:
-            for j in range(_HALF):
-                sums[at + j] = _gated(sums[at + j], sums[at + _HALF + j])
+        if mode >= GATED:
+            _gate_all(mode, sums, at, at + _HALF, sums, at, _HALF)
         if mode == ADD and table[SCALE] != 0:
             scale = float32_at(table[SCALE])[first + r]
             for j in range(PANEL):
@@ -419,17 +480,16 @@ def _linear_bfloat16(table):
 
 @njit(error_model="numpy")
 def _gate(table, x):
-    """What mode GATED does, of gates and ups that were stored: rows of N outputs from X, where K
-    gates, then their K ups, and so on, lie side by side."""
+    """What the gated MODE does, of gates and ups that were stored: rows of N outputs from X, where
+    K gates, then their K ups, and so on, lie side by side."""
     out = float32_at(table[OUT])
-    n, k = table[N], table[K]
+    n, k, mode = table[N], table[K], table[MODE]
     row = fetch_add(table, NEXT, 1)
     while row < table[ROWS]:
         at, to = row * table[X_STRIDE], row * table[OUT_STRIDE]
         for first in range(0, n, k):
-            for j in range(first, min(first + k, n)):
-                gate, up = widen(x[at + first + j]), widen(x[at + first + k + j])
-                out[to + j] = _gated(gate, up)
+            gates, many = at + 2 * first, min(k, n - first)
+            _gate_all(mode, x, gates, gates + k, out, to + first, many)
         row = fetch_add(table, NEXT, 1)
 
 

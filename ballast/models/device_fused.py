@@ -79,7 +79,7 @@ class DeviceFusedModel(OnDevice):
         self._scaling = self.spec.head_dim**-0.5
 
     def _adapted(self, host: HostModel, addresses: Sequence[int]) -> Mapping[Place, Group]:
-        found = targets_by_role(self.spec, host.adapters, addresses, interleaved=False)
+        found = targets_by_role(host, addresses, interleaved=False)
         return {
             _place(role, i): Group(inputs_of(role, self.spec), tuple(targets))
             for role, of in found.items()

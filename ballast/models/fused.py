@@ -1,9 +1,13 @@
-"""The fast path of the Llama-shaped families: a job is one program that all threads run together.
+"""The fast path of decoders of Llama's kind: a job is one program that all threads run together.
 
-Per layer eight operations: norm, q/k/v, rotary and KV, attention, output projection, norm, gate and
-up, down. Weights come packed (`ballast.weights.packing.fused`). Activations are float32 and lie in
-the lane's workspace, at addresses that never change: so the operations' tables are made once, and a
-job fills in what differs, which is the number of rows, tokens, positions and block tables.
+Llama has eight operations in a layer: norm, q/k/v, rotary and KV, attention, output projection,
+norm, gate and up, down. What others have otherwise, their recipe says
+(`ballast.weights.decoder_recipe`): operations that are not there, or more of them, other kernels,
+or other numbers in the tables.
+
+Weights come packed (`ballast.weights.packing.fused`). Activations are float32 and lie in the lane's
+workspace, at addresses that never change: so the operations' tables are made once, and a job fills
+in what differs, which is the number of rows, tokens, positions and block tables.
 `models/transformers.py` is the reference, and serves everything else.
 """
 
@@ -26,11 +30,12 @@ from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.memory.tensor import array_at, tensor_at
 from ballast.models.fused_adapters import AdaptedRows, FusedAdapters
-from ballast.models.fused_workspace import Buffers, Place, gate_up_width, qkv_width
+from ballast.models.fused_angles import Angles
+from ballast.models.fused_workspace import Buffers, Place, angle_bytes, gate_up_width, qkv_width
 from ballast.models.library import Library
 from ballast.models.passes import Due, End, Pass, Stop
 from ballast.models.served import Rows, Served
-from ballast.weights.architecture import rotary_of
+from ballast.weights.decoder_recipe import GELU, GELU_TANH, LLAMA, POST, SILU
 from ballast.weights.host import HostModel
 from ballast.weights.packing import GATED, MATRICES, PANELS
 from ballast.weights.segment import PackedTensor
@@ -39,6 +44,7 @@ Array = np.ndarray[Any, Any]
 
 ROWS_ALONE = 8
 """Rows up to which the operations between matrices take one row per item."""
+_GATED = {SILU: linear.GATED, GELU: linear.GATED_ERF, GELU_TANH: linear.GATED_TANH}
 
 
 class FusedModel(Served):
@@ -67,13 +73,18 @@ class FusedModel(Served):
         """
         super().__init__(host, kv_base, layout)
         spec = self.spec
-        self._buffers = b = Buffers.of(spec, workspace, max_rows, max_sampled)
+        self._recipe = recipe = host.recipe or LLAMA
+        self._buffers = b = Buffers.of(spec, workspace, max_rows, max_sampled, recipe)
         self._workspace = workspace  # its memory goes with it
         self._max_rows, self._max_sampled = max_rows, max_sampled
-        self._angles = _Angles(host.config)
+        angles = (b.cosine, b.sine, angle_bytes(spec, max_rows))
+        self._angles = Angles(host.config, recipe.rotary_sets, *angles)
         windows = [NO_WINDOW if w is None else w for w in host.windows]
         self._windows: Array = np.array(windows, np.int64)
-        self._scaling = spec.head_dim**-0.5
+        self._scaling = recipe.attention_scale or spec.head_dim**-0.5
+        self._softcap = recipe.softcap or 0.0
+        self._norm_dtype = torch.float32 if recipe.norm_offset else self.dtype
+        """In which the weights of norms lie (`ballast.weights.packing.SHIFTED`)."""
         weights = [
             {role: (p, at + p.offset) for p in segment.tensors for role in p.names}
             for segment, at in zip(host.segments, segment_addresses, strict=False)
@@ -84,6 +95,7 @@ class FusedModel(Served):
         epsilon = layer.bits_of(host.config.get_text_config().rms_norm_eps)
         self._embed = self._embedding(*first["embeddings"])
         self._norms = self._norm_tables([*layers, last], epsilon)
+        self._lands = self._land_tables(layers, epsilon)
         self._rotary = self._rotary_tables(layers, epsilon)
         self._linears = {role: self._linear_tables(role, layers) for role in MATRICES}
         self._linears["head"] = self._linear_tables("head", [last])
@@ -94,19 +106,26 @@ class FusedModel(Served):
         self._places = places
         self._library = Library.of(layers, last, self.dtype, places, b.gate_up)
         self._opened_tables = self._linear_tables("gate_up", layers, self._opened())
-        self._gate = linear.gate_tables(spec.n_layers, spec.intermediate, interleaved=interleaved)
+        mode = places["gate_up"].mode
+        self._gate = linear.gate_tables(
+            spec.n_layers, spec.intermediate, interleaved=interleaved, mode=mode
+        )
         linear.place(self._gate, 0, (b.gate_up, gate_up_width(spec)), (b.gated, spec.intermediate))
         addresses = segment_addresses[len(host.segments) :]
-        self._adapters = FusedAdapters(
-            spec, host.adapters, addresses, self.dtype, interleaved=interleaved
-        )
+        self._adapters = FusedAdapters(host, addresses, self.dtype, interleaved=interleaved)
         self._passes: dict[tuple[frozenset[str], bool], Pass] = {}
         self._product: Tensor | None = None
         """The library's last one: read by the operations after it."""
 
     @torch.inference_mode()
     def logits(self, work: Sequence[SequenceWork]) -> Tensor:
-        return self._logits[: self._compute(work, head=True)]
+        logits = self._logits[: self._compute(work, head=True)]
+        if self._recipe.logits_divisor != 1.0:
+            logits /= self._recipe.logits_divisor
+        cap = self._recipe.logits_softcap
+        if cap is not None:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits
 
     @torch.inference_mode()
     def hidden(self, work: Sequence[SequenceWork]) -> Tensor:
@@ -176,21 +195,30 @@ class FusedModel(Served):
         return self._passes[key]
 
     def _describe(self, by_library: frozenset[str], *, adapted: bool) -> Pass:
-        planned, dtype = Pass(), self.dtype
-        norm, rotary = layer.kernel("norm", dtype), layer.kernel("rotary", dtype)
+        planned, dtype, recipe = Pass(), self.dtype, self._recipe
+        norm = layer.kernel("norm", self._norm_dtype)
+        land = layer.kernel("land", self._norm_dtype) if recipe.lands_apart else 0
+        rotary = layer.kernel("rotary_wide" if recipe.norm_offset else "rotary", dtype)
+        embed = "embed" if self._embedding_scale == 1.0 else "embed_scaled"
         multiply = partial(self._multiply, planned, by_library, adapted=adapted)
-        planned.operation(layer.kernel("embed", dtype), self._embed, 0)
+        planned.operation(layer.kernel(embed, dtype), self._embed, 0)
         for i in range(self.spec.n_layers):
             planned.stop(Due.WAIT, i)
-            planned.operation(norm, self._norms, 2 * i)
+            if recipe.norms_before:
+                planned.operation(norm, self._norms, 2 * i)
             multiply("qkv", i)
             planned.operation(rotary, self._rotary, i)
             planned.end(End.KV)
             planned.attention()
             multiply("o", i)
-            planned.operation(norm, self._norms, 2 * i + 1)
+            if recipe.lands_apart:
+                planned.operation(land, self._lands, 2 * i)
+            if recipe.norms_before:
+                planned.operation(norm, self._norms, 2 * i + 1)
             multiply("gate_up", i)
             multiply("down", i)
+            if recipe.lands_apart:
+                planned.operation(land, self._lands, 2 * i + 1)
             planned.stop(Due.USED, i)
         planned.operation(norm, self._norms, len(self._norms) - 1)
         planned.end(End.NORM)
@@ -231,11 +259,15 @@ class FusedModel(Served):
         """What a matrix reads and writes."""
         b, spec = self._buffers, self.spec
         h, q, inner = spec.hidden, spec.n_heads * spec.head_dim, spec.intermediate
+        recipe = self._recipe
+        source = b.hidden if recipe.norms == POST else b.normed
+        # What a norm wrote was read before attention, or the MLP, gets to its last matrix.
+        landing, mode = (b.normed, linear.STORE) if recipe.lands_apart else (b.hidden, linear.ADD)
         return {
-            "qkv": Place(qkv_width(spec), h, b.normed, b.qkv, qkv_width(spec)),
-            "o": Place(h, q, b.attended, b.hidden, h, linear.ADD),
-            "gate_up": Place(2 * inner, h, b.normed, b.gated, inner, linear.GATED),
-            "down": Place(h, inner, b.gated, b.hidden, h, linear.ADD),
+            "qkv": Place(qkv_width(spec), h, source, b.qkv, qkv_width(spec)),
+            "o": Place(h, q, b.attended, landing, h, mode),
+            "gate_up": Place(2 * inner, h, source, b.gated, inner, _GATED[recipe.activation]),
+            "down": Place(h, inner, b.gated, landing, h, mode),
             "head": Place(spec.vocab, h, b.normed, b.logits, spec.vocab),
         }[role]
 
@@ -243,7 +275,7 @@ class FusedModel(Served):
         """The matrix of gate and up where these are not gated at once."""
         b, spec = self._buffers, self.spec
         width = gate_up_width(spec)
-        return Place(width, spec.hidden, b.normed, b.gate_up, width)
+        return Place(width, spec.hidden, self._place("gate_up").source, b.gate_up, width)
 
     # -- tables, made once ------------------------------------------------------------------------
 
@@ -260,12 +292,21 @@ class FusedModel(Served):
             target_row=spec.hidden,
             index=b.tokens,
             panel_group=group if panels else 0,
+            scale=layer.bits_of(self._embedding_scale),
         )
 
+    @property
+    def _embedding_scale(self) -> float:
+        scale = self._recipe.embedding_scale
+        if self._recipe.embedding_scale_rounded:
+            scale = float(torch.tensor(scale, dtype=self.dtype))
+        return scale
+
     def _norm_tables(self, weights: Sequence[_Roles], epsilon: int) -> Array:
-        """Two of each layer, and the last: the sampled rows alone."""
+        """Of each layer those before its matrices, and the last: the sampled rows alone."""
         b, spec = self._buffers, self.spec
-        addresses = [w[role][1] for w in weights[:-1] for role in ("input_norm", "post_norm")]
+        roles = ("input_norm", "post_norm") if self._recipe.norms_before else ()
+        addresses = [w[role][1] for w in weights[:-1] for role in roles]
         tables = layer.tables(
             len(addresses) + 1,
             width=spec.hidden,
@@ -279,9 +320,29 @@ class FusedModel(Served):
         tables[-1, layer_code.INDEX] = b.sampled
         return tables
 
+    def _land_tables(self, weights: Sequence[_Roles], epsilon: int) -> Array:
+        """Two of each layer, where it has any."""
+        b, spec = self._buffers, self.spec
+        if not self._recipe.lands_apart:
+            return layer.tables(0)
+        norms = [w.get(role) for w in weights for role in ("o_norm", "down_norm")]
+        return layer.tables(
+            len(norms),
+            width=spec.hidden,
+            source=b.normed,
+            source_row=spec.hidden,
+            target=b.hidden,
+            target_row=spec.hidden,
+            weight=np.array([0 if norm is None else norm[1] for norm in norms]),
+            epsilon=epsilon,
+            scale=layer.bits_of(self._recipe.residual_scale),
+        )
+
     def _rotary_tables(self, weights: Sequence[_Roles], epsilon: int) -> Array:
         b, spec = self._buffers, self.spec
         normed = "q_norm" in weights[0]
+        sets = [self._recipe.rotary_of(i) for i in range(spec.n_layers)]
+        cosine, sine = np.array([self._angles.addresses(name) for name in sets]).T
         return layer.tables(
             spec.n_layers,
             width=spec.head_dim,
@@ -289,9 +350,10 @@ class FusedModel(Served):
             source_row=qkv_width(spec),
             heads=spec.n_heads,
             kv_heads=spec.kv_heads,
-            rotary=self._angles.width,
-            cosine=b.cosine,
-            sine=b.sine,
+            rotary=np.array([0 if name is None else self._angles.width for name in sets]),
+            cosine=cosine,
+            sine=sine,
+            whole=int(normed and self._recipe.whole_head_norms),
             weight=np.array([w["q_norm"][1] for w in weights]) if normed else 0,
             key_weight=np.array([w["k_norm"][1] for w in weights]) if normed else 0,
             epsilon=epsilon,
@@ -322,13 +384,8 @@ class FusedModel(Served):
         array_at(b.tokens, (n,), np.int64)[:] = rows.tokens
         array_at(b.sampled, (sampled,), np.int64)[:] = rows.wanted
         array_at(b.places, (n,), np.int64)[:] = rows.places
-        half = self._angles.width // 2
-        self._angles.fill(
-            rows.positions,
-            tensor_at(b.cosine, (n, half), torch.float32),
-            tensor_at(b.sine, (n, half), torch.float32),
-        )
-        for tables in (self._embed, self._norms, self._rotary):
+        self._angles.fill(rows.positions)
+        for tables in (self._embed, self._norms, self._lands, self._rotary):
             tables[:, layer_code.NEXT] = 0
             tables[:, layer_code.ROWS] = n
             tables[:, layer_code.ITEM_ROWS] = item_rows
@@ -348,29 +405,9 @@ class FusedModel(Served):
             torch.float32,
             self._scaling,
             self._windows,
+            self._softcap,
         )
 
 
 _Roles = dict[str, tuple[PackedTensor, int]]
 """A segment's tensors and their device addresses, by role."""
-
-
-class _Angles:
-    """Rotary angles by position, from the frequencies that `transformers` derives."""
-
-    def __init__(self, config: Any) -> None:
-        rotary = rotary_of(config)
-        self._frequencies: Tensor = rotary.inv_freq.float()
-        self._scale = float(rotary.attention_scaling)
-        self.width = 2 * len(self._frequencies)
-        """Elements of a head that turn."""
-
-    def fill(self, positions: Array, cosine: Tensor, sine: Tensor) -> None:
-        """Cosines and sines of (T,) positions, into (T, width / 2).
-
-        Of float32 angles, as `transformers` has them, but in float64: in float32 PyTorch's result
-        depends, in the last bit, on where in a vector an element lies, and so on other sequences.
-        """
-        angles = (torch.from_numpy(positions).float()[:, None] * self._frequencies).double()
-        cosine.copy_(angles.cos().mul_(self._scale))
-        sine.copy_(angles.sin().mul_(self._scale))

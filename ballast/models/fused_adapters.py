@@ -12,8 +12,9 @@ from ballast.core.model import ModelSpec
 from ballast.kernels.linear_code import PANEL
 from ballast.kernels.lora import AdapterRows, LoraGroup, Matrices, Target, kernels
 from ballast.models.adapters import matrices_of, rows_of
-from ballast.weights.host import HostAdapter
+from ballast.weights.host import HostModel
 from ballast.weights.packing import MATRICES
+from ballast.weights.segment import Segment
 
 
 class FusedAdapters:
@@ -21,17 +22,17 @@ class FusedAdapters:
 
     def __init__(
         self,
-        spec: ModelSpec,
-        adapters: Sequence[HostAdapter],
+        host: HostModel,
         addresses: Sequence[int],
         dtype: torch.dtype,
         *,
         interleaved: bool,
     ) -> None:
-        """`addresses`: of the adapters' segments. `interleaved`: see `library.gate`."""
-        if adapters:
+        """`addresses`: of the adapters' segments. `interleaved`: see `kernels.linear.gate`."""
+        spec = host.spec
+        if host.adapters:
             kernels(torch.float32, dtype)
-        found = targets_by_role(spec, adapters, addresses, interleaved=interleaved)
+        found = targets_by_role(host, addresses, interleaved=interleaved)
         self._groups = {
             role: [LoraGroup(inputs_of(role, spec), t, dtype) if t else None for t in of]
             for role, of in found.items()
@@ -69,18 +70,19 @@ def inputs_of(role: str, spec: ModelSpec) -> int:
 
 
 def targets_by_role(
-    spec: ModelSpec,
-    adapters: Sequence[HostAdapter],
+    host: HostModel,
     addresses: Sequence[int],
     *,
     interleaved: bool,
 ) -> dict[str, list[list[Target] | None]]:
     """What the adapters add to each matrix, by role and layer; None: nothing. Of `head` there is
     one. `addresses`, `interleaved`: as `FusedAdapters` has them."""
-    found = matrices_of(adapters, addresses)
+    spec = host.spec
+    found = matrices_of(host.adapters, addresses)
     attended, kv = spec.n_heads * spec.head_dim, spec.kv_heads * spec.head_dim
     half, up = PANEL // 2, spec.intermediate
     columns = {"qkv": (0, attended, attended + kv), "gate_up": (0, up)}
+    outputs: dict[str, tuple[int, ...]]
     outputs = {"qkv": (attended, kv, kv), "gate_up": (up, up), "head": (spec.vocab,)}
     if interleaved:
         columns["gate_up"] = (0, half)
@@ -92,17 +94,23 @@ def targets_by_role(
             entries: Sequence[Matrices | None] | None = found.get(path)
             if entries is not None:
                 n = outputs[role][i] if role in outputs else spec.hidden
+                if len(paths) == 1 and role in outputs:  # stored as one
+                    n = sum(outputs[role])
                 column = columns[role][i] if role in columns else 0
                 made.append(Target(n, tuple(entries), column, *blocks))
         return made or None
 
+    layers = host.segments[1 : 1 + spec.n_layers]
     return {
         **{
-            role: [
-                targets(role, [f"model.layers.{i}.{part}" for part in parts])
-                for i in range(spec.n_layers)
-            ]
-            for role, parts in MATRICES.items()
+            role: [targets(role, _modules(segment, role)) for segment in layers]
+            for role in MATRICES
         },
         "head": [targets("head", ["lm_head"])],
     }
+
+
+def _modules(segment: Segment, role: str) -> list[str]:
+    """Paths of the modules that a layer's matrix was put together from."""
+    (packed,) = (t for t in segment.tensors if t.names == (role,))
+    return [name.removesuffix(".weight") for name in packed.sources]

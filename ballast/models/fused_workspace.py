@@ -11,6 +11,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.units import ceil_div
 from ballast.kernels import linear, linear_code
 from ballast.kernels.workspace import Workspace
+from ballast.weights.decoder_recipe import LLAMA, DecoderRecipe
 from ballast.weights.sharding import Shard
 
 _ALIGNMENT = 64
@@ -55,11 +56,18 @@ class Buffers:
     head_parts: int
 
     @classmethod
-    def of(cls, spec: ModelSpec, workspace: Workspace, rows: int, sampled: int) -> Buffers:
+    def of(
+        cls,
+        spec: ModelSpec,
+        workspace: Workspace,
+        rows: int,
+        sampled: int,
+        recipe: DecoderRecipe,
+    ) -> Buffers:
         """Raises BrokenPromise where the workspace is too small."""
         addresses = []
         at = workspace.address
-        for n_bytes in _sizes(spec, rows, sampled):
+        for n_bytes in _sizes(spec, rows, sampled, recipe):
             addresses.append(at)
             at += ceil_div(n_bytes, _ALIGNMENT) * _ALIGNMENT
         if at > workspace.address + workspace.n_bytes:
@@ -67,15 +75,26 @@ class Buffers:
         return cls(*addresses)
 
 
-def workspace_bytes(spec: ModelSpec, rows: int, sampled: int) -> int:
-    """What jobs of up to `rows` tokens, of which `sampled` are sampled, need of a workspace."""
-    return sum(ceil_div(n, _ALIGNMENT) * _ALIGNMENT for n in _sizes(spec, rows, sampled))
+def workspace_bytes(
+    spec: ModelSpec, rows: int, sampled: int, recipe: DecoderRecipe | None = None
+) -> int:
+    """What jobs of up to `rows` tokens, of which `sampled` are sampled, need of a workspace.
+
+    `recipe`: the model's; Llama's if not given.
+    """
+    sizes = _sizes(spec, rows, sampled, recipe or LLAMA)
+    return sum(ceil_div(n, _ALIGNMENT) * _ALIGNMENT for n in sizes)
 
 
-def _sizes(spec: ModelSpec, rows: int, sampled: int) -> tuple[int, ...]:
-    """Bytes of each buffer, in the order of `Buffers`."""
+def angle_bytes(spec: ModelSpec, rows: int) -> int:
+    """Cosines, or sines, of so many positions by one set of frequencies; whole cache lines."""
+    return ceil_div(2 * rows * spec.head_dim, _ALIGNMENT) * _ALIGNMENT
+
+
+def _sizes(spec: ModelSpec, rows: int, sampled: int, recipe: DecoderRecipe) -> tuple[int, ...]:
+    """Bytes of each buffer, in the order of `_Buffers`."""
     hidden, attended = 4 * rows * spec.hidden, 4 * rows * spec.n_heads * spec.head_dim
-    angles = 2 * rows * spec.head_dim
+    angles = len(recipe.rotary_sets) * angle_bytes(spec, rows)
     narrowed = 2 * rows * max(spec.hidden, spec.n_heads * spec.head_dim, spec.intermediate)
     part = head_part = 0
     if spec.ranks > 1:

@@ -59,7 +59,9 @@ class Library:
             for role, of in self._matrices.items()
         }
         gate, interleaved = places["gate_up"], layers[0]["gate_up"][0].layout == GATED
-        self._gates = linear.gate_tables(len(layers), gate.n // 2, interleaved=interleaved)
+        self._gates = linear.gate_tables(
+            len(layers), gate.n // 2, interleaved=interleaved, mode=gate.mode
+        )
         linear.place(self._gates, 0, (0, 0), (gate.target, gate.target_row))
 
     @classmethod

@@ -65,7 +65,8 @@ def measured(host: HostModel, make: Make, device: DeviceSettings) -> HostModel:
 
 def _peak(host: HostModel, make: Make, device: DeviceSettings) -> int:
     """Most bytes allocated at a time by jobs of any size."""
-    workspace = Workspace(workspace_bytes(host.spec, device.step_tokens, device.step_logits))
+    size = (device.step_tokens, device.step_logits)
+    workspace = Workspace(workspace_bytes(host.spec, *size, host.recipe))
     try:
         model = _shallow(host)
         layout = Layout.of(model.spec, _PAGE_BYTES)
@@ -92,7 +93,8 @@ def bound(host: HostModel, peak: int, device: DeviceSettings) -> JobMemory:
     """
     vocab = host.spec.vocab
     logits = 0 if host.fused else 4 * device.step_logits * vocab
-    kept = workspace_bytes(host.spec, device.step_tokens, device.step_logits) if host.fused else 0
+    size = (device.step_tokens, device.step_logits)
+    kept = workspace_bytes(host.spec, *size, host.recipe) if host.fused else 0
     return JobMemory(
         step_tokens=device.step_tokens,
         step_logits=device.step_logits,

@@ -67,9 +67,27 @@ def disagreement(module: nn.Module, positions: int, vocab: int) -> str | None:
     return found
 
 
-def _compare(module: nn.Module, tried: Sequence[Case], vocab: int, seed: int) -> str | None:
+def batched(module: Any, positions: int, vocab: int) -> list[Tensor]:
+    """(length, vocab) logits of `cases(positions)`, computed in batches of pieces of all of them.
+
+    `module` is weightless and attends through `attend`: one of `transformers`, or something that is
+    called in the same way.
+    """
+    tried = cases(positions)
+    if isinstance(module, nn.Module):
+        run: Any = module
+        run.set_experts_implementation(_NAME)
+        run.set_attn_implementation(_NAME)
+    return _ours(module, tried, _tokens(tried, vocab, seed=0))
+
+
+def _tokens(tried: Sequence[Case], vocab: int, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    tokens = [torch.randint(vocab, (case.length,), generator=generator) for case in tried]
+    return [torch.randint(vocab, (case.length,), generator=generator) for case in tried]
+
+
+def _compare(module: nn.Module, tried: Sequence[Case], vocab: int, seed: int) -> str | None:
+    tokens = _tokens(tried, vocab, seed)
     run: Any = module
     run.set_experts_implementation(_NAME)
     run.set_attn_implementation(_NAME)
@@ -181,8 +199,8 @@ def _ours(module: Any, tried: Sequence[Case], tokens: Sequence[Tensor]) -> list[
     return [torch.cat(parts) for parts in found]
 
 
-def _attend(
-    module: nn.Module,
+def attend(
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -193,11 +211,11 @@ def _attend(
     s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """As `ballast.models.attention.attend`, in plain tensors.
+    """As `ballast.models.attention.attend`, in plain tensors, within a batch of this module.
 
     Query (1, heads, T, head_dim), key and value (1, kv_heads, T, head_dim).
     """
-    batch, layer = _batch.get(), int(module.layer_idx)  # type: ignore[arg-type]
+    batch, layer = _batch.get(), int(module.layer_idx)
     heads, kv_heads = query.shape[1], key.shape[1]
     out = torch.empty_like(query[0])
     at = 0
@@ -234,7 +252,7 @@ def _experts(
     return hidden_states * (0.5 + 0.1 * top_k_weights.sum(-1, keepdim=True)).to(hidden_states.dtype)
 
 
-AttentionInterface.register(_NAME, _attend)
+AttentionInterface.register(_NAME, attend)
 ExpertsInterface.register(_NAME, _experts)
 
 

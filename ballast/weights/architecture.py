@@ -25,8 +25,11 @@ from transformers.pytorch_utils import Conv1D
 from ballast.core.errors import BallastError, UnsupportedModel, brief
 from ballast.weights.agreement import disagreement, layers_to_run
 from ballast.weights.config import text_config
+from ballast.weights.decoder_recipe import DecoderRecipe
 from ballast.weights.default_dtype import DefaultDtype
 from ballast.weights.probe import Call, Seen, probe
+from ballast.weights.recipe_agreement import follows
+from ballast.weights.recipe_search import Sizes, candidates, find_rotary
 from ballast.weights.weightless import is_light, is_plain_linear, make_weightless, replace_linears
 
 
@@ -69,6 +72,8 @@ class Architecture:
     """What the names of layers' tensors begin with, up to the layer's number."""
     linears: frozenset[str]
     """Weights of linear modules that are used by calling these modules and in no other way."""
+    recipe: DecoderRecipe | None
+    """What the fast path goes by; None: the layers are of a kind that it does not know."""
     conversions: tuple[Any, ...]
     """`transformers`' rules from a checkpoint's names and tensors to these."""
     base_prefix: str
@@ -157,10 +162,7 @@ def linear_modules(config: Any) -> dict[str, tuple[int, int]]:
 
 def rotary_of(config: Any) -> Any:
     """The module that computes rotary angles, on the CPU."""
-    module = build(config)
-    text = config.get_text_config()
-    found = next(m for path, m in module.named_modules() if path.endswith("rotary_emb"))
-    return type(found)(text)
+    return type(find_rotary(build(config)))(config.get_text_config())
 
 
 def learn(config: Any, length: int | None = None) -> Architecture:
@@ -203,25 +205,34 @@ def _learn(config: Any, kind: str, length: int | None) -> Architecture:
     vocab, hidden = module.get_input_embeddings().weight.shape
     alike = _alike(text, positions)
     linears = _linears(module, segments, positions)
-    _check_agreement(module, segments, seen, prefix, min(alike, length or alike), kind)
-    return Architecture(
-        config=config,
-        n_layers=n_layers,
+    served = min(alike, length or alike)
+    _check_agreement(module, segments, seen, prefix, served, kind)
+    sizes = Sizes(
         heads=query[1],
         kv_heads=key[1],
         head_dim=query[3],
         hidden=hidden,
         intermediate=_intermediate(text, segments),
+    )
+    return Architecture(
+        config=config,
+        n_layers=n_layers,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        hidden=sizes.hidden,
+        intermediate=sizes.intermediate,
         experts_per_token=seen.experts_per_token,
         expert_intermediate=seen.expert_intermediate,
         vocab=vocab,
         positions=positions,
         alike=alike,
-        windows=tuple(c.mask.window if c.mask is not None else None for c in seen.calls),
+        windows=_windows(seen),
         softcap=seen.calls[0].softcap,
         segments=segments,
         prefix=prefix,
         linears=linears,
+        recipe=_recipe(module, segments, seen, prefix, sizes, served),
         conversions=conversions,
         base_prefix=str(module.base_model_prefix),
     )
@@ -308,6 +319,37 @@ def _check_agreement(
         raise UnsupportedModel(f"{kind}: {reason}") from error
     if found is not None:
         raise UnsupportedModel(f"{kind}: {found}")
+
+
+def _windows(seen: Seen) -> tuple[int | None, ...]:
+    return tuple(c.mask.window if c.mask is not None else None for c in seen.calls)
+
+
+def _recipe(
+    module: Any,
+    segments: Sequence[tuple[str, Sequence[Wanted]]],
+    seen: Seen,
+    prefix: str,
+    sizes: Sizes,
+    positions: int,
+) -> DecoderRecipe | None:
+    """The recipe that a weightless, shortened module follows within `positions`, if any."""
+    if any(call.sinks is not None for call in seen.calls):
+        return None
+    layers = [
+        {w.names[0].removeprefix(f"{prefix}{i}."): w.shape for w in wanted}
+        for i, (_, wanted) in enumerate(segments[1 : 1 + len(seen.calls)])
+    ]
+    path, windows = prefix.removesuffix("."), _windows(seen)
+    scales = [call.scale for call in seen.calls]
+    try:
+        for recipe in candidates(module, layers, path, scales, seen.calls[0].softcap, sizes):
+            rotary = rotary_of(module.config)
+            if follows(module, recipe, path, rotary, windows, sizes, positions):
+                return recipe
+    except Exception:  # noqa: BLE001 - whatever is odd about it, it is served in the general way
+        return None
+    return None
 
 
 def _check_config(config: Any, kind: str) -> None:

@@ -78,6 +78,7 @@ def load_host_model(
             memory,
             windows=manifest.windows,
             fused=manifest.fused,
+            recipe=manifest.recipe,
             shard=shard,
         )
         return load_adapters(host, settings.adapters, manifest.modules, tier)

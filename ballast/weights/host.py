@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from ballast.core.errors import DeviceError
 from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.isolation.calls import Here, Isolation
+from ballast.weights.decoder_recipe import DecoderRecipe
 from ballast.weights.sealed import SealedSegment, no_memory
 from ballast.weights.segment import Fill, Origin, PackedTensor, Piece, Segment, whole_pages
 from ballast.weights.sharding import WHOLE, Shard
@@ -266,7 +267,7 @@ class HostModel:
     `config` is the transformers configuration its module is built from; `segments` tell where in
     the memory at `addresses` each tensor of the model is; the addresses of the adapters' segments
     follow. `windows`: how many positions each layer's attention sees. `fused`: the segments are
-    laid out for `models/fused.py`.
+    laid out for `models/fused.py`, which computes by `recipe`.
     """
 
     spec: ModelSpec
@@ -276,6 +277,7 @@ class HostModel:
     memory: HostBytes
     windows: tuple[int | None, ...]
     fused: bool
+    recipe: DecoderRecipe | None = None
     shard: Shard = WHOLE
     """What part of the model this is."""
     adapters: tuple[HostAdapter, ...] = ()

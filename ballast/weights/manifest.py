@@ -30,6 +30,7 @@ from ballast.weights.config import (
     end_tokens,
     read_config,
 )
+from ballast.weights.decoder_recipe import LLAMA, DecoderRecipe
 from ballast.weights.pooling import pools_last_token
 from ballast.weights.segment import PackedTensor, Segment, pack
 from ballast.weights.sharding import WHOLE, Shard, divided, narrowed
@@ -73,6 +74,8 @@ class Manifest:
     """How to read each tensor of the architecture, by its first name."""
     segments: tuple[Segment, ...]
     fused: bool
+    recipe: DecoderRecipe | None
+    """What the fast path goes by, if `fused`."""
     fingerprint: str
     """Hex digest of everything but the elements."""
     modules: dict[str, tuple[int, int]]
@@ -136,6 +139,7 @@ def _read(settings: ModelSettings, directory: Path, shard: Shard) -> Manifest:
         plan=plan,
         segments=segments,
         fused=fused,
+        recipe=architecture.recipe if fused else None,
         fingerprint=_fingerprint(architecture.config, segments),
         modules=linear_modules(config) if settings.adapters else {},
     )
@@ -147,7 +151,7 @@ def _layout(
     """The segments, and whether they are those of the fast path."""
     packed = settings.linear != "plain"
     layout = None
-    if settings.model_impl != "generic":
+    if settings.model_impl != "generic" and not _adapts_in_halves(settings, architecture):
         layout = packing.fused(architecture, dtype, packed=packed)
     if layout is None and settings.model_impl == "fused":
         kind = architecture.config.model_type
@@ -159,13 +163,21 @@ def _layout(
     return tuple(pack(*s) for s in layout), fused
 
 
+def _adapts_in_halves(settings: ModelSettings, architecture: Architecture) -> bool:
+    """Whether adapters may change a matrix that has gates before ups as it is stored, while the
+    fast path has them take turns: the kernels cannot add to it there."""
+    recipe = architecture.recipe
+    return bool(settings.adapters) and recipe is not None and recipe.gate_up_stored_whole
+
+
 def _shard(
     settings: ModelSettings, architecture: Architecture, dtype: str, shard: Shard
 ) -> tuple[Architecture, tuple[Segment, ...]]:
     """One rank's part. Raises ConfigError for what cannot be divided."""
     packed = settings.linear != "plain"
-    if settings.model_impl == "generic" or packing.fused(architecture, dtype) is None:
-        allowed = f"{settings.name} is not served by the fused path"
+    divisible = architecture.recipe == LLAMA and settings.model_impl != "generic"
+    if not divisible or packing.fused(architecture, dtype) is None:
+        allowed = f"{settings.name} is not served by the fused path of Llama's kind"
         raise ConfigError("tensor_parallel", shard.ranks, allowed)
     if settings.adapters:
         allowed = f"{settings.name} has adapters, which are not divided so far"

@@ -1,9 +1,9 @@
 """How each tensor of a segment is laid out in memory: as stored, or packed for our linear layers.
 
-`as_stored` keeps the architecture's
-own tensors, for `models/transformers.py`. `fused` lays the layers of the Llama-shaped families out
-for `models/fused.py`: query, key and value projections as one matrix, gate and up as another, all
-matrices in panels, so that a step reads each from front to back.
+`as_stored` keeps the architecture's own tensors, for `models/transformers.py`. `fused` lays layers
+of Llama's kind out, by their recipe (`ballast.weights.decoder_recipe`), for `models/fused.py`:
+query, key and value projections as one matrix, gate and up as another, all matrices in panels, so
+that a step reads each from front to back.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ballast.core.units import ceil_div
 from ballast.kernels import linear
 from ballast.kernels.linear_code import PANEL
 from ballast.weights.architecture import Architecture, Wanted
+from ballast.weights.decoder_recipe import LLAMA, DecoderRecipe, matrices, vectors
 from ballast.weights.segment import PLAIN, PackedTensor
 
 PANELS = "panels"
@@ -26,9 +27,10 @@ GATED = "gated"
 """In panels of which each has as many rows of gate and of up, so that one item has both."""
 WIDE = "wide"
 """Layout of a bias: float32, zeros up to the end of the last panel."""
-
-FUSED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""`model_type`s whose layers `models/fused.py` runs."""
+GATED_WIDE = "gated wide"
+"""The same of a matrix in the layout `GATED`: rows of gate and of up take turns as there."""
+SHIFTED = "shifted"
+"""Layout of a norm's weights w: 1 + w in float32, which holds it where bfloat16 would round it."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Dtypes that can be served."""
@@ -60,16 +62,17 @@ def fused(architecture: Architecture, dtype: str, *, packed: bool = True) -> Lay
     """The layout of the fast path, in the roles that `models/fused.py` knows; None: it has none.
 
     Roles: `embeddings`, `norm` and `head` (`embeddings` and `head` on one tensor where they are
-    tied); in layers `input_norm`, `qkv`, `q_norm`, `k_norm`, `o`, `post_norm`, `gate_up`, `down`,
-    and biases as `qkv.bias` and so on. Matrices are plain if not `packed`.
+    tied); in layers the matrices and norms of `ballast.weights.decoder_recipe`, and biases as
+    `qkv.bias` and so on. Matrices are plain if not `packed`, which Llama's recipe alone has a fast
+    path for, on CPUs and GPUs.
     """
-    config = architecture.config.get_text_config()
-    if config.model_type not in FUSED or getattr(config, "hidden_act", "silu") != "silu":
+    recipe = architecture.recipe
+    if recipe is None or not (packed or recipe == LLAMA):
         return None
     if any(w.dtype is not None for _, wanted in architecture.segments for w in wanted):
         return None
     layers = architecture.segments[1 : 1 + architecture.n_layers]
-    found = [(name, _layer(wanted, dtype, packed)) for name, wanted in layers]
+    found = [(name, _layer(wanted, dtype, packed, recipe)) for name, wanted in layers]
     ends = (architecture.segments[0], *architecture.segments[1 + len(layers) :])
     model = architecture.prefix.removesuffix("layers.")
     outside = _outside([wanted for _, part in ends for wanted in part], model)
@@ -77,7 +80,7 @@ def fused(architecture: Architecture, dtype: str, *, packed: bool = True) -> Lay
         return None
     table, norm, head = outside
     panels = PANELS if packed else PLAIN
-    end = _plain("norm", norm, dtype)
+    end = _vector("norm", norm, dtype, recipe)
     middle = tuple((name, tensors) for name, tensors in found if tensors is not None)
     if head is None:
         tied = _tensor(("embeddings", "head"), table.shape, dtype, panels, (table.names[0],))
@@ -90,15 +93,20 @@ def fused(architecture: Architecture, dtype: str, *, packed: bool = True) -> Lay
 def build(tensor: PackedTensor, read: Read, served: torch.dtype) -> Tensor:
     """The elements of a packed tensor as they lie in memory, flat.
 
-    Biases, which are kept in float32, are rounded to the dtype that is `served` all the same.
+    Vectors that are kept in float32 are rounded to the dtype that is `served` all the same.
     """
-    dtype = served if tensor.layout == WIDE else DTYPES[tensor.dtype]
+    vector = tensor.layout in (WIDE, GATED_WIDE, SHIFTED)
+    dtype = served if vector else DTYPES[tensor.dtype]
     parts = [read(name, dtype) for name in tensor.sources]
     stacked = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if tensor.layout == WIDE:
-        more = tensor.n_bytes // 4 - len(stacked)
-        return torch.nn.functional.pad(stacked.float(), (0, more))
-    return linear.pack(linear.gated(*parts) if tensor.layout == GATED else stacked)
+    if tensor.layout in (GATED, GATED_WIDE):
+        stacked = linear.gated(*stacked.chunk(2))
+    if not vector:
+        return linear.pack(stacked)
+    if tensor.layout == SHIFTED:
+        return 1 + stacked.float()
+    more = tensor.n_bytes // 4 - len(stacked)
+    return torch.nn.functional.pad(stacked.float(), (0, more))
 
 
 def _tensor(
@@ -111,47 +119,41 @@ def _tensor(
     """With the bytes that it takes in its layout."""
     if layout == PLAIN:
         n_bytes = math.prod(shape) * DTYPES[dtype].itemsize
-    elif layout == WIDE:
+    elif layout in (WIDE, GATED_WIDE):
         n_bytes, dtype = 4 * ceil_div(shape[0], PANEL) * PANEL, "float32"
+    elif layout == SHIFTED:
+        n_bytes, dtype = 4 * shape[0], "float32"
     else:
         n_bytes = linear.packed_bytes(shape[0], shape[1], DTYPES[dtype])
     return PackedTensor(names, shape, dtype, 0, n_bytes, layout, sources)
 
 
-MATRICES = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-"""The fused matrices of a layer by role, and the modules in each, in their order."""
-_VECTORS = {
-    "input_norm": "input_layernorm",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "post_norm": "post_attention_layernorm",
-}
+MATRICES = matrices(LLAMA)
+"""The fused matrices of a layer by role, and the modules in each, in their order, as Llama's."""
 
 
-def _layer(wanted: Sequence[Wanted], dtype: str, packed: bool) -> tuple[PackedTensor, ...] | None:
+def _layer(
+    wanted: Sequence[Wanted], dtype: str, packed: bool, recipe: DecoderRecipe
+) -> tuple[PackedTensor, ...] | None:
     """A layer's tensors by role; None if it has others than expected."""
     by_part = {_part(w.names[0]): w for w in wanted}
     found: list[PackedTensor] = []
-    for role, name in _VECTORS.items():
+    for role, name in vectors(recipe).items():
         vector = by_part.pop(f"{name}.weight", None)
         if vector is not None:
-            found.append(_plain(role, vector, dtype))
-    for role, names in MATRICES.items():
+            found.append(_vector(role, vector, dtype, recipe))
+    for role, names in matrices(recipe).items():
         weights = [by_part.pop(f"{name}.weight", None) for name in names]
         biases = [by_part.pop(f"{name}.bias", None) for name in names]
-        layout = PLAIN if not packed else GATED if role == "gate_up" else PANELS
+        interleaved = packed and role == "gate_up"
+        layout = PLAIN if not packed else GATED if interleaved else PANELS
         matrix = _stack(role, weights, dtype, layout)
         if matrix is None:
             return None
         found.append(matrix)
         if any(biases):
-            bias = _stack(f"{role}.bias", biases, dtype, WIDE)
-            if bias is None or role in ("gate_up", "down"):
+            bias = _stack(f"{role}.bias", biases, dtype, GATED_WIDE if interleaved else WIDE)
+            if bias is None:
                 return None
             found.append(bias)
     return None if by_part else tuple(found)
@@ -179,6 +181,12 @@ def _outside(wanted: Sequence[Wanted], model: str) -> tuple[Wanted, Wanted, Want
 
 def _plain(role: str, w: Wanted, dtype: str) -> PackedTensor:
     return _tensor((role,), w.shape, dtype, PLAIN, (w.names[0],))
+
+
+def _vector(role: str, w: Wanted, dtype: str, recipe: DecoderRecipe) -> PackedTensor:
+    """A norm's weights, as its kernel multiplies by them."""
+    layout = SHIFTED if recipe.norm_offset else PLAIN
+    return _tensor((role,), w.shape, dtype, layout, (w.names[0],))
 
 
 def _stack(

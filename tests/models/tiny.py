@@ -98,7 +98,7 @@ class Served:
             kind = DeviceFusedModel if self.host.fused else DeviceModel
             self.model = kind(*where, kv_bytes, torch.device("cpu"), attention)
         elif self.host.fused:
-            workspace = Workspace(workspace_bytes(self.spec, ROWS, SAMPLED))
+            workspace = Workspace(workspace_bytes(self.spec, ROWS, SAMPLED, self.host.recipe))
             size = (workspace, ROWS, SAMPLED)
             if ranks is None:
                 self.model = FusedModel(*where, *size)

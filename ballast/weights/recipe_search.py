@@ -1,0 +1,220 @@
+"""The recipe of a decoder's layers, found by its tensors' names and shapes and by trying its parts.
+
+What a part computes is seen by calling it, where it is small enough: norms and activations. What
+cannot be seen so is taken from the configuration. Whether all of it together is what the module
+computes is for `ballast.weights.recipe_agreement` to say: nothing here has to be right for every
+family, only for those that it is to find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isclose
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ballast.weights.decoder_recipe import (
+    BOTH,
+    GELU,
+    GELU_TANH,
+    POST,
+    PRE,
+    SILU,
+    DecoderRecipe,
+    matrices,
+    vectors,
+)
+
+_NORMS = {
+    ("input_layernorm", "post_attention_layernorm"): PRE,
+    ("post_attention_layernorm", "post_feedforward_layernorm"): POST,
+    (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "post_feedforward_layernorm",
+        "pre_feedforward_layernorm",
+    ): BOTH,
+}
+"""Names of a layer's norms, sorted, and where they stand."""
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    SILU: torch.nn.functional.silu,
+    GELU: torch.nn.functional.gelu,
+    GELU_TANH: lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}
+_SAME = 1e-5
+"""Two activations, or two norms, that differ by less on small numbers are the same one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Of the attention and the MLP of every layer."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+
+
+def find_rotary(module: nn.Module) -> Any:
+    """The submodule that computes rotary angles, or None."""
+    named = module.named_modules()
+    return next((part for path, part in named if path.endswith("rotary_emb")), None)
+
+
+def candidates(
+    module: Any,
+    layers: Sequence[Mapping[str, tuple[int, ...]]],
+    path: str,
+    scales: Sequence[float | None],
+    softcap: float | None,
+    sizes: Sizes,
+) -> Iterator[DecoderRecipe]:
+    """Recipes that the module may have, the likeliest first; none if it has no gated layers of
+    these sizes, all alike.
+
+    `module` computes on the CPU, and may lack the later ones of its layers. `layers`: of all
+    layers, shapes of tensors by their names within the layer; `path`: of the list of layers;
+    `scales`: by which each layer's scores are multiplied.
+    """
+    first = layers[0]
+    structure = _structure(first, sizes.head_dim)
+    if structure is None or any(layer != first for layer in layers):
+        return
+    if first != _expected(structure, first, sizes):
+        return
+    model = module.get_submodule(path.rpartition(".")[0])
+    layer = module.get_submodule(path)[0]
+    offset = _norm_offset(getattr(model, "norm", None))
+    activation = _activation(layer.mlp)
+    text = module.config.get_text_config()
+    if offset is None or activation is None or len(set(scales)) != 1 or scales[0] is None:
+        return
+    usual = isclose(scales[0], sizes.head_dim**-0.5, rel_tol=1e-9)
+    embeddings = module.get_input_embeddings()
+    scale = getattr(embeddings, "scalar_embed_scale", None)
+    known = replace(
+        structure,
+        norm_offset=offset,
+        activation=activation,
+        embedding_scale=float(scale or getattr(text, "embedding_multiplier", None) or 1.0),
+        embedding_scale_rounded=scale is not None,
+        residual_scale=float(getattr(text, "residual_multiplier", None) or 1.0),
+        attention_scale=None if usual else scales[0],
+        softcap=softcap,
+        logits_divisor=float(getattr(text, "logits_scaling", None) or 1.0),
+        logits_softcap=getattr(text, "final_logit_softcapping", None),
+    )
+    for rotary, width in _rotaries(find_rotary(module), text, len(layers)):
+        if 0 < width <= sizes.head_dim:
+            yield replace(known, rotary=rotary, partial_rotary=width != sizes.head_dim)
+
+
+def _structure(layer: Mapping[str, tuple[int, ...]], head_dim: int) -> DecoderRecipe | None:
+    """What the names of a layer's tensors say of it; None: it is of no known kind."""
+    norms = sorted({name.split(".")[0] for name in layer if "layernorm" in name})
+    where = _NORMS.get(tuple(norms))
+    if where is None:
+        return None
+    whole = layer.get("self_attn.q_norm.weight", (head_dim,)) != (head_dim,)
+    return DecoderRecipe(
+        norms=where,
+        whole_head_norms=whole,
+        mlp_bias="mlp.down_proj.bias" in layer,
+        qkv_stored_whole="self_attn.qkv_proj.weight" in layer,
+        gate_up_stored_whole="mlp.gate_up_proj.weight" in layer,
+    )
+
+
+def _expected(
+    recipe: DecoderRecipe, layer: Mapping[str, tuple[int, ...]], sizes: Sizes
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a layer of that structure; biases and norms of heads, of which it
+    may have some or none, where `layer` has them."""
+    queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    outputs = {
+        "qkv": (queries, keys, keys),
+        "o": (sizes.hidden,),
+        "gate_up": (sizes.intermediate, sizes.intermediate),
+        "down": (sizes.hidden,),
+    }
+    inputs = {"o": queries, "down": sizes.intermediate}
+    found: dict[str, tuple[int, ...]] = {}
+    for role, modules in matrices(recipe).items():
+        rows = outputs[role] if len(modules) > 1 else (sum(outputs[role]),)
+        for name, n in zip(modules, rows, strict=True):
+            found[f"{name}.weight"] = n, inputs.get(role, sizes.hidden)
+            if f"{name}.bias" in layer:
+                found[f"{name}.bias"] = (n,)
+    of_heads = (queries, keys) if recipe.whole_head_norms else (sizes.head_dim, sizes.head_dim)
+    widths = dict(zip(("q_norm", "k_norm"), of_heads, strict=True))
+    for role, name in vectors(recipe).items():
+        if role not in widths or f"{name}.weight" in layer:
+            found[f"{name}.weight"] = (widths.get(role, sizes.hidden),)
+    return found
+
+
+def _norm_offset(norm: Any) -> bool | None:
+    """Whether a norm multiplies by 1 + w; None: it is another kind of norm."""
+    weight = getattr(norm, "weight", None)
+    if not isinstance(weight, Tensor) or getattr(norm, "bias", None) is not None:
+        return None
+    x = torch.linspace(-3, 2, weight.numel()).expand(2, -1) * torch.tensor([[1.0], [0.1]])
+    made: Tensor = norm(x)
+    epsilon = float(getattr(norm, "eps", None) or getattr(norm, "variance_epsilon", None) or 0.0)
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+    for offset in (False, True):
+        if torch.allclose(made, normed * (weight + offset), rtol=0, atol=_SAME):
+            return offset
+    return None
+
+
+def _activation(mlp: nn.Module) -> str | None:
+    """The one module of an MLP that is no linear layer, by what it computes."""
+    others = [part for part in mlp.children() if not isinstance(part, nn.Linear)]
+    if len(others) != 1:
+        return None
+    x = torch.linspace(-6, 6, 257)
+    made: Tensor = others[0](x.clone())
+    for name, function in _ACTIVATIONS.items():
+        if torch.allclose(made, function(x), rtol=0, atol=_SAME):
+            return name
+    return None
+
+
+def _rotaries(
+    rotary: Any, text: Any, n_layers: int
+) -> Iterator[tuple[tuple[str | None, ...], int]]:
+    """`DecoderRecipe.rotary`, and how many elements of a head are rotated."""
+    kinds = getattr(text, "layer_types", None)
+    if getattr(rotary, "inv_freq", None) is not None:
+        names = ("",) * n_layers
+    elif isinstance(kinds, list) and len(kinds) == n_layers:
+        names = tuple(kinds)
+    else:
+        return
+    widths = {2 * len(getattr(rotary, frequencies(name), ())) for name in names}
+    if len(widths) != 1:
+        return
+    (width,) = widths
+    rotating = getattr(text, "no_rope_layers", None)  # 1 where there is one
+    if isinstance(rotating, list) and len(rotating) == n_layers and not all(rotating):
+        yield tuple(n if turns else None for n, turns in zip(names, rotating, strict=True)), width
+        return
+    yield () if set(names) == {""} else names, width
+    if isinstance(kinds, list) and len(kinds) == n_layers and len(set(kinds)) > 1:
+        windowed = [kind == "sliding_attention" for kind in kinds]
+        yield tuple(n if w else None for n, w in zip(names, windowed, strict=True)), width
+
+
+def frequencies(name: str) -> str:
+    """What the rotary module calls the frequencies that a recipe calls `name`."""
+    return f"{name}_inv_freq" if name else "inv_freq"
+
+
+def scaling(name: str) -> str:
+    """What the rotary module calls the factor of their cosines and sines."""
+    return f"{name}_attention_scaling" if name else "attention_scaling"

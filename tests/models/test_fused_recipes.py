@@ -1,0 +1,107 @@
+"""The fast path of families that differ from Llama in some feature, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from ballast.core.errors import ConfigError, UnsupportedModel
+from ballast.core.job import SequenceWork
+from ballast.models.fused import FusedModel
+from ballast.weights.architecture import learn
+from ballast.weights.decoder_recipe import LLAMA
+from ballast.weights.sharding import Shard
+from benchmarks.families import config, make
+from tests.models.tiny import GREEDY, Served
+
+TURNS: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 2 * 2}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mlp bias": ("llama", {"mlp_bias": True, "attention_bias": True}),
+    "gelu": ("llama", {"hidden_act": "gelu"}),
+    "gelu by tanh": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "phi3": ("phi3", {}),
+    "phi3 tied": ("phi3", {"tie_word_embeddings": True}),
+    "granite": ("granite", {"embedding_multiplier": 6.0}),
+    "granite biases": ("granite", {"attention_bias": True, "mlp_bias": True}),
+    "smollm3": ("smollm3", {}),
+    "olmo2": ("olmo2", {}),
+    "olmo2 all heads with keys": ("olmo2", {"num_key_value_heads": 4}),
+    "olmo3": ("olmo3", {}),
+    "exaone4": ("exaone4", {}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {}),
+    "gemma2 wide heads, another scale": ("gemma2", {"head_dim": 24, "query_pre_attn_scalar": 99}),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3 capped": ("gemma3_text", {"final_logit_softcapping": 20.0}),
+}
+
+
+def tokens_of(n: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 331, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def expected(reference: Any, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = reference(tokens[None], use_cache=False).logits[0]
+    return logits
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    assert theirs.std() > 0.5  # or nothing would have been tested
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda v: v.replace(" ", "-"))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(transformers' model, ours)."""
+    path = tmp_path_factory.mktemp("recipes")
+    family, changes = CASES[request.param]
+    reference = make(path, config(family, **changes))
+    served = Served(path, model_impl="fused", linear="packed")
+    assert isinstance(served.model, FusedModel)
+    assert served.host.recipe != LLAMA
+    yield reference, served
+    served.close()
+
+
+def test_prefill_in_chunks_and_decode(case: Any) -> None:
+    reference, served = case
+    tokens = tokens_of(110)
+    logits = expected(reference, tokens)
+    table = [8, 3, 11, 1, 6, 0, 2]
+    for start, end in ((0, 5), (5, 85), (85, 86), (86, 106)):
+        work = SequenceWork("a", tokens[start:end].tolist(), start, table, GREEDY)
+        close(served.logits(work), logits[end - 1 : end])
+    for at in range(106, 110):
+        work = SequenceWork("a", [int(tokens[at])], at, table, GREEDY)
+        close(served.logits(work), logits[at : at + 1])
+
+
+def test_sequences_side_by_side(case: Any) -> None:
+    """A decode, a chunk that samples nothing and a whole prompt in one job."""
+    reference, served = case
+    a, b, c = tokens_of(40, 1), tokens_of(30, 2), tokens_of(7, 3)
+    served.logits(SequenceWork("a", a[:39].tolist(), 0, [0, 1, 2], None))
+    served.logits(SequenceWork("b", b[:9].tolist(), 0, [3, 4], None))
+    ours = served.logits(
+        SequenceWork("a", a[39:].tolist(), 39, [0, 1, 2], GREEDY),
+        SequenceWork("b", b[9:25].tolist(), 9, [3, 4], None),
+        SequenceWork("c", c.tolist(), 0, [5], GREEDY),
+    )
+    close(ours, torch.stack([expected(reference, a)[-1], expected(reference, c)[-1]]))
+    ours = served.logits(SequenceWork("b", b[25:].tolist(), 25, [3, 4], GREEDY))
+    close(ours, expected(reference, b)[-1:])
+
+
+def test_what_is_embedded(case: Any) -> None:
+    """What the head would get."""
+    reference, served = case
+    tokens = tokens_of(20)
+    work = [SequenceWork("a", tokens.tolist(), 0, [0, 1], GREEDY)]
+    with torch.no_grad():
+        theirs = reference.base_model(tokens[None], use_cache=False).last_hidden_state[0, -1:]
+    torch.testing.assert_close(served.model.hidden(work).clone(), theirs, rtol=0, atol=1e-4)
