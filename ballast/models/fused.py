@@ -1,7 +1,7 @@
 """The fast path of the Llama-shaped families: a job is one program that all threads run together.
 
 Per layer eight operations: norm, q/k/v, rotary and KV, attention, output projection, norm, gate and
-up, down. Weights come packed (`ballast.weights.packing.fused`). Activations are float32 and lie in
+up, down; a layer of experts has programs in place of the last two (`fused_experts.py`). Weights come packed (`ballast.weights.packing.fused`). Activations are float32 and lie in
 the lane's workspace, at addresses that never change: so the operations' tables are made once, and a
 job fills in what differs, which is the number of rows, tokens, positions and block tables.
 `models/transformers.py` is the reference, and serves everything else.
@@ -28,6 +28,7 @@ from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.memory.tensor import array_at, tensor_at
 from ballast.models.fused_adapters import AdaptedRows, FusedAdapters
+from ballast.models.fused_experts import FusedExperts, experts_bytes, layers_of_experts
 from ballast.models.library import Library
 from ballast.models.served import Rows, Served
 from ballast.weights.architecture import rotary_of
@@ -86,6 +87,12 @@ class FusedModel(Served):
         self._rotary = self._rotary_tables(layers, epsilon)
         self._linears = {role: self._linear_tables(role, layers) for role in MATRICES}
         self._linears["head"] = self._linear_tables("head", [last])
+        self.experts: FusedExperts | None = None
+        if layers_of_experts(layers):
+            text, hidden = host.config.get_text_config(), (b.normed, b.hidden)
+            self.experts = FusedExperts(
+                spec, text, layers, self.dtype, b.experts, hidden, max_rows
+            )
         self._operations = np.zeros((3 + 8 * spec.n_layers, 2), np.int64)
         self._lay_out()
         self._program = team.Program(self._operations)
@@ -99,7 +106,7 @@ class FusedModel(Served):
         self._hidden = tensor_at(b.hidden, (max_rows, spec.hidden), torch.float32)
         self._landing = self._hidden
         """Where the output projection and `down` go: what is there is added to, if it is this."""
-        self._interleaved = layers[0]["gate_up"][0].layout == GATED
+        self._interleaved = all(w["gate_up"][0].layout == GATED for w in layers if "gate_up" in w)
         self._before = _between(self._operations, spec.n_layers)
         self._library = Library.of(layers, last, self.dtype)
         self._open = self._linears["gate_up"].copy()
@@ -224,6 +231,8 @@ class FusedModel(Served):
                 multiply("o", i, attended, landing)
                 self._landed(n)
                 self._before["gate_up"][i].run(threads)
+                if self.experts is not None and self.experts.run(i, threads):
+                    continue
                 multiply("gate_up", i, normed, gate_up)
                 linear.gate(gate_up, gated, interleaved=self._interleaved)
                 multiply("down", i, gated, landing)
@@ -322,7 +331,8 @@ class FusedModel(Served):
         place = self._place(role)
         bias = f"{role}.bias"
         tables = linear.tables(
-            np.array([w[role][1] for w in weights]),
+            # A layer of experts runs none of its own in place of these.
+            np.array([w[role][1] if role in w else 0 for w in weights]),
             place.n,
             place.k,
             mode=place.mode,
@@ -344,6 +354,8 @@ class FusedModel(Served):
             body[:, place, 0], body[:, place, 1] = multiply, _rows(self._linears[role])
         body[:, 2, 0] = layer.kernel("rotary", self.dtype)
         body[:, 2, 1] = _rows(self._rotary)
+        if self.experts is not None:
+            body[self.experts.layers, 6:] = self.experts.operations
         o[-2] = norm, _rows(self._norms)[-1]
         o[-1] = multiply, _rows(self._linears["head"])[0]
         self._attention = body[:, 3]
@@ -371,6 +383,8 @@ class FusedModel(Served):
             tables[:, linear_code.NEXT] = 0
             tables[:, linear_code.ROWS] = n
         self._linears["head"][:, linear_code.ROWS] = sampled
+        if self.experts is not None:
+            self.experts.fill(n, at_once)
         kernel, tables = rows.paged.attend_tables(
             b.qkv,
             (_qkv(spec), spec.head_dim),
@@ -450,8 +464,8 @@ class _Angles:
 class _Buffers:
     """Addresses in the workspace: float32, except for `tokens`, `sampled` and `places`: int64.
 
-    The last four are for a rank of several: its part of a sum, all ranks' parts, and the same of
-    logits.
+    `part` and the three after it are for a rank of several: its part of a sum, all ranks' parts, and
+    the same of logits; `experts` is divided by `fused_experts.py`.
     """
 
     hidden: int
@@ -470,6 +484,7 @@ class _Buffers:
     parts: int
     head_part: int
     head_parts: int
+    experts: int
 
     @classmethod
     def of(cls, spec: ModelSpec, workspace: Workspace, rows: int, sampled: int) -> _Buffers:
@@ -512,4 +527,5 @@ def _sizes(spec: ModelSpec, rows: int, sampled: int) -> tuple[int, ...]:
         spec.ranks * part,
         head_part,
         spec.ranks * head_part,
+        experts_bytes(spec, rows),
     )

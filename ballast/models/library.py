@@ -26,13 +26,17 @@ class Library:
     ) -> None:
         self.from_rows = from_rows
         self._dtype = dtype
-        self._matrices = {role: [self._matrix(role, w) for w in layers] for role in MATRICES}
+        self._matrices = {
+            role: [self._matrix(role, w) if role in w else None for w in layers]
+            for role in MATRICES
+        }
         self._matrices["head"] = [self._matrix("head", last)]
 
     @classmethod
     def of(cls, layers: Sequence[_Roles], last: _Roles, dtype: torch.dtype) -> Library | None:
         """None where our kernels are all there is for these weights on this CPU."""
-        matrices = [last["head"][0], *(layers[0][role][0] for role in MATRICES)]
+        kinds = {role: w[role][0] for role in MATRICES for w in layers if role in w}
+        matrices = [last["head"][0], *kinds.values()]
         if any(t.layout == PLAIN for t in matrices):
             return cls(layers, last, dtype, 0)
         described = [onednn.describe(*_stored_shape(t), dtype) for t in matrices]
@@ -45,7 +49,9 @@ class Library:
 
         `out` may be wider, by what fills up a panel.
         """
-        matrix, bias = self._matrices[role][i]
+        found = self._matrices[role][i]
+        assert found is not None, "layers of experts have no matrix of this role"
+        matrix, bias = found
         x = x.to(self._dtype)
         if bias is not None:
             bias = bias.to(self._dtype)

@@ -17,6 +17,7 @@ from torch import Tensor
 from ballast.core.units import ceil_div
 from ballast.kernels import linear
 from ballast.kernels.linear_code import PANEL
+from ballast.weights import packing_experts
 from ballast.weights.architecture import Architecture, Wanted
 from ballast.weights.segment import PLAIN, PackedTensor
 
@@ -61,10 +62,13 @@ def fused(architecture: Architecture, dtype: str, *, packed: bool = True) -> Lay
 
     Roles: `embeddings`, `norm` and `head` (`embeddings` and `head` on one tensor where they are
     tied); in layers `input_norm`, `qkv`, `q_norm`, `k_norm`, `o`, `post_norm`, `gate_up`, `down`,
-    and biases as `qkv.bias` and so on. Matrices are plain if not `packed`.
+    and biases as `qkv.bias` and so on; in those of experts, in place of the last two, the roles of
+    `packing_experts`. Matrices are plain if not `packed`, which experts cannot be.
     """
     config = architecture.config.get_text_config()
-    if config.model_type not in FUSED or getattr(config, "hidden_act", "silu") != "silu":
+    mixed = packed and packing_experts.is_known(architecture)
+    known = mixed or config.model_type in FUSED
+    if not known or getattr(config, "hidden_act", "silu") != "silu":
         return None
     if any(w.dtype is not None for _, wanted in architecture.segments for w in wanted):
         return None
@@ -136,12 +140,13 @@ _VECTORS = {
 def _layer(wanted: Sequence[Wanted], dtype: str, packed: bool) -> tuple[PackedTensor, ...] | None:
     """A layer's tensors by role; None if it has others than expected."""
     by_part = {_part(w.names[0]): w for w in wanted}
-    found: list[PackedTensor] = []
+    found = list(packing_experts.take_experts(by_part, dtype)) if packed else []
+    matrices = {role: MATRICES[role] for role in ("qkv", "o")} if found else MATRICES
     for role, name in _VECTORS.items():
         vector = by_part.pop(f"{name}.weight", None)
         if vector is not None:
             found.append(_plain(role, vector, dtype))
-    for role, names in MATRICES.items():
+    for role, names in matrices.items():
         weights = [by_part.pop(f"{name}.weight", None) for name in names]
         biases = [by_part.pop(f"{name}.bias", None) for name in names]
         layout = PLAIN if not packed else GATED if role == "gate_up" else PANELS
