@@ -36,6 +36,8 @@ class Matrix:
     outputs: int
     inputs: int
     count: int
+    rows: int | None = None
+    """That each is multiplied with; None: as many as there are streams."""
 
     @property
     def parameters(self) -> int:
@@ -116,7 +118,8 @@ class Gemms:
         measured: Mapping[str, Kernel] | None = None,
     ) -> None:
         measured = kernels() if measured is None else measured
-        inputs = {m.name: torch.randn(rows, m.inputs).bfloat16() for m in matrices}
+        self.matrices = tuple(matrices)
+        inputs = {m.name: torch.randn(m.rows or rows, m.inputs).bfloat16() for m in matrices}
         layers = max(m.count for m in matrices)
         order = [m for i in range(layers) for m in matrices if i < m.count and m.count > 1]
         order += [m for m in matrices if m.count == 1]
