@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ballast.kernels import linear, team
+from ballast.kernels.linear_code import NEXT
 
 Product = Callable[[], object]
 """Computes x W^T once."""
@@ -79,12 +80,15 @@ def panels(weight: Tensor, x: Tensor) -> Product:
     address = linear.kernel(weight.dtype)
     threads = torch.get_num_threads()
 
+    rows, to = (wide.data_ptr(), wide.stride(0)), (out.data_ptr(), out.stride(0))
+    linear.place(table, len(wide), rows, to)
+
     def product() -> Tensor:
-        # `own` is named here so that it lives as long as the table that holds its address.
-        rows, to = (wide.data_ptr(), wide.stride(0)), (out.data_ptr(), out.stride(0))
-        linear.place(table, len(wide), rows, to)
+        table[0, NEXT] = 0  # nothing else, as a mixture has a thousand products in a step
         team.run(address, table.ctypes.data, threads)
+        # Named here so that they live as long as the table that holds their addresses.
         assert own.data_ptr()
+        assert wide.data_ptr()
         return out
 
     return product

@@ -1,8 +1,8 @@
 """The speed of a mixture of experts served alone: against `transformers`, and its own matrices.
 
-Two random models of about 500M parameters in bfloat16, in the shapes of Mixtral (8 experts, of which
-a token goes through 2) and of Qwen3-MoE (64 small ones, 8), 16 streams of 128 + 128 tokens, all in
-process. Engines, turns and yardsticks are those of `single_model`.
+Two random models of about 500M parameters in bfloat16, in the shapes of Mixtral (8 experts, of
+which a token goes through 2) and of Qwen3-MoE (64 small ones, 8), 16 streams of 128 + 128 tokens,
+all in process. Engines, turns and yardsticks are those of `single_model`.
 
 - `vs_transformers`: tokens per second over the better of `generate` and continuous batching; the
   lesser of the two models. The second model runs only what was better at the first.
@@ -185,6 +185,7 @@ def more_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", choices=[m.name for m in MIXTURES], help="one model, instead of both"
     )
+    parser.set_defaults(peer=None)
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
 """The fast path of the Llama-shaped families: a job is one program that all threads run together.
 
 Per layer eight operations: norm, q/k/v, rotary and KV, attention, output projection, norm, gate and
-up, down; a layer of experts has programs in place of the last two (`fused_experts.py`). Weights come packed (`ballast.weights.packing.fused`). Activations are float32 and lie in
-the lane's workspace, at addresses that never change: so the operations' tables are made once, and a
-job fills in what differs, which is the number of rows, tokens, positions and block tables.
+up, down; a layer of experts has programs in place of the last two (`fused_experts.py`). Weights
+come packed (`ballast.weights.packing.fused`). Activations are float32 and lie in the lane's
+workspace, at addresses that never change: so the operations' tables are made once, and a job fills
+in what differs, which is the number of rows, tokens, positions and block tables.
 `models/transformers.py` is the reference, and serves everything else.
 """
 
@@ -90,9 +91,7 @@ class FusedModel(Served):
         self.experts: FusedExperts | None = None
         if layers_of_experts(layers):
             text, hidden = host.config.get_text_config(), (b.normed, b.hidden)
-            self.experts = FusedExperts(
-                spec, text, layers, self.dtype, b.experts, hidden, max_rows
-            )
+            self.experts = FusedExperts(spec, text, layers, self.dtype, b.experts, hidden, max_rows)
         self._operations = np.zeros((3 + 8 * spec.n_layers, 2), np.int64)
         self._lay_out()
         self._program = team.Program(self._operations)
@@ -464,8 +463,8 @@ class _Angles:
 class _Buffers:
     """Addresses in the workspace: float32, except for `tokens`, `sampled` and `places`: int64.
 
-    `part` and the three after it are for a rank of several: its part of a sum, all ranks' parts, and
-    the same of logits; `experts` is divided by `fused_experts.py`.
+    `part` and the three after it are for a rank of several: its part of a sum, all ranks' parts,
+    and the same of logits; `experts` is divided by `fused_experts.py`.
     """
 
     hidden: int

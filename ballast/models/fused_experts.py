@@ -6,7 +6,7 @@
                                                    route, gate_up │      down, combine │
 
 Each of the two is a program of its own, whose operations have barriers between them as a job's
-have (`kernels/team.py`), so that a layer has as many operations as one without experts, and whatever
+have (`kernels/team.py`), so that a layer has as many operations as one without experts, and what
 cuts jobs into pieces needs to know nothing of this. The kernels are those of `kernels/experts.py`.
 """
 
@@ -132,4 +132,3 @@ def _places(spec: ModelSpec, rows: int, memory: int) -> list[int]:
         found.append(memory)
         memory += ceil_div(n_bytes, _ALIGNMENT) * _ALIGNMENT
     return found
-

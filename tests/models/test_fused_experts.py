@@ -11,8 +11,10 @@ import torch
 import transformers
 
 from ballast.core.job import SequenceWork
+from ballast.core.settings import AdapterSettings
 from ballast.models.fused import FusedModel
 from ballast.models.transformers import ServedModel
+from benchmarks.adapters import merged, random_adapter
 from tests.models.test_fused import SIZES, close, expected, tokens_of
 from tests.models.tiny import GREEDY, Served, save
 
@@ -165,4 +167,31 @@ def test_plain_matrices_go_the_generic_path(tmp_path: Path) -> None:
     checkpoint(tmp_path, "mixtral")
     served = Served(tmp_path, model_impl="auto", linear="plain")
     assert isinstance(served.model, ServedModel)
+    served.close()
+
+
+def test_adapters_of_attention_head_and_dense_layers(tmp_path: Path) -> None:
+    """What PEFT adapts of these models; rows with one, with another and with none in one job."""
+    reference = checkpoint(tmp_path / "base", "qwen3 moe, first layer dense")
+    adapters = [
+        random_adapter(reference, tmp_path / "all", 1, rank=8),
+        random_adapter(reference, tmp_path / "some", 2, rank=3, only=("k_proj", "lm_head")),
+    ]
+    named = tuple(AdapterSettings(name=a.path.name, path=str(a.path)) for a in adapters)
+    served = Served(tmp_path / "base", adapters=named, model_impl="fused", linear="packed")
+    assert not served.host.failed
+    texts = [tokens_of(9 + 8 * i, i) for i in range(3)]
+    ours = served.logits(
+        *(
+            SequenceWork(str(i), t.tolist(), 0, [2 * i, 2 * i + 1], GREEDY, a)
+            for i, (t, a) in enumerate(zip(texts, (1, None, 0), strict=True))
+        )
+    )
+    plain = [expected(reference, t)[-1] for t in texts]
+    close(ours[1], plain[1])
+    for i, adapter in ((0, adapters[1]), (2, adapters[0])):
+        with merged(reference, adapter):
+            changed = expected(reference, texts[i])[-1]
+        assert (changed - plain[i]).abs().max() > 0.1
+        close(ours[i], changed)
     served.close()
