@@ -33,7 +33,8 @@ class Mixture:
         torch.manual_seed(self.width + self.n)
 
         def matrix(*shape: int) -> Tensor:
-            return (2 * torch.randn(shape) / shape[-1] ** 0.5).to(self.dtype)
+            drawn: Tensor = 2 * torch.randn(shape) / shape[-1] ** 0.5
+            return drawn.to(self.dtype)
 
         self.router = matrix(self.n, self.width)
         self.gate_up = matrix(self.n, 2 * self.inner, self.width)
@@ -68,7 +69,7 @@ class Mixture:
             team.Program(operations).run(threads)
         finally:
             torch.set_num_threads(before)
-        return layer.counts[0].tolist()  # type: ignore[no-any-return]
+        return [int(n) for n in layer.counts[0]]
 
     def exact(self, x: Tensor) -> tuple[Tensor, list[int]]:
         """What they make of x in float64, and how many rows each has."""
