@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ballast.kernels import experts_code as code
-from ballast.kernels import linear
+from ballast.kernels import linear, team
 from ballast.kernels.linear_code import N_FIELDS as LINEAR_FIELDS
 
 Array = np.ndarray[Any, Any]
@@ -117,13 +117,13 @@ class Experts:
             code.SHARES: b.shares,
             code.SLOT_ROWS: b.slot_rows,
             code.SLOT_PAIRS: b.slot_pairs,
-            code.COUNTS: rows_of(self.counts),
+            code.COUNTS: team.rows_of(self.counts),
             code.GATED: b.gated,
             code.INNER: inner,
             code.MADE: b.made,
             code.LINEAR: linear.kernel(dtype),
-            code.GATE_UPS: rows_of(self._linears[0]),
-            code.DOWNS: rows_of(self._linears[1]),
+            code.GATE_UPS: team.rows_of(self._linears[0]),
+            code.DOWNS: team.rows_of(self._linears[1]),
         }
         for field, value in fields.items():
             self.tables[:, field] = value
@@ -140,8 +140,3 @@ def kernels(dtype: torch.dtype) -> tuple[int, ...]:
     names = (f"route_{_NAMES[dtype]}", *OPERATIONS[1:])
     with _compiling:
         return tuple(code.address_of(name) for name in names)
-
-
-def rows_of(tables: Array) -> Array:
-    """Address of each element along the first dimension."""
-    return tables.ctypes.data + np.arange(len(tables)) * tables.strides[0]

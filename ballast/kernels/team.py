@@ -89,12 +89,17 @@ def program_tables(operations: Array) -> Array:
     raw = np.zeros(count * program_code.N_FIELDS + 8, np.int64)
     skip = -(raw.ctypes.data // 8) % 8
     tables = raw[skip : skip + count * program_code.N_FIELDS].reshape(count, program_code.N_FIELDS)
-    first, step = operations.ctypes.data, operations.strides[0]
-    tables[:, program_code.OPERATIONS] = first + np.arange(count) * step
+    tables[:, program_code.OPERATIONS] = rows_of(operations)
     tables[:, program_code.N_OPERATIONS] = operations.shape[1]
     tables[:, program_code.TEAM_SIZE] = address_in_openmp("omp_get_num_threads")
     tables[:, program_code.YIELD] = address_in_openmp("sched_yield")
     return tables
+
+
+def rows_of(tables: Array) -> Array:
+    """int64 (n,): address of each of n tables, along the first dimension."""
+    found: Array = tables.ctypes.data + np.arange(len(tables)) * tables.strides[0]
+    return found
 
 
 def bind(cpus: Sequence[int]) -> None:

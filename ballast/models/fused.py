@@ -412,9 +412,7 @@ _Roles = dict[str, tuple[PackedTensor, int]]
 """A segment's tensors and their device addresses, by role."""
 
 
-def _rows(tables: Array) -> Array:
-    """Address of each row."""
-    return tables.ctypes.data + np.arange(len(tables)) * tables.strides[0]
+_rows = team.rows_of
 
 
 def _between(operations: Array, n_layers: int) -> dict[str, list[team.Program]]:

@@ -76,7 +76,7 @@ class FusedExperts:
             rows,
         )
         kernels = experts.kernels(dtype)
-        tables = experts.rows_of(self._experts.tables)
+        tables = team.rows_of(self._experts.tables)
         self._operations = np.zeros((len(found), 2, 2, 2), np.int64)
         flat = self._operations.reshape(len(found), 4, 2)
         flat[..., 0] = kernels
@@ -88,7 +88,7 @@ class FusedExperts:
         """int64 (layers, 2, 2): kernel and table of what stands for gate and up, and for down."""
         made = np.zeros((len(self.layers), 2, 2), np.int64)
         made[..., 0] = team.program_kernel()
-        made[..., 1] = experts.rows_of(self._programs).reshape(-1, 2)
+        made[..., 1] = team.rows_of(self._programs).reshape(-1, 2)
         return made
 
     @property
