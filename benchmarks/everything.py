@@ -51,6 +51,7 @@ RUNS = (
     Run("lending"),
     Run("join"),
     Run("single_model"),
+    Run("moe"),
     Run("attention"),
     Run("http_overhead"),
     Run("light_load"),

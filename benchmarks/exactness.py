@@ -38,6 +38,7 @@ from ballast.core.request import Sampling, Submission
 from ballast.core.settings import AdapterSettings, DeviceSettings, FleetSettings, ModelSettings, Slo
 from ballast.core.units import KiB, MiB
 from ballast.weights.packing import FUSED
+from ballast.weights.packing_experts import routing_of
 from benchmarks.adapters import merged, random_adapter
 from benchmarks.common import finish, options
 from benchmarks.families import FAMILIES, VOCAB, config, make
@@ -174,15 +175,21 @@ def check_families(scratch: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for family in FAMILIES:
         make(scratch / family, config(family))
-        paths = [
-            p for p, more in PATHS.items() if more["model_impl"] == "generic" or family in FUSED
-        ]
+        paths = [path for path in PATHS if _knows(path, family)]
         verdicts = {path: check_family(scratch / family, PATHS[path]) for path in paths}
         found[family] = {
             "ok": all(v.ok for v in verdicts.values()),
             **{path: v.to_json() for path, v in verdicts.items()},
         }
     return found
+
+
+def _knows(path: str, family: str) -> bool:
+    """Whether a family is served on one of `PATHS`: experts only in panels."""
+    more = PATHS[path]
+    if more["model_impl"] == "generic" or family in FUSED:
+        return True
+    return more["linear"] == "packed" and routing_of(config(family)) is not None
 
 
 def check_adapters(scratch: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ballast.kernels import linear, team
+from ballast.kernels.linear_code import NEXT
 
 Product = Callable[[], object]
 """Computes x W^T once."""
@@ -36,6 +37,8 @@ class Matrix:
     outputs: int
     inputs: int
     count: int
+    rows: int | None = None
+    """That each is multiplied with; None: as many as there are streams."""
 
     @property
     def parameters(self) -> int:
@@ -77,12 +80,15 @@ def panels(weight: Tensor, x: Tensor) -> Product:
     address = linear.kernel(weight.dtype)
     threads = torch.get_num_threads()
 
+    rows, to = (wide.data_ptr(), wide.stride(0)), (out.data_ptr(), out.stride(0))
+    linear.place(table, len(wide), rows, to)
+
     def product() -> Tensor:
-        # `own` is named here so that it lives as long as the table that holds its address.
-        rows, to = (wide.data_ptr(), wide.stride(0)), (out.data_ptr(), out.stride(0))
-        linear.place(table, len(wide), rows, to)
+        table[0, NEXT] = 0  # nothing else, as a mixture has a thousand products in a step
         team.run(address, table.ctypes.data, threads)
+        # Named here so that they live as long as the table that holds their addresses.
         assert own.data_ptr()
+        assert wide.data_ptr()
         return out
 
     return product
@@ -116,7 +122,8 @@ class Gemms:
         measured: Mapping[str, Kernel] | None = None,
     ) -> None:
         measured = kernels() if measured is None else measured
-        inputs = {m.name: torch.randn(rows, m.inputs).bfloat16() for m in matrices}
+        self.matrices = tuple(matrices)
+        inputs = {m.name: torch.randn(m.rows or rows, m.inputs).bfloat16() for m in matrices}
         layers = max(m.count for m in matrices)
         order = [m for i in range(layers) for m in matrices if i < m.count and m.count > 1]
         order += [m for m in matrices if m.count == 1]

@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -46,6 +46,22 @@ WARM_UP_PROMPT, WARM_UP_OUTPUT = {1: PROMPT, 16: 16}, 8
 OURS, GENERATE, CONTINUOUS, VLLM = "ballast", "generate", "continuous", "vllm_cpu"
 VOCAB = 32000
 HEAD_DIM = 64
+
+
+class Shape(Protocol):
+    """A model of which random checkpoints can be made."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kv_bytes_per_token(self) -> int: ...
+
+    def make(self, directory: Path, seed: int = 0) -> int:
+        """Write a random checkpoint; returns its number of parameters."""
+
+    def gemms(self, path: Path, streams: int) -> Gemms:
+        """The matrix products of a decode step of the checkpoint at `path`."""
 
 
 @dataclass(frozen=True)
@@ -99,18 +115,27 @@ class Size:
             pad_token_id=0,
             dtype=torch.bfloat16,
         )
-        with torch.device("meta"):
-            model = LlamaForCausalLM(config)
-        model.to(torch.bfloat16).to_empty(device="cpu")
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "norm" in name:
-                    parameter.fill_(1.0)
-                else:
-                    parameter.copy_(_noise(parameter.shape))
-        model.tie_weights()
-        model.save_pretrained(directory)
-        return int(sum(p.numel() for p in model.parameters()))
+        return save_random(LlamaForCausalLM, config, directory)
+
+    def gemms(self, path: Path, streams: int) -> Gemms:
+        """The matrix products of a decode step, whatever the weights at `path` are."""
+        return Gemms(self.matrices, streams)
+
+
+def save_random(kind: Any, config: Any, directory: Path) -> int:
+    """Write a random bfloat16 checkpoint of a class of `transformers`; its parameters' number."""
+    with torch.device("meta"):
+        model = kind(config)
+    model.to(torch.bfloat16).to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1.0)
+            else:
+                parameter.copy_(_noise(parameter.shape))
+    model.tie_weights()
+    model.save_pretrained(directory)
+    return int(sum(p.numel() for p in model.parameters()))
 
 
 def _noise(shape: torch.Size) -> torch.Tensor:
@@ -127,7 +152,7 @@ SIZES = (
 class Phase:
     """One size at one number of streams."""
 
-    size: Size
+    size: Shape
     streams: int
     gemms: Gemms
     reader: Reader
@@ -168,7 +193,7 @@ class Phase:
     def of_bandwidth(self) -> Samples:
         """Bytes that a decode step must read over its seconds, over the bandwidth."""
         context = PROMPT + (OUTPUT - 1) / 2
-        n_bytes = float(self.size.weight_bytes_read)
+        n_bytes = 2.0 * sum(m.parameters for m in self.gemms.matrices)
         n_bytes += self.streams * context * self.size.kv_bytes_per_token
         rates = self.bandwidths()
         return Samples(tuple(n_bytes / s / rates[t] for t, s in self.steps_by_turn().items()))
@@ -268,11 +293,12 @@ def prompts(streams: int, length: int) -> list[list[int]]:
 
 
 def measure(
-    size: Size,
+    size: Shape,
     args: argparse.Namespace,
     reader: Reader,
     scratch: Path,
     leave_out: Sequence[str] = (),
+    streams_of_phases: Sequence[int] = STREAMS,
 ) -> tuple[list[Phase], dict[str, Any]]:
     """All of one size: its phases, and facts about its model and engines."""
     path = scratch / size.name
@@ -282,9 +308,9 @@ def measure(
     contest_ = enter(path, args, log, leave_out)
     phases = []
     try:
-        for streams in STREAMS:
+        for streams in streams_of_phases:
             slices = contest_.warm_up(streams, output)
-            phase = Phase(size, streams, Gemms(size.matrices, streams), reader)
+            phase = Phase(size, streams, size.gemms(path, streams), reader)
             phase.first_reading = len(next(iter(reader.rates.values())))
 
             def between(phase: Phase = phase) -> None:

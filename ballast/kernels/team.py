@@ -59,16 +59,8 @@ class Program:
         Their tables, and what these point to, have to outlive this.
         """
         self._operations = np.ascontiguousarray(operations, np.int64)
-        with _compiling:
-            self._kernel = program_code.address()
-        # The counter of arrivals has a cache line to itself.
-        raw = np.zeros(program_code.N_FIELDS + 8, np.int64)
-        skip = -(raw.ctypes.data // 8) % 8
-        self._table = raw[skip : skip + program_code.N_FIELDS]
-        self._table[program_code.OPERATIONS] = self._operations.ctypes.data
-        self._table[program_code.N_OPERATIONS] = len(self._operations)
-        self._table[program_code.TEAM_SIZE] = address_in_openmp("omp_get_num_threads")
-        self._table[program_code.YIELD] = address_in_openmp("sched_yield")
+        self._kernel = program_kernel()
+        self._table = program_tables(self._operations[None])[0]
         self._address = self._table.ctypes.data
 
     def run(self, workers: int) -> None:
@@ -78,6 +70,36 @@ class Program:
         """
         self._table[program_code.ARRIVED] = 0
         run(self._kernel, self._address, workers)
+
+
+def program_kernel() -> int:
+    """Address of the kernel that runs a program, given its table (`program_tables`): a program can
+    be an operation of another one."""
+    with _compiling:
+        return program_code.address()
+
+
+def program_tables(operations: Array) -> Array:
+    """int64 (programs, fields) for `operations` (programs, n, 2) that outlive them: as Program has.
+
+    Before each run ARRIVED has to be set to 0.
+    """
+    # Rows are two cache lines long: no counter of arrivals shares one with anything else.
+    count = len(operations)
+    raw = np.zeros(count * program_code.N_FIELDS + 8, np.int64)
+    skip = -(raw.ctypes.data // 8) % 8
+    tables = raw[skip : skip + count * program_code.N_FIELDS].reshape(count, program_code.N_FIELDS)
+    tables[:, program_code.OPERATIONS] = rows_of(operations)
+    tables[:, program_code.N_OPERATIONS] = operations.shape[1]
+    tables[:, program_code.TEAM_SIZE] = address_in_openmp("omp_get_num_threads")
+    tables[:, program_code.YIELD] = address_in_openmp("sched_yield")
+    return tables
+
+
+def rows_of(tables: Array) -> Array:
+    """int64 (n,): address of each of n tables, along the first dimension."""
+    found: Array = tables.ctypes.data + np.arange(len(tables)) * tables.strides[0]
+    return found
 
 
 def bind(cpus: Sequence[int]) -> None:

@@ -3,7 +3,8 @@
 Llama has eight operations in a layer: norm, q/k/v, rotary and KV, attention, output projection,
 norm, gate and up, down. What others have otherwise, their recipe says
 (`ballast.weights.decoder_recipe`): operations that are not there, or more of them, other kernels,
-or other numbers in the tables.
+or other numbers in the tables. A layer of experts has programs in place of the last two
+(`ballast.models.fused_experts`).
 
 Weights come packed (`ballast.weights.packing.fused`). Activations are float32 and lie in the lane's
 workspace, at addresses that never change: so the operations' tables are made once, and a job fills
@@ -31,6 +32,7 @@ from ballast.kv.layout import Layout
 from ballast.memory.tensor import array_at, tensor_at
 from ballast.models.fused_adapters import AdaptedRows, FusedAdapters
 from ballast.models.fused_angles import Angles
+from ballast.models.fused_experts import FusedExperts, layers_of_experts
 from ballast.models.fused_workspace import Buffers, Place, angle_bytes, gate_up_width, qkv_width
 from ballast.models.library import Library
 from ballast.models.passes import Due, End, Pass, Stop
@@ -99,9 +101,13 @@ class FusedModel(Served):
         self._rotary = self._rotary_tables(layers, epsilon)
         self._linears = {role: self._linear_tables(role, layers) for role in MATRICES}
         self._linears["head"] = self._linear_tables("head", [last])
+        self.experts: FusedExperts | None = None
+        if layers_of_experts(layers):
+            text, hidden = host.config.get_text_config(), (b.normed, b.hidden)
+            self.experts = FusedExperts(spec, text, layers, self.dtype, b.experts, hidden, max_rows)
         self._logits = tensor_at(b.logits, (max_sampled, spec.vocab), torch.float32)
         self._hidden = tensor_at(b.hidden, (max_rows, spec.hidden), torch.float32)
-        interleaved = layers[0]["gate_up"][0].layout == GATED
+        interleaved = all(w["gate_up"][0].layout == GATED for w in layers if "gate_up" in w)
         places = {role: self._place(role) for role in self._linears} | {"opened": self._opened()}
         self._places = places
         self._library = Library.of(layers, last, self.dtype, places, b.gate_up)
@@ -215,8 +221,9 @@ class FusedModel(Served):
                 planned.operation(land, self._lands, 2 * i)
             if recipe.norms_before:
                 planned.operation(norm, self._norms, 2 * i + 1)
-            multiply("gate_up", i)
-            multiply("down", i)
+            if self.experts is None or not self.experts.describe(planned, i):
+                multiply("gate_up", i)
+                multiply("down", i)
             if recipe.lands_apart:
                 planned.operation(land, self._lands, 2 * i + 1)
             planned.stop(Due.USED, i)
@@ -368,7 +375,8 @@ class FusedModel(Served):
         place = place or self._place(role)
         bias = f"{role}.bias"
         tables = linear.tables(
-            np.array([w[role][1] for w in weights]),
+            # A layer of experts runs none of its own in place of these.
+            np.array([w[role][1] if role in w else 0 for w in weights]),
             place.n,
             place.k,
             mode=place.mode,
@@ -394,6 +402,8 @@ class FusedModel(Served):
             tables[:, linear_code.NEXT] = 0
             tables[:, linear_code.ROWS] = n
         self._linears["head"][:, linear_code.ROWS] = sampled
+        if self.experts is not None:
+            self.experts.fill(n, item_rows)
 
     def _attend(self, rows: Rows) -> tuple[int, Array]:
         """Attention's kernel, and each layer's table."""

@@ -111,6 +111,7 @@ def targets_by_role(
 
 
 def _modules(segment: Segment, role: str) -> list[str]:
-    """Paths of the modules that a layer's matrix was put together from."""
-    (packed,) = (t for t in segment.tensors if t.names == (role,))
-    return [name.removesuffix(".weight") for name in packed.sources]
+    """Paths of the modules that a layer's matrix was put together from; a layer of experts has no
+    matrices of some roles."""
+    sources = next((t.sources for t in segment.tensors if t.names == (role,)), ())
+    return [name.removesuffix(".weight") for name in sources]

@@ -11,6 +11,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.units import ceil_div
 from ballast.kernels import linear, linear_code
 from ballast.kernels.workspace import Workspace
+from ballast.models.fused_experts import experts_bytes
 from ballast.weights.decoder_recipe import LLAMA, DecoderRecipe
 from ballast.weights.sharding import Shard
 
@@ -34,8 +35,9 @@ class Buffers:
     """Addresses in the workspace: float32, except for `tokens`, `sampled` and `places`: int64.
 
     `gate_up` has gates and ups, where a matrix's product is stored before it is gated, and before
-    them the inputs of a library's matrix in bfloat16. The last four are for a rank of several: its
-    part of a sum, all ranks' parts, and the same of logits.
+    them the inputs of a library's matrix in bfloat16. `part` and the three after it are for a rank
+    of several: its part of a sum, all ranks' parts, and the same of logits; `experts` is divided by
+    `fused_experts.py`.
     """
 
     hidden: int
@@ -54,6 +56,7 @@ class Buffers:
     parts: int
     head_part: int
     head_parts: int
+    experts: int
 
     @classmethod
     def of(
@@ -116,6 +119,7 @@ def _sizes(spec: ModelSpec, rows: int, sampled: int, recipe: DecoderRecipe) -> t
         spec.ranks * part,
         head_part,
         spec.ranks * head_part,
+        experts_bytes(spec, rows),
     )
 
 

@@ -47,7 +47,9 @@ class Library:
         self._dtype, self._places, self._from_rows = dtype, places, from_rows
         stored = dict.fromkeys(MATRICES, layers) | {"head": [last]}
         self._matrices = {
-            role: [_matrix(role, weights, dtype) for weights in stored[role]] for role in from_rows
+            role: [_matrix(role, weights, dtype) if role in weights else None for weights in of]
+            for role, of in stored.items()
+            if role in from_rows
         }
         self._inputs: dict[str, Tensor] = {}
         self._narrow = {
@@ -58,7 +60,8 @@ class Library:
             role: _storing(places["opened" if role == "gate_up" else role], len(of))
             for role, of in self._matrices.items()
         }
-        gate, interleaved = places["gate_up"], layers[0]["gate_up"][0].layout == GATED
+        gate = places["gate_up"]
+        interleaved = all(w["gate_up"][0].layout == GATED for w in layers if "gate_up" in w)
         self._gates = linear.gate_tables(
             len(layers), gate.n // 2, interleaved=interleaved, mode=gate.mode
         )
@@ -77,7 +80,9 @@ class Library:
 
         Measures matrices of shapes that are new to this machine, which takes a second or two.
         """
-        matrices = {role: layers[0][role][0] for role in MATRICES} | {"head": last["head"][0]}
+        # A layer of experts has no matrices of some roles.
+        matrices = {role: w[role][0] for role in MATRICES for w in layers if role in w}
+        matrices["head"] = last["head"][0]
         if any(t.layout == PLAIN for t in matrices.values()):
             return cls(layers, last, dtype, places, narrowed, dict.fromkeys(matrices, 0))
         from_rows = {
@@ -126,7 +131,9 @@ class Library:
 
         The caller keeps the product until that has run.
         """
-        matrix, bias = self._matrices[role][i]
+        found = self._matrices[role][i]
+        assert found is not None, "layers of experts have no matrix of this role"
+        matrix, bias = found
         if bias is not None:
             bias = bias.to(self._dtype)
         if matrix.layout == torch.strided:

@@ -21,7 +21,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.settings import ModelSettings
 from ballast.isolation.calls import Here, Isolation
 from ballast.memory.tensor import tensor_at
-from ballast.weights import packing
+from ballast.weights import packing, packing_experts
 from ballast.weights.adapter import load_adapters
 from ballast.weights.assemble import Recipe, Sources, concatenate
 from ballast.weights.config import config_of
@@ -120,8 +120,14 @@ def _fill(
                 return torch.zeros(plan[name].shape, dtype=dtype)
             return sources.read(plan[name], dtype)
 
+        def read_part(name: str, start: int, target: Tensor) -> None:
+            sources.fill(plan[name], start, target)
+
         def fill(piece: Piece) -> bytes:
             tensor = piece.tensor
+            if tensor.layout in packing_experts.LAYOUTS:
+                expert = piece.start // tensor.piece_bytes
+                return _write(piece, packing_experts.build(tensor, expert, read_part))
             if not tensor.as_stored:
                 return _write(piece, packing.build(tensor, read, served))
             parts = [plan[name] for name in tensor.sources]

@@ -179,6 +179,9 @@ def _shard(
     if not divisible or packing.fused(architecture, dtype) is None:
         allowed = f"{settings.name} is not served by the fused path of Llama's kind"
         raise ConfigError("tensor_parallel", shard.ranks, allowed)
+    if architecture.experts_per_token:
+        allowed = f"{settings.name} has experts, which are not divided so far"
+        raise ConfigError("tensor_parallel", shard.ranks, allowed)
     if settings.adapters:
         allowed = f"{settings.name} has adapters, which are not divided so far"
         raise ConfigError("tensor_parallel", shard.ranks, allowed)

@@ -17,6 +17,7 @@ from torch import Tensor
 from ballast.core.units import ceil_div
 from ballast.kernels import linear
 from ballast.kernels.linear_code import PANEL
+from ballast.weights import packing_experts
 from ballast.weights.architecture import Architecture, Wanted
 from ballast.weights.decoder_recipe import LLAMA, DecoderRecipe, matrices, vectors
 from ballast.weights.segment import PLAIN, PackedTensor
@@ -63,10 +64,12 @@ def fused(architecture: Architecture, dtype: str, *, packed: bool = True) -> Lay
 
     Roles: `embeddings`, `norm` and `head` (`embeddings` and `head` on one tensor where they are
     tied); in layers the matrices and norms of `ballast.weights.decoder_recipe`, and biases as
-    `qkv.bias` and so on. Matrices are plain if not `packed`, which Llama's recipe alone has a fast
-    path for, on CPUs and GPUs.
+    `qkv.bias` and so on; in those of experts, in place of the last two matrices, the roles of
+    `packing_experts`. Matrices are plain if not `packed`, which Llama's recipe alone has a fast
+    path for, on CPUs and GPUs, and without experts.
     """
-    recipe = architecture.recipe
+    mixed = packed and packing_experts.is_known(architecture)
+    recipe = LLAMA if mixed else architecture.recipe
     if recipe is None or not (packed or recipe == LLAMA):
         return None
     if any(w.dtype is not None for _, wanted in architecture.segments for w in wanted):
@@ -137,12 +140,15 @@ def _layer(
 ) -> tuple[PackedTensor, ...] | None:
     """A layer's tensors by role; None if it has others than expected."""
     by_part = {_part(w.names[0]): w for w in wanted}
-    found: list[PackedTensor] = []
+    found = list(packing_experts.take_experts(by_part, dtype)) if packed else []
+    roles = matrices(recipe)
+    if found:
+        roles = {role: roles[role] for role in ("qkv", "o")}
     for role, name in vectors(recipe).items():
         vector = by_part.pop(f"{name}.weight", None)
         if vector is not None:
             found.append(_vector(role, vector, dtype, recipe))
-    for role, names in matrices(recipe).items():
+    for role, names in roles.items():
         weights = [by_part.pop(f"{name}.weight", None) for name in names]
         biases = [by_part.pop(f"{name}.bias", None) for name in names]
         interleaved = packed and role == "gate_up"

@@ -20,7 +20,8 @@ class PackedTensor:
     """A tensor within a segment, contiguous at byte `offset`; `names` of its parameters.
 
     `layout`: how its elements lie, and `sources`: the architecture's tensors, by name, that they
-    come from (`ballast.weights.packing`).
+    come from (`ballast.weights.packing`). `parts`: into how many equal parts it can be divided that
+    are filled each by itself, if it is not as stored.
     """
 
     names: tuple[str, ...]
@@ -30,6 +31,7 @@ class PackedTensor:
     n_bytes: int
     layout: str
     sources: tuple[str, ...]
+    parts: int = 1
 
     @property
     def as_stored(self) -> bool:
@@ -39,7 +41,7 @@ class PackedTensor:
     @property
     def piece_bytes(self) -> int:
         """Of what is filled at once."""
-        return PIECE_BYTES if self.as_stored else self.n_bytes
+        return PIECE_BYTES if self.as_stored else self.n_bytes // self.parts
 
 
 @dataclass(frozen=True, slots=True)

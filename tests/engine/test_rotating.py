@@ -11,8 +11,9 @@ import pytest
 from ballast.bench.inprocess import InProcess
 from ballast.core.settings import FleetSettings
 from ballast.policy.presets import Preset
+from benchmarks.families import config, make
 from benchmarks.rotations import RandomRotations
-from tests.engine.checkpoints import make_llama
+from tests.engine.checkpoints import VOCAB, make_llama
 from tests.engine.test_live import NAMES, asked, fleet, need
 
 
@@ -50,6 +51,21 @@ def with_path(settings: FleetSettings, model_impl: str, linear: str) -> FleetSet
 def test_rotating_layers_change_no_token(
     paths: dict[str, Path], model_impl: str, linear: str
 ) -> None:
+    check_rotating(paths, model_impl, linear)
+
+
+def test_rotating_layers_of_experts_change_no_token(tmp_path: Path) -> None:
+    """All of a layer's experts are one segment; of some models' layers not all have experts."""
+    families = dict(zip(NAMES, ("mixtral", "qwen3_moe", "mixtral"), strict=True))
+    paths = {name: tmp_path / name for name in NAMES}
+    for i, (name, family) in enumerate(families.items()):
+        changes = {"num_hidden_layers": 6 + i, "vocab_size": VOCAB}
+        make(paths[name], config(family, **changes), seed=i)
+    check_rotating(paths, "fused", "packed")
+
+
+def check_rotating(paths: dict[str, Path], model_impl: str, linear: str) -> None:
+    """The same requests alone and while layers rotate, in memory that is too small for all."""
     requests = [*asked(4), *(replace(r, id=f"{r.id}-warm") for r in asked(3, 0.8))]
     settings = with_path(fleet(paths), model_impl, linear)
     with InProcess(settings) as server:

@@ -15,7 +15,14 @@ from types import ModuleType
 import pytest
 from numba.core.dispatcher import Dispatcher
 
-from ballast.kernels import attention_code, intrinsics, layer_code, linear_code, lora_code
+from ballast.kernels import (
+    attention_code,
+    experts_code,
+    intrinsics,
+    layer_code,
+    linear_code,
+    lora_code,
+)
 
 ROOT = Path(__file__).parents[2]
 COMPILE = "from ballast.kernels.lora_code import address_of; [address_of(n) for n in {!r}]"
@@ -27,7 +34,7 @@ def test_intrinsics_that_can_be_arguments_have_names_of_their_own() -> None:
     assert len({repr(p) for p in pointers}) == len(pointers), [repr(p) for p in pointers]
 
 
-@pytest.mark.parametrize("code", [attention_code, layer_code, linear_code, lora_code])
+@pytest.mark.parametrize("code", [attention_code, experts_code, layer_code, linear_code, lora_code])
 def test_functions_that_kernels_call_have_names_of_their_own(code: ModuleType) -> None:
     functions = {id(f): f for f in vars(code).values() if isinstance(f, Dispatcher)}
     names = [f.py_func.__qualname__ for f in functions.values()]

@@ -1,0 +1,142 @@
+"""Mixtures of experts on CPU: the tables of one layer's experts, and all of it as one call.
+
+A layer's experts are the linear kernel's tables, two for each expert (`Experts`), and a table of
+their own, whose fields are those of `experts_code`. `routes` says what of a row's result depends on
+the model: how many experts it goes to and whether their shares are divided by their sum.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ballast.kernels import experts_code as code
+from ballast.kernels import linear, team
+from ballast.kernels.linear_code import N_FIELDS as LINEAR_FIELDS
+
+Array = np.ndarray[Any, Any]
+
+OPERATIONS = ("route", "gate_up", "down", "combine")
+"""Of a layer, in order; a barrier has to stand between them."""
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_compiling = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a row's experts are found: of a softmax over all experts the `top_k` largest."""
+
+    top_k: int
+    normalised: bool
+    """Whether the shares of these are divided by their sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Addresses of what a job's rows need, `pairs` = rows * top_k; all layers use the same."""
+
+    x: int
+    """float32 (rows, width): what router and experts get."""
+    out: int
+    """float32 (rows, width): is added to."""
+    gated: int
+    """float32 (pairs, inner)"""
+    made: int
+    """float32 (pairs, width)"""
+    chosen: int
+    """int64 (pairs,), as `slot_rows` and `slot_pairs`."""
+    slot_rows: int
+    slot_pairs: int
+    shares: int
+    """float32 (pairs,)"""
+
+
+def sizes(rows: int, top_k: int, width: int, inner: int) -> tuple[int, ...]:
+    """Bytes of each of `Buffers`, from `gated` on."""
+    pairs = rows * top_k
+    return (
+        4 * pairs * inner,
+        4 * pairs * width,
+        8 * pairs,
+        8 * pairs,
+        8 * pairs,
+        4 * pairs,
+    )
+
+
+class Experts:
+    """Tables of some layers, alike but for their weights. One job at a time."""
+
+    def __init__(
+        self,
+        routers: Array,
+        gate_ups: Array,
+        downs: Array,
+        width: int,
+        inner: int,
+        routing: Routing,
+        dtype: torch.dtype,
+        buffers: Buffers,
+        most_rows: int,
+    ) -> None:
+        """Addresses int64: `routers` (layers,), of (experts, width); `gate_ups` (layers, experts),
+        of panels as mode GATED takes them (2 * inner, width); `downs` likewise, (width, inner).
+        `most_rows` of a job.
+
+        Compiles the kernels, unless Numba's cache has them (seconds).
+        """
+        layers, n = gate_ups.shape
+        b, pairs_row = buffers, (buffers.gated, inner)
+        self._linears = np.zeros((2, layers, n, LINEAR_FIELDS), np.int64)
+        for made, weights, (outputs, inputs), mode in (
+            (self._linears[0], gate_ups, (2 * inner, width), linear.GATED),
+            (self._linears[1], downs, (width, inner), linear.STORE),
+        ):
+            tables = linear.tables(weights.reshape(-1), outputs, inputs, mode=mode)
+            made[:] = tables.reshape(made.shape)
+        linear.place(self._linears[0], 0, (b.x, width), pairs_row)
+        linear.place(self._linears[1], 0, pairs_row, (b.made, width))
+        self._scores = np.zeros((most_rows, n), np.float32)
+        self.counts = np.zeros((layers, n), np.int64)
+        """Rows that each expert of each layer had in the last job."""
+        self.tables = np.zeros((layers, code.N_FIELDS), np.int64)
+        fields = {
+            code.WIDTH: width,
+            code.X: b.x,
+            code.OUT: b.out,
+            code.ROUTER: routers,
+            code.EXPERTS: n,
+            code.TOP_K: routing.top_k,
+            code.NORMALISED: int(routing.normalised),
+            code.SCORES: self._scores.ctypes.data,
+            code.CHOSEN: b.chosen,
+            code.SHARES: b.shares,
+            code.SLOT_ROWS: b.slot_rows,
+            code.SLOT_PAIRS: b.slot_pairs,
+            code.COUNTS: team.rows_of(self.counts),
+            code.GATED: b.gated,
+            code.INNER: inner,
+            code.MADE: b.made,
+            code.LINEAR: linear.kernel(dtype),
+            code.GATE_UPS: team.rows_of(self._linears[0]),
+            code.DOWNS: team.rows_of(self._linears[1]),
+        }
+        for field, value in fields.items():
+            self.tables[:, field] = value
+
+    def fill(self, rows: int, item_rows: int) -> None:
+        """Before each job: how many rows it has, and how many of these are one item."""
+        self.tables[:, (code.ROUTED, code.COMBINED, code.DONE)] = 0
+        self.tables[:, code.ROWS] = rows
+        self.tables[:, code.ITEM_ROWS] = item_rows
+
+
+def kernels(dtype: torch.dtype) -> tuple[int, ...]:
+    """Addresses of `OPERATIONS` for weights of `dtype`; compiles what is new."""
+    names = (f"route_{_NAMES[dtype]}", *OPERATIONS[1:])
+    with _compiling:
+        return tuple(code.address_of(name) for name in names)

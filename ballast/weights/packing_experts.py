@@ -1,0 +1,97 @@
+"""How the experts of a layer are laid out in memory for `models/fused_experts.py`.
+
+`transformers` holds a layer's experts as two tensors, (experts, 2 * inner, hidden) and (experts,
+hidden, inner). In memory each expert's matrix is in panels of its own (`kernels/linear.py`), one
+after the other: a step reads those of the experts that it goes through, and no others. The router
+is as stored. Each expert is read, packed and written by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ballast.kernels import linear
+from ballast.kernels.experts import Routing
+from ballast.weights.architecture import Architecture, Wanted
+from ballast.weights.segment import PLAIN, PackedTensor
+
+EXPERT_PANELS = "expert_panels"
+"""Layout of (experts, n, k): each expert in panels."""
+EXPERT_GATED = "expert_gated"
+"""The same, of (experts, gates and then ups, k): each expert as mode GATED takes it."""
+LAYOUTS = frozenset({EXPERT_PANELS, EXPERT_GATED})
+
+ROUTER, GATE_UP, DOWN = "router", "experts.gate_up", "experts.down"
+"""Roles of a layer's tensors."""
+_ROLES = {
+    ROUTER: ("mlp.gate.weight", PLAIN),
+    GATE_UP: ("mlp.experts.gate_up_proj", EXPERT_GATED),
+    DOWN: ("mlp.experts.down_proj", EXPERT_PANELS),
+}
+"""Name within a layer, and layout, by role."""
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+ReadPart = Callable[[str, int, Tensor], None]
+"""Fill a tensor (1-D) with the elements from a number on of that of a name, converted."""
+
+
+def routing_of(config: Any) -> Routing | None:
+    """How the router of a decoder with this configuration of its text chooses, where it is a plain
+    softmax over all experts and nothing is beside the experts; None: it is not, or not known."""
+    if config.model_type == "mixtral":
+        return Routing(int(config.num_experts_per_tok), normalised=True)
+    if config.model_type == "qwen3_moe":
+        return Routing(int(config.num_experts_per_tok), normalised=bool(config.norm_topk_prob))
+    return None
+
+
+def is_known(architecture: Architecture) -> bool:
+    """Whether the experts of a decoder are such as `models/fused_experts.py` runs."""
+    config = architecture.config.get_text_config()
+    routing = routing_of(config)
+    if routing is None or config.hidden_act != "silu":
+        return False
+    return routing.top_k == architecture.experts_per_token > 0
+
+
+def take_experts(by_part: dict[str, Wanted], dtype: str) -> tuple[PackedTensor, ...]:
+    """Take router and experts out of a layer's tensors, by their names in the layer.
+
+    Empty, and nothing is taken, if they are not all there.
+    """
+    names = [name for name, _ in _ROLES.values()]
+    if not all(name in by_part for name in names):
+        return ()
+    router, gate_up, down = (by_part.pop(name) for name in names)
+    experts, hidden = router.shape
+    if gate_up.shape != (experts, 2 * down.shape[2], hidden) or down.shape[:2] != router.shape:
+        by_part.update(zip(names, (router, gate_up, down), strict=True))
+        return ()
+    found = zip(_ROLES.items(), (router, gate_up, down), strict=True)
+    return tuple(_tensor(role, w, dtype, layout) for (role, (_, layout)), w in found)
+
+
+def _tensor(role: str, w: Wanted, dtype: str, layout: str) -> PackedTensor:
+    kind = _DTYPES[dtype]
+    if layout == PLAIN:
+        n_bytes, parts = math.prod(w.shape) * kind.itemsize, 1
+    else:
+        parts, n, k = w.shape
+        n_bytes = parts * linear.packed_bytes(n, k, kind)
+    return PackedTensor((role,), w.shape, dtype, 0, n_bytes, layout, (w.names[0],), parts)
+
+
+def build(tensor: PackedTensor, expert: int, read: ReadPart) -> Tensor:
+    """One expert's matrix of a tensor in one of `LAYOUTS`, as it lies in memory."""
+    _, n, k = tensor.shape
+    matrix = torch.empty(n, k, dtype=_DTYPES[tensor.dtype])
+    read(tensor.sources[0], expert * n * k, matrix.view(-1))
+    if tensor.layout == EXPERT_GATED:
+        matrix = linear.gated(matrix[: n // 2], matrix[n // 2 :])
+    return linear.pack(matrix)
