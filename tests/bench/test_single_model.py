@@ -15,8 +15,8 @@ def phase(streams: int, ours: tuple[float, float], theirs: tuple[float, float]) 
     """Of runs whose prefill and whose decode steps, nine of them, take so many seconds each."""
     runs = {}
     for name, (prefill, step) in ((OURS, ours), (VLLM, theirs)):
-        steps = tuple(Step(step, 0) for _ in range(9))
-        runs[name] = [Run(prefill + 9 * step, prefill, 128 * streams, 10 * streams, steps)]
+        steps = tuple(Step(0, step) for _ in range(9))
+        runs[name] = [Run(streams, 128 * streams, 10 * streams, prefill + 9 * step, prefill, steps)]
     return Phase(SIZES[0], streams, cast(Gemms, None), cast(Reader, None), runs)
 
 
