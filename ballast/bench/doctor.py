@@ -41,6 +41,7 @@ def examine(fleet: FleetSettings | None, clock: Clock) -> Iterator[Finding]:
         from ballast.bench import doctor_fleet
 
         yield from doctor_fleet.fleet(fleet)
+    yield from doctor_machine.kernels()
 
 
 def table(findings: list[Finding]) -> Table:

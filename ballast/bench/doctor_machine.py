@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from ballast.bench.finding import Finding, judged
+from ballast.kernels.choice_file import ChoiceFile
 
 _LEAST_TORCH = (2, 11)
 _LEAST_FILES = 1024
@@ -72,6 +73,26 @@ def processor() -> Iterator[Finding]:
         "bfloat16 models will be slow here: serve them with `dtype: float32`",
         warn=not bf16,
     )
+
+
+def kernels() -> Iterator[Finding]:
+    """Which kernel multiplies matrices, as far as it was measured here for models loaded so far."""
+    file = ChoiceFile.of_user()
+    for machine in file.here() if file is not None else ():
+        by_dtype: dict[str, list[int | None]] = {}
+        for shape, choice in sorted(machine.choices.items()):
+            by_dtype.setdefault(shape.split()[0], []).append(choice.from_rows)
+        parts = [_chosen(dtype, found) for dtype, found in by_dtype.items()]
+        yield judged("kernels", f"{machine.threads} threads: {'; '.join(parts)}", "")
+
+
+def _chosen(dtype: str, from_rows: list[int | None]) -> str:
+    """Of how many shapes oneDNN multiplies matrices, and from which numbers of rows on."""
+    used = sorted(rows for rows in from_rows if rows is not None)
+    if not used:
+        return f"{dtype} by ours"
+    start = f"{used[0]}" if used[0] == used[-1] else f"{used[0]} to {used[-1]}"
+    return f"{dtype} by oneDNN from {start} rows on, {len(used)} of {len(from_rows)} shapes"
 
 
 def limits() -> Iterator[Finding]:

@@ -24,8 +24,8 @@ from ballast.kernels.contest import Shape, Timer
 log = logging.getLogger(__name__)
 
 ROWS = {
-    torch.float32: (64, 128, 256),
-    torch.bfloat16: (2, 4, 8, 16, 32, 64, 128, 256),
+    torch.float32: (64, 128, 256, 512),
+    torch.bfloat16: (2, 4, 8, 16, 32, 64, 128, 256, 512),
 }
 """Numbers of rows from which oneDNN may take over; what is measured at the last goes for more.
 
@@ -95,7 +95,7 @@ class Choices:
             return None
         if len(ratios) < len(ROWS[shape.dtype]):
             log.warning("%s: this machine is too busy to measure the faster kernel", name)
-            return decide(ratios) if ratios else UNMEASURED[shape.dtype]
+            return UNMEASURED[shape.dtype]
         texts = {str(rows): round(ratio, 4) for rows, ratio in ratios.items()}
         chosen = Choice(from_rows=decide(ratios), ratios=texts)
         chosen = self._file.keep(name, chosen, instead_of=kept)

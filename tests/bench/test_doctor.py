@@ -22,6 +22,7 @@ from ballast.engine.build import largest_jobs
 from ballast.engine.inbox import MonotonicClock
 from ballast.fleet.file import load_fleet
 from ballast.fleet.make import MadeFleet, make_fleet
+from ballast.kernels.choice_file import VARIABLE, Choice, ChoiceFile
 from ballast.memory.host_memory import available
 
 
@@ -70,6 +71,24 @@ def test_a_bound_on_addresses_fails() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     assert finding.verdict is Verdict.FAIL
     assert "ulimit -v unlimited" in finding.cure
+
+
+def test_kernels_that_were_chosen_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(doctor_machine.kernels()) == []
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "choices.json"))
+    assert list(doctor_machine.kernels()) == []
+    file = ChoiceFile(tmp_path / "choices.json")
+    for shape, rows in (
+        ("bfloat16 64x64", 8),
+        ("bfloat16 128x64 gated", 32),
+        ("float32 1x1", None),
+    ):
+        file.keep(shape, Choice(from_rows=rows, ratios={}))
+    file.keep("bfloat16 640x64", Choice(from_rows=None, ratios={}))
+    (finding,) = doctor_machine.kernels()
+    assert finding.verdict is Verdict.OK
+    told = "bfloat16 by oneDNN from 8 to 32 rows on, 2 of 3 shapes; float32 by ours"
+    assert finding.found.endswith(f" threads: {told}")
 
 
 def test_a_fleet_that_fits(made: MadeFleet) -> None:

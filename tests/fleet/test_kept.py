@@ -15,7 +15,7 @@ import pytest
 
 from ballast.core.errors import ConfigError, NotKept
 from ballast.core.settings import ModelSettings
-from ballast.fleet import kept
+from ballast.fleet import whole
 from ballast.fleet.changes import Changes
 from ballast.fleet.kept import Kept
 
@@ -160,7 +160,7 @@ def test_of_two_servers_that_write_at_once_one_is_refused(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", replacing)
         patch.setattr(time, "sleep", waiting)
-        patch.setattr(kept, "_TRIES", 10**6)
+        patch.setattr(whole, "_TRIES", 10**6)
         first.write(PINNED)
         late.join()
     assert "somebody else" in str(refused[0])
