@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from ballast.core.errors import ConfigError, UnsupportedModel
 from ballast.core.job import SequenceWork
@@ -15,10 +15,10 @@ from ballast.models.fused import FusedModel
 from ballast.weights.architecture import learn
 from ballast.weights.decoder_recipe import LLAMA
 from ballast.weights.sharding import Shard
-from benchmarks.families import config, make
+from benchmarks.families import FAMILIES, config, make
+from benchmarks.tiny import tiny
 from tests.models.tiny import GREEDY, Served
 
-TURNS: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 2 * 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp bias": ("llama", {"mlp_bias": True, "attention_bias": True}),
     "gelu": ("llama", {"hidden_act": "gelu"}),
@@ -56,7 +56,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda v: v.replace(" ", "-"))
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """(transformers' model, ours)."""
     path = tmp_path_factory.mktemp("recipes")
     family, changes = CASES[request.param]
@@ -105,3 +105,74 @@ def test_what_is_embedded(case: Any) -> None:
     with torch.no_grad():
         theirs = reference.base_model(tokens[None], use_cache=False).last_hidden_state[0, -1:]
     torch.testing.assert_close(served.model.hidden(work).clone(), theirs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["olmo2", "gemma3_text", "granite"])
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(kind: str, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"embedding_multiplier": 6.0} if kind == "granite" else {}
+    # A hidden size whose root, Gemma's factor of embeddings, bfloat16 rounds.
+    reference = make(tmp_path, config(kind, hidden_size=80, head_dim=16, **changes))
+    tokens = tokens_of(50)
+    exact = expected(reference, tokens)[-1:]
+    reference.to(torch.bfloat16)
+    theirs = expected(reference, tokens)[-1:].float()
+    served = Served(tmp_path, model_impl="fused", linear="packed", dtype="bfloat16")
+    ours = served.logits(SequenceWork("a", tokens.tolist(), 0, [0, 1, 2, 3], GREEDY))
+    assert (ours - exact).norm() < 1.2 * (theirs - exact).norm()
+    served.close()
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "names as Llama's, neighbours rotated in pairs": ("ernie4_5", {}),
+    "the same": ("helium", {}),
+    "another gelu": ("llama", {"hidden_act": "quick_gelu"}),
+    "not a gated MLP": ("arcee", {}),
+    "norms that take the mean off": ("stablelm", {}),
+    "experts": ("mixtral", {}),
+    "queries that grow with their position": (
+        "ministral3",
+        {
+            "max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "llama_4_scaling_beta": 0.5,
+                "max_position_embeddings": 64,
+            },
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_the_fast_path_cannot_do_goes_the_general_way(what: str, tmp_path: Path) -> None:
+    kind, changes = REFUSED[what]
+    made = config(kind, **changes) if kind in FAMILIES else tiny(kind, **changes)
+    reference = make(tmp_path, made)
+    with pytest.raises(UnsupportedModel, match="fused"):
+        Served(tmp_path, model_impl="fused", linear="packed")
+    served = Served(tmp_path, model_impl="auto", linear="auto")
+    assert not served.host.fused
+    tokens = tokens_of(30)
+    ours = served.logits(SequenceWork("a", tokens.tolist(), 0, [0, 1], GREEDY))
+    torch.testing.assert_close(ours, expected(reference, tokens)[-1:], rtol=0, atol=1e-4)
+    served.close()
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "olmo2", "phi3", "granite"])
+def test_only_llamas_recipe_is_for_plain_matrices_and_ranks(kind: str, tmp_path: Path) -> None:
+    """So for GPUs, whose matrices are plain."""
+    make(tmp_path, config(kind))
+    served = Served(tmp_path, model_impl="auto", linear="plain")
+    assert not served.host.fused
+    assert served.host.recipe is None
+    served.close()
+    with pytest.raises(ConfigError, match="tensor_parallel"):
+        Served(tmp_path, model_impl="auto", linear="packed", shard=Shard(0, 2))
+
+
+def test_the_fast_path_of_llama_goes_by_its_features_too() -> None:
+    for kind in ("llama", "mistral", "qwen2", "qwen3"):
+        assert learn(config(kind)).recipe == LLAMA
