@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 
 from ballast.core.errors import ConfigError, UnsupportedModel
 from ballast.core.job import SequenceWork
+from ballast.core.settings import AdapterSettings
 from ballast.models.fused import FusedModel
 from ballast.weights.architecture import learn
 from ballast.weights.decoder_recipe import LLAMA
 from ballast.weights.sharding import Shard
+from benchmarks.adapters import merged, random_adapter
 from benchmarks.families import FAMILIES, config, make
 from benchmarks.tiny import tiny
 from tests.models.tiny import GREEDY, Served
@@ -105,6 +108,65 @@ def test_what_is_embedded(case: Any) -> None:
     with torch.no_grad():
         theirs = reference.base_model(tokens[None], use_cache=False).last_hidden_state[0, -1:]
     torch.testing.assert_close(served.model.hidden(work).clone(), theirs, rtol=0, atol=1e-4)
+
+
+class ComingAndGoing:
+    """Implements `Barriers`: the weights of some layers are there from `wait` to `used` alone."""
+
+    def __init__(self, served: Served, layers: Collection[int]) -> None:
+        self._served, self._layers = served, layers
+        for layer in layers:
+            self.used(layer)
+
+    def begin_pass(self, work: Sequence[SequenceWork]) -> Collection[int]:
+        return self._layers
+
+    def wait(self, layer: int) -> None:
+        array = self._served.weights[1 + layer]
+        ctypes.memmove(array.ctypes.data, self._served.host.addresses[1 + layer], array.nbytes)
+
+    def used(self, layer: int) -> None:
+        self._served.weights[1 + layer][:] = 0xFF  # NaN
+
+    def stalled(self) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("layers", [{1}, {0, 1, 2}])
+def test_layers_that_come_and_go(case: Any, layers: set[int]) -> None:
+    """To the bit as when all are there."""
+    _, served = case
+    work = SequenceWork("a", tokens_of(30).tolist(), 0, [4, 2], GREEDY)
+    before = served.logits(work)
+    served.model.barriers = ComingAndGoing(served, layers)
+    try:
+        assert torch.equal(served.logits(work), before)
+    finally:
+        served.model.barriers = None
+        served.fill()
+
+
+@pytest.mark.parametrize("comes_and_goes", [False, True])
+@pytest.mark.parametrize("kind", ["gemma2", "olmo2", "granite", "smollm3", "phi3"])
+def test_adapters(kind: str, comes_and_goes: bool, tmp_path: Path) -> None:
+    """Beside the base in one batch; where gates and ups are stored as one, on the generic path."""
+    base = make(tmp_path / "base", config(kind))
+    adapter = random_adapter(base, tmp_path / "adapter", 1, rank=5)
+    named = (AdapterSettings(name="adapter", path=str(adapter.path)),)
+    served = Served(tmp_path / "base", model_impl="auto", linear="packed", adapters=named)
+    assert not served.host.failed
+    assert served.host.fused == (kind != "phi3")
+    if comes_and_goes and served.host.fused:
+        served.model.barriers = ComingAndGoing(served, {0, 2})
+    a, b = tokens_of(23, 1), tokens_of(9, 2)
+    ours = served.logits(
+        SequenceWork("a", a.tolist(), 0, [0, 1], GREEDY, adapter=0),
+        SequenceWork("b", b.tolist(), 0, [2], GREEDY),
+    )
+    with merged(base, adapter):
+        adapted = expected(base, a)[-1]
+    close(ours, torch.stack([adapted, expected(base, b)[-1]]))
+    served.close()
 
 
 @pytest.mark.parametrize("kind", ["olmo2", "gemma3_text", "granite"])
