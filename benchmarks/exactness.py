@@ -34,11 +34,11 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from ballast.bench.inprocess import Answer, InProcess
+from ballast.core.errors import UnsupportedModel
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import AdapterSettings, DeviceSettings, FleetSettings, ModelSettings, Slo
 from ballast.core.units import KiB, MiB
-from ballast.weights.packing import FUSED
-from ballast.weights.packing_experts import routing_of
+from ballast.weights.checkpoint import read_spec
 from benchmarks.adapters import merged, random_adapter
 from benchmarks.common import finish, options
 from benchmarks.families import FAMILIES, VOCAB, config, make
@@ -170,26 +170,27 @@ def check_family(path: Path, settings: Mapping[str, Any]) -> Verdict:
     return verdict
 
 
+def _is_known(directory: Path, settings: Mapping[str, Any]) -> bool:
+    """Whether a model can be served with these settings: not every one has a fast path."""
+    try:
+        read_spec(ModelSettings(name="model", path=str(directory), **settings))
+    except UnsupportedModel:
+        return False
+    return True
+
+
 def check_families(scratch: Path) -> dict[str, dict[str, Any]]:
     """By family: `ok`, and the verdict on every path that knows it."""
     found = {}
     for family in FAMILIES:
         make(scratch / family, config(family))
-        paths = [path for path in PATHS if _knows(path, family)]
-        verdicts = {path: check_family(scratch / family, PATHS[path]) for path in paths}
+        paths = {p: more for p, more in PATHS.items() if _is_known(scratch / family, more)}
+        verdicts = {path: check_family(scratch / family, more) for path, more in paths.items()}
         found[family] = {
             "ok": all(v.ok for v in verdicts.values()),
             **{path: v.to_json() for path, v in verdicts.items()},
         }
     return found
-
-
-def _knows(path: str, family: str) -> bool:
-    """Whether a family is served on one of `PATHS`: experts only in panels."""
-    more = PATHS[path]
-    if more["model_impl"] == "generic" or family in FUSED:
-        return True
-    return more["linear"] == "packed" and routing_of(config(family)) is not None
 
 
 def check_adapters(scratch: Path) -> dict[str, Any]:

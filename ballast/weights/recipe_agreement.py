@@ -135,7 +135,7 @@ class SpeltOut:
         angles = positions.float()[:, None] * steps
         cosine, sine = angles.cos() * factor, angles.sin() * factor
         half = len(steps)
-        left, right, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
+        left, right, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], -1)
         turned = (left * cosine - right * sine, right * cosine + left * sine)
         return torch.cat([*turned, rest], -1)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import pytest
 import torch
@@ -40,8 +42,34 @@ def test_norm_of_chosen_rows(dtype: torch.dtype, workers: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+def test_landing(dtype: torch.dtype, normed: bool) -> None:
+    """What lands is normed, if there are weights for that, scaled, and added."""
+    torch.manual_seed(4)
+    x, weight, out = torch.randn(9, 40), torch.randn(40).to(dtype), torch.randn(9, 40)
+    added = torch.nn.functional.rms_norm(x, (40,), weight.float(), 1e-5) if normed else x
+    expected = out + added * 0.25
+    tables = layer.tables(
+        1,
+        rows=9,
+        item_rows=2,
+        width=40,
+        source=x.data_ptr(),
+        source_row=40,
+        target=out.data_ptr(),
+        target_row=40,
+        weight=weight.data_ptr() if normed else 0,
+        epsilon=layer.bits_of(1e-5),
+        scale=layer.bits_of(0.25),
+    )
+    run(layer.kernel("land", dtype), tables, 2)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [None, 5.5])
 @pytest.mark.parametrize("packed", [False, True])
-def test_embeddings(dtype: torch.dtype, packed: bool) -> None:
+def test_embeddings(dtype: torch.dtype, packed: bool, scale: float | None) -> None:
     torch.manual_seed(1)
     weight = torch.randn(130, 36).to(dtype)
     stored = linear.pack(weight) if packed else weight
@@ -59,26 +87,31 @@ def test_embeddings(dtype: torch.dtype, packed: bool) -> None:
         target_row=36,
         index=ids.ctypes.data,
         panel_group=group if packed else 0,
+        scale=layer.bits_of(scale or 0.0),
     )
-    run(layer.kernel("embed", dtype), tables, 2)
-    assert torch.equal(out, weight.float()[ids])
+    run(layer.kernel("embed" if scale is None else "embed_scaled", dtype), tables, 2)
+    assert torch.equal(out, weight.float()[ids] * (1.0 if scale is None else scale))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("rotary", [16, 8])
-def test_rotary_and_kv(dtype: torch.dtype, normed: bool, rotary: int) -> None:
-    """Queries and keys are normed per head and rotated; keys and values reach their places."""
+@pytest.mark.parametrize("normed", [False, "heads", "heads in float32", "whole"])
+@pytest.mark.parametrize("rotary", [16, 8, 0])
+def test_rotary_and_kv(dtype: torch.dtype, normed: str | Literal[False], rotary: int) -> None:
+    """Queries and keys are normed and rotated; keys and values reach their places."""
     torch.manual_seed(2)
     rows, heads, kv_heads, dim, block_tokens = 5, 4, 2, 16, 4
     x = torch.randn(rows, (heads + 2 * kv_heads) * dim)
-    weights = [torch.randn(dim).to(dtype) for _ in range(2)]
+    widths = (heads * dim, kv_heads * dim) if normed == "whole" else (dim, dim)
+    held = torch.float32 if normed == "heads in float32" else dtype
+    weights = [torch.randn(width).to(held) for width in widths]
     angles = torch.rand(rows, rotary // 2) * 6
     cosine, sine = angles.cos(), angles.sin()
     q, k, v = x.clone().view(rows, -1, dim).split([heads, kv_heads, kv_heads], 1)
     if normed:
         q, k = (
-            torch.nn.functional.rms_norm(t, (dim,), w.float(), 1e-6)
+            torch.nn.functional.rms_norm(
+                t.reshape(rows, -1, len(w)), (len(w),), w.float(), 1e-6
+            ).view(t.shape)
             for t, w in zip((q, k), weights, strict=True)
         )
     q, k = (_turned(t, cosine, sine, rotary) for t in (q, k))
@@ -105,8 +138,10 @@ def test_rotary_and_kv(dtype: torch.dtype, normed: bool, rotary: int) -> None:
         kv=kv.data_ptr(),
         places=places.ctypes.data,
         values=block_tokens * step,
+        whole=int(normed == "whole"),
     )
-    run(layer.kernel("rotary", dtype), tables, 2)
+    name = "rotary_wide" if normed == "heads in float32" else "rotary"
+    run(layer.kernel(name, dtype), tables, 2)
     found = x.view(rows, -1, dim)
     torch.testing.assert_close(found[:, :heads], q, rtol=1e-5, atol=1e-5)
     near = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 8e-3, "atol": 1e-3}

@@ -12,6 +12,8 @@ from ballast.core.errors import BrokenPromise
 from ballast.kernels.linear import (
     ADD,
     GATED,
+    GATED_ERF,
+    GATED_TANH,
     gate,
     gated,
     linear,
@@ -105,6 +107,42 @@ def test_gated(dtype: torch.dtype, half: int, biased: bool) -> None:
     expected = torch.nn.functional.silu(g) * u
     size = expected.abs().amax(1, keepdim=True)
     close(found / size, expected / size)
+
+
+def gelu_by_tanh(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+GELUS = {GATED_ERF: torch.nn.functional.gelu, GATED_TANH: gelu_by_tanh}
+
+
+@each_dtype
+@pytest.mark.parametrize("half", [32, 37, 96])
+@pytest.mark.parametrize("mode", GELUS, ids=["erf", "tanh"])
+def test_gated_by_gelu(dtype: torch.dtype, half: int, mode: int) -> None:
+    """Gates from those that are as good as zero to those that pass whole, and the same stored."""
+    k, m = 75, 11
+    gates, ups, x = matrix(half, k, dtype), matrix(half, k, dtype), torch.randn(m, k)
+    x[0] *= 30
+    x[1] *= 1e-3
+    packed = pack(gated(gates, ups))
+    found = linear(x, packed, 2 * half, k, mode=mode)
+    expected = GELUS[mode](exact(x, gates)) * exact(x, ups)
+    size = expected.abs().amax(1, keepdim=True)
+    close(found / size, expected / size)
+    out = torch.full((m, half), 7.0)
+    gate(linear(x, packed, PANEL * len(packed), k), out, interleaved=True, mode=mode)
+    assert torch.equal(out, found)
+
+
+@pytest.mark.parametrize("mode", GELUS, ids=["erf", "tanh"])
+def test_gelus_are_as_near_as_float32_is(mode: int) -> None:
+    """Over all gates that matter: 1e-6 of the largest of 1 and the gate, next to float64."""
+    gates = torch.linspace(-12, 12, 4800)
+    out = torch.empty(1, 4800)
+    gate(torch.cat([gates, torch.ones(4800)])[None], out, interleaved=False, mode=mode)
+    exactly = GELUS[mode](gates.double())
+    assert ((out[0] - exactly).abs() / gates.abs().clamp(min=1)).max() < 1e-6
 
 
 @each_dtype

@@ -29,7 +29,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "qwen3_vl": {},
     "llava": {"text_config": {"model_type": "llama"}},
 }
-FUSED = {"mistral3", "llava"}
+FUSED = {"mistral3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
