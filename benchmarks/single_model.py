@@ -342,9 +342,9 @@ def float32_gemms(size: Size, streams: int) -> float:
     return statistics.median(gemms.sums())
 
 
-def table(phases: Sequence[Phase]) -> Table:
+def table(phases: Sequence[Phase], title: str = "single_model") -> Table:
     """Per model and streams: the engines, then the yardsticks of our decode step."""
-    told = Table("", "tokens/s", "ours is", "prefill tok/s", "step, ms", title="single_model")
+    told = Table("", "tokens/s", "ours is", "prefill tok/s", "step, ms", title=title)
     for phase in phases:
         told.add_section()
         told.add_row(f"[bold]{phase.size.name}, {phase.streams} streams[/bold]")
