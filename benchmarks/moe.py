@@ -185,6 +185,9 @@ def more_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", choices=[m.name for m in MIXTURES], help="one model, instead of both"
     )
+    parser.add_argument(
+        "--without", choices=(GENERATE, CONTINUOUS), help="leave out what is known to be slower"
+    )
     parser.set_defaults(peer=None)
 
 
@@ -192,7 +195,7 @@ def main() -> None:
     args = options(__doc__, extra=more_options)
     phases: list[Phase] = []
     told: dict[str, Any] = {}
-    leave_out: list[str] = []
+    leave_out = [args.without]
     with tempfile.TemporaryDirectory() as scratch:
         reader = Reader()
         for mixture in (m for m in MIXTURES if args.only in (None, m.name)):
@@ -213,7 +216,7 @@ def main() -> None:
         "kernels": list(kernels()),
         "models": told,
     }
-    finish(args, "moe", result, table(phases))
+    finish(args, "moe", result, table(phases, "moe"))
 
 
 if __name__ == "__main__":

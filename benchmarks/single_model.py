@@ -362,9 +362,9 @@ def against_vllm(phases: Sequence[Phase]) -> dict[str, float]:
     }
 
 
-def table(phases: Sequence[Phase]) -> Table:
+def table(phases: Sequence[Phase], title: str = "single_model") -> Table:
     """Per model and streams: the engines, then the yardsticks of our decode step."""
-    told = Table("", "tokens/s", "ours is", "prefill tok/s", "step, ms", title="single_model")
+    told = Table("", "tokens/s", "ours is", "prefill tok/s", "step, ms", title=title)
     for phase in phases:
         told.add_section()
         told.add_row(f"[bold]{phase.size.name}, {phase.streams} streams[/bold]")
