@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from ballast.core.job import SequenceWork
-from ballast.kernels import choices, linear, onednn
+from ballast.kernels import choices, contest, linear, onednn
+from ballast.kernels.choice_file import ChoiceFile
 from ballast.memory.tensor import tensor_at
 from ballast.models.fused import FusedModel
 from ballast.models.library import Library
@@ -207,3 +208,48 @@ def test_onednn_itself(tmp_path: Path, serve: Any) -> None:
     logits = expected(reference, tokens)
     for start, end in ((0, 35), (35, 36), (36, 40)):
         close(served.logits(work(tokens, start, end)), logits[end - 1 : end])
+
+
+def test_loading_a_model_measures_its_matrices_and_keeps_the_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real kernels, given times: oneDNN is the faster one from 128 rows on, but for gate and up."""
+    reference = checkpoint(tmp_path, "llama")
+    shapes = [shape for shape, role in list(SHAPES.items())[:5] if role != "gate_up"]
+    described = [onednn.describe(n, k, torch.float32) for n, k in [*shapes, (320, 64)]]
+    if not all(d is not None and d.panels for d in described):
+        pytest.skip("oneDNN does not pack float32 in our panels on this CPU")
+    measured = []
+
+    def timer(call: contest.Call) -> float:
+        call()
+        sides = call.__self__  # type: ignore[attr-defined]
+        measured.append(sides)
+        gated = sides.out.shape[1] == 160
+        return 100.0 if call == sides.ours else 150.0 if sides.rows < 128 or gated else 50.0
+
+    file = ChoiceFile(tmp_path / "choices.json")
+    made = choices.Choices(file, timer)
+    monkeypatch.setattr(choices, "_choices", lambda: made)
+    served = Served(tmp_path, model_impl="fused", linear="packed")
+    again = Served(tmp_path, model_impl="fused", linear="packed")
+    n_calls = len(measured)
+    for model in (served.model, again.model):
+        assert isinstance(model, FusedModel)
+        library = model._library
+        assert library is not None
+        assert library.roles(127, 127) == frozenset()
+        assert library.roles(128, 1) == {"qkv", "o", "down"}
+        assert library.roles(128, 128) == {"qkv", "o", "down", "head"}
+    (kept,) = file.here()
+    assert {name: choice.from_rows for name, choice in kept.choices.items()} == {
+        **{f"float32 {n}x{k}": 128 for n, k in shapes},
+        "float32 320x64 gated": None,
+    }
+    tokens = tokens_of(140)
+    table = list(range(10))
+    found = served.logits(SequenceWork("a", tokens.tolist(), 0, table, GREEDY))
+    close(found, expected(reference, tokens)[-1:])
+    assert len(measured) == n_calls > 0, "measured when it was loaded, and only then"
+    served.close()
+    again.close()
