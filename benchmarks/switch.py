@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -40,7 +39,6 @@ from benchmarks.single_model import SIZES, Size
 PROMPT, NEW = 16, 4
 MOVED, ANEW = "moved", "anew"
 _ANEW = """
-import sys
 if any("ballast" in a for a in sys.orig_argv):
     from ballast.memory import syscalls
     syscalls.can_move_page_tables = lambda: False
@@ -179,4 +177,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
