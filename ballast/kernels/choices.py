@@ -13,6 +13,7 @@ import logging
 import math
 import sys
 import threading
+import time
 from collections.abc import Mapping
 
 import torch
@@ -38,6 +39,9 @@ UNMEASURED = {torch.float32: 64, torch.bfloat16: 8}
 MARGIN = 1.05
 """How much slower oneDNN counts as than it was: what is as good as equal stays with our kernel,
 whose results do not depend on the number of rows."""
+MOST_SECONDS = 6.0
+"""Of a process's time in all for measuring: a fleet of many shapes starts with `UNMEASURED` for the
+rest, which later starts measure."""
 MOST_RATIO = 2.0
 """Beyond this a ratio says no more than that one kernel is much faster."""
 
@@ -65,6 +69,8 @@ class Choices:
         """Without a file nothing is measured, and `UNMEASURED` holds."""
         self._file, self._timer = file, timer
         self._made: dict[Shape, int | None] = {}
+        self._spent = 0.0
+        """Seconds of measuring, by the wall clock."""
         self._lock = threading.Lock()
 
     def from_rows(self, shape: Shape) -> int | None:
@@ -88,11 +94,16 @@ class Choices:
         kept = self._file.find(name)
         if kept is not None and _allowed(kept, shape):
             return kept.from_rows
+        if self._spent >= MOST_SECONDS:
+            return UNMEASURED[shape.dtype]
+        began = time.perf_counter()
         try:
             ratios = contest.ratios(shape, ROWS[shape.dtype], self._timer)
         except RuntimeError as error:
             log.warning("oneDNN is not used for %s: %s", name, error)
             return None
+        finally:
+            self._spent += time.perf_counter() - began
         if len(ratios) < len(ROWS[shape.dtype]):
             log.warning("%s: this machine is too busy to measure the faster kernel", name)
             return UNMEASURED[shape.dtype]

@@ -32,7 +32,6 @@ __all__ = [
     "GATED_ERF",
     "GATED_TANH",
     "STORE",
-    "gate",
     "gate_kernel",
     "gate_tables",
     "gated",
@@ -235,16 +234,6 @@ def gate_tables(count: int, n: int, *, interleaved: bool, mode: int = GATED) -> 
     made[:, code.N], made[:, code.K] = n, PANEL // 2 if interleaved else n
     made[:, code.MODE] = mode
     return made
-
-
-def gate(gate_up: Tensor, out: Tensor, *, interleaved: bool, mode: int = GATED) -> None:
-    """f(gate) * up into `out` (rows, n) float32, of `gate_up` (rows, >= 2 n), float32 or
-    bfloat16, laid out as `gate_tables` says. Elements of a row lie side by side."""
-    made = gate_tables(1, out.shape[1], interleaved=interleaved, mode=mode)
-    inputs = (gate_up.data_ptr(), gate_up.stride(0))
-    place(made, len(out), inputs, (out.data_ptr(), out.stride(0)))
-    threads = min(len(out), torch.get_num_threads())
-    team.run(gate_kernel(gate_up.dtype), made.ctypes.data, threads)
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -131,6 +131,21 @@ def test_a_number_that_would_change_tokens_is_measured_anew(
 
 
 @pytest.mark.usefixtures("panels")
+def test_a_process_measures_for_a_limited_time(
+    tmp_path: Path, measured: list[Shape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Shape(256, 64, torch.bfloat16)
+    monkeypatch.setattr(choices, "MOST_SECONDS", 0.0)
+    assert Choices(ChoiceFile(tmp_path / "c.json")).from_rows(BF16) == UNMEASURED[BF16.dtype]
+    assert measured == []
+    monkeypatch.setattr(choices, "MOST_SECONDS", 1e-9)
+    made = Choices(ChoiceFile(tmp_path / "c.json"))
+    made.from_rows(BF16)
+    assert made.from_rows(other) == UNMEASURED[other.dtype]
+    assert measured == [BF16]
+
+
+@pytest.mark.usefixtures("panels")
 def test_without_a_file_nothing_is_measured(measured: list[Shape]) -> None:
     made = Choices(None)
     for shape in (BF16, FLOAT32):

@@ -9,17 +9,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ballast.core.errors import BrokenPromise
+from ballast.kernels import team
 from ballast.kernels.linear import (
     ADD,
     GATED,
     GATED_ERF,
     GATED_TANH,
-    gate,
+    gate_kernel,
+    gate_tables,
     gated,
     linear,
     pack,
     packed_bytes,
     packed_shape,
+    place,
     rows,
     unpack,
 )
@@ -27,6 +30,14 @@ from ballast.kernels.linear_code import PANEL
 
 DTYPES = (torch.float32, torch.bfloat16)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+
+
+def gate(gate_up: torch.Tensor, out: torch.Tensor, *, interleaved: bool, mode: int = GATED) -> None:
+    """silu(gate) * up into `out`, by the kernel that takes what was stored."""
+    made = gate_tables(1, out.shape[1], interleaved=interleaved, mode=mode)
+    x = (gate_up.data_ptr(), gate_up.stride(0))
+    place(made, len(out), x, (out.data_ptr(), out.stride(0)))
+    team.run(gate_kernel(gate_up.dtype), made.ctypes.data, torch.get_num_threads())
 
 
 def matrix(n: int, k: int, dtype: torch.dtype) -> Tensor:
