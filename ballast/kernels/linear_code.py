@@ -357,10 +357,7 @@ def _gated_erf(gate, up):
 
 @njit(error_model="numpy")
 def _gate_all(mode, x, gates, ups, out, to, n):
-    """out[to + j] = f(x[gates + j]) * x[ups + j] for j < n, with the activation of a gated mode.
-
-    `out` may be `x`, where nothing that is still to be read is overwritten.
-    """
+    """out[to + j] = f(x[gates + j]) * x[ups + j] for j < n, with the activation of a gated mode."""
     if mode == GATED_TANH:
         for j in range(n):
             out[to + j] = _gated_tanh(widen(x[gates + j]), widen(x[ups + j]))
@@ -415,8 +412,16 @@ def _finish(table, panel, first, rows, sums):
     n = min(width, table[N] * width // PANEL - panel * width)
     for r in range(rows):
         at = r * PANEL
-        if mode >= GATED:
-            _gate_all(mode, sums, at, at + _HALF, sums, at, _HALF)
+        # Of a length that is known when this is compiled: else it is no vector code in place.
+        if mode == GATED:
+            for j in range(_HALF):
+                sums[at + j] = _gated(sums[at + j], sums[at + _HALF + j])
+        elif mode == GATED_TANH:
+            for j in range(_HALF):
+                sums[at + j] = _gated_tanh(sums[at + j], sums[at + _HALF + j])
+        elif mode == GATED_ERF:
+            for j in range(_HALF):
+                sums[at + j] = _gated_erf(sums[at + j], sums[at + _HALF + j])
         if mode == ADD and table[SCALE] != 0:
             scale = float32_at(table[SCALE])[first + r]
             for j in range(PANEL):
