@@ -190,7 +190,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "another gelu": ("llama", {"hidden_act": "quick_gelu"}),
     "not a gated MLP": ("arcee", {}),
     "norms that take the mean off": ("stablelm", {}),
-    "experts": ("mixtral", {}),
+    "experts beside a shared one": ("qwen2_moe", {}),
     "queries that grow with their position": (
         "ministral3",
         {
