@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Protocol
 
 from ballast.core.clock import Clock
@@ -19,6 +20,17 @@ from ballast.memory.turns import Turns
 
 PRIOR_BYTES_PER_SECOND = 4e9
 """Taken for an unpaced link's bandwidth until it has copied something."""
+
+
+MOST_THREADS = 4
+"""Of an unpaced link: more than so many fill no link of a CPU's memory that we know of."""
+
+
+def copy_threads() -> int:
+    """Threads that an unpaced link copies with: half of the CPUs of this process, since jobs run
+    beside it, but two where there are two. One core rarely fills what memory carries."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cpus, max(2, cpus // 2), MOST_THREADS)
 
 
 ACTIVATIONS = "activations"
@@ -95,10 +107,13 @@ class HostLink:
         clock: Clock,
         on_done: OnDone,
         pace: LinkRates | None = None,
-        threads: int = 1,
+        threads: int | None = None,
         chunk_bytes: int = 4 * MiB,
     ) -> None:
-        """`threads` copy the chunks of a batch, one each."""
+        """`threads` copy the chunks of a batch, the link's own among them; None: one of a paced
+        link, which has nothing to gain, else `copy_threads`."""
+        if threads is None:
+            threads = copy_threads() if pace is None else 1
         if threads < 1 or chunk_bytes < 1 or (pace is not None and not pace.positive):
             raise DeviceError("link", "threads, chunk_bytes and the pace are positive")
         self._clock, self._on_done = clock, on_done
@@ -110,7 +125,7 @@ class HostLink:
         """By direction, its streams; those in which any transfer waits or is in flight."""
         self._wake = threading.Condition()
         self._closing = threading.Event()
-        self._helpers = ThreadPoolExecutor(threads) if threads > 1 else None
+        self._helpers = ThreadPoolExecutor(threads - 1, "ballast-copy") if threads > 1 else None
         self._thread = threading.Thread(target=self._run, name="ballast-link", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -212,13 +227,24 @@ class HostLink:
         return TransferDone(transfer.id, transfer.n_bytes, ended - transfer.began, error)
 
     def _move(self, batch: Sequence[Copy]) -> None:
-        if self._helpers is None or len(batch) == 1:
-            for copy in batch:
+        """When this returns, or raises, nothing of the batch is being written any more."""
+        left = iter(batch)  # each copy is taken by one thread: `next` of it holds the GIL
+
+        def copy_what_is_left() -> None:
+            for copy in left:
                 copy_checked(copy)
+
+        helping = min(self._threads, len(batch)) - 1
+        if self._helpers is None or helping < 1:
+            copy_what_is_left()
             return
-        jobs = [self._helpers.submit(copy_checked, copy) for copy in batch]
-        for job in jobs:
-            job.result()
+        helps = [self._helpers.submit(copy_what_is_left) for _ in range(helping)]
+        try:
+            copy_what_is_left()
+        finally:
+            wait(helps)
+        for help_ in helps:
+            help_.result()
 
     def _sleep_until_due(self) -> bool:
         """Whether there was anything to wait for."""
