@@ -8,7 +8,7 @@ from typing import Protocol
 from ballast.core.capability import Reach
 from ballast.core.clock import Clock
 from ballast.core.errors import ConfigError
-from ballast.core.event import Event, Settled
+from ballast.core.event import Event, Opened, Settled
 from ballast.core.model import ModelSpec
 from ballast.core.report import GraphReport
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
@@ -178,7 +178,14 @@ class CpuMachine(OnCpu):
     def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
         def make(spec: ModelSpec, copies: Sequence[Copy]) -> LinkRotor:
             settled = Settled(spec.name)
-            return LinkRotor(spec.name, copies, self.link, clock, lambda: post(settled))
+            return LinkRotor(
+                spec.name,
+                copies,
+                self.link,
+                clock,
+                lambda: post(settled),
+                lambda transfer_id: post(Opened(transfer_id)),
+            )
 
         return make
 

@@ -66,6 +66,16 @@ class Link(Protocol):
 OnDone = Callable[[TransferDone], None]
 
 
+class Watch(Protocol):
+    """Follows one transfer while it lands; called in the link's thread."""
+
+    def landed(self, n_bytes: int) -> None:
+        """So many bytes are there, in the order of the copies; there are more to come."""
+
+    def ended(self, error: str | None) -> None:
+        """Nothing more will land; its end has been told already. None: all of it is there."""
+
+
 class Transfer:
     """One that waits or is in flight; its copies are cut into batches as they are needed."""
 
@@ -75,8 +85,9 @@ class Transfer:
         stream: str,
         batches: Iterator[list[Copy]],
         on_done: OnDone | None = None,
+        watch: Watch | None = None,
     ) -> None:
-        self.id, self.stream, self.on_done = transfer_id, stream, on_done
+        self.id, self.stream, self.on_done, self.watch = transfer_id, stream, on_done, watch
         self._batches = batches
         self.coming = next(batches, None)
         """What it copies next; None: everything is there."""
@@ -141,10 +152,14 @@ class HostLink:
         stream: str = ACTIVATIONS,
         direction: Direction = Direction.TO_DEVICE,
         on_done: OnDone | None = None,
+        watch: Watch | None = None,
     ) -> None:
-        """As `Link.start`; its end is told to `on_done` alone, in the link's thread, if given."""
+        """As `Link.start`; its end is told to `on_done` alone, in the link's thread, if given.
+
+        `watch` is told of each batch but the last, and of the end after all others were.
+        """
         cut = batches(copies, self._chunk_bytes, self._threads)
-        transfer = Transfer(transfer_id, stream, cut, on_done)
+        transfer = Transfer(transfer_id, stream, cut, on_done, watch)
         with self._wake:
             if self._closing.is_set():
                 raise DeviceError("link", "it is closed")
@@ -181,12 +196,16 @@ class HostLink:
                 self._charge(direction, transfer.stream, batch)
             slept, error = self._carry(transfer, batch)
             if error is None and transfer.coming is not None:
+                if transfer.watch is not None:
+                    transfer.watch.landed(transfer.n_bytes)
                 continue
             with self._wake:
                 side.pop(transfer.stream)
                 if not side:
                     self._sides.pop(direction)
             (transfer.on_done or self._on_done)(self._end(transfer, direction, slept, error))
+            if transfer.watch is not None:
+                transfer.watch.ended(error)
 
     def _charge(self, direction: Direction, stream: str, batch: Sequence[Copy]) -> None:
         """For a turn: to those who share the link, and to the time that it takes."""
