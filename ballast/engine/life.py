@@ -444,9 +444,13 @@ class Life:
 
     def begin_job(self, job: Job, now: float) -> None:
         """A job is in flight; of a move of KV, the one that copies it."""
-        early = self._landing is Landing.OPEN
-        self._go(Transition.BEGIN_EARLY_JOB if early else Transition.BEGIN_JOB)
-        self._job, self.job_began, self.early = job, now, early
+        self._go(Transition.BEGIN_JOB)
+        self._job, self.job_began, self.early = job, now, False
+
+    def begin_early_job(self, job: Job, now: float) -> None:
+        """A job is in flight that waits for layers of a load which goes on."""
+        self._go(Transition.BEGIN_EARLY_JOB)
+        self._job, self.job_began, self.early = job, now, True
 
     def end_job(self) -> None:
         """No job is in flight."""

@@ -26,10 +26,16 @@ MOST_THREADS = 4
 """Of an unpaced link: more than so many fill no link of a CPU's memory that we know of."""
 
 
-def copy_threads() -> int:
-    """Threads that an unpaced link copies with: half of the CPUs of this process, since jobs run
-    beside it, but two where there are two. One core rarely fills what memory carries."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usable_cpus() -> int:
+    """CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(os.getpid()))  # of the main thread, which is not bound
+    return os.cpu_count() or 1
+
+
+def copy_threads(cpus: int) -> int:
+    """Threads that an unpaced link copies with: half of the CPUs, since jobs run beside it, but two
+    where there are two. One core rarely fills what memory carries."""
     return min(cpus, max(2, cpus // 2), MOST_THREADS)
 
 
@@ -124,7 +130,7 @@ class HostLink:
         """`threads` copy the chunks of a batch, the link's own among them; None: one of a paced
         link, which has nothing to gain, else `copy_threads`."""
         if threads is None:
-            threads = copy_threads() if pace is None else 1
+            threads = copy_threads(usable_cpus()) if pace is None else 1
         if threads < 1 or chunk_bytes < 1 or (pace is not None and not pace.positive):
             raise DeviceError("link", "threads, chunk_bytes and the pace are positive")
         self._clock, self._on_done = clock, on_done
@@ -140,6 +146,15 @@ class HostLink:
         self._thread = threading.Thread(target=self._run, name="ballast-link", daemon=True)
         self._thread.start()
         atexit.register(self.close)
+
+    @property
+    def paced(self) -> bool:
+        return self._pace is not None
+
+    @property
+    def threads(self) -> int:
+        """That copy."""
+        return self._threads
 
     @property
     def bytes_per_second(self) -> float:

@@ -35,9 +35,10 @@ class LinkRotor:
         link: HostLink,
         clock: Clock,
         settled: Callable[[], None],
-        opened: Callable[[int], None] = lambda transfer_id: None,
+        opened: Callable[[int], None] | None = None,
     ) -> None:
-        """`settled` and `opened`, which is given the transfer, tell the loop; from any thread."""
+        """`settled` and `opened`, which is given the transfer, tell the loop; from any thread.
+        Without `opened` jobs wait for whole loads of the model's weights."""
         self.loads = Loads()
         self.rotation = WHOLE
         self._stream = f"rotation:{model}"
@@ -87,6 +88,8 @@ class LinkRotor:
         self._begin(WHOLE, (), ())
 
     def bring(self, transfer_id: int, copies: Sequence[Copy], coming: Coming) -> bool:
+        if self._opened is None:
+            return False
         arrival = _Arrival(self, transfer_id, coming)
         with self._change:
             self._end_arrival()
@@ -210,7 +213,7 @@ class LinkRotor:
             self._change.notify_all()
             opens = not arrival.opened and n_bytes >= arrival.coming.opens
             arrival.opened = arrival.opened or opens
-        if opens:
+        if opens and self._opened is not None:
             self._opened(arrival.transfer_id)
 
     def _weights_ended(self, arrival: _Arrival, error: str | None) -> None:
