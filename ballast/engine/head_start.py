@@ -1,4 +1,4 @@
-"""When the first job of a model that is being activated begins: before all of its weights are there.
+"""When the first job of a model that is being activated begins: before all weights are there.
 
 ::
 

@@ -18,6 +18,7 @@ from ballast.core.request import Request, Sampling, Submission
 from ballast.core.rotation import Rotation
 from ballast.engine.build import build_newcomer
 from ballast.engine.loop import Loop
+from ballast.memory.copies import Copy
 from ballast.memory.vm import Exported
 from ballast.sim.device import copy_nothing, hosted_nowhere
 from ballast.sim.lives import Life

@@ -90,7 +90,7 @@ class SimRotor:
         self._link.start(transfer_id, copies, watch=_Arrival(self, transfer_id, coming))
         return True
 
-    def open(self, now: float, transfer_id: int) -> None:
+    def let_begin(self, now: float, transfer_id: int) -> None:
         """The first job may begin."""
         self._heap.schedule(now, Opened(transfer_id))
 
@@ -185,7 +185,7 @@ class _Arrival:
     def landed(self, now: float, n_bytes: int) -> None:
         if not self._opened and n_bytes < self.marks[-1]:
             self._opened = True
-            self._rotor.open(now, self._id)
+            self._rotor.let_begin(now, self._id)
         self._rotor.arrived(now, n_bytes)
 
 

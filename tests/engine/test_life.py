@@ -206,6 +206,7 @@ def tried(life: Life, transition: Transition) -> bool:
 
 
 def test_a_state_that_no_event_leads_to_is_found() -> None:
+    spoilt: Callable[[Life], object]
     for spoilt in (
         lambda m: m.begin_job(JOB, 0.0) or m.order_eviction() or m.end_job(),
         lambda m: m.order_swap(LAYERS) or m.begin_move(),
@@ -217,3 +218,11 @@ def test_a_state_that_no_event_leads_to_is_found() -> None:
         spoilt(life)
         with pytest.raises(BrokenPromise, match="m \\(residency"):
             life.validate()
+    life = Life("m")
+    life.activate(1)
+    life.open()
+    life.begin_early_job(JOB, 0.0)
+    life.break_off("the host is gone")
+    life.end_job()
+    with pytest.raises(BrokenPromise, match="a failure that nothing is in the way of"):
+        life.validate()
