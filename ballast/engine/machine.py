@@ -19,10 +19,11 @@ from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
 from ballast.kv.link_swapper import LinkSwapper
 from ballast.kv.swapper import MakeSwapper
+from ballast.memory import syscalls
 from ballast.memory.arena import AllocatorCap
 from ballast.memory.copies import Copy, copy_now
 from ballast.memory.cuda_calls import WhenLost
-from ballast.memory.transfer import HostLink, Link, usable_cpus
+from ballast.memory.transfer import HostLink, Link
 from ballast.memory.vm import Vm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.models.on_cpu import on_cpu
@@ -191,7 +192,7 @@ class CpuMachine(OnCpu):
         before all of them are there: the link mostly waits, or CPUs are left for it. Where both
         share CPUs and the memory's bandwidth, overlapping them brings no token sooner."""
         threads = self.device.threads or torch.get_num_threads()
-        return self.link.paced or threads + self.link.threads <= usable_cpus()
+        return self.link.paced or threads + self.link.threads <= syscalls.usable_cpus()
 
     def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
         def opened(transfer_id: int) -> None:

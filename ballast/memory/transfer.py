@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -15,6 +14,7 @@ from ballast.core.errors import BallastError, DeviceError
 from ballast.core.event import TransferDone
 from ballast.core.link import Direction, LinkRates
 from ballast.core.units import MiB
+from ballast.memory import syscalls
 from ballast.memory.copies import Copy, batches, copy_checked
 from ballast.memory.turns import Turns
 
@@ -24,13 +24,6 @@ PRIOR_BYTES_PER_SECOND = 4e9
 
 MOST_THREADS = 4
 """Of an unpaced link: more than so many fill no link of a CPU's memory that we know of."""
-
-
-def usable_cpus() -> int:
-    """CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(os.getpid()))  # of the main thread, which is not bound
-    return os.cpu_count() or 1
 
 
 def copy_threads(cpus: int) -> int:
@@ -130,7 +123,7 @@ class HostLink:
         """`threads` copy the chunks of a batch, the link's own among them; None: one of a paced
         link, which has nothing to gain, else `copy_threads`."""
         if threads is None:
-            threads = copy_threads(usable_cpus()) if pace is None else 1
+            threads = copy_threads(syscalls.usable_cpus()) if pace is None else 1
         if threads < 1 or chunk_bytes < 1 or (pace is not None and not pace.positive):
             raise DeviceError("link", "threads, chunk_bytes and the pace are positive")
         self._clock, self._on_done = clock, on_done
