@@ -26,6 +26,8 @@ RATE = 1e7
 LAYER = 4 * PAGE
 STEP = 0.02
 """Seconds of a job, whatever it computes: less than the link takes for its layers."""
+ON_DEMAND = ("swap", "balloon", "prism")
+"""Presets that bring models for requests; others have brought all before any request waits."""
 
 
 def layered(name: str, layers: int = 4, pages: int = 4) -> ModelSpec:
@@ -82,9 +84,9 @@ def test_no_lane_is_kept_from_others_for_a_whole_load() -> None:
     load = 40 * PAGE / RATE
     assert 6 * load > 1.5
     gaps = [b - a for a, b in zip(told["a"], told["a"][1:], strict=False)]
-    # Its lane is the other's for what a layer takes the link at least, where jobs wait for it.
-    assert max(gaps) < 2 * load < 3 * load
-    assert told["b"] == [pytest.approx(1.0 + 6 * load + STEP / 4, abs=STEP)]
+    assert max(gaps) <= 3 * STEP
+    # The other's job may have to wait for the step in flight.
+    assert 1.0 + 6 * load + STEP / 4 - 1e-9 <= told["b"][0] <= 1.0 + 6 * load + 2 * STEP
     assert any(e.get("event") == "Opened" for e in entries)
 
 
@@ -96,7 +98,6 @@ def test_every_preset_serves_twice_the_same_and_with_leaps_as_without(preset: st
         costs={s.name: COSTS for s in specs}, link=LinkRates.even(RATE), overhead=1e-4, early=True
     )
     stories: list[list[Entry]] = []
-    heard = Heard()
     for leaps in (True, True, False):
         entries: list[Entry] = []
         heard = Heard()
@@ -109,7 +110,7 @@ def test_every_preset_serves_twice_the_same_and_with_leaps_as_without(preset: st
     assert stories[0] == stories[1]
     opened = [[e["at"] for e in es if e.get("event") == "Opened"] for es in stories]
     assert opened[0] == opened[2]
-    assert bool(opened[0]) == (not resolve(preset).requires.kv_swapping)
+    assert bool(opened[0]) == (preset in ON_DEMAND)
 
 
 def test_a_story_of_early_jobs_replays(tmp_path: Path) -> None:
