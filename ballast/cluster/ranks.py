@@ -78,6 +78,8 @@ class GroupMachine:
     """Implements `ballast.engine.machine.Machine` over the processes of all ranks."""
 
     graphs: GraphReport | None = None
+    copies_beside_jobs = False
+    """Its rotors do not follow the links (`GroupRotor.bring`)."""
     reach: Reach | None = None
     """It lends no memory, and borrows none."""
 

@@ -15,7 +15,7 @@ from ballast.memory.copies import Copy
 from ballast.memory.transfer import HostLink
 from ballast.transport.ranks import Forget, RankConnection, Settle, Turn
 from ballast.weights.link_rotor import LinkRotor
-from ballast.weights.rotor import NOBODY
+from ballast.weights.rotor import NOBODY, Coming
 
 
 class GroupRotor(LinkRotor):
@@ -63,6 +63,10 @@ class GroupRotor(LinkRotor):
         for other in self._others:
             other.ask(Forget(self._model))
         super().forget()
+
+    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: Coming) -> bool:
+        """The others do not tell how far their parts have come."""
+        return False
 
     def quiet(self, held: tuple[int, ...]) -> None:
         """Another rank has settled; by any thread."""

@@ -80,6 +80,14 @@ class TransferDone:
 
 
 @dataclass(frozen=True, slots=True)
+class Opened:
+    """So much of a transfer's weights has landed that the model's first job may begin: it waits for
+    each layer that is still on its way."""
+
+    transfer_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Settled:
     """No layer of a model is on its way any more, so that its rotation can change."""
 
@@ -120,6 +128,7 @@ Event = (
     | JobDone
     | JobFailed
     | TransferDone
+    | Opened
     | Settled
     | Timer
     | Drain

@@ -25,6 +25,7 @@ from ballast.core.event import Output
 from ballast.core.request import State
 from ballast.core.view import Residency
 from ballast.engine import swapping, turning
+from ballast.engine.head_start import bytes_ahead
 from ballast.engine.state import DeviceState
 
 Refusal = str | None
@@ -53,7 +54,7 @@ def _activate(state: DeviceState, a: Activate) -> Refusal:
     if m.residency is not Residency.ABSENT:
         return f"{a.model} is {m.residency.value}"
     transfer = state.next_transfer()
-    short = m.weights.activate(transfer)
+    short = m.weights.activate(transfer, bytes_ahead(state, m))
     if short is not None:
         return f"short of {short.pages} pages"
     m.activations += 1

@@ -16,6 +16,7 @@ from ballast.core.event import (
     GrammarReady,
     JobDone,
     JobFailed,
+    Opened,
     Output,
     Pause,
     Resume,
@@ -127,10 +128,19 @@ def _transfer_done(state: DeviceState, event: TransferDone) -> list[Output]:
             m.weights.fill(transfer)
             state.activation_rate.begin(transfer, state.now)
         return []
-    m.weights.evict()
-    m.life.fail()
-    reason = f"the weights of {m.spec.name!r} could not be brought in: {event.error}"
-    return state.fail_all(m, "model_failed", reason)
+    if m.job is None:
+        return state.fail_load(m, str(event.error))
+    m.life.break_off(str(event.error))
+    m.weights.lost()
+    return []
+
+
+def _opened(state: DeviceState, event: Opened) -> list[Output]:
+    """A model's first job may begin; nothing, where its load has ended meanwhile."""
+    for m in state.models.values():
+        if m.life.transfer_id == event.transfer_id:
+            m.life.open()
+    return []
 
 
 def _timer(state: DeviceState, event: Timer) -> list[Output]:
@@ -204,6 +214,7 @@ _HANDLERS: dict[type, Callable[[DeviceState, Any], list[Output]]] = {
     JobDone: jobs.done,
     JobFailed: jobs.failed,
     TransferDone: _transfer_done,
+    Opened: _opened,
     Settled: turning.settled,
     Timer: _timer,
     ExportKv: _export_kv,

@@ -27,8 +27,11 @@ def done(state: DeviceState, event: JobDone) -> list[Output]:
     m.lane_seconds += event.seconds * state.lanes.share(event.job)
     if not m.life.moving:
         load = event.job.load
-        m.took(event.seconds - event.stall, load)
-        m.cost(now - m.life.job_began - event.stall, load)
+        # One that ran beside the copies it waited for says little of those to come.
+        seconds = None if m.life.early else event.seconds - event.stall
+        m.took(seconds, load)
+        if seconds is not None:
+            m.cost(now - m.life.job_began - event.stall, load)
     m.weights.passed()
     for work in event.job.work:
         request = state.requests[work.request_id]
@@ -74,6 +77,8 @@ def failed(state: DeviceState, event: JobFailed) -> list[Output]:
     requests = [state.requests[work.request_id] for work in event.job.work]
     if m.life.moving:
         _kv_is_lost(state, m, requests, event.reason)
+    elif m.life.load_failed is not None:
+        pass  # no request is at fault: all of the model fail with its load (`_settle`)
     elif len(requests) > 1:
         for request in requests:
             request.isolated = True
@@ -160,5 +165,4 @@ def _settle(state: DeviceState, m: ModelState, job: Job) -> list[Output]:
         request = state.requests.get(work.request_id)
         if request is not None:
             pausing.settle(state, m, request)
-    turning.proceed(state, m)
-    return outputs
+    return outputs + turning.proceed(state, m)

@@ -1,4 +1,4 @@
-"""A model's life on one device: a state machine of five parts, whose transitions are a table.
+"""A model's life on one device: a state machine of six parts, whose transitions are a table.
 
 Each part moves by itself; `RULES` gives, for each transition, the parts that it concerns and the
 states between which it moves them. A part that a rule leaves out may be in any state, and stays
@@ -10,6 +10,7 @@ part       states                                      what it is about
 =========  ==========================================  ===================================
 residency  absent, activating, resident, evicting,     the weights
            failed
+landing    shut, open, broken                          jobs while the weights still arrive
 work       idle, busy                                  the job in flight
 layers     still, ordered, settling, quieting          which layers' weights rotate
 kv         still, ordered, moving, stuck               which layers' KV rotates
@@ -28,6 +29,17 @@ from ballast.core.job import Job
 from ballast.core.rotation import Rotation
 from ballast.core.version import Version
 from ballast.core.view import Residency
+
+
+class Landing(enum.Enum):
+    """Whether a job of a model that is being activated may run."""
+
+    SHUT = "shut"
+    """It waits for the whole load; or there is none."""
+    OPEN = "open"
+    """It may: it waits for each layer that has not landed."""
+    BROKEN = "broken"
+    """The load has failed; the job in flight, which lacks layers, is in the way of the end."""
 
 
 class Work(enum.Enum):
@@ -79,6 +91,8 @@ class Step(enum.Enum):
     SETTLE = "settle"
     """Let the loads of layers end, and load no more."""
     EVICT = "evict"
+    FAIL = "fail"
+    """Its load has failed, and the job that waited for it has ended."""
 
 
 class Transition(enum.Enum):
@@ -89,11 +103,17 @@ class Transition(enum.Enum):
     """It is activated, and other models have brought all of its weights."""
     REFILL = "refill"
     """What another model was to bring has not come: one more transfer."""
+    OPEN = "open"
+    """So much of its weights is there that a job may begin."""
     LAND = "land"
+    BREAK = "break"
+    """Its load has failed while a job was in flight."""
     FAIL = "fail"
     ORDER_EVICTION = "order eviction"
     EVICT = "evict"
     BEGIN_JOB = "begin job"
+    BEGIN_EARLY_JOB = "begin early job"
+    """One that waits for layers of a load that goes on."""
     END_JOB = "end job"
     ORDER_TURN = "order turn"
     SETTLE = "settle"
@@ -107,10 +127,11 @@ class Transition(enum.Enum):
     STRIKE = "strike"
 
 
-_R, _W, _L, _K, _S = Residency, Work, Layers, Kv, Stay
+_R, _A, _W, _L, _K, _S = Residency, Landing, Work, Layers, Kv, Stay
 _HERE = {_S.SERVED: _S.SERVED, _S.LEAVING: _S.LEAVING}
 _IDLE = {_W.IDLE: _W.IDLE}
 _RESIDENT = {_R.RESIDENT: _R.RESIDENT}
+_ACTIVATING = {_R.ACTIVATING: _R.ACTIVATING}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +139,7 @@ class Rule:
     """One transition: for each part, from which states to which. None: any, and it stays."""
 
     residency: Mapping[Residency, Residency] | None = None
+    landing: Mapping[Landing, Landing] | None = None
     work: Mapping[Work, Work] | None = None
     layers: Mapping[Layers, Layers] | None = None
     kv: Mapping[Kv, Kv] | None = None
@@ -127,9 +149,20 @@ class Rule:
 RULES: Mapping[Transition, Rule] = {
     Transition.ACTIVATE: Rule(residency={_R.ABSENT: _R.ACTIVATING}, stay=_HERE),
     Transition.FIND: Rule(residency={_R.ABSENT: _R.RESIDENT}, stay=_HERE),
-    Transition.REFILL: Rule(residency={_R.ACTIVATING: _R.ACTIVATING}),
-    Transition.LAND: Rule(residency={_R.ACTIVATING: _R.RESIDENT}),
-    Transition.FAIL: Rule(residency={_R.ACTIVATING: _R.FAILED}),
+    Transition.REFILL: Rule(residency=_ACTIVATING, landing={_A.SHUT: _A.SHUT}),
+    Transition.OPEN: Rule(residency=_ACTIVATING, landing={_A.SHUT: _A.OPEN}),
+    Transition.LAND: Rule(
+        residency={_R.ACTIVATING: _R.RESIDENT},
+        landing={_A.SHUT: _A.SHUT, _A.OPEN: _A.SHUT},
+    ),
+    Transition.BREAK: Rule(
+        residency=_ACTIVATING, landing={_A.OPEN: _A.BROKEN}, work={_W.BUSY: _W.BUSY}
+    ),
+    Transition.FAIL: Rule(
+        residency={_R.ACTIVATING: _R.FAILED},
+        landing={_A.SHUT: _A.SHUT, _A.OPEN: _A.SHUT, _A.BROKEN: _A.SHUT},
+        work=_IDLE,
+    ),
     Transition.ORDER_EVICTION: Rule(
         residency={_R.RESIDENT: _R.EVICTING},
         layers={
@@ -151,6 +184,14 @@ RULES: Mapping[Transition, Rule] = {
         work={_W.IDLE: _W.BUSY},
         layers={_L.STILL: _L.STILL},
         kv={_K.STILL: _K.STILL, _K.MOVING: _K.MOVING, _K.STUCK: _K.STUCK},
+        stay=_HERE,
+    ),
+    Transition.BEGIN_EARLY_JOB: Rule(
+        residency=_ACTIVATING,
+        landing={_A.OPEN: _A.OPEN},
+        work={_W.IDLE: _W.BUSY},
+        layers={_L.STILL: _L.STILL},
+        kv={_K.STILL: _K.STILL, _K.STUCK: _K.STUCK},
         stay=_HERE,
     ),
     Transition.END_JOB: Rule(work={_W.BUSY: _W.IDLE}),
@@ -216,8 +257,10 @@ class Life:
     """
 
     __slots__ = (
+        "_broken",
         "_job",
         "_kv",
+        "_landing",
         "_layers",
         "_residency",
         "_stay",
@@ -226,6 +269,7 @@ class Life:
         "_transfer",
         "_turn",
         "_work",
+        "early",
         "job_began",
         "model",
         "news",
@@ -241,11 +285,14 @@ class Life:
         """Grows with those in `NEWS`."""
         self.job_began = 0.0
         """When the job in flight, or the last one, was started, on the device's clock."""
+        self.early = False
+        """Whether the job in flight, or the last one, began while weights still arrived."""
         self.resident_since = float("-inf")
         """When the model became resident last, on the device's clock."""
         self._residency, self._work, self._stay = Residency.ABSENT, Work.IDLE, Stay.SERVED
-        self._layers, self._kv = Layers.STILL, Kv.STILL
+        self._landing, self._layers, self._kv = Landing.SHUT, Layers.STILL, Kv.STILL
         self._transfer: int | None = None
+        self._broken: str | None = None
         self._job: Job | None = None
         self._turn: Rotation | None = None
         self._swap: Rotation | None = None
@@ -256,6 +303,10 @@ class Life:
     @property
     def residency(self) -> Residency:
         return self._residency
+
+    @property
+    def landing(self) -> Landing:
+        return self._landing
 
     @property
     def work(self) -> Work:
@@ -278,6 +329,11 @@ class Life:
     def transfer_id(self) -> int | None:
         """The transfer that brings the weights; None: none is on its way."""
         return self._transfer
+
+    @property
+    def load_failed(self) -> str | None:
+        """Why its weights could not be brought, until it has failed for that."""
+        return self._broken
 
     @property
     def job(self) -> Job | None:
@@ -318,9 +374,10 @@ class Life:
 
     @property
     def ready(self) -> bool:
-        """Whether a job may begin: its weights are there, and nothing is in the way."""
+        """Whether a job may begin: its weights are there, or it can wait for those that are not,
+        and nothing is in the way."""
         return (
-            self._residency is Residency.RESIDENT
+            (self._residency is Residency.RESIDENT or self._landing is Landing.OPEN)
             and self._work is Work.IDLE
             and self._layers is Layers.STILL
         )
@@ -332,6 +389,8 @@ class Life:
         """
         if self._work is Work.BUSY:
             return None
+        if self._landing is Landing.BROKEN:
+            return Step.FAIL
         if self._residency is Residency.EVICTING and not stirred:
             return Step.EVICT
         wanted = self._residency is Residency.EVICTING or self._layers is Layers.ORDERED
@@ -354,15 +413,24 @@ class Life:
         self._go(Transition.REFILL)
         self._transfer = transfer
 
+    def open(self) -> None:
+        """Jobs may begin though weights still arrive."""
+        self._go(Transition.OPEN)
+
     def land(self, now: float) -> None:
         """All of its weights are there."""
         self._go(Transition.LAND)
         self._transfer, self.resident_since = None, now
 
+    def break_off(self, why: str) -> None:
+        """Its weights could not be brought, and the job in flight is still to find that out."""
+        self._go(Transition.BREAK)
+        self._transfer, self._broken = None, why
+
     def fail(self) -> None:
         """Its weights could not be brought."""
         self._go(Transition.FAIL)
-        self._transfer = None
+        self._transfer = self._broken = None
 
     def order_eviction(self) -> None:
         """It is to go when neither a job nor a load is in the way; it does not turn before."""
@@ -377,7 +445,12 @@ class Life:
     def begin_job(self, job: Job, now: float) -> None:
         """A job is in flight; of a move of KV, the one that copies it."""
         self._go(Transition.BEGIN_JOB)
-        self._job, self.job_began = job, now
+        self._job, self.job_began, self.early = job, now, False
+
+    def begin_early_job(self, job: Job, now: float) -> None:
+        """A job is in flight that waits for layers of a load which goes on."""
+        self._go(Transition.BEGIN_EARLY_JOB)
+        self._job, self.job_began, self.early = job, now, True
 
     def end_job(self) -> None:
         """No job is in flight."""
@@ -432,9 +505,18 @@ class Life:
     def validate(self) -> None:
         """Raises BrokenPromise unless the parts fit together. For moments between two events."""
         residency, work, layers, kv = self._residency, self._work, self._layers, self._kv
+        landing, activating = self._landing, residency is Residency.ACTIVATING
         there = residency in (Residency.RESIDENT, Residency.EVICTING)
         for wrong, what in (
-            (work is Work.BUSY and not there, "a job without weights"),
+            (
+                work is Work.BUSY and not there and landing is Landing.SHUT,
+                "a job without weights",
+            ),
+            (landing is not Landing.SHUT and not activating, "a landing without a load"),
+            (
+                landing is Landing.BROKEN and work is Work.IDLE,
+                "a failure that nothing is in the way of",
+            ),
             (work is Work.BUSY and self.settling, "a job while loads are being waited for"),
             (
                 residency is Residency.EVICTING and work is Work.IDLE and not self.settling,
@@ -454,7 +536,11 @@ class Life:
                 self._stay is Stay.GONE and (there or work is Work.BUSY or self.awaited),
                 "something happens to it though it is gone",
             ),
-            ((self._transfer is not None) != (residency is Residency.ACTIVATING), "a transfer"),
+            (
+                (self._transfer is not None) != (activating and landing is not Landing.BROKEN),
+                "a transfer",
+            ),
+            ((self._broken is not None) != (landing is Landing.BROKEN), "a broken load"),
             ((self._job is not None) != (work is Work.BUSY), "a job"),
             ((self._turn is not None) != (layers in (Layers.ORDERED, Layers.SETTLING)), "a turn"),
             ((self._swap is not None) != (kv in (Kv.ORDERED, Kv.MOVING)), "a swap"),

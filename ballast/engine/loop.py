@@ -19,6 +19,7 @@ from ballast.core.view import DeviceView
 from ballast.engine.apply import apply
 from ballast.engine.compute_view import Looked, compute_view, could_run, runnable
 from ballast.engine.events import handle
+from ballast.engine.life import Landing
 from ballast.engine.model import ModelState
 from ballast.engine.operate import Answered, Operations
 from ballast.engine.plan import plan
@@ -410,7 +411,10 @@ class Loop:
     def _start(self, m: ModelState, job: Job, at: float) -> None:
         """A job of `m` is in flight since then."""
         m.running.begin(self.state.requests[part.request_id] for part in job.work)
-        m.life.begin_job(job, at)
+        if m.life.landing is Landing.OPEN:
+            m.life.begin_early_job(job, at)
+        else:
+            m.life.begin_job(job, at)
         self.state.lanes.begin(job)
         self.story.job(at, job)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+import torch
+
 from ballast.core.capability import Reach
 from ballast.core.clock import Clock
 from ballast.core.errors import ConfigError
-from ballast.core.event import Event, Settled
+from ballast.core.event import Event, Opened, Settled
 from ballast.core.model import ModelSpec
 from ballast.core.report import GraphReport
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
@@ -17,6 +19,7 @@ from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
 from ballast.kv.link_swapper import LinkSwapper
 from ballast.kv.swapper import MakeSwapper
+from ballast.memory import syscalls
 from ballast.memory.arena import AllocatorCap
 from ballast.memory.copies import Copy, copy_now
 from ballast.memory.cuda_calls import WhenLost
@@ -57,6 +60,10 @@ class Machine(Protocol):
 
     @property
     def link(self) -> Link: ...
+
+    @property
+    def copies_beside_jobs(self) -> bool:
+        """Whether a model's first job begins while its last layers are still copied."""
 
     @property
     def graphs(self) -> GraphReport | None:
@@ -125,6 +132,10 @@ class OnCpu:
     graphs: GraphReport | None = None
     reach: Reach | None = None
 
+    @property
+    def copies_beside_jobs(self) -> bool:
+        return False
+
     def unload(self, host: HostModel) -> None:
         host.close()
 
@@ -175,10 +186,23 @@ class CpuMachine(OnCpu):
         made = [on_cpu(host, segments, kv.base, kv.layout, w, self.device) for w in several]
         return tuple(made) if host.fused else tuple(made * len(workspaces))
 
+    @property
+    def copies_beside_jobs(self) -> bool:
+        """Whether a job keeps its CPUs while weights are copied, so that it may as well begin
+        before all of them are there: the link mostly waits, or CPUs are left for it. Where both
+        share CPUs and the memory's bandwidth, overlapping them brings no token sooner."""
+        threads = self.device.threads or torch.get_num_threads()
+        return self.link.paced or threads + self.link.threads <= syscalls.usable_cpus()
+
     def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
+        def opened(transfer_id: int) -> None:
+            post(Opened(transfer_id))
+
+        tell = opened if self.copies_beside_jobs else None
+
         def make(spec: ModelSpec, copies: Sequence[Copy]) -> LinkRotor:
             settled = Settled(spec.name)
-            return LinkRotor(spec.name, copies, self.link, clock, lambda: post(settled))
+            return LinkRotor(spec.name, copies, self.link, clock, lambda: post(settled), tell)
 
         return make
 

@@ -112,6 +112,11 @@ class CudaMachine:
         return load_host_model(settings, tier, threads)
 
     @property
+    def copies_beside_jobs(self) -> bool:
+        """Its rotors do not follow the link (`EventRotor.bring`)."""
+        return False
+
+    @property
     def graphs(self) -> GraphReport | None:
         return None if self._graphs is None else self._graphs.report()
 

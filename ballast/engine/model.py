@@ -152,12 +152,14 @@ class ModelState:
         slots = self.weights.slots
         return (slots.rotation.lent - self.rotation.lent) * slots.layer_pages
 
-    def took(self, seconds: float, load: Load, jobs: int = 1) -> None:
+    def took(self, seconds: float | None, load: Load, jobs: int = 1) -> None:
         """Note a job that has ended: its `seconds` without waiting for layers, and its tokens; the
-        last of several `jobs` with as many tokens."""
+        last of several `jobs` with as many tokens. None: it is no measure of others."""
         tokens = load.prefill_tokens + load.decode_sequences
         self.step_counts[bisect_left(STEP_BOUNDS, tokens)] += jobs
         self.step_tokens += jobs * tokens
+        if seconds is None:
+            return
         if load.prefill_chunks:
             self.prefill_seconds = seconds
         else:

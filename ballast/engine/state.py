@@ -229,6 +229,14 @@ class DeviceState:
         m.life.evict()
         m.evictions += 1
 
+    def fail_load(self, m: ModelState, error: str) -> list[Output]:
+        """The weights of a model could not be brought: it is served no more. No job of it is in
+        flight. What clients are to be told."""
+        m.weights.evict()
+        m.life.fail()
+        reason = f"the weights of {m.spec.name!r} could not be brought in: {error}"
+        return self.fail_all(m, "model_failed", reason)
+
     def begin_swap(self, m: ModelState) -> list[SequenceWork]:
         """The work of a job that changes which layers' KV rotates, if that is due."""
         if m.life.swap_to is None:

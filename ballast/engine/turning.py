@@ -35,15 +35,19 @@ def drive_out(state: DeviceState, m: ModelState) -> None:
     proceed(state, m)
 
 
-def proceed(state: DeviceState, m: ModelState) -> None:
-    """Take the next step of a model's life, if one is due."""
+def proceed(state: DeviceState, m: ModelState) -> list[Output]:
+    """Take the next step of a model's life, if one is due; what clients are to be told."""
     step = m.life.due(stirred=m.weights.stirred)
+    if step is Step.FAIL:
+        assert m.life.load_failed is not None, "it says why"
+        return state.fail_load(m, m.life.load_failed)
     if step is Step.EVICT:
         state.evict(m)
     elif step is Step.SETTLE:
         assert m.weights.rotor is not None, "layers of other models neither turn nor stir"
         m.life.settle()
         m.weights.rotor.settle()
+    return []
 
 
 def settled(state: DeviceState, event: Settled) -> list[Output]:

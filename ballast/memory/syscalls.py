@@ -135,6 +135,13 @@ def _pagemap(pid: int) -> int:
     return os.open(f"/proc/{pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
 
 
+def usable_cpus() -> int:
+    """CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(os.getpid()))  # of the main thread, which is not bound
+    return os.cpu_count() or 1
+
+
 def prefault(address: int, n_bytes: int) -> None:
     """Enter mapped, writable memory into the page tables, so that writing to it is no fault.
 

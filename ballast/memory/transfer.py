@@ -6,7 +6,7 @@ import atexit
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Protocol
 
 from ballast.core.clock import Clock
@@ -14,11 +14,22 @@ from ballast.core.errors import BallastError, DeviceError
 from ballast.core.event import TransferDone
 from ballast.core.link import Direction, LinkRates
 from ballast.core.units import MiB
+from ballast.memory import syscalls
 from ballast.memory.copies import Copy, batches, copy_checked
 from ballast.memory.turns import Turns
 
 PRIOR_BYTES_PER_SECOND = 4e9
 """Taken for an unpaced link's bandwidth until it has copied something."""
+
+
+MOST_THREADS = 4
+"""Of an unpaced link: more than so many fill no link of a CPU's memory that we know of."""
+
+
+def copy_threads(cpus: int) -> int:
+    """Threads that an unpaced link copies with: half of the CPUs, since jobs run beside it, but two
+    where there are two. One core rarely fills what memory carries."""
+    return min(cpus, max(2, cpus // 2), MOST_THREADS)
 
 
 ACTIVATIONS = "activations"
@@ -54,6 +65,16 @@ class Link(Protocol):
 OnDone = Callable[[TransferDone], None]
 
 
+class Watch(Protocol):
+    """Follows one transfer while it lands; called in the link's thread."""
+
+    def landed(self, n_bytes: int) -> None:
+        """So many bytes are there, in the order of the copies; there are more to come."""
+
+    def ended(self, error: str | None) -> None:
+        """Nothing more will land; its end has been told already. None: all of it is there."""
+
+
 class Transfer:
     """One that waits or is in flight; its copies are cut into batches as they are needed."""
 
@@ -63,8 +84,9 @@ class Transfer:
         stream: str,
         batches: Iterator[list[Copy]],
         on_done: OnDone | None = None,
+        watch: Watch | None = None,
     ) -> None:
-        self.id, self.stream, self.on_done = transfer_id, stream, on_done
+        self.id, self.stream, self.on_done, self.watch = transfer_id, stream, on_done, watch
         self._batches = batches
         self.coming = next(batches, None)
         """What it copies next; None: everything is there."""
@@ -95,10 +117,13 @@ class HostLink:
         clock: Clock,
         on_done: OnDone,
         pace: LinkRates | None = None,
-        threads: int = 1,
+        threads: int | None = None,
         chunk_bytes: int = 4 * MiB,
     ) -> None:
-        """`threads` copy the chunks of a batch, one each."""
+        """`threads` copy the chunks of a batch, the link's own among them; None: one of a paced
+        link, which has nothing to gain, else `copy_threads`."""
+        if threads is None:
+            threads = copy_threads(syscalls.usable_cpus()) if pace is None else 1
         if threads < 1 or chunk_bytes < 1 or (pace is not None and not pace.positive):
             raise DeviceError("link", "threads, chunk_bytes and the pace are positive")
         self._clock, self._on_done = clock, on_done
@@ -110,10 +135,19 @@ class HostLink:
         """By direction, its streams; those in which any transfer waits or is in flight."""
         self._wake = threading.Condition()
         self._closing = threading.Event()
-        self._helpers = ThreadPoolExecutor(threads) if threads > 1 else None
+        self._helpers = ThreadPoolExecutor(threads - 1, "ballast-copy") if threads > 1 else None
         self._thread = threading.Thread(target=self._run, name="ballast-link", daemon=True)
         self._thread.start()
         atexit.register(self.close)
+
+    @property
+    def paced(self) -> bool:
+        return self._pace is not None
+
+    @property
+    def threads(self) -> int:
+        """That copy."""
+        return self._threads
 
     @property
     def bytes_per_second(self) -> float:
@@ -126,10 +160,14 @@ class HostLink:
         stream: str = ACTIVATIONS,
         direction: Direction = Direction.TO_DEVICE,
         on_done: OnDone | None = None,
+        watch: Watch | None = None,
     ) -> None:
-        """As `Link.start`; its end is told to `on_done` alone, in the link's thread, if given."""
+        """As `Link.start`; its end is told to `on_done` alone, in the link's thread, if given.
+
+        `watch` is told of each batch but the last, and of the end after all others were.
+        """
         cut = batches(copies, self._chunk_bytes, self._threads)
-        transfer = Transfer(transfer_id, stream, cut, on_done)
+        transfer = Transfer(transfer_id, stream, cut, on_done, watch)
         with self._wake:
             if self._closing.is_set():
                 raise DeviceError("link", "it is closed")
@@ -166,12 +204,16 @@ class HostLink:
                 self._charge(direction, transfer.stream, batch)
             slept, error = self._carry(transfer, batch)
             if error is None and transfer.coming is not None:
+                if transfer.watch is not None:
+                    transfer.watch.landed(transfer.n_bytes)
                 continue
             with self._wake:
                 side.pop(transfer.stream)
                 if not side:
                     self._sides.pop(direction)
             (transfer.on_done or self._on_done)(self._end(transfer, direction, slept, error))
+            if transfer.watch is not None:
+                transfer.watch.ended(error)
 
     def _charge(self, direction: Direction, stream: str, batch: Sequence[Copy]) -> None:
         """For a turn: to those who share the link, and to the time that it takes."""
@@ -212,13 +254,24 @@ class HostLink:
         return TransferDone(transfer.id, transfer.n_bytes, ended - transfer.began, error)
 
     def _move(self, batch: Sequence[Copy]) -> None:
-        if self._helpers is None or len(batch) == 1:
-            for copy in batch:
+        """When this returns, or raises, nothing of the batch is being written any more."""
+        left = iter(batch)  # each copy is taken by one thread: `next` of it holds the GIL
+
+        def copy_what_is_left() -> None:
+            for copy in left:
                 copy_checked(copy)
+
+        helping = min(self._threads, len(batch)) - 1
+        if self._helpers is None or helping < 1:
+            copy_what_is_left()
             return
-        jobs = [self._helpers.submit(copy_checked, copy) for copy in batch]
-        for job in jobs:
-            job.result()
+        helps = [self._helpers.submit(copy_what_is_left) for _ in range(helping)]
+        try:
+            copy_what_is_left()
+        finally:
+            wait(helps)
+        for help_ in helps:
+            help_.result()
 
     def _sleep_until_due(self) -> bool:
         """Whether there was anything to wait for."""

@@ -68,7 +68,9 @@ def _to_come(m: ModelView) -> bool:
     """Whether a model is absent or on its way, or has come and runs nothing yet."""
     if m.residency is Residency.RESIDENT:
         return not m.running and not m.held
-    return m.residency in (Residency.ABSENT, Residency.ACTIVATING)
+    if m.residency is Residency.ACTIVATING:
+        return not m.running
+    return m.residency is Residency.ABSENT
 
 
 def shortage_claims(view: DeviceView, patience: float) -> tuple[list[Claim], float | None]:

@@ -105,6 +105,7 @@ def calibrated(
         page_seconds=mapping.page_seconds,
         pages=mapping.costs,
         spread=spread,
+        early=device.machine.copies_beside_jobs,
     )
     return profile, specs
 

@@ -77,6 +77,8 @@ class Profile:
     copies_slow: float = 0.0
     """Share by which a job takes longer that begins while bytes move over the device's link."""
     spread: Spread = NONE
+    early: bool = False
+    """Whether a model's first job begins while its last layers arrive (`engine.head_start`)."""
 
     @property
     def lane_costs(self) -> dict[str, StepCosts]:
@@ -132,8 +134,10 @@ class SimDevice:
         mapping = profile.moving(settings.page_bytes)
         calls = LoopTime(self.clock)
         self.link = link = SimLink(self._heap, self.clock, profile.link, mapping, route, calls)
-        self._rotors = SimRotors(self._heap, self.clock, link)
+        self._rotors = SimRotors(self._heap, self.clock, link, profile.early)
         requires = preset.requires
+        # Layers wait for one thing or the other.
+        waits = settings.rotates or (profile.early and not requires.kv_swapping)
         swappers = SimSwappers(link, requires.dirty) if requires.kv_swapping else None
         n_pages = settings.budget_bytes // settings.page_bytes
         vm = NullVm(settings.page_bytes, n_pages)
@@ -147,7 +151,7 @@ class SimDevice:
             self.clock,
             copy_nothing,
             profile.lane_costs,
-            self._rotors.make if settings.rotates else None,
+            self._rotors.make if waits else None,
             make_swapper=None if swappers is None else swappers.make,
         )
         if profile.pages is not None:

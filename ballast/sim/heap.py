@@ -17,6 +17,7 @@ from ballast.core.event import (
     GrammarReady,
     JobDone,
     JobFailed,
+    Opened,
     Operate,
     Pause,
     Result,
@@ -37,6 +38,7 @@ RANK: dict[type[Event], int] = {
         (JobDone, JobFailed, TransferDone, Settled, Operate, Cancel, Arrival, Timer, Drain, Stop)
     )
 }
+RANK[Opened] = RANK[TransferDone]
 RANK |= dict.fromkeys((Pause, Resume, GrammarReady), RANK[Arrival])
 RANK |= dict.fromkeys((PeerMet, PeerGone, Lent, AskedBack, Returned), RANK[Operate])
 RANK |= dict.fromkeys((ExportKv, Depart, ImportKv, KvRead, KvTail, DropKv), RANK[Operate])

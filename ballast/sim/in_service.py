@@ -47,15 +47,34 @@ class Timed:
 
 
 def jobs_of(entries: Sequence[Mapping[str, Any]]) -> list[Timed]:
-    """All jobs that a device's story tells of, but those of a leap."""
+    """All jobs that a device's story tells of, but those of a leap, and those that began while
+    weights arrived: they waited for them, and ran beside their copies."""
+    early = _begun_early(entries)
     done = [e for e in entries if e.get("event") == "JobDone"]
     found: list[Timed] = []
     ended, before = float("-inf"), None
     for e in done:
         load = Load(*(e[key] for key in Load._fields))
-        found.append(Timed(e["model"], load, e["seconds"], e["at"] - e["seconds"] - ended, before))
+        if e.get("job") not in early:
+            gap = e["at"] - e["seconds"] - ended
+            found.append(Timed(e["model"], load, e["seconds"], gap, before))
         ended, before = e["at"], load
     return found
+
+
+def _begun_early(entries: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Jobs that began between a model's first layers and its last."""
+    opened: set[int] = set()
+    early: set[int] = set()
+    for e in entries:
+        event = e.get("event")
+        if event == "Opened":
+            opened.add(e["transfer_id"])
+        elif event == "TransferDone":
+            opened.discard(e["transfer_id"])
+        elif event is None and opened and "job" in e:
+            early.add(e["job"])
+    return early
 
 
 def costs_of(jobs: Sequence[Timed]) -> tuple[float, dict[str, StepCosts]]:

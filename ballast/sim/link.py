@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 from ballast.core.clock import Clock
 from ballast.core.event import TransferDone
@@ -21,6 +23,17 @@ from ballast.sim.pages import LoopTime
 
 Path = Mapping[Direction, Sequence[Side]]
 """The sides that bytes of each direction cross, the device's own first."""
+
+
+class Watch(Protocol):
+    """Follows one transfer while it lands."""
+
+    @property
+    def marks(self) -> Sequence[int]:
+        """Numbers of bytes, ascending, at which it wants to be told, beside the last."""
+
+    def landed(self, now: float, n_bytes: int) -> None:
+        """So many bytes are there, in the order of the copies; if all are, their end is due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +87,40 @@ class SimLink:
         copies: Sequence[Copy],
         stream: str = ACTIVATIONS,
         direction: Direction = Direction.TO_DEVICE,
+        watch: Watch | None = None,
     ) -> None:
+        """As `Link.start`; `watch` is told when so many bytes are there as it wants to know of."""
         n_bytes = sum(c.n_bytes for c in copies)
+        marks = [] if watch is None else [m for m in watch.marks if 0 < m < n_bytes]
+        taken = 0.0
 
-        def ended(at: float, seconds: float) -> None:
-            self._heap.schedule(at, TransferDone(transfer_id, n_bytes, seconds))
+        def ended(mark: int, at: float, seconds: float) -> None:
+            nonlocal taken
+            taken += seconds
+            if mark == n_bytes:
+                self._heap.schedule(at, TransferDone(transfer_id, n_bytes, taken))
+            if watch is not None:
+                watch.landed(at, mark)
 
         ceiling, carrier, now = (
             self._ceilings[direction],
             self.stream(stream, direction),
             self._clock.now(),
         )
+
+        def begin(at: float) -> None:
+            before = 0
+            for mark in [*marks, n_bytes]:
+                carrier.carry(at, mark - before, partial(ended, mark), ceiling)
+                before = mark
+
         if self._calls.until <= now:
-            carrier.carry(now, n_bytes, ended, ceiling)
+            begin(now)
             return
 
         def mapped(at: float) -> None:
             self.moving -= 1
-            carrier.carry(at, n_bytes, ended, ceiling)
+            begin(at)
 
         self.moving += 1
         self._heap.agenda.schedule(self._calls.until, mapped)

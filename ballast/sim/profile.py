@@ -182,6 +182,8 @@ class DeviceProfile(Keys):
     """Of the memory's bandwidth, what part of the compute can use: so many times that part."""
     copies_slow: NotNegative = 0.0
     """Share by which a job takes longer while bytes move over the link to the host."""
+    early_jobs: bool = False
+    """Whether a model's first job begins while its last layers arrive."""
     link: Link
     pages: Pages | None = None
     """Of `page_seconds`, what is the loop's time, and when; None: none of it."""
@@ -294,6 +296,7 @@ class DeviceProfile(Keys):
             pages=None if self.pages is None else self.pages.costs,
             copies_slow=self.copies_slow,
             spread=Spread(quantiles=tuple(engine.spread)),
+            early=self.early_jobs,
         )
 
     @property
@@ -379,6 +382,7 @@ def profile_of(device: str, measured: Profile, settings: DeviceSettings) -> Devi
         page_seconds=measured.page_seconds,
         pages=pages,
         lane_reach=measured.reach,
+        early_jobs=measured.early,
         served=Served(**{key: getattr(settings, key) for key in Served.model_fields}),
         sources={"calibrate": source},
         measured=[

@@ -18,11 +18,12 @@ from ballast.core.request import Request, Sampling, Submission
 from ballast.core.rotation import Rotation
 from ballast.engine.build import build_newcomer
 from ballast.engine.loop import Loop
+from ballast.memory.copies import Copy
 from ballast.memory.vm import Exported
 from ballast.sim.device import copy_nothing, hosted_nowhere
 from ballast.sim.lives import Life
 from ballast.sim.standins import StandIns
-from ballast.weights.rotor import Loads
+from ballast.weights.rotor import Coming, Loads
 
 T = TypeVar("T")
 
@@ -61,6 +62,10 @@ class Rotor:
 
     def forget(self) -> None:
         self.held = ()
+
+    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: Coming) -> bool:
+        """The story tells when a job may begin, if it was before the end."""
+        return False
 
 
 class Grammars:
@@ -143,7 +148,7 @@ class Events:
             return self._of_lease(told)
         if kind == "PeerMet":
             return self._met(told)
-        if kind == "TransferDone":
+        if kind in ("TransferDone", "Opened"):
             number = told["transfer_id"]
             if all(m.life.transfer_id != number for m in self._state.models.values()):
                 raise Impossible("no such transfer is on its way")
@@ -283,6 +288,7 @@ _EVENTS: dict[str, type[Event]] = {
         event.Resume,
         event.GrammarReady,
         event.TransferDone,
+        event.Opened,
         event.Settled,
         event.Drain,
         event.Stop,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ballast.core.clock import Clock
-from ballast.core.event import Settled
+from ballast.core.event import Opened, Settled
 from ballast.core.link import Direction
 from ballast.core.model import ModelSpec
 from ballast.core.rotation import WHOLE, Rotation
@@ -14,7 +14,7 @@ from ballast.memory.copies import Copy
 from ballast.sim.heap import EventHeap
 from ballast.sim.link import SimLink
 from ballast.sim.passes import Pass
-from ballast.weights.rotor import Loads
+from ballast.weights.rotor import Coming, Loads
 
 
 class SimRotor:
@@ -35,10 +35,17 @@ class SimRotor:
         link: SimLink,
         loads: Loads,
         begun: Callable[[SimRotor], None],
+        early: bool = False,
     ) -> None:
-        """`loads`: counted on; `begun` is called at each turn."""
+        """`loads`: counted on; `begun` is called when jobs may have to wait from then on; `early`:
+        whether they begin while the model's weights arrive."""
         self.loads = loads
-        self._begun = begun
+        self._begun, self._early, self._link = begun, early, link
+        self._arriving: dict[int, int] = {}
+        """Layers of a load of all weights that are not there, and after how many of its bytes each
+        will be."""
+        self._arrived = False
+        """What comes now does so with such a load."""
         self._name, self._heap, self._clock = spec.name, heap, clock
         self._stream = link.stream(f"rotation:{spec.name}", Direction.TO_DEVICE)
         self._bytes = [copy.n_bytes for copy in copies]
@@ -75,23 +82,46 @@ class SimRotor:
     def forget(self) -> None:
         self._lay(WHOLE, ())
 
+    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: Coming) -> bool:
+        if not self._early:
+            return False
+        self._begun(self)
+        self._arriving = dict(coming.layers)
+        self._link.start(transfer_id, copies, watch=_Arrival(self, transfer_id, coming))
+        return True
+
+    def let_begin(self, now: float, transfer_id: int) -> None:
+        """The first job may begin."""
+        self._heap.schedule(now, Opened(transfer_id))
+
+    def arrived(self, now: float, n_bytes: int) -> None:
+        """So much of a load of all weights is there."""
+        there = [layer for layer, after in self._arriving.items() if after <= n_bytes]
+        for layer in there:
+            del self._arriving[layer]
+        self._arrived = True
+        for layer in there:
+            if self._job is not None:
+                self._job.landed(now, layer)
+        self._arrived = False
+
     # -- for jobs ---------------------------------------------------------------------------------
 
     @property
     def stops(self) -> Sequence[int]:
-        if self._flying <= self._sharing.keys():
+        if not self._arriving and self._flying <= self._sharing.keys():
             return self._order
-        return sorted({*self._sharing, *self._flying})
+        return sorted({*self._sharing, *self._flying, *self._arriving})
 
     @property
     def waits(self) -> bool:
-        return bool(self._sharing or self._flying)
+        return bool(self._sharing or self._flying or self._arriving)
 
     def begin(self, now: float, job: Pass, read: int, written: int) -> None:
         self._job = job
 
     def lacks(self, layer: int) -> bool:
-        return layer in self._absent
+        return layer in self._absent or layer in self._arriving
 
     def used(self, now: float, layer: int) -> None:
         following = self._sharing.get(layer)
@@ -99,7 +129,8 @@ class SimRotor:
             self._replace(now, self._slot_of[layer], following)
 
     def waited(self, seconds: float) -> None:
-        self.loads.stall_seconds += seconds
+        if not self._arrived:
+            self.loads.stall_seconds += seconds
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -142,20 +173,40 @@ class SimRotor:
             self._heap.schedule(now, Settled(self._name))
 
 
+class _Arrival:
+    """Follows the transfer that brings all weights of a model (`sim.link.Watch`)."""
+
+    def __init__(self, rotor: SimRotor, transfer_id: int, coming: Coming) -> None:
+        self._rotor, self._id, self._coming = rotor, transfer_id, coming
+        self._opened = False
+        later = (n for n in coming.layers.values() if n > coming.opens)
+        self.marks = [coming.opens, *sorted(later)]
+
+    def landed(self, now: float, n_bytes: int) -> None:
+        if not self._opened and n_bytes < self.marks[-1]:
+            self._opened = True
+            self._rotor.let_begin(now, self._id)
+        self._rotor.arrived(now, n_bytes)
+
+
 class SimRotors:
     """The rotors of a device's models, by name."""
 
-    def __init__(self, heap: EventHeap, clock: Clock, link: SimLink) -> None:
-        self._heap, self._clock, self._link = heap, clock, link
+    def __init__(self, heap: EventHeap, clock: Clock, link: SimLink, early: bool = False) -> None:
+        """`early`: whether first jobs begin while weights arrive."""
+        self._heap, self._clock, self._link, self._early = heap, clock, link, early
         self._rotors: dict[str, SimRotor] = {}
-        """Those that have turned: a newcomer that is refused has not."""
+        """Those that have turned, or whose jobs were let begin early: a newcomer that is refused
+        has done neither."""
         self.loads: dict[str, Loads] = {}
         """Those of models that have left, too."""
 
     def make(self, spec: ModelSpec, copies: Sequence[Copy]) -> SimRotor:
         loads = self.loads.setdefault(spec.name, Loads())
         begun = partial(self._rotors.__setitem__, spec.name)
-        return SimRotor(spec, copies, self._heap, self._clock, self._link, loads, begun)
+        return SimRotor(
+            spec, copies, self._heap, self._clock, self._link, loads, begun, self._early
+        )
 
     def of(self, model: str) -> SimRotor | None:
         """The model's; None if its layers have always been there."""

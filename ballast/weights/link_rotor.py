@@ -13,7 +13,7 @@ from ballast.core.job import SequenceWork
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import HostLink
-from ballast.weights.rotor import NOBODY, Loads
+from ballast.weights.rotor import NOBODY, Coming, Loads
 
 
 class LinkRotor:
@@ -23,6 +23,9 @@ class LinkRotor:
     the next one begins with. What could not be loaded fails the pass that comes to it, and is tried
     once more by the next. The loop's thread turns and settles, lanes pass, the link's thread tells
     what has landed.
+
+    While the model's weights arrive, passes wait for its layers likewise (`bring`); what that load
+    fails to bring is not tried again.
     """
 
     def __init__(
@@ -32,11 +35,15 @@ class LinkRotor:
         link: HostLink,
         clock: Clock,
         settled: Callable[[], None],
+        opened: Callable[[int], None] | None = None,
     ) -> None:
+        """`settled` and `opened`, which is given the transfer, tell the loop; from any thread.
+        Without `opened` jobs wait for whole loads of the model's weights."""
         self.loads = Loads()
         self.rotation = WHOLE
         self._stream = f"rotation:{model}"
-        self._copies, self._link, self._clock, self._settled = copies, link, clock, settled
+        self._copies, self._link, self._clock = copies, link, clock
+        self._settled, self._opened = settled, opened
         self._change = threading.Condition()
         self._ready = bytearray(b"\1") * len(copies)
         """By layer, whether its bytes are where it is read."""
@@ -51,6 +58,8 @@ class LinkRotor:
         """Layers brought since they were last mapped, perhaps."""
         self._broken: dict[int, str] = {}
         """Layers that could not be brought to where they are read, and why."""
+        self._arrival: _Arrival | None = None
+        """Of all weights, the last that jobs did not have to wait for as a whole."""
         self._settling = False
         self._stalled = 0.0
         """Seconds, since they were last asked for."""
@@ -78,8 +87,26 @@ class LinkRotor:
         self._broken.clear()
         self._begin(WHOLE, (), ())
 
+    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: Coming) -> bool:
+        if self._opened is None:
+            return False
+        arrival = _Arrival(self, transfer_id, coming)
+        with self._change:
+            self._end_arrival()
+            self._arrival, self._busy = arrival, True
+            for layer in coming.layers:
+                self._ready[layer] = False
+        try:
+            self._link.start(transfer_id, copies, watch=arrival)
+        except DeviceError:
+            with self._change:
+                self._end_arrival()
+            raise
+        return True
+
     def _begin(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
         with self._change:
+            self._end_arrival()
             self.rotation = rotation
             self._settling, self._busy = False, True
             self._slot_of, self._next = rotation.slot_of, rotation.next_of
@@ -118,6 +145,8 @@ class LinkRotor:
             for layer in sorted(self._broken):
                 self._load(layer)
             stops = frozenset(self._slot_of) | self._flying | self._broken.keys()
+            if self._arrival is not None:
+                stops |= self._arrival.missing
             self._busy = bool(stops)
             return stops
 
@@ -127,14 +156,18 @@ class LinkRotor:
             return
         began = self._clock.now()
         with self._change:
+            arrives = self._arrival is not None and layer in self._arrival.missing
             while not self._ready[layer]:
-                if layer in self._broken:
-                    why = self._broken[layer]
+                why = self._broken.get(layer)
+                if arrives and self._arrival is not None:
+                    why = self._arrival.error
+                if why is not None:
                     raise DeviceError("link", f"a layer could not be brought: {why}")
                 self._change.wait()
             seconds = self._clock.now() - began
             self._stalled += seconds
-            self.loads.stall_seconds += seconds
+            if not arrives:
+                self.loads.stall_seconds += seconds
 
     def used(self, layer: int) -> None:
         """The job is done with a layer: the next of its slot can take its place."""
@@ -167,7 +200,39 @@ class LinkRotor:
         if quiet:
             self._settled()
 
+    def _weights_landed(self, arrival: _Arrival, n_bytes: int) -> None:
+        """So many bytes of a load of all weights are there."""
+        with self._change:
+            if arrival is not self._arrival:
+                return
+            for layer in sorted(arrival.missing):
+                if arrival.coming.layers[layer] > n_bytes:
+                    break
+                arrival.missing.discard(layer)
+                self._ready[layer] = True
+            self._change.notify_all()
+            opens = not arrival.opened and n_bytes >= arrival.coming.opens
+            arrival.opened = arrival.opened or opens
+        if opens and self._opened is not None:
+            self._opened(arrival.transfer_id)
+
+    def _weights_ended(self, arrival: _Arrival, error: str | None) -> None:
+        with self._change:
+            if arrival is not self._arrival:
+                return
+            arrival.error = error
+            if error is None:
+                self._end_arrival()
+            self._change.notify_all()
+
     # -- under the lock ---------------------------------------------------------------------------
+
+    def _end_arrival(self) -> None:
+        """No pass waits for a load of all weights any more: all of it is there, or is gone."""
+        if self._arrival is not None:
+            for layer in self._arrival.missing:
+                self._ready[layer] = True
+            self._arrival = None
 
     def _replace(self, slot: int, layer: int) -> None:
         """The slot is the layer's from now on."""
@@ -193,3 +258,22 @@ class LinkRotor:
         except DeviceError as error:
             self._flying.discard(layer)
             self._broken[layer] = str(error)
+
+
+class _Arrival:
+    """Follows the transfer that brings all weights of a model (`ballast.memory.transfer.Watch`)."""
+
+    def __init__(self, rotor: LinkRotor, transfer_id: int, coming: Coming) -> None:
+        self.transfer_id, self.coming = transfer_id, coming
+        self.missing = set(coming.layers)
+        """Layers that have not landed; like what follows, changed under the rotor's lock."""
+        self.opened = False
+        self.error: str | None = None
+        """Why the missing ones will not come."""
+        self._rotor = rotor
+
+    def landed(self, n_bytes: int) -> None:
+        self._rotor._weights_landed(self, n_bytes)
+
+    def ended(self, error: str | None) -> None:
+        self._rotor._weights_ended(self, error)

@@ -28,7 +28,7 @@ from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.transfer import Link
 from ballast.memory.vm import Vm
-from ballast.weights.rotor import MakeRotor
+from ballast.weights.rotor import Coming, MakeRotor
 from ballast.weights.shared import SharedSegment
 from ballast.weights.slots import Place, Slots
 
@@ -123,8 +123,11 @@ class WeightsOnDevice:
         """Device address of segment `i`; never changes."""
         return self.segments[i].address
 
-    def activate(self, transfer_id: int) -> Short | None:
+    def activate(self, transfer_id: int, ahead: int = 0) -> Short | None:
         """Put pages beneath all segments and start the transfer that fills them; or do nothing.
+
+        `ahead`: how many bytes may still be on their way when the first job begins (`Opened`), if
+        its rotor can have jobs wait for the layers that these hold; 0: none.
 
         What another model has brought is mapped, not copied; if all of it is, `filled` holds at
         once and no transfer starts. `Short.pages` are missing in the pool. If a map or the link
@@ -157,31 +160,63 @@ class WeightsOnDevice:
                 segment.hold(self.spec.name)
             undo.callback(self._forget)
             if not self.filled:
-                self.fill(transfer_id)
+                self.fill(transfer_id, ahead)
             undo.pop_all()
         return None
 
-    def fill(self, transfer_id: int) -> None:
-        """Start a transfer of all bytes that are neither there nor on their way.
+    def fill(self, transfer_id: int, ahead: int = 0) -> None:
+        """Start a transfer of all bytes that are neither there nor on their way; `ahead`: as of
+        `activate`.
 
         All of them are of one stream of the link, which serves it in order: when this one has
         ended, so have those before it that bring shared segments. It tells its end as
         `TransferDone`; then comes `landed`.
         """
-        copies: list[Copy] = []
+        wanted: list[int] = []
         brought: list[SharedSegment] = []
-        for s in self.segments:
+        for i, s in enumerate(self.segments):
             if s.shared is None:
-                wanted = not self._filled
+                here = self._filled
             else:
-                wanted = not s.shared.filled and s.shared.filler is None and s.shared not in brought
-                if wanted:
+                here = s.shared.filled or s.shared.filler is not None or s.shared in brought
+                if not here:
                     brought.append(s.shared)
-            if wanted:
-                copies.append(s.copy)
-        self._link.start(transfer_id, copies)
+            if not here:
+                wanted.append(i)
+        if not self._fill_ahead(transfer_id, wanted, brought, ahead):
+            self._link.start(transfer_id, [self.segments[i].copy for i in wanted])
         for segment in brought:
             segment.filler = self.spec.name
+
+    def _fill_ahead(
+        self,
+        transfer_id: int,
+        wanted: Sequence[int],
+        brought: Collection[SharedSegment],
+        ahead: int,
+    ) -> bool:
+        """Start the transfer of the segments `wanted`, layers last, so that the first job can
+        begin before its end; False: nothing is started, as that is not possible, or of no use.
+
+        What another model brings is told by that model's transfer alone, so none of it is ahead.
+        """
+        if self.rotor is None or ahead <= 0 or self.stirred:
+            return False
+        if not all(s.filled or s in brought for s in self.shared):
+            return False
+        layers = range(1, 1 + self.spec.n_layers)
+        order = sorted(wanted, key=lambda i: i in layers)  # stable: each kind stays in order
+        there: dict[int, int] = {}
+        n_bytes = 0
+        for i in order:
+            n_bytes += self.segments[i].n_bytes
+            if i in layers:
+                there[i - 1] = n_bytes
+        if not there:
+            return False
+        opens = max(min(there.values()), n_bytes - ahead)
+        copies = [self.segments[i].copy for i in order]
+        return self.rotor.bring(transfer_id, copies, Coming(there, opens))
 
     def landed(self) -> bool:
         """The transfer has ended well; whether everything is there.
@@ -215,6 +250,13 @@ class WeightsOnDevice:
         self.version.n += 1
         self.rotor.turn(wanted, turned.held, turned.missing)
         return None
+
+    def lost(self) -> None:
+        """The transfer has failed, and a job that waits for its layers keeps the pages for a
+        moment: what of it other models count on, they may bring themselves."""
+        for segment in self.shared:
+            if segment.filler == self.spec.name:
+                segment.filler = None
 
     def evict(self) -> None:
         """The model's pages go back to the pool, and those of shared segments that no other model

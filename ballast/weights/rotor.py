@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +25,16 @@ class Loads:
     """Of the copies on their link."""
     stall_seconds: float = 0.0
     """In which jobs waited for layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """Weights that are brought by one transfer, layers last and in order."""
+
+    layers: Mapping[int, int]
+    """By layer of the transfer, the bytes after which it is there, and all before it."""
+    opens: int
+    """Bytes after which the first job may begin."""
 
 
 class Rotor(Protocol):
@@ -50,6 +60,14 @@ class Rotor(Protocol):
 
     def forget(self) -> None:
         """The weights are gone; nothing is on its way."""
+
+    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: Coming) -> bool:
+        """Start the transfer that brings the model's weights, and tell `Opened` while it goes on:
+        from then on jobs wait for the layers that they come to. The end is told as
+        `TransferDone`, before any job can have passed the last layer, or failed for want of one.
+
+        False, and nothing is started: jobs of this model wait for the whole load.
+        """
 
 
 MakeRotor = Callable[[ModelSpec, Sequence[Copy]], Rotor]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ballast.core.view import Residency
-from ballast.engine.life import Kv, Work
+from ballast.engine.life import Kv, Landing, Work
 from ballast.engine.state import DeviceState
 from ballast.engine.views import deferred_pages, device_view, made_anew
 
@@ -19,7 +19,8 @@ def check_views(state: DeviceState) -> None:
         assert seen.rotation == (life.turning or m.weights.slots.rotation)
         assert seen.kv_turning == (life.kv in (Kv.ORDERED, Kv.MOVING))
         assert (seen.kv_rotation or m.kv.rotation) == (life.swap_to or m.kv.rotation)
-        assert not seen.running or life.residency in (Residency.RESIDENT, Residency.EVICTING)
+        here = life.residency in (Residency.RESIDENT, Residency.EVICTING)
+        assert not seen.running or here or life.landing is not Landing.SHUT
         open_here = seen.waiting or seen.running or m.paused
         idle = life.residency is Residency.RESIDENT and not open_here
         assert (seen.idle_since is not None) == idle

@@ -13,10 +13,11 @@ from ballast.core.errors import BrokenPromise
 from ballast.core.job import Job
 from ballast.core.rotation import Rotation
 from ballast.core.view import Residency
-from ballast.engine.life import RULES, Kv, Layers, Life, Stay, Step, Transition, Work
+from ballast.engine.life import RULES, Kv, Landing, Layers, Life, Stay, Step, Transition, Work
 
 PARTS: dict[str, type[enum.Enum]] = {
     "residency": Residency,
+    "landing": Landing,
     "work": Work,
     "layers": Layers,
     "kv": Kv,
@@ -29,11 +30,14 @@ DO: dict[Transition, Callable[[Life], object]] = {
     Transition.ACTIVATE: lambda m: m.activate(1),
     Transition.FIND: lambda m: m.find(0.0),
     Transition.REFILL: lambda m: m.refill(2),
+    Transition.OPEN: lambda m: m.open(),
     Transition.LAND: lambda m: m.land(0.0),
+    Transition.BREAK: lambda m: m.break_off("the host is gone"),
     Transition.FAIL: lambda m: m.fail(),
     Transition.ORDER_EVICTION: lambda m: m.order_eviction(),
     Transition.EVICT: lambda m: m.evict(),
     Transition.BEGIN_JOB: lambda m: m.begin_job(JOB, 0.0),
+    Transition.BEGIN_EARLY_JOB: lambda m: m.begin_early_job(JOB, 0.0),
     Transition.END_JOB: lambda m: m.end_job(),
     Transition.ORDER_TURN: lambda m: m.order_turn(LAYERS),
     Transition.SETTLE: lambda m: m.settle(),
@@ -52,7 +56,8 @@ def parts(life: Life) -> dict[str, enum.Enum]:
 
 
 def data(life: Life) -> tuple[object, ...]:
-    return life.transfer_id, life.job, life.turning, life.swap_to, life.swap_failed, life.version.n
+    parts = life.transfer_id, life.load_failed, life.job, life.turning, life.swap_to
+    return *parts, life.swap_failed, life.version.n
 
 
 @dataclass
@@ -72,6 +77,8 @@ class Driven:
             self.evict()
         elif step is Step.SETTLE:
             self.life.settle()
+        elif step is Step.FAIL:
+            self.life.fail()
 
     def evict(self) -> None:
         self.life.evict()
@@ -86,9 +93,16 @@ class Driven:
             yield lambda d: d.life.activate(1)
             yield lambda d: d.life.find(0.0)
         if life.transfer_id is not None:
-            yield lambda d: d.life.refill(2)
             yield lambda d: d.life.land(0.0)
-            yield lambda d: d.life.fail()
+            if life.landing is Landing.SHUT:
+                yield lambda d: d.life.refill(2)
+                yield lambda d: d.life.open()
+            if life.work is Work.BUSY:
+                yield lambda d: d.life.break_off("the host is gone")
+            else:
+                yield lambda d: d.life.fail()
+            if life.ready and here:
+                yield lambda d: d.life.begin_early_job(JOB, 0.0)
         if resident:
             yield Driven.drive_out
             yield Driven.remap
@@ -165,7 +179,7 @@ def test_every_state_that_can_be_reached_is_whole_and_nothing_else_is_let_by() -
     assert seen == {state for part in PARTS.values() for state in part}
     # The end of a job that was to move KV, and the loss of it, are one event.
     assert legal == set(Transition) - {Transition.LOSE_KV}
-    assert len(known) == 112
+    assert len(known) == 128
 
 
 def tried(life: Life, transition: Transition) -> bool:
@@ -192,6 +206,7 @@ def tried(life: Life, transition: Transition) -> bool:
 
 
 def test_a_state_that_no_event_leads_to_is_found() -> None:
+    spoilt: Callable[[Life], object]
     for spoilt in (
         lambda m: m.begin_job(JOB, 0.0) or m.order_eviction() or m.end_job(),
         lambda m: m.order_swap(LAYERS) or m.begin_move(),
@@ -203,3 +218,11 @@ def test_a_state_that_no_event_leads_to_is_found() -> None:
         spoilt(life)
         with pytest.raises(BrokenPromise, match="m \\(residency"):
             life.validate()
+    life = Life("m")
+    life.activate(1)
+    life.open()
+    life.begin_early_job(JOB, 0.0)
+    life.break_off("the host is gone")
+    life.end_job()
+    with pytest.raises(BrokenPromise, match="a failure that nothing is in the way of"):
+        life.validate()

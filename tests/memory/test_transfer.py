@@ -15,7 +15,7 @@ from ballast.core.event import TransferDone
 from ballast.core.link import Direction, LinkRates
 from ballast.core.units import KiB, MiB
 from ballast.memory.copies import Copy, copy_now
-from ballast.memory.transfer import PRIOR_BYTES_PER_SECOND, HostLink
+from ballast.memory.transfer import PRIOR_BYTES_PER_SECOND, HostLink, copy_threads
 from ballast.memory.vm_memfd import MemfdVm
 
 PAGE = 64 * KiB
@@ -236,3 +236,75 @@ def test_copy_now() -> None:
     copy_now(target.ctypes.data, source.ctypes.data, 999)
     assert (source[:999] == target[:999]).all()
     assert target[999] == 0
+
+
+def test_cpus_make_threads() -> None:
+    assert [copy_threads(cpus) for cpus in (1, 2, 4, 6, 64)] == [1, 2, 2, 3, 4]
+    paced = HostLink(Stepping(1.0), print, pace=LinkRates.even(1.0))
+    paced.close()
+    assert (paced.paced, paced.threads) == (True, 1)
+
+
+def test_nothing_of_a_failed_batch_is_written_after_its_end(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread's copy fails at once, the other's is held up: the end waits for it."""
+    failed, written = threading.Event(), threading.Event()
+
+    def copy(copy: Copy) -> None:
+        if copy.src == 1:
+            failed.set()
+            raise DeviceError("link", "the host is gone")
+        assert failed.wait(60)
+        written.set()
+
+    monkeypatch.setattr("ballast.memory.transfer.copy_checked", copy)
+    seen: list[bool] = []
+
+    def on_done(done: TransferDone) -> None:
+        seen.append(written.is_set())
+        told(done)
+
+    link = HostLink(Stepping(1e-3), on_done, threads=2, chunk_bytes=10)
+    # Each thread takes one: whoever has the second waits for the first.
+    link.start(1, [Copy(1, 1, 10), Copy(2, 2, 10)])
+    assert "the host is gone" in str(told.next().error)
+    link.close()
+    assert seen == [True]
+
+
+class Followed:
+    """A watch that writes down what it is told, and what else was told by then."""
+
+    def __init__(self, told: Told) -> None:
+        self.landed_bytes: list[int] = []
+        self.end: list[tuple[str | None, bool]] = []
+        self.over = threading.Event()
+        self._told = told
+
+    def landed(self, n_bytes: int) -> None:
+        self.landed_bytes.append(n_bytes)
+
+    def ended(self, error: str | None) -> None:
+        self.end.append((error, not self._told.queue.empty()))
+        self.over.set()
+
+
+def test_a_transfer_is_followed_batch_by_batch(told: Told) -> None:
+    """But for the last, of which the end tells first."""
+    source, target = _pair(35_000)
+    link = HostLink(Stepping(1e-3), told, threads=1, chunk_bytes=10_000)
+    watch = Followed(told)
+    copies = [Copy(target.ctypes.data, source.ctypes.data, 35_000)]
+    link.start(1, copies, watch=watch)
+    assert watch.over.wait(60)
+    broken = Followed(told)
+    link.start(2, [*copies, Copy(0, source.ctypes.data, 5)], watch=broken)
+    assert broken.over.wait(60)
+    link.close()
+    assert watch.landed_bytes == [10_000, 20_000, 30_000]
+    assert watch.end == [(None, True)]
+    assert broken.landed_bytes == [10_000, 20_000, 30_000]
+    ((error, told_before),) = broken.end
+    assert error is not None
+    assert told_before

@@ -108,6 +108,17 @@ def test_only_jobs_that_end_count() -> None:
     assert jobs_of([{"at": 0.0, "event": "Arrival"}, {"at": 1.0, "event": "Leap"}]) == []
 
 
+def test_jobs_that_waited_for_weights_are_left_out() -> None:
+    plain = story(random.Random(0), 3)
+    ends = [e for e in plain if e.get("event") == "JobDone"]
+    entries: list[dict[str, object]] = [{"at": 0.0, "event": "Opened", "transfer_id": 7}]
+    for i, end in enumerate(ends):
+        entries += [{"at": 0.0, "job": i, "model": end["model"]}]
+        entries += [{"at": 0.0, "event": "TransferDone", "transfer_id": 7}] * (i == 0)
+        entries += [{**end, "job": i}]
+    assert jobs_of(entries) == jobs_of(plain)[1:]
+
+
 def test_a_lone_job_says_nothing_of_the_loop() -> None:
     lone = jobs_of(story(random.Random(0), 1))
     assert with_loop(lone, TRUTH) == (0.0, TRUTH)

@@ -15,6 +15,7 @@ from ballast.core.rotation import WHOLE, Rotation
 from ballast.engine.inbox import MonotonicClock
 from ballast.memory.copies import Copy
 from ballast.weights.link_rotor import LinkRotor
+from ballast.weights.rotor import Coming
 
 
 class SlowLink:
@@ -216,3 +217,106 @@ def test_what_could_not_be_brought_is_never_read(seed: int) -> None:
         assert passed
     finally:
         link.close()
+
+
+class HeldLink:
+    """Takes a transfer, and lands as much of it as the test says."""
+
+    def __init__(self) -> None:
+        self.watches: list[Any] = []
+        self.refuses = False
+
+    def start(self, transfer_id: int, copies: Sequence[Copy], watch: Any) -> None:
+        if self.refuses:
+            raise DeviceError("link", "it is closed")
+        self.watches.append(watch)
+
+
+COMING = Coming({0: 30, 1: 50, 2: 70}, 50)
+"""Of weights whose embeddings take 10 bytes, and which a job may begin with after layer 1."""
+
+
+def arriving() -> tuple[HeldLink, Any, list[int], threading.Event]:
+    link, opened, settled = HeldLink(), list[int](), threading.Event()
+    copies = [Copy(i + 1, i, 20) for i in range(3)]
+    clock = MonotonicClock()
+    rotor = LinkRotor("a", copies, link, clock, settled.set, opened.append)  # type: ignore[arg-type]
+    return link, rotor, opened, settled
+
+
+def test_passes_wait_for_what_a_load_has_not_brought_yet() -> None:
+    link, rotor, opened, _ = arriving()
+    assert rotor.bring(7, [], COMING)
+    (watch,) = link.watches
+    watch.landed(49)
+    assert (opened, rotor.begin_pass()) == ([], {1, 2})
+    watch.landed(50)
+    watch.landed(60)
+    assert (opened, rotor.begin_pass()) == ([7], {2})
+    rotor.wait(1)
+    passed = threading.Event()
+
+    def run() -> None:
+        rotor.wait(2)
+        rotor.used(2)
+        passed.set()
+
+    job = threading.Thread(target=run)
+    job.start()
+    assert not passed.is_set()
+    watch.ended(None)
+    job.join(60)
+    assert passed.is_set()
+    assert rotor.begin_pass() == frozenset()
+    assert rotor.stalled() >= 0
+    # What waits for a load of all weights is no cost of rotating.
+    assert (rotor.loads.n, rotor.loads.stall_seconds) == (0, 0.0)
+
+
+def test_what_a_failed_load_has_not_brought_fails_passes_and_is_not_tried_again() -> None:
+    link, rotor, _, _ = arriving()
+    rotor.bring(7, [], COMING)
+    (watch,) = link.watches
+    watch.landed(30)
+    watch.ended("the host is gone")
+    for _ in range(2):
+        assert rotor.begin_pass() == {1, 2}
+        rotor.wait(0)
+        with pytest.raises(DeviceError, match="the host is gone"):
+            rotor.wait(1)
+    assert len(link.watches) == 1
+    rotor.bring(8, [], COMING)
+    link.watches[1].ended(None)
+    assert rotor.begin_pass() == frozenset()
+
+
+def test_what_is_told_late_of_an_earlier_load_says_nothing_of_this_one() -> None:
+    link, rotor, opened, _ = arriving()
+    rotor.bring(7, [], COMING)
+    rotor.bring(8, [], Coming({2: 20}, 20))
+    earlier, now = link.watches
+    earlier.landed(60)
+    earlier.ended(None)
+    assert (opened, rotor.begin_pass()) == ([], {2})
+    rotor.wait(0)
+    now.ended(None)
+    rotor.wait(2)
+    rotor.forget()
+    now.landed(20)
+    assert opened == []
+
+
+def test_a_load_that_cannot_be_started_keeps_nobody_waiting() -> None:
+    link, rotor, _, _ = arriving()
+    link.refuses = True
+    with pytest.raises(DeviceError, match="closed"):
+        rotor.bring(7, [], COMING)
+    assert rotor.begin_pass() == frozenset()
+    rotor.wait(2)
+
+
+def test_a_rotor_that_tells_nobody_leaves_the_load_to_others() -> None:
+    link, rotor, _ = made(3)
+    link.close()
+    assert not rotor.bring(7, [], COMING)
+    assert rotor.begin_pass() == frozenset()

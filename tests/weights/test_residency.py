@@ -15,6 +15,7 @@ from ballast.core.clock import VirtualClock
 from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.event import TransferDone
 from ballast.core.model import ModelSpec
+from ballast.core.rotation import Rotation
 from ballast.core.units import KiB
 from ballast.memory.copies import Copy
 from ballast.memory.pool import Pool
@@ -23,6 +24,7 @@ from ballast.memory.transfer import HostLink
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.memory.vm_null import NullVm
 from ballast.weights.residency import WeightsOnDevice
+from ballast.weights.rotor import Coming, Loads
 
 SEGMENTS = (100, 64 * KiB, 64 * KiB + 1, 5)
 
@@ -95,6 +97,58 @@ def test_activation_backs_everything_and_copies_each_segment_once() -> None:
     assert copies == [
         Copy(weights.segment_address(i), 1000 * (i + 1), n) for i, n in enumerate(SEGMENTS)
     ]
+
+
+class Following:
+    """A rotor that writes down which loads it was to start, and starts those if told so."""
+
+    def __init__(self, follows: bool = True) -> None:
+        self.follows = follows
+        self.loads, self.held = Loads(), ()
+        self.brought: list[tuple[int, list[Copy], Coming]] = []
+
+    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: Coming) -> bool:
+        if self.follows:
+            self.brought.append((transfer_id, list(copies), coming))
+        return self.follows
+
+    def settle(self) -> None: ...
+
+    def turn(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None: ...
+
+    def forget(self) -> None: ...
+
+
+def followed(rotor: Following) -> tuple[WeightsOnDevice, Notebook]:
+    vm, link = NullVm(64 * KiB, 8), Notebook()
+    hosts = [1000, 2000, 3000, 4000]
+    pool = Pool(vm, 8)
+    return WeightsOnDevice(
+        make_spec(), pool, vm, link, hosts, make_rotor=lambda spec, copies: rotor
+    ), link
+
+
+@pytest.mark.parametrize("ahead", [1, 64 * KiB + 1, 64 * KiB + 2, 1 << 40])
+def test_what_may_come_ahead_of_its_layers_is_all_that_is_none(ahead: int) -> None:
+    rotor = Following()
+    weights, link = followed(rotor)
+    assert weights.activate(7, ahead) is None
+    ((transfer, copies, coming),) = rotor.brought
+    assert (transfer, link.started) == (7, [])
+    assert [copy.src for copy in copies] == [1000, 4000, 2000, 3000]
+    first, total = 105 + 64 * KiB, sum(SEGMENTS)
+    assert coming.layers == {0: first, 1: total}
+    assert coming.opens == max(first, total - ahead)
+
+
+def test_a_load_that_nobody_follows_is_the_links() -> None:
+    for follows, ahead in ((True, 0), (False, 100)):
+        rotor = Following(follows)
+        weights, link = followed(rotor)
+        assert weights.activate(7, ahead) is None
+        assert rotor.brought == []
+        ((_, copies),) = link.started
+        assert [copy.src for copy in copies] == [1000, 2000, 3000, 4000]
 
 
 def test_eviction_gives_all_pages_back_and_addresses_stay() -> None:
