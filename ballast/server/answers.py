@@ -37,7 +37,7 @@ from ballast.server.responses import (
 )
 from ballast.server.sse import DONE, PING, event
 from ballast.server.tokenizer import Tokenizer
-from ballast.server.tools import Arguments, Began
+from ballast.server.tools.delta import Arguments, Began
 
 _Usage = Usage | UnsetType | None
 _LEAST = -9999.0

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ballast.server.pieces import Piece, Scored
-from ballast.server.tools import Arguments, Began, Content
+from ballast.server.tools.delta import Arguments, Began, Content
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,9 @@ from ballast.server.grammar import of_response_format, of_structured_outputs
 from ballast.server.off_loop import large_body, off_loop
 from ballast.server.openai import ChatRequest, GenerateRequest
 from ballast.server.tokenizer import Tokenizer
-from ballast.server.tools import ToolDialect, ToolParser, Tools
+from ballast.server.tools.dialect import ToolDialect
+from ballast.server.tools.parser import ToolParser
+from ballast.server.tools.request import Tools
 from ballast.server.turns import Turns
 
 MOST_CHECKS_EACH, MOST_CHECKS = 64, 512

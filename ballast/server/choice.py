@@ -9,7 +9,8 @@ from ballast.server.detokenize import Detokenizer
 from ballast.server.echo import Echo
 from ballast.server.pieces import Piece, Scored
 from ballast.server.stopstrings import StopScanner
-from ballast.server.tools import Content, ToolParser
+from ballast.server.tools.delta import Content
+from ballast.server.tools.parser import ToolParser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

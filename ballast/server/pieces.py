@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ballast.server.tools import Arguments, Began, Content, Delta
+from ballast.server.tools.delta import Arguments, Began, Content, Delta
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from ballast.server.detokenize import (
     token_bytes_of,
 )
 from ballast.server.text_bound import text_bound
-from ballast.server.tools import ToolDialect
+from ballast.server.tools.dialect import ToolDialect
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ballast.server.blocks import Block, Blocks, Closed, Grown, Opened, Step
 from ballast.server.pieces import Piece, Scored
-from ballast.server.tools import Arguments, Began, Content
+from ballast.server.tools.delta import Arguments, Began, Content
 from tests.server.test_tools import TOOLS, dialect, written
 
 CALLS = [("now", {}), ("weather", {"city": "Rom"})]

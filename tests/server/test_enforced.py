@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from ballast.core.errors import InvalidRequest
-from ballast.server.tools import ToolDialect, Tools
+from ballast.server.tools.dialect import ToolDialect
 from ballast.server.tools.enforced import MOST_GRAMMAR, calls_grammar
+from ballast.server.tools.request import Tools
 from ballast.server.tools.syntax import SYNTAXES
 
 

@@ -14,7 +14,9 @@ from ballast.core.errors import InvalidRequest
 from ballast.fleet.tokenizer import train_tokenizer
 from ballast.server.grammar import of_response_format, of_structured_outputs
 from ballast.server.grammarcheck import TOO_COMPLICATED
-from ballast.server.tools import Arguments, Began, ToolDialect, Tools
+from ballast.server.tools.delta import Arguments, Began
+from ballast.server.tools.dialect import ToolDialect
+from ballast.server.tools.request import Tools
 from ballast.server.tools.syntax import SYNTAXES
 
 MARKERS = sorted({m for s in SYNTAXES.values() for m in s.markers})

@@ -10,7 +10,9 @@ import pytest
 
 from ballast.core.errors import InvalidRequest
 from ballast.fleet.tokenizer import train_tokenizer
-from ballast.server.tools import Arguments, Began, ToolDialect, Tools
+from ballast.server.tools.delta import Arguments, Began
+from ballast.server.tools.dialect import ToolDialect
+from ballast.server.tools.request import Tools
 
 SHOWN = "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
 CALLS = "{% for message in messages if message.role == 'assistant' %}@"

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballast.core.errors import ConfigError, InvalidRequest
-from ballast.server.tools import Arguments, Began, Content, Delta, ToolDialect, Tools
+from ballast.server.tools.delta import Arguments, Began, Content, Delta
+from ballast.server.tools.dialect import ToolDialect
+from ballast.server.tools.request import Tools
 from ballast.server.tools.syntax import SYNTAXES
 
 Call = tuple[str, str]

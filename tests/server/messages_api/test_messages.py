@@ -12,7 +12,7 @@ from ballast.server.messages_api.form import MessageForm
 from ballast.server.messages_api.request import MessagesRequest
 from ballast.server.pieces import Piece
 from ballast.server.responses import Usage, encode
-from ballast.server.tools import Arguments, Began
+from ballast.server.tools.delta import Arguments, Began
 from tests.cluster.fake_device import BREAK, REFUSE, TELL
 from tests.server.process import ServerProcess
 from tests.server.test_tool_calls import CALL, SCHEMA, TOOLS
