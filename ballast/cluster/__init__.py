@@ -17,8 +17,8 @@ below them.
 - `machines`: The kind of machine of a device: CPU, GPU, or a group of ranks.
 - `member`: What one tensor-parallel rank has of its own, on CPU.
 - `member_cuda`: A GPU as one tensor-parallel rank.
+- `members`: The kind of member of a rank: CPU or GPU.
 - `migrations`: Move running requests to another device with their KV.
-- `neighbours`: The protocols between a device, its worker and other devices.
 - `orders`: Operators' commands that a worker has not answered yet.
 - `outgoing`: The ordered queue of a worker's outgoing messages.
 - `outlet`: The output stream of one client's requests, with backpressure.
@@ -38,4 +38,5 @@ below them.
 - `suspicion`: Requests suspected of killing workers, which run alone.
 - `together`: Sum of several devices' reports.
 - `worker`: The worker process of one device.
+- `worker_link`: The protocol of a worker process, as its controller uses it.
 """

@@ -14,12 +14,12 @@ from ballast.cluster.device import RemoteDevice
 from ballast.cluster.following import Following
 from ballast.cluster.lending import Acquaintances
 from ballast.cluster.migrations import Migrations
-from ballast.cluster.neighbours import WorkerLink
 from ballast.cluster.orders import changed, names_of, refusal, undoing
 from ballast.cluster.placing import homes_of, named, part_of, placed
 from ballast.cluster.routing import Routing
 from ballast.cluster.spare import Spare
 from ballast.cluster.suspicion import Suspicions
+from ballast.cluster.worker_link import WorkerLink
 from ballast.core.actions import Activate, Evict, Lend, Recall
 from ballast.core.command import Add, DeviceOrder, Order, Outcome, Remove
 from ballast.core.errors import ConfigError, Unavailable

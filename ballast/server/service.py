@@ -238,7 +238,7 @@ class Service:
         if caller.key is not None:
             key = caller.key.name
             submissions = [replace(s, salt=caller.salt, tenant=key) for s in submissions]
-        made.meter = Meter(
+        meter = Meter(
             self.controller.submit(submissions, caller.name if self.settings.several_keys else ""),
             submissions,
             caller.key,
@@ -247,7 +247,8 @@ class Service:
             lambda: self._waiting(queue),
             self.clock,
         )
-        return made.meter
+        made.meter = meter
+        return meter
 
     def _priority(self, wanted: int | None) -> int:
         """What a request may take off its model's priority. Raises Fault (403) where it is less

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.datastructures import Headers
 
 from ballast.core.settings import KeySettings
 
 if TYPE_CHECKING:
-    from ballast.server.meter import Meter
     from ballast.server.openai import GenerateRequest
     from ballast.server.responses import Usage
     from ballast.server.timing import Timing
@@ -73,6 +72,13 @@ class Answering(Protocol):
         """By choice; None where it has not ended."""
 
 
+class Metered(Protocol):
+    """What a request has cost; `ballast.server.meter.Meter` is one."""
+
+    def fields(self, arrived: float) -> dict[str, Any]:
+        """For the log. `arrived`: seconds on the server's clock."""
+
+
 @dataclass(slots=True, eq=False)
 class Visit:
     """Filled in on the way by whoever learns something; read at the end by metrics, traces and the
@@ -100,7 +106,7 @@ class Visit:
     request: GenerateRequest | None = None
     answer_id: str | None = None
     answer: Answering | None = None
-    meter: Meter | None = None
+    meter: Metered | None = None
     """What models did for it, if they were asked."""
 
     @property
