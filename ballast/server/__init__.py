@@ -3,40 +3,33 @@
 `bench`, `dashboard` and the command line may import it. It imports `cluster` and what is below; it
 cannot see `sim`. Its process runs without PyTorch (`without_torch`).
 
-- `address`: The address that a server listens on, and who can reach it.
 - `admin`: Routes `/admin/*` by which operators change what is served.
 - `answers`: Answers of the completions and chat APIs, whole or streamed.
 - `app`: The ASGI application: routes, middleware, error handlers.
 - `blocks`: One choice's output grouped into runs of text and calls of functions.
-- `bodies`: JSON bodies: bounded in memory, decoded off the event loop.
 - `calling`: Constraints of an answer: tool calls, or a grammar.
 - `catalogue`: The fleet's models as clients see them.
-- `chat_template`: Chat templates, rendered in processes that can be killed.
 - `chat_template_child`: The process that renders them.
+- `chat_template`: Chat templates, rendered in processes that can be killed.
 - `choice`: One choice of an answer: tokens turned into text as they come.
-- `connection`: Event loop and HTTP parser in C, where installed.
 - `conversation`: Conversations as chat templates read them.
-- `cors`: Cross-origin requests.
-- `crowd`: Bounds on the number of connections and on their idle time.
 - `detokenize`: Incremental detokenization, never within a character.
 - `devicemetrics`: `/metrics` of devices: pages, models, and the pod for gateways.
 - `document`: `/openapi.json`.
 - `echo`: A prompt repeated in its answer, with its log-probabilities.
 - `embedding`: Embeddings of one client's request.
-- `faults`: Status codes and error bodies of each API.
 - `fields`: Types of request fields, with their bounds.
-- `files`: The limit of open files.
 - `gate`: Bounds on open requests and on the bytes and time of their bodies.
 - `generating`: Routes that generate, whole or streamed.
 - `generation`: All choices of one client's request.
 - `grammar`: JSON schemas and other constraints as grammars of llguidance.
 - `grammarcheck`: A trial of a grammar in a child process.
 - `health`: Routes for liveness and readiness probes.
+- `http`: HTTP itself: connections, bodies, errors, the context of a request.
 - `keys`: API keys, and which routes they open.
 - `messages_api`: Anthropic's Messages API.
 - `meter`: Tokens and time of one client's request, for quotas and the log.
 - `metrics`: `/metrics` of requests, under vLLM's names.
-- `off_loop`: Threads for work that would block the event loop.
 - `openai`: Schemas of OpenAI's generating requests, with vLLM's extensions.
 - `operating`: Changes of what is served, ordered by operators or the fleet file.
 - `pace`: How quickly a full queue moves, for `Retry-After`.
@@ -45,12 +38,11 @@ cannot see `sim`. Its process runs without PyTorch (`without_torch`).
 - `quotas`: Rate limits of each API key.
 - `reading`: Routes that only report: `/metrics` and `/admin/state`.
 - `requestlog`: One log line for each request.
-- `responses`: Response records of the OpenAI API, encoded by msgspec.
 - `responses_api`: OpenAI's Responses API.
+- `responses`: Response records of the OpenAI API, encoded by msgspec.
 - `serve`: A server from start to end: bind, start workers, answer, drain.
 - `service`: From a client's request to submissions: tokenize, check, submit.
 - `shares`: Fair shares of a capacity between API keys.
-- `sse`: Server-sent events, and clients that disconnect.
 - `state`: Records of `/admin/state`.
 - `stopstrings`: Stop strings in streamed text.
 - `text_bound`: An upper bound of tokens by characters, to refuse long texts early.
@@ -63,8 +55,6 @@ cannot see `sim`. Its process runs without PyTorch (`without_torch`).
 - `tracing`: OpenTelemetry spans of requests.
 - `translation`: What other APIs' requests have in common when they become chat requests.
 - `turns`: One thread's work, shared by API keys in turn.
-- `visit`: The context of one HTTP request, from arrival to the end of its response.
 - `watch`: Middleware that follows each request for metrics, traces and logs.
-- `watchdog`: Ends a server whose event loop hangs.
 - `without_torch`: Keeps PyTorch out of the server's process.
 """

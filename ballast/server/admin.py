@@ -15,7 +15,7 @@ from ballast.core.model import ModelSpec
 from ballast.fleet.faults import unknown
 from ballast.fleet.levels import said
 from ballast.fleet.schema import Keys, LiveKeys, NamedModelKeys, Size
-from ballast.server.faults import Fault
+from ballast.server.http.faults import Fault
 from ballast.server.operating import PATIENCE, Operating
 from ballast.server.reading import decisions, models_now
 from ballast.server.responses import answered

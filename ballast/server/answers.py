@@ -10,7 +10,8 @@ import msgspec
 from msgspec import UnsetType
 
 from ballast.core.clock import Clock
-from ballast.server.faults import Fault
+from ballast.server.http.faults import Fault
+from ballast.server.http.sse import DONE, PING, event
 from ballast.server.openai import GenerateRequest
 from ballast.server.pieces import Piece, Scored
 from ballast.server.responses import (
@@ -35,7 +36,6 @@ from ballast.server.responses import (
     Usage,
     encode,
 )
-from ballast.server.sse import DONE, PING, event
 from ballast.server.tokenizer import Tokenizer
 from ballast.server.tools.delta import Arguments, Began
 

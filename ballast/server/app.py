@@ -15,13 +15,13 @@ from starlette.routing import Route
 from ballast import __version__
 from ballast.core.errors import BallastError
 from ballast.server.admin import add_admin
-from ballast.server.bodies import JsonRoute
 from ballast.server.catalogue import described, listed, resident
 from ballast.server.document import ERRORS, document, told
-from ballast.server.faults import Fault
 from ballast.server.gate import Gate
 from ballast.server.generating import add_generating
 from ballast.server.health import add_health
+from ballast.server.http.bodies import JsonRoute
+from ballast.server.http.faults import Fault
 from ballast.server.operating import Operating
 from ballast.server.reading import add_reading
 from ballast.server.responses import Model, ModelList, RunningList, Version, answered

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ballast.core.errors import InvalidRequest
-from ballast.server import visit
 from ballast.server.grammar import of_response_format, of_structured_outputs
-from ballast.server.off_loop import large_body, off_loop
+from ballast.server.http import request_context
+from ballast.server.http.off_loop import large_body, off_loop
 from ballast.server.openai import ChatRequest, GenerateRequest
 from ballast.server.tokenizer import Tokenizer
 from ballast.server.tools.dialect import ToolDialect
@@ -67,5 +67,5 @@ async def calling_of(request: GenerateRequest, tokenizer: Tokenizer, checking: T
     free = request.response_format is None and request.structured_outputs is None
     if free and (tools is None or not tools.forced):
         return Calling(tools, dialect)
-    grammar = await checking.run(visit.current().caller.name, compiled)
+    grammar = await checking.run(request_context.current().caller.name, compiled)
     return Calling(tools, dialect, grammar)

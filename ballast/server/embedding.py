@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from ballast.core.clock import Clock
 from ballast.core.event import Cancelled, Embedded, Failed, Finished
 from ballast.core.request import Submission
-from ballast.server import visit
-from ballast.server.faults import Fault
+from ballast.server.http import request_context
+from ballast.server.http.faults import Fault
 from ballast.server.meter import Meter
 from ballast.server.metrics import Metrics
 from ballast.server.responses import EmbeddingItem, EmbeddingList, EmbeddingUsage, Usage
@@ -37,7 +37,7 @@ class Embedding:
         self._reasons: dict[str, str] = {}
         self._clock = clock
         self._metrics = metrics
-        visit.current().answer = self
+        request_context.current().answer = self
 
     @property
     def usage(self) -> Usage:

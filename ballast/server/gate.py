@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ballast.core.settings import ServerSettings
-from ballast.server import visit
-from ballast.server.bodies import MOST_WEIGHT, SMALL_BYTES, WEIGHT_BYTES, replayed, weigh
-from ballast.server.faults import Fault
+from ballast.server.http import request_context
+from ballast.server.http.bodies import MOST_WEIGHT, SMALL_BYTES, WEIGHT_BYTES, replayed, weigh
+from ballast.server.http.faults import Fault
 from ballast.server.keys import FREE
 from ballast.server.quotas import Quotas
 from ballast.server.shares import Shares
@@ -87,7 +87,7 @@ class Gate:
     @contextlib.contextmanager
     def _admitted(self) -> Iterator[None]:
         """Count a request that generates while it is open. Raises Fault where one is too many."""
-        caller = visit.current().caller
+        caller = request_context.current().caller
         if self.draining:
             why = "the server is draining; it takes no new requests"
             raise Fault(503, why, "unavailable")
@@ -115,7 +115,7 @@ class Gate:
                 refused = fault
             else:
                 if body is not None:
-                    visit.current().body_bytes = len(body)
+                    request_context.current().body_bytes = len(body)
                     await self._app(scope, replayed(body, receive), send)
         if refused is not None:
             await _send_away(refused, scope, receive, send)
@@ -158,7 +158,7 @@ class Gate:
     def _holding(self) -> Iterator[Callable[[int], None]]:
         """A function that takes what one body needs, in bytes, as far as that is known by now; it
         raises Fault where there is no room. All is given back at the end."""
-        name, held = visit.current().caller.name, 0
+        name, held = request_context.current().caller.name, 0
 
         def hold(needed: int) -> None:
             nonlocal held
@@ -185,7 +185,7 @@ class Gate:
 
     def _with_quota_headers(self, send: Send) -> Send:
         """`send` that adds what is left of the key's quota."""
-        key = visit.current().caller.key
+        key = request_context.current().caller.key
         if key is None:
             return send
 

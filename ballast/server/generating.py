@@ -13,15 +13,16 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from ballast.core.errors import BallastError
-from ballast.server import visit
 from ballast.server.answers import ChatForm, Form, Head, TextForm
 from ballast.server.document import MESSAGES_ERRORS, told
-from ballast.server.faults import Fault
 from ballast.server.generation import Generation
+from ballast.server.http import request_context
+from ballast.server.http.faults import Fault
+from ballast.server.http.off_loop import large_body, off_loop
+from ballast.server.http.sse import ClientGone, EventStream, unless_gone
 from ballast.server.messages_api.form import MessageForm
 from ballast.server.messages_api.records import Message
 from ballast.server.messages_api.request import MessagesRequest, check_version
-from ballast.server.off_loop import large_body, off_loop
 from ballast.server.openai import ChatRequest, CompletionRequest, GenerateRequest
 from ballast.server.pieces import Piece
 from ballast.server.responses import ChatCompletion, TextCompletion, answered
@@ -29,7 +30,6 @@ from ballast.server.responses_api.form import ResponseForm
 from ballast.server.responses_api.records import ResponseRecord
 from ballast.server.responses_api.request import ResponsesRequest
 from ballast.server.service import Service
-from ballast.server.sse import ClientGone, EventStream, unless_gone
 
 
 def add_generating(app: FastAPI, service: Service) -> None:
@@ -113,7 +113,7 @@ async def _events(
                 yield events
     except (Fault, BallastError) as error:
         fault = Fault.of(error)
-        visit.current().code = fault.code
+        request_context.current().code = fault.code
         yield form.failed(fault)
         return
     yield form.closing(generation.usage)

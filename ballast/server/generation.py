@@ -13,9 +13,9 @@ from ballast.core.event import (
     PromptScores,
     TokenOut,
 )
-from ballast.server import visit
 from ballast.server.choice import Choice
-from ballast.server.faults import Fault
+from ballast.server.http import request_context
+from ballast.server.http.faults import Fault
 from ballast.server.meter import Meter
 from ballast.server.metrics import Metrics
 from ballast.server.pieces import Piece
@@ -41,7 +41,7 @@ class Generation:
         self._clock = clock
         self._metrics = metrics
         self._timings = {i: Timing(arrived) for i in choices}
-        visit.current().answer = self
+        request_context.current().answer = self
 
     async def batches(self, patience: float | None = None) -> AsyncIterator[list[Piece]]:
         """Pieces as they come, until every choice has ended; an empty list whenever there was

@@ -8,8 +8,8 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from ballast.cluster.controller import Controller
-from ballast.server import visit
 from ballast.server.gate import Gate
+from ballast.server.http import request_context
 from ballast.server.responses import encode
 from ballast.server.service import Service
 from ballast.server.state import Status
@@ -34,7 +34,7 @@ def add_health(app: FastAPI, service: Service, gate: Gate) -> None:
             told["reason"] = service.controller.down
         elif service.controller.missing:
             told["missing"] = service.controller.missing
-        if visit.current().caller.known:
+        if request_context.current().caller.known:
             told["failed"] = service.failed
         return _told(200 if told["status"] == "ok" else 503, **told)
 

@@ -10,9 +10,9 @@ from hashlib import sha256
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ballast.core.settings import ServerSettings
-from ballast.server import visit
-from ballast.server.faults import Fault
-from ballast.server.visit import ANYONE, STRANGER, Caller
+from ballast.server.http import request_context
+from ballast.server.http.faults import Fault
+from ballast.server.http.request_context import ANYONE, STRANGER, Caller
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         caller = self._keys.caller(presented(scope["headers"]))
-        visit.current().caller = caller
+        request_context.current().caller = caller
         try:
             self._keys.check(caller, scope["method"], scope["path"])
         except Fault as fault:

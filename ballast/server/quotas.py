@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from ballast.core.clock import Clock
 from ballast.core.settings import KeySettings
-from ballast.server.faults import Fault
+from ballast.server.http.faults import Fault
 
 OPEN_RETRY_SECONDS = 1.0
 """`Retry-After` where a request must end first: nobody knows when."""

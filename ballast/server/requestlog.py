@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from ballast.server.http.request_context import RequestContext
 from ballast.server.keys import FREE
-from ballast.server.visit import Visit
 
 log = logging.getLogger("ballast.request")
 
@@ -14,31 +14,31 @@ _QUIET = (*FREE, "/metrics")
 """Asked for every few seconds by machines: logged only when debugging."""
 
 
-def log_request(visit: Visit) -> None:
+def log_request(context: RequestContext) -> None:
     """A line never holds a prompt, an output or a key."""
-    level = logging.DEBUG if visit.path in _QUIET and visit.status < 500 else logging.INFO
+    level = logging.DEBUG if context.path in _QUIET and context.status < 500 else logging.INFO
     if log.isEnabledFor(level):
-        fields = _fields(visit)
+        fields = _fields(context)
         log.log(level, "%s", _text(fields), extra={"fields": fields})
 
 
-def _fields(visit: Visit) -> dict[str, Any]:
+def _fields(context: RequestContext) -> dict[str, Any]:
     """What was found out on the way; leaves out what there is not."""
-    assert visit.ended is not None  # told of at the end only
+    assert context.ended is not None  # told of at the end only
     fields: dict[str, Any] = {
-        "request_id": visit.request_id,
-        "method": visit.method,
-        "path": visit.path[:200],
-        "status": visit.status,
-        "seconds": round(visit.ended - visit.began, 4),
+        "request_id": context.request_id,
+        "method": context.method,
+        "path": context.path[:200],
+        "status": context.status,
+        "seconds": round(context.ended - context.began, 4),
     }
-    if visit.caller.name:
-        fields["key"] = visit.caller.name
-    if visit.meter is not None:
-        fields |= visit.meter.fields(visit.began)
-    if visit.code is not None:
-        fields["error"] = visit.code
-    if visit.gone:
+    if context.caller.name:
+        fields["key"] = context.caller.name
+    if context.meter is not None:
+        fields |= context.meter.fields(context.began)
+    if context.code is not None:
+        fields["error"] = context.code
+    if context.gone:
         fields["client_gone"] = True
     return fields
 

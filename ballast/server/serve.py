@@ -25,13 +25,14 @@ from ballast.core.errors import CheckpointError, Unavailable
 from ballast.core.settings import FleetSettings
 from ballast.engine.inbox import MonotonicClock
 from ballast.fleet.source import Reading, Source
-from ballast.server.address import bound, is_loopback
 from ballast.server.app import create_app
 from ballast.server.chat_template import TemplateRenderer
-from ballast.server.connection import new_loop, protocol
-from ballast.server.cors import Cors
-from ballast.server.crowd import Crowd, limited
-from ballast.server.files import OTHER_FILES, check_files
+from ballast.server.http.address import bound, is_loopback
+from ballast.server.http.connection import new_loop, protocol
+from ballast.server.http.connection_limits import Connections, limited
+from ballast.server.http.cors import Cors
+from ballast.server.http.file_limit import OTHER_FILES, check_files
+from ballast.server.http.watchdog import Watchdog
 from ballast.server.keys import Guard
 from ballast.server.operating import Operating
 from ballast.server.requestlog import log_request
@@ -39,7 +40,6 @@ from ballast.server.service import Service
 from ballast.server.tokenizer import Tokenizer
 from ballast.server.tracing import Tracing, tracing
 from ballast.server.watch import Watch
-from ballast.server.watchdog import Watchdog
 from ballast.server.without_torch import forgo_torch
 
 log = logging.getLogger(__name__)
@@ -123,10 +123,12 @@ async def _serve(
             if await _first(starting, asked.to_stop):
                 service = starting.result()
                 operating = Operating(service, source, reading)
-                crowd = Crowd(
+                connections = Connections(
                     lambda: service.settings.most_connections, lambda: OTHER_FILES + len(broker)
                 )
-                await _answer(service, operating, listener, asked, ready, tracer, watchdog, crowd)
+                await _answer(
+                    service, operating, listener, asked, ready, tracer, watchdog, connections
+                )
             return 0
         finally:
             watchdog.end_within(STOP_SECONDS)
@@ -210,12 +212,12 @@ async def _answer(
     ready: Callable[[int], None] | None,
     tracer: Tracing | None,
     watchdog: Watchdog,
-    crowd: Crowd,
+    connections: Connections,
 ) -> None:
     """Answer requests until asked to stop and drained."""
     gate = create_app(service, operating)
-    gate.crowded = lambda: crowd.full
-    service.metrics.connections.set_function(lambda: crowd.open)
+    gate.crowded = lambda: connections.full
+    service.metrics.connections.set_function(lambda: connections.open)
     http = HttpServer(
         uvicorn.Config(
             Watch(
@@ -224,7 +226,9 @@ async def _answer(
                 service.clock,
                 [log_request] if tracer is None else [log_request, tracer],
             ),
-            http=limited(protocol(), crowd, send_seconds=lambda: service.settings.send_seconds),
+            http=limited(
+                protocol(), connections, send_seconds=lambda: service.settings.send_seconds
+            ),
             log_config=None,
             log_level="warning",
             access_log=False,

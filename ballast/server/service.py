@@ -12,8 +12,6 @@ from ballast.core.errors import ContextLengthExceeded, InvalidRequest, UnknownMo
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import ServerSettings
-from ballast.server import visit
-from ballast.server.bodies import MOST_WEIGHT
 from ballast.server.calling import calling_of, checks
 from ballast.server.chat_template import TemplateJob, TemplateRenderer
 from ballast.server.choice import Choice
@@ -21,13 +19,15 @@ from ballast.server.conversation import Conversation
 from ballast.server.devicemetrics import DeviceCollector
 from ballast.server.echo import Echo
 from ballast.server.embedding import Embedding
-from ballast.server.faults import Fault
 from ballast.server.fields import Body
 from ballast.server.generation import Generation
+from ballast.server.http import request_context
+from ballast.server.http.bodies import MOST_WEIGHT
+from ballast.server.http.faults import Fault
+from ballast.server.http.off_loop import large_body, off_loop
 from ballast.server.keys import Keys
 from ballast.server.meter import Meter, prompt_tokens
 from ballast.server.metrics import Metrics
-from ballast.server.off_loop import large_body, off_loop
 from ballast.server.openai import ChatRequest, CompletionRequest, GenerateRequest
 from ballast.server.pace import Pace
 from ballast.server.parameters import (
@@ -95,7 +95,7 @@ class Service:
 
     def _may_use(self, name: str) -> bool:
         """Whether the caller's key, which may list own names and aliases, is for this model."""
-        may_use = visit.current().caller.may_use
+        may_use = request_context.current().caller.may_use
         return may_use(name) or any(map(may_use, self.controller.fleet.aliases.get(name, ())))
 
     @property
@@ -150,7 +150,7 @@ class Service:
         """Submit a request to a model. Raises RequestError or Unavailable."""
         arrived = self.clock.now()
         self.warn(request)
-        made = visit.current()
+        made = request_context.current()
         made.request, made.answer_id = request, request_id
         request.check()
         self._check_queue(spec)
@@ -230,7 +230,7 @@ class Service:
 
     def _submit(self, submissions: Sequence[Submission]) -> Meter:
         """Charge them to the caller's key and send them off. Raises Fault or Unavailable."""
-        made = visit.current()
+        made = request_context.current()
         caller = made.caller
         name = submissions[0].model
         queue = self.model(name).base or name
@@ -253,7 +253,7 @@ class Service:
     def _priority(self, wanted: int | None) -> int:
         """What a request may take off its model's priority. Raises Fault (403) where it is less
         than its key may: a smaller number comes earlier."""
-        key = visit.current().caller.key
+        key = request_context.current().caller.key
         if wanted is None or key is None or wanted >= -key.priority:
             return wanted or 0
         why = f"priority: {wanted} is below {-key.priority}, the least that this key may ask for"

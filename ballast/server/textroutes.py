@@ -9,13 +9,13 @@ from starlette.responses import Response
 
 from ballast.core.errors import InvalidRequest
 from ballast.server.document import MESSAGES_ERRORS, told
+from ballast.server.http.off_loop import large_body, off_loop
+from ballast.server.http.sse import ClientGone, unless_gone
 from ballast.server.messages_api.records import InputTokens
 from ballast.server.messages_api.request import CountRequest, check_version
-from ballast.server.off_loop import large_body, off_loop
 from ballast.server.parameters import check_tokens
 from ballast.server.responses import Detokenized, EmbeddingList, Tokenized, answered
 from ballast.server.service import Service
-from ballast.server.sse import ClientGone, unless_gone
 from ballast.server.texts import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from ballast.server.tokenizer import LONG_TEXT
 

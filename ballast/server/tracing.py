@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ballast import __version__
 from ballast.core.clock import Clock
 from ballast.core.errors import ConfigError
-from ballast.server.visit import Answering, Visit
+from ballast.server.http.request_context import Answering, RequestContext
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -52,22 +52,22 @@ class Tracing:
         self._server = SpanKind.SERVER
         self._failed = Status(StatusCode.ERROR)
 
-    def __call__(self, visit: Visit) -> None:
+    def __call__(self, context: RequestContext) -> None:
         """Tell of a request that is over; as a child of the client's span, if it named one."""
-        if visit.path in _UNTRACED or visit.ended is None:
+        if context.path in _UNTRACED or context.ended is None:
             return
         offset = self._wall.now() - self._clock.now()
-        found = attributes(visit)
+        found = attributes(context)
         span = self._tracer.start_span(
-            _name(visit, found),
-            context=self._propagator.extract(visit.headers),
+            _name(context, found),
+            context=self._propagator.extract(context.headers),
             kind=self._server,
             attributes=found,
-            start_time=_nanoseconds(visit.began + offset),
+            start_time=_nanoseconds(context.began + offset),
         )
         if "error.type" in found:
             span.set_status(self._failed)
-        span.end(_nanoseconds(visit.ended + offset))
+        span.end(_nanoseconds(context.ended + offset))
 
     async def close(self, patience: float) -> None:
         """Export what is left, within `patience` seconds; what is left then is dropped, instead of
@@ -116,35 +116,35 @@ def provider(exporter: SpanExporter) -> TracerProvider:
     return made
 
 
-def attributes(visit: Visit) -> dict[str, Value]:
+def attributes(context: RequestContext) -> dict[str, Value]:
     """What a span says of a request."""
     told: dict[str, Value] = {
-        "http.request.method": visit.method,
-        "url.path": visit.path[:_LONGEST],
-        "http.response.status_code": visit.status,
+        "http.request.method": context.method,
+        "url.path": context.path[:_LONGEST],
+        "http.response.status_code": context.status,
     }
-    if visit.caller.name:
-        told["ballast.key"] = visit.caller.name
-    if visit.route is not None:
-        told["http.route"] = visit.route
-    if visit.code is not None:
-        told["error.type"] = visit.code
-    elif visit.status >= 499:
-        told["error.type"] = "client_gone" if visit.status == 499 else str(visit.status)
-    operation = _OPERATIONS.get(visit.route or visit.path)
+    if context.caller.name:
+        told["ballast.key"] = context.caller.name
+    if context.route is not None:
+        told["http.route"] = context.route
+    if context.code is not None:
+        told["error.type"] = context.code
+    elif context.status >= 499:
+        told["error.type"] = "client_gone" if context.status == 499 else str(context.status)
+    operation = _OPERATIONS.get(context.route or context.path)
     if operation is not None:
         told |= {"gen_ai.operation.name": operation, "gen_ai.provider.name": "ballast"}
-    if visit.answer_id is not None:
-        told["gen_ai.response.id"] = visit.answer_id
-    if visit.request is not None:
-        told |= _asked(visit)
-    if visit.answer is not None:
-        told |= _answered(visit.answer, visit.began)
+    if context.answer_id is not None:
+        told["gen_ai.response.id"] = context.answer_id
+    if context.request is not None:
+        told |= _asked(context)
+    if context.answer is not None:
+        told |= _answered(context.answer, context.began)
     return told
 
 
-def _asked(visit: Visit) -> dict[str, Value]:
-    request = visit.request
+def _asked(context: RequestContext) -> dict[str, Value]:
+    request = context.request
     assert request is not None
     given: Mapping[str, Value | None] = {
         "gen_ai.request.model": request.model[:_LONGEST],
@@ -183,13 +183,13 @@ def _answered(answer: Answering, began: float) -> dict[str, Value]:
     return told
 
 
-def _name(visit: Visit, found: Mapping[str, Value]) -> str:
+def _name(context: RequestContext, found: Mapping[str, Value]) -> str:
     operation = found.get("gen_ai.operation.name")
     if operation is not None:
         # Only names of the fleet: spans are grouped by theirs.
         model = found.get("gen_ai.response.model")
         return f"{operation} {model}" if model else str(operation)
-    return f"{visit.method} {visit.route}" if visit.route else visit.method
+    return f"{context.method} {context.route}" if context.route else context.method
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from ballast.core.errors import InvalidRequest, RequestError
 from ballast.server.conversation import Message
-from ballast.server.faults import Fault
+from ballast.server.http.faults import Fault
 from ballast.server.openai import ChatRequest, Sampled
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from ballast.core.fairqueue import FairQueue
-from ballast.server.faults import Fault
+from ballast.server.http.faults import Fault
 
 T = TypeVar("T")
 

@@ -10,16 +10,16 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ballast.core.clock import Clock
-from ballast.server import visit
+from ballast.server.http import request_context
+from ballast.server.http.request_context import RequestContext
 from ballast.server.metrics import Metrics
-from ballast.server.visit import Visit
 
 HEADER = b"x-request-id"
 MESSAGES_HEADER = b"request-id"
 """The same for clients of the Messages API."""
 _SANE = re.compile(rb"[\x21-\x7e]{1,128}")
 
-Listener = Callable[[Visit], None]
+Listener = Callable[[RequestContext], None]
 """Told of each request once it is over. It must neither wait nor raise."""
 
 
@@ -38,14 +38,14 @@ class Watch:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        made = Visit(
+        made = RequestContext(
             scope["method"],
             scope["path"],
             Headers(scope=scope),
             self._clock.now(),
             request_id=request_id(dict(scope["headers"]).get(HEADER)),
         )
-        visit.begin(made)
+        request_context.begin(made)
         complete = False
 
         async def watched(message: Message) -> None:
@@ -67,7 +67,7 @@ class Watch:
         finally:
             self._over(made, scope)
 
-    def _begun(self, made: Visit, message: Message) -> None:
+    def _begun(self, made: RequestContext, message: Message) -> None:
         made.status = message["status"]
         headers = [*message.get("headers", ())]
         if dict(headers).get(b"content-type", b"").startswith(b"text/event-stream"):
@@ -78,7 +78,7 @@ class Watch:
             headers.append((MESSAGES_HEADER, made.request_id.encode()))
         message["headers"] = headers
 
-    def _over(self, made: Visit, scope: Scope) -> None:
+    def _over(self, made: RequestContext, scope: Scope) -> None:
         made.ended = self._clock.now()
         made.route = getattr(scope.get("route"), "path", None)
         if made.streamed:

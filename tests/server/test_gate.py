@@ -12,11 +12,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ballast.core.clock import VirtualClock
 from ballast.core.settings import KeySettings, ServerSettings
-from ballast.server import visit
-from ballast.server.bodies import SMALL_BYTES, WEIGHT_BYTES
 from ballast.server.gate import BODIES_HELD, Gate
+from ballast.server.http import request_context
+from ballast.server.http.bodies import SMALL_BYTES, WEIGHT_BYTES
+from ballast.server.http.request_context import Caller, RequestContext
 from ballast.server.quotas import Quotas
-from ballast.server.visit import Caller, Visit
 
 WHOLE: Message = {"type": "http.request", "body": b"{}", "more_body": False}
 PART: Message = {"type": "http.request", "body": b"{", "more_body": True}
@@ -59,7 +59,7 @@ class Behind:
         key: KeySettings | None = None,
     ) -> list[Message]:
         """What is sent to a client that says this, and then nothing more."""
-        visit.begin(Visit(caller=Caller(key)))
+        request_context.begin(RequestContext(caller=Caller(key)))
         to_say, sent = list(said), list[Message]()
 
         async def receive() -> Message:

@@ -6,7 +6,7 @@ import pytest
 
 from ballast.core.clock import VirtualClock
 from ballast.core.settings import KeySettings
-from ballast.server.faults import Fault
+from ballast.server.http.faults import Fault
 from ballast.server.pace import Pace
 from ballast.server.quotas import Quotas
 

@@ -22,11 +22,11 @@ from starlette.datastructures import Headers
 from ballast.core.clock import VirtualClock
 from ballast.core.errors import ConfigError
 from ballast.core.settings import KeySettings
+from ballast.server.http.request_context import Caller, RequestContext
 from ballast.server.openai import ChatRequest
 from ballast.server.responses import Usage
 from ballast.server.timing import Timing
 from ballast.server.tracing import Tracing, tracing
-from ballast.server.visit import Caller, Visit
 from tests.server.process import server
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -43,7 +43,7 @@ class Answer:
     finish_reasons: tuple[str | None, ...] = ("stop",)
 
 
-def visit(path: str = "/v1/chat/completions", **more: Any) -> Visit:
+def visit(path: str = "/v1/chat/completions", **more: Any) -> RequestContext:
     given: dict[str, Any] = {
         "headers": Headers({"traceparent": f"00-{TRACE}-{PARENT}-01"}),
         "began": 10.0,
@@ -51,10 +51,10 @@ def visit(path: str = "/v1/chat/completions", **more: Any) -> Visit:
         "route": path,
         "status": 200,
     }
-    return Visit("POST", path, **(given | more))
+    return RequestContext("POST", path, **(given | more))
 
 
-def spans(*visits: Visit) -> list[ReadableSpan]:
+def spans(*visits: RequestContext) -> list[ReadableSpan]:
     """What is exported of the visits, on a wall clock that is 1000 seconds ahead."""
     exporter = InMemorySpanExporter()
     told = Tracing(exporter, VirtualClock(20.0), VirtualClock(1020.0))

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from ballast.server.faults import Fault
+from ballast.server.http.faults import Fault
 from ballast.server.turns import Turns
 
 DEADLINE = 30.0

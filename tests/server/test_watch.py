@@ -11,9 +11,9 @@ from fastapi import FastAPI
 from starlette.responses import Response, StreamingResponse
 
 from ballast.core.clock import VirtualClock
-from ballast.server import visit
-from ballast.server.faults import Fault
-from ballast.server.visit import Visit
+from ballast.server.http import request_context
+from ballast.server.http.faults import Fault
+from ballast.server.http.request_context import RequestContext
 from ballast.server.watch import Watch
 from tests.server.test_metrics import Told
 
@@ -24,13 +24,13 @@ class Watched:
     def __init__(self) -> None:
         self.told = Told()
         self.clock = VirtualClock(5.0)
-        self.visits: list[Visit] = []
+        self.visits: list[RequestContext] = []
         self.open_while_streaming = 0.0
         app = FastAPI()
 
         @app.get("/things/{name}")
         async def thing(name: str) -> Response:
-            visit.current().answer_id = name
+            request_context.current().answer_id = name
             self.clock.advance_to(7.0)
             if name == "none":
                 return Fault(429, "too many", "rate_limited").response()
@@ -46,7 +46,7 @@ class Watched:
 
         self.app = Watch(app, self.told.metrics, self.clock, [self.visits.append])
 
-    def get(self, path: str) -> Visit:
+    def get(self, path: str) -> RequestContext:
         async def ask() -> None:
             transport = httpx.ASGITransport(self.app)
             async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
@@ -70,7 +70,7 @@ def test_a_request_is_counted_by_its_route(watched: Watched) -> None:
     one = watched.told.one
     assert one("http_requests_total", handler="/things/{name}", method="GET", status="200") == 1
     assert one("http_request_duration_seconds_sum", handler="/things/{name}") == 2.0
-    assert visit.current() is not made
+    assert request_context.current() is not made
 
 
 def test_the_code_of_an_error_is_counted(watched: Watched) -> None:

@@ -8,7 +8,8 @@ import msgspec
 
 from ballast.server.answers import Head
 from ballast.server.blocks import Block, Blocks, Closed, Grown, Opened, Step
-from ballast.server.faults import Fault
+from ballast.server.http.faults import Fault
+from ballast.server.http.sse import event
 from ballast.server.messages_api.records import (
     BlockDelta,
     BlockStart,
@@ -31,7 +32,6 @@ from ballast.server.messages_api.records import (
 from ballast.server.messages_api.request import MessagesRequest
 from ballast.server.pieces import Piece
 from ballast.server.responses import Usage, encode
-from ballast.server.sse import event
 
 INVALID = "INVALID_JSON"
 """Key of arguments that are no JSON object: a model wrote them without being held to a schema, or

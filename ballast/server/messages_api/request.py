@@ -10,8 +10,8 @@ from pydantic import BaseModel, BeforeValidator, Field, StrictInt
 
 from ballast.core.errors import InvalidRequest
 from ballast.server.conversation import MOST_MESSAGES, MOST_PARTS, Message
-from ballast.server.faults import Fault
 from ballast.server.fields import Stop, Text
+from ballast.server.http.faults import Fault
 from ballast.server.openai import ChatRequest
 from ballast.server.tools.request import MOST_FUNCTIONS
 from ballast.server.translation import (

@@ -10,7 +10,8 @@ import msgspec
 
 from ballast.server.answers import Head, token_logprobs
 from ballast.server.blocks import Block, Blocks, Grown, Opened, Step
-from ballast.server.faults import Fault
+from ballast.server.http.faults import Fault
+from ballast.server.http.sse import DONE, PING, event
 from ballast.server.openai import ChatRequest
 from ballast.server.pieces import Piece, Scored
 from ballast.server.responses import TokenLogprob, Usage, encode
@@ -33,7 +34,6 @@ from ballast.server.responses_api.records import (
     TextDelta,
     TextDone,
 )
-from ballast.server.sse import DONE, PING, event
 
 _Code = Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
 

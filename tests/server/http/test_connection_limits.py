@@ -16,9 +16,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ballast.server.connection import protocol
-from ballast.server.crowd import LEAST_READ, Crowd, limited
-from ballast.server.files import OTHER_FILES, SPARE
+from ballast.server.http.connection import protocol
+from ballast.server.http.connection_limits import LEAST_READ, Connections, limited
+from ballast.server.http.file_limit import OTHER_FILES, SPARE
 from ballast.server.serve import HttpServer
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -67,7 +67,7 @@ Connect = Callable[[], Awaitable[Client]]
 
 @asynccontextmanager
 async def serving(
-    crowd: Crowd,
+    connections: Connections,
     head_seconds: float = 60.0,
     base: type[asyncio.Protocol] | None = None,
     app: ASGIApp | None = None,
@@ -76,7 +76,7 @@ async def serving(
     """An HTTP server, of `hello` if nothing else is said: how to connect to it."""
     config = uvicorn.Config(
         app or hello(),
-        http=limited(base or protocol(), crowd, head_seconds, lambda: send_seconds),
+        http=limited(base or protocol(), connections, head_seconds, lambda: send_seconds),
         log_config=None,
         lifespan="off",
         ws="none",
@@ -106,41 +106,41 @@ def test_a_head_that_does_not_end_ends_its_connection(
     said: bytes, base: type[asyncio.Protocol]
 ) -> None:
     async def scenario() -> None:
-        crowd = Crowd(lambda: 10)
-        async with serving(crowd, head_seconds=1.0, base=base) as connect:
+        connections = Connections(lambda: 10)
+        async with serving(connections, head_seconds=1.0, base=base) as connect:
             client = await connect()
             if said.startswith(REQUEST):
                 assert await client.ask()
             client.say(said.removeprefix(REQUEST))
             assert await client.closed()
-        assert crowd.open == 0
+        assert connections.open == 0
 
     asyncio.run(scenario())
 
 
 def test_beyond_the_most_connections_are_closed_once_they_have_their_answer() -> None:
     async def scenario() -> None:
-        crowd = Crowd(lambda: 1)
-        async with serving(crowd) as connect:
+        connections = Connections(lambda: 1)
+        async with serving(connections) as connect:
             first, second = await connect(), await connect()
             assert await second.ask()
             assert await second.closed()
             for _ in range(2):
                 assert await first.ask()
-            assert not crowd.full
+            assert not connections.full
 
     asyncio.run(scenario())
 
 
 def test_far_beyond_the_most_who_is_idle_makes_room() -> None:
     async def scenario() -> None:
-        crowd = Crowd(lambda: 1)
-        async with serving(crowd) as connect:
+        connections = Connections(lambda: 1)
+        async with serving(connections) as connect:
             clients = [await connect() for _ in range(1 + SPARE)]
             late = await connect()
             assert await clients[0].closed()
             assert await late.ask()
-            assert crowd.open <= 1 + SPARE
+            assert connections.open <= 1 + SPARE
             assert await clients[1].ask(), "no more was closed than needed"
 
     asyncio.run(scenario())
@@ -148,13 +148,13 @@ def test_far_beyond_the_most_who_is_idle_makes_room() -> None:
 
 def test_where_nobody_is_idle_a_newcomer_is_not_heard() -> None:
     async def scenario() -> None:
-        crowd = Crowd(lambda: 1)
+        connections = Connections(lambda: 1)
         release = asyncio.Event()
-        async with serving(crowd, app=hello(release)) as connect:
+        async with serving(connections, app=hello(release)) as connect:
             clients = [await connect() for _ in range(1 + SPARE)]
             for client in clients:
                 client.say(REQUEST)
-            while crowd.idle:
+            while connections.idle:
                 await asyncio.sleep(0)
             late = await connect()
             late.say(REQUEST)
@@ -167,9 +167,9 @@ def test_where_nobody_is_idle_a_newcomer_is_not_heard() -> None:
 
 def test_no_more_connections_than_files() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert Crowd(lambda: 10).most == 10
-    assert Crowd(lambda: 1 << 40).most == hard - OTHER_FILES - SPARE
-    assert Crowd(lambda: 1 << 40, lambda: 300).most == hard - 300 - SPARE
+    assert Connections(lambda: 10).most == 10
+    assert Connections(lambda: 1 << 40).most == hard - OTHER_FILES - SPARE
+    assert Connections(lambda: 1 << 40, lambda: 300).most == hard - 300 - SPARE
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
 
 
@@ -218,7 +218,7 @@ class Written:
     ],
 )
 def test_who_reads_next_to_nothing_is_disconnected(held: list[int], aborted: bool) -> None:
-    made: Any = limited(Written, Crowd(lambda: 1), send_seconds=lambda: 7.0)()
+    made: Any = limited(Written, Connections(lambda: 1), send_seconds=lambda: 7.0)()
     made.held = 100_000
     made.pause_writing()
     for n in held:
@@ -233,21 +233,21 @@ def test_who_reads_next_to_nothing_is_disconnected(held: list[int], aborted: boo
 @pytest.mark.parametrize("base", [H11Protocol, protocol()])
 def test_an_answer_that_nobody_reads_ends_its_connection(base: type[asyncio.Protocol]) -> None:
     async def scenario() -> None:
-        crowd, gone = Crowd(lambda: 10), asyncio.Event()
+        connections, gone = Connections(lambda: 10), asyncio.Event()
 
         async def endless(scope: Scope, receive: Receive, send: Send) -> None:
             await send({"type": "http.response.start", "status": 200, "headers": []})
             while not gone.is_set():  # uvicorn lets those that write to nobody go on
                 body = {"type": "http.response.body", "body": bytes(1 << 18), "more_body": True}
                 await send(body)
-                if crowd.open == 0:
+                if connections.open == 0:
                     gone.set()
 
-        async with serving(crowd, base=base, app=endless, send_seconds=0.2) as connect:
+        async with serving(connections, base=base, app=endless, send_seconds=0.2) as connect:
             client = await connect()
             client.stop_reading()
             client.say(REQUEST)
             await asyncio.wait_for(gone.wait(), 30)
-        assert crowd.open == 0
+        assert connections.open == 0
 
     asyncio.run(scenario())

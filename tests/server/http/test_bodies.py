@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ballast.server import bodies
-from ballast.server.bodies import MOST_WEIGHT, WEIGHT_BYTES, weight
 from ballast.server.conversation import MOST_MESSAGES, MOST_PARTS
 from ballast.server.fields import MOST_BIASED, MOST_FIELDS, MOST_PROMPTS
+from ballast.server.http import bodies
+from ballast.server.http.bodies import MOST_WEIGHT, WEIGHT_BYTES, weight
 from ballast.server.openai import ChatRequest, CompletionRequest
 from ballast.server.texts import DetokenizeRequest, EmbeddingRequest
 from ballast.server.tools.request import MOST_FUNCTIONS

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ballast.server.connection import HEAD_BYTES, protocol
+from ballast.server.http.connection import HEAD_BYTES, protocol
 from tests.server.process import DEADLINE, ServerProcess
 
 START = (

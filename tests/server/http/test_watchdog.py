@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from ballast.server.watchdog import EXIT_CODE
+from ballast.server.http.watchdog import EXIT_CODE
 from tests.server.process import DEADLINE
 
 IMPORTS = """
 import asyncio, re, threading, time
-from ballast.server.watchdog import Watchdog
+from ballast.server.http.watchdog import Watchdog
 """
 START = """
 watchdog = Watchdog(hangs_seconds=1.0, tick_seconds=0.1)

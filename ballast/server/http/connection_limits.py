@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from ballast.server.files import OTHER_FILES, SPARE, raise_file_limit
+from ballast.server.http.file_limit import OTHER_FILES, SPARE, raise_file_limit
 
 HEAD_SECONDS = 20.0
 """For the head of a request, from its first byte; of a connection's first one, from the start."""
@@ -20,7 +20,7 @@ DEAD_SECONDS = 120
 """A peer that acknowledges nothing for so long is gone, whatever it waited for."""
 
 
-class Crowd:
+class Connections:
     """How many connections are open, of how many there may be."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Crowd:
 
 def limited(
     base: Any,
-    crowd: Crowd,
+    connections: Connections,
     head_seconds: float = HEAD_SECONDS,
     send_seconds: Callable[[], float] = lambda: SEND_SECONDS,
 ) -> type[asyncio.Protocol]:
@@ -89,18 +89,18 @@ def limited(
         """Bytes that the transport held when `reading` began."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:
-            crowd.open += 1
+            connections.open += 1
             super().connection_made(transport)
-            if crowd.open > crowd.most + SPARE and not crowd.make_room():
+            if connections.open > connections.most + SPARE and not connections.make_room():
                 transport.abort()
                 return
-            crowd.idles(self)
+            connections.idles(self)
             notice_death(transport.get_extra_info("socket"))
             self.await_head()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            crowd.open -= 1
-            crowd.works(self)
+            connections.open -= 1
+            connections.works(self)
             self.stop_waiting()
             self.stop_reading()
             super().connection_lost(exc)
@@ -108,7 +108,7 @@ def limited(
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             if self.cycle is not None and not self.cycle.response_complete:
-                crowd.works(self)
+                connections.works(self)
                 self.stop_waiting()
             elif self.waiting is None:
                 self.await_head()
@@ -116,8 +116,8 @@ def limited(
         def on_response_complete(self) -> None:
             super().on_response_complete()
             if self.cycle.response_complete and not self.transport.is_closing():
-                crowd.idles(self)
-            if crowd.full:
+                connections.idles(self)
+            if connections.full:
                 self.transport.close()
 
         def await_head(self) -> None:

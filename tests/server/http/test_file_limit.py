@@ -13,7 +13,7 @@ import pytest
 
 from ballast.core.errors import ConfigError
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
-from ballast.server.files import LEAST_CONNECTIONS, OTHER_FILES, SPARE, check_files
+from ballast.server.http.file_limit import LEAST_CONNECTIONS, OTHER_FILES, SPARE, check_files
 from tests.server.process import DEADLINE, error_line
 
 BARE = OTHER_FILES + SPARE + LEAST_CONNECTIONS

@@ -12,12 +12,12 @@ import pytest
 
 from ballast.core.errors import ContextLengthExceeded
 from ballast.fleet.tokenizer import train_tokenizer
-from ballast.server import bodies, visit
-from ballast.server.bodies import SMALL_BYTES, JsonRequest, weigh
-from ballast.server.off_loop import large_body, off_loop
+from ballast.server.http import bodies, request_context
+from ballast.server.http.bodies import SMALL_BYTES, JsonRequest, weigh
+from ballast.server.http.off_loop import large_body, off_loop
+from ballast.server.http.request_context import RequestContext
 from ballast.server.service import Service
 from ballast.server.tokenizer import HUGE_TEXT, LONG_TEXT, Tokenizer
-from ballast.server.visit import Visit
 
 LOOP = threading.main_thread().name
 
@@ -106,7 +106,7 @@ def test_large_bodies_are_decoded_in_a_thread(monkeypatch: pytest.MonkeyPatch, s
 @pytest.mark.parametrize("size", [SMALL_BYTES, SMALL_BYTES + 1])
 def test_what_a_large_body_holds_is_gone_through_in_a_thread(size: int) -> None:
     async def scenario() -> str:
-        visit.begin(Visit(body_bytes=size))
+        request_context.begin(RequestContext(body_bytes=size))
         return await off_loop(large_body(), lambda: threading.current_thread().name)
 
     assert (asyncio.run(scenario()) == LOOP) == (size == SMALL_BYTES)

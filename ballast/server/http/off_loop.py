@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from ballast.server import visit
-from ballast.server.bodies import SMALL_BYTES
+from ballast.server.http import request_context
+from ballast.server.http.bodies import SMALL_BYTES
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ length in memory while it is tokenized."""
 
 def large_body() -> bool:
     """Whether going through what the request at hand holds may take long."""
-    return visit.current().body_bytes > SMALL_BYTES
+    return request_context.current().body_bytes > SMALL_BYTES
 
 
 async def off_loop(long: bool, work: Callable[[], T], *, huge: bool = False) -> T:

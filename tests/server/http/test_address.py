@@ -12,7 +12,7 @@ from ballast.cluster import logs
 from ballast.core.errors import ConfigError
 from ballast.core.settings import KeySettings, ServerSettings
 from ballast.server import serve
-from ballast.server.address import check_closed, is_loopback
+from ballast.server.http.address import check_closed, is_loopback
 
 OPEN = ServerSettings(admin_key="sk-admin")
 CLOSED = ServerSettings(keys=(KeySettings(name="a", key="sk-a"),))

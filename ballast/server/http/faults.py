@@ -13,7 +13,7 @@ from ballast.core.event import Failed
 from ballast.fleet.elsewhere import place_of
 from ballast.fleet.faults import fault_of
 from ballast.fleet.schema import Keys
-from ballast.server import visit
+from ballast.server.http import request_context
 from ballast.server.responses import Error, ErrorBody, MessagesError, MessagesErrorBody, encode
 
 _STATUS = {
@@ -114,7 +114,7 @@ class Fault(Exception):
     def body(self) -> bytes:
         """As JSON, in the envelope of the API that the client speaks. Metrics, traces and the log
         will name it."""
-        made = visit.current()
+        made = request_context.current()
         made.code = self.code
         if made.speaks_messages:
             return self._of_messages(made.request_id)

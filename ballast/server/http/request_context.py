@@ -80,7 +80,7 @@ class Metered(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Visit:
+class RequestContext:
     """Filled in on the way by whoever learns something; read at the end by metrics, traces and the
     log. Times are seconds on the server's clock."""
 
@@ -116,14 +116,14 @@ class Visit:
         return self.path == MESSAGES or self.path.startswith(f"{MESSAGES}/")
 
 
-_visit: ContextVar[Visit] = ContextVar("visit")
+_context: ContextVar[RequestContext] = ContextVar("request_context")
 
 
-def current() -> Visit:
+def current() -> RequestContext:
     """That of the HTTP request being handled; outside of any, one that nobody reads."""
-    return _visit.get(None) or Visit()
+    return _context.get(None) or RequestContext()
 
 
-def begin(visit: Visit) -> None:
-    """What this task, and those it starts, do from now on belongs to `visit`."""
-    _visit.set(visit)
+def begin(context: RequestContext) -> None:
+    """What this task, and those it starts, do from now on belongs to `context`."""
+    _context.set(context)
