@@ -3,6 +3,7 @@
 `bench`, `dashboard` and the command line may import it. It imports `cluster` and what is below; it
 cannot see `sim`. Its process runs without PyTorch (`without_torch`).
 
+- `access`: API keys: who may ask, how much, and how a server is shared between them.
 - `admin`: Routes `/admin/*` by which operators change what is served.
 - `answers`: Answers of the completions and chat APIs, whole or streamed.
 - `app`: The ASGI application: routes, middleware, error handlers.
@@ -19,30 +20,24 @@ cannot see `sim`. Its process runs without PyTorch (`without_torch`).
 - `echo`: A prompt repeated in its answer, with its log-probabilities.
 - `embedding`: Embeddings of one client's request.
 - `fields`: Types of request fields, with their bounds.
-- `gate`: Bounds on open requests and on the bytes and time of their bodies.
 - `generating`: Routes that generate, whole or streamed.
 - `generation`: All choices of one client's request.
 - `grammar`: JSON schemas and other constraints as grammars of llguidance.
 - `grammarcheck`: A trial of a grammar in a child process.
 - `health`: Routes for liveness and readiness probes.
 - `http`: HTTP itself: connections, bodies, errors, the context of a request.
-- `keys`: API keys, and which routes they open.
 - `messages_api`: Anthropic's Messages API.
-- `meter`: Tokens and time of one client's request, for quotas and the log.
 - `metrics`: `/metrics` of requests, under vLLM's names.
 - `openai`: Schemas of OpenAI's generating requests, with vLLM's extensions.
 - `operating`: Changes of what is served, ordered by operators or the fleet file.
-- `pace`: How quickly a full queue moves, for `Retry-After`.
 - `parameters`: Sampling parameters and stop conditions of a request.
 - `pieces`: Pieces of output: text, tokens with log-probabilities, ends.
-- `quotas`: Rate limits of each API key.
 - `reading`: Routes that only report: `/metrics` and `/admin/state`.
 - `requestlog`: One log line for each request.
 - `responses_api`: OpenAI's Responses API.
 - `responses`: Response records of the OpenAI API, encoded by msgspec.
 - `serve`: A server from start to end: bind, start workers, answer, drain.
 - `service`: From a client's request to submissions: tokenize, check, submit.
-- `shares`: Fair shares of a capacity between API keys.
 - `state`: Records of `/admin/state`.
 - `stopstrings`: Stop strings in streamed text.
 - `text_bound`: An upper bound of tokens by characters, to refuse long texts early.
@@ -54,7 +49,6 @@ cannot see `sim`. Its process runs without PyTorch (`without_torch`).
 - `tools`: Tool calls: how model families write them, parsed and enforced.
 - `tracing`: OpenTelemetry spans of requests.
 - `translation`: What other APIs' requests have in common when they become chat requests.
-- `turns`: One thread's work, shared by API keys in turn.
 - `watch`: Middleware that follows each request for metrics, traces and logs.
 - `without_torch`: Keeps PyTorch out of the server's process.
 """

@@ -1,4 +1,4 @@
-"""Routes by which an operator changes what is served; `server/keys.py` asks for the admin key."""
+"""Routes by which an operator changes what is served; they need the admin key (`access.keys`)."""
 
 from __future__ import annotations
 

@@ -14,10 +14,10 @@ from starlette.routing import Route
 
 from ballast import __version__
 from ballast.core.errors import BallastError
+from ballast.server.access.gate import Gate
 from ballast.server.admin import add_admin
 from ballast.server.catalogue import described, listed, resident
 from ballast.server.document import ERRORS, document, told
-from ballast.server.gate import Gate
 from ballast.server.generating import add_generating
 from ballast.server.health import add_health
 from ballast.server.http.bodies import JsonRoute

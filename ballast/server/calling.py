@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ballast.core.errors import InvalidRequest
+from ballast.server.access.fair_thread import FairThread
 from ballast.server.grammar import of_response_format, of_structured_outputs
 from ballast.server.http import request_context
 from ballast.server.http.off_loop import large_body, off_loop
@@ -13,7 +14,6 @@ from ballast.server.tokenizer import Tokenizer
 from ballast.server.tools.dialect import ToolDialect
 from ballast.server.tools.parser import ToolParser
 from ballast.server.tools.request import Tools
-from ballast.server.turns import Turns
 
 MOST_CHECKS_EACH, MOST_CHECKS = 64, 512
 """Grammars that wait to be checked, of one API key and in all; a check takes some
@@ -36,12 +36,14 @@ class Calling:
         return self.dialect.parser(self.tools)
 
 
-def checks() -> Turns:
+def checks() -> FairThread:
     """In which grammars are checked. What waits for that must not keep other work from its turn."""
-    return Turns("grammars to be checked", MOST_CHECKS_EACH, MOST_CHECKS)
+    return FairThread("grammars to be checked", MOST_CHECKS_EACH, MOST_CHECKS)
 
 
-async def calling_of(request: GenerateRequest, tokenizer: Tokenizer, checking: Turns) -> Calling:
+async def calling_of(
+    request: GenerateRequest, tokenizer: Tokenizer, checking: FairThread
+) -> Calling:
     """Raises InvalidRequest, and Fault where too many grammars wait to be checked."""
     tools = None
     if isinstance(request, ChatRequest):

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from ballast.core.clock import Clock
 from ballast.core.event import Cancelled, Embedded, Failed, Finished
 from ballast.core.request import Submission
+from ballast.server.access.meter import Meter
 from ballast.server.http import request_context
 from ballast.server.http.faults import Fault
-from ballast.server.meter import Meter
 from ballast.server.metrics import Metrics
 from ballast.server.responses import EmbeddingItem, EmbeddingList, EmbeddingUsage, Usage
 from ballast.server.timing import Timing

@@ -13,10 +13,10 @@ from ballast.core.event import (
     PromptScores,
     TokenOut,
 )
+from ballast.server.access.meter import Meter
 from ballast.server.choice import Choice
 from ballast.server.http import request_context
 from ballast.server.http.faults import Fault
-from ballast.server.meter import Meter
 from ballast.server.metrics import Metrics
 from ballast.server.pieces import Piece
 from ballast.server.responses import Usage

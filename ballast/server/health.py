@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from ballast.cluster.controller import Controller
-from ballast.server.gate import Gate
+from ballast.server.access.gate import Gate
 from ballast.server.http import request_context
 from ballast.server.responses import encode
 from ballast.server.service import Service

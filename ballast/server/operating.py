@@ -26,8 +26,8 @@ from ballast.fleet.file import entry_settings
 from ballast.fleet.levels import Levels, change_to, foreign, with_levels
 from ballast.fleet.schema import NamedModelKeys
 from ballast.fleet.source import Reading, Source
+from ballast.server.access.keys import warn_of_keys
 from ballast.server.http.faults import Fault
-from ballast.server.keys import warn_of_keys
 from ballast.server.service import Service
 from ballast.server.tokenizer import Tokenizer
 

@@ -12,9 +12,9 @@ from ballast import __version__
 from ballast.cluster.device import RemoteDevice
 from ballast.core.report import ModelReport
 from ballast.core.settings import Slo
+from ballast.server.access.gate import Gate
 from ballast.server.catalogue import status_of
 from ballast.server.document import told
-from ballast.server.gate import Gate
 from ballast.server.health import status
 from ballast.server.metrics import CONTENT_TYPE, Metrics
 from ballast.server.responses import answered

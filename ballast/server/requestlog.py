@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from ballast.server.access.keys import FREE
 from ballast.server.http.request_context import RequestContext
-from ballast.server.keys import FREE
 
 log = logging.getLogger("ballast.request")
 

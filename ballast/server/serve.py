@@ -25,6 +25,7 @@ from ballast.core.errors import CheckpointError, Unavailable
 from ballast.core.settings import FleetSettings
 from ballast.engine.inbox import MonotonicClock
 from ballast.fleet.source import Reading, Source
+from ballast.server.access.keys import Guard
 from ballast.server.app import create_app
 from ballast.server.chat_template import TemplateRenderer
 from ballast.server.http.address import bound, is_loopback
@@ -33,7 +34,6 @@ from ballast.server.http.connection_limits import Connections, limited
 from ballast.server.http.cors import Cors
 from ballast.server.http.file_limit import OTHER_FILES, check_files
 from ballast.server.http.watchdog import Watchdog
-from ballast.server.keys import Guard
 from ballast.server.operating import Operating
 from ballast.server.requestlog import log_request
 from ballast.server.service import Service

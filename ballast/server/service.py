@@ -12,6 +12,10 @@ from ballast.core.errors import ContextLengthExceeded, InvalidRequest, UnknownMo
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import ServerSettings
+from ballast.server.access.keys import Keys
+from ballast.server.access.meter import Meter, prompt_tokens
+from ballast.server.access.queue_pace import QueuePace
+from ballast.server.access.quotas import KeyQuotas
 from ballast.server.calling import calling_of, checks
 from ballast.server.chat_template import TemplateJob, TemplateRenderer
 from ballast.server.choice import Choice
@@ -25,11 +29,8 @@ from ballast.server.http import request_context
 from ballast.server.http.bodies import MOST_WEIGHT
 from ballast.server.http.faults import Fault
 from ballast.server.http.off_loop import large_body, off_loop
-from ballast.server.keys import Keys
-from ballast.server.meter import Meter, prompt_tokens
 from ballast.server.metrics import Metrics
 from ballast.server.openai import ChatRequest, CompletionRequest, GenerateRequest
-from ballast.server.pace import Pace
 from ballast.server.parameters import (
     check_fits,
     check_tokens,
@@ -37,7 +38,6 @@ from ballast.server.parameters import (
     sampling_of,
     stops_of,
 )
-from ballast.server.quotas import Quotas
 from ballast.server.texts import EmbeddingRequest
 from ballast.server.tokenizer import HUGE_TEXT, LONG_TEXT, Tokenizer, TooManyTokens
 
@@ -65,8 +65,8 @@ class Service:
         self.templates = templates
         self.settings = settings
         self.keys = Keys(settings)
-        self.quotas = Quotas(clock)
-        self._paces: dict[str, Pace] = {}
+        self.quotas = KeyQuotas(clock)
+        self._paces: dict[str, QueuePace] = {}
         self.metrics = Metrics(DeviceCollector(controller, wall), clock)
         self.wall = wall
         self.started = int(wall.now())
@@ -268,8 +268,8 @@ class Service:
             why = f"{base.max_waiting} requests of {base.name!r} wait already"
             raise Fault(429, why, "queue_full", retry_after=seconds)
 
-    def _pace(self, queue: str) -> Pace:
-        return self._paces.setdefault(queue, Pace(self.clock))
+    def _pace(self, queue: str) -> QueuePace:
+        return self._paces.setdefault(queue, QueuePace(self.clock))
 
     def _waiting(self, model: str) -> int:
         """Requests queued for a model, as last reported."""

@@ -73,7 +73,7 @@ class Answering(Protocol):
 
 
 class Metered(Protocol):
-    """What a request has cost; `ballast.server.meter.Meter` is one."""
+    """What a request has cost; `ballast.server.access.meter.Meter` is one."""
 
     def fields(self, arrived: float) -> dict[str, Any]:
         """For the log. `arrived`: seconds on the server's clock."""

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from ballast.core.clock import VirtualClock
 from ballast.core.settings import KeySettings, ServerSettings
-from ballast.server.keys import Guard, Keys
+from ballast.server.access.keys import Guard, Keys
 from ballast.server.watch import Watch
 from tests.server.test_metrics import Told
 

@@ -6,14 +6,14 @@ import pytest
 
 from ballast.core.clock import VirtualClock
 from ballast.core.settings import KeySettings
+from ballast.server.access.queue_pace import QueuePace
+from ballast.server.access.quotas import KeyQuotas
 from ballast.server.http.faults import Fault
-from ballast.server.pace import Pace
-from ballast.server.quotas import Quotas
 
 
 def test_requests_are_refilled_steadily() -> None:
     clock = VirtualClock()
-    quotas = Quotas(clock)
+    quotas = KeyQuotas(clock)
     key = KeySettings(name="k", key="s", requests_per_minute=2)
     for _ in range(2):
         with quotas.request(key):
@@ -28,7 +28,7 @@ def test_requests_are_refilled_steadily() -> None:
 
 def test_a_prompt_longer_than_the_quota_waits_for_a_full_bucket_and_leaves_a_debt() -> None:
     clock = VirtualClock()
-    quotas = Quotas(clock)
+    quotas = KeyQuotas(clock)
     key = KeySettings(name="k", key="s", tokens_per_minute=60)
     quotas.prompt(key, 90)
     quotas.output(key, 30)
@@ -40,7 +40,7 @@ def test_a_prompt_longer_than_the_quota_waits_for_a_full_bucket_and_leaves_a_deb
 
 
 def test_open_requests_are_counted_until_they_end() -> None:
-    quotas = Quotas(VirtualClock())
+    quotas = KeyQuotas(VirtualClock())
     key = KeySettings(name="k", key="s", concurrent=1)
     with quotas.request(key), pytest.raises(Fault), quotas.request(key):
         pass
@@ -49,7 +49,7 @@ def test_open_requests_are_counted_until_they_end() -> None:
 
 
 def test_a_lowered_limit_holds_at_once() -> None:
-    quotas = Quotas(VirtualClock())
+    quotas = KeyQuotas(VirtualClock())
     quotas.prompt(KeySettings(name="k", key="s", tokens_per_minute=100), 1)
     lowered = KeySettings(name="k", key="s", tokens_per_minute=10)
     quotas.prompt(lowered, 10)
@@ -59,7 +59,7 @@ def test_a_lowered_limit_holds_at_once() -> None:
 
 def test_retry_after_is_the_queue_over_its_recent_rate() -> None:
     clock = VirtualClock()
-    pace = Pace(clock)
+    pace = QueuePace(clock)
     assert (pace.retry_after(0), pace.retry_after(5)) == (1, 60)
     for second in range(20):
         clock.advance_to(second)

@@ -1,16 +1,16 @@
-"""Shares of a capacity: one key cannot take what another needs."""
+"""Fair shares of a capacity: one key cannot take what another needs."""
 
 from __future__ import annotations
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ballast.server.shares import Shares
+from ballast.server.access.fair_shares import FairShares
 
 CAPACITY = 60
 
 
-def fill(shares: Shares, key: str) -> int:
+def fill(shares: FairShares, key: str) -> int:
     """Take all that may be taken, one by one."""
     while shares.fits(key, 1, CAPACITY, divided=True):
         shares.hold(key, 1)
@@ -18,7 +18,7 @@ def fill(shares: Shares, key: str) -> int:
 
 
 def test_alone_a_key_gets_half_and_beside_another_a_third() -> None:
-    shares = Shares()
+    shares = FairShares()
     assert fill(shares, "a") == CAPACITY // 2
     assert fill(shares, "b") == CAPACITY // 4
     for key in ("a", "b") * 9:  # as places come and go
@@ -29,7 +29,7 @@ def test_alone_a_key_gets_half_and_beside_another_a_third() -> None:
 
 
 def test_undivided_it_is_all_of_one() -> None:
-    shares = Shares()
+    shares = FairShares()
     assert shares.fits("a", CAPACITY, CAPACITY, divided=False)
     assert not shares.fits("a", CAPACITY + 1, CAPACITY, divided=False)
 
@@ -37,7 +37,7 @@ def test_undivided_it_is_all_of_one() -> None:
 @example([("a", 20), ("a", 20), ("b", 20)])
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 20)), max_size=80))
 def test_there_is_room_for_a_newcomer_and_the_books_are_right(asked: list[tuple[str, int]]) -> None:
-    shares = Shares()
+    shares = FairShares()
     for key, amount in asked:
         if shares.fits(key, amount, CAPACITY, divided=True):
             shares.hold(key, amount)

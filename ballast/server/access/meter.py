@@ -10,8 +10,8 @@ from ballast.core.clock import Clock
 from ballast.core.event import Failed, Finished, Output, TokenOut
 from ballast.core.request import Submission
 from ballast.core.settings import KeySettings
-from ballast.server.pace import Pace
-from ballast.server.quotas import Quotas
+from ballast.server.access.queue_pace import QueuePace
+from ballast.server.access.quotas import KeyQuotas
 
 _FULL = ("queue_full", "queue_timeout")
 """Codes of `Failed` that say the queue was too long."""
@@ -28,8 +28,8 @@ class Meter:
         outlet: Outlet,
         submissions: Sequence[Submission],
         key: KeySettings | None,
-        quotas: Quotas,
-        pace: Pace,
+        quotas: KeyQuotas,
+        pace: QueuePace,
         waiting: Callable[[], int],
         clock: Clock,
     ) -> None:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ballast.core.settings import ServerSettings
+from ballast.server.access.fair_shares import FairShares
+from ballast.server.access.keys import FREE
+from ballast.server.access.quotas import KeyQuotas
 from ballast.server.http import request_context
 from ballast.server.http.bodies import MOST_WEIGHT, SMALL_BYTES, WEIGHT_BYTES, replayed, weigh
 from ballast.server.http.faults import Fault
-from ballast.server.keys import FREE
-from ballast.server.quotas import Quotas
-from ballast.server.shares import Shares
 
 BODY_SECONDS = 60.0
 """For a request's body to arrive; a slower client is sent away (408)."""
@@ -39,7 +39,7 @@ class Gate:
         self,
         app: ASGIApp,
         settings: Callable[[], ServerSettings],
-        quotas: Quotas,
+        quotas: KeyQuotas,
         body_seconds: float = BODY_SECONDS,
         most_weight: Callable[[], int] = lambda: MOST_WEIGHT,
     ) -> None:
@@ -48,9 +48,9 @@ class Gate:
         self._quotas = quotas
         self._body_seconds = body_seconds
         self._most_weight = most_weight
-        self._bodies = Shares()
+        self._bodies = FairShares()
         """Bytes of memory, by key."""
-        self._open = Shares()
+        self._open = FairShares()
         """Generating requests whose response is not complete, by key."""
         self.crowded: Callable[[], bool] = lambda: False
         """Whether there are more connections than there may be."""

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
+from ballast.server.access.fair_thread import FairThread
 from ballast.server.http.faults import Fault
-from ballast.server.turns import Turns
 
 DEADLINE = 30.0
 
@@ -29,7 +29,7 @@ class Work:
 
 def test_keys_take_turns_and_too_many_are_refused() -> None:
     async def scenario() -> None:
-        turns, work = Turns("grammars", most_each=3, most=4), Work()
+        turns, work = FairThread("grammars", most_each=3, most=4), Work()
 
         def asked(key: str, name: str) -> asyncio.Task[str]:
             return asyncio.ensure_future(turns.run(key, lambda: work(name)))
@@ -53,7 +53,7 @@ def test_keys_take_turns_and_too_many_are_refused() -> None:
 
 def test_who_leaves_holds_nobody_up() -> None:
     async def scenario() -> None:
-        turns, work = Turns("grammars", most_each=8, most=8), Work()
+        turns, work = FairThread("grammars", most_each=8, most=8), Work()
         tasks = [
             asyncio.ensure_future(turns.run("x", lambda i=i: work(str(i))))  # type: ignore[misc]
             for i in range(4)
@@ -73,7 +73,7 @@ def test_who_leaves_holds_nobody_up() -> None:
 
 def test_a_turn_that_comes_when_its_client_leaves_is_the_next_ones() -> None:
     async def scenario() -> None:
-        turns, work = Turns("grammars", most_each=8, most=8), Work()
+        turns, work = FairThread("grammars", most_each=8, most=8), Work()
         first = asyncio.ensure_future(turns.run("x", lambda: work("first")))
         await asyncio.sleep(0)
         late = asyncio.ensure_future(turns.run("x", lambda: work("late")))
@@ -91,7 +91,7 @@ def test_a_turn_that_comes_when_its_client_leaves_is_the_next_ones() -> None:
 
 def test_work_that_raises_leaves_the_thread_free() -> None:
     async def scenario() -> None:
-        turns = Turns("grammars", most_each=1, most=1)
+        turns = FairThread("grammars", most_each=1, most=1)
         with pytest.raises(ZeroDivisionError):
             await turns.run("x", lambda: 1 / 0)
         assert await turns.run("x", lambda: 5) == 5

@@ -11,7 +11,7 @@ _MOST = 1000
 """Ends remembered: enough for a rate, and bounded."""
 
 
-class Pace:
+class QueuePace:
     """When requests of one queue ended, lately."""
 
     def __init__(self, clock: Clock) -> None:

@@ -12,11 +12,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ballast.core.clock import VirtualClock
 from ballast.core.settings import KeySettings, ServerSettings
-from ballast.server.gate import BODIES_HELD, Gate
+from ballast.server.access.gate import BODIES_HELD, Gate
+from ballast.server.access.quotas import KeyQuotas
 from ballast.server.http import request_context
 from ballast.server.http.bodies import SMALL_BYTES, WEIGHT_BYTES
 from ballast.server.http.request_context import Caller, RequestContext
-from ballast.server.quotas import Quotas
 
 WHOLE: Message = {"type": "http.request", "body": b"{}", "more_body": False}
 PART: Message = {"type": "http.request", "body": b"{", "more_body": True}
@@ -41,7 +41,7 @@ class Behind:
         self.gate = Gate(
             self.app,
             lambda: ServerSettings(**settings),
-            Quotas(VirtualClock()),
+            KeyQuotas(VirtualClock()),
             body_seconds=0.05,
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 
 
-class Shares:
+class FairShares:
     """How much of one capacity each key holds, in whatever unit the caller counts."""
 
     def __init__(self) -> None:

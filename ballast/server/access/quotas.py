@@ -13,7 +13,7 @@ OPEN_RETRY_SECONDS = 1.0
 """`Retry-After` where a request must end first: nobody knows when."""
 
 
-class Bucket:
+class TokenBucket:
     """Holds a minute's worth at most, and refills steadily.
 
     More can be spent than is there: the next one who wants something waits for the debt too.
@@ -40,13 +40,13 @@ class Bucket:
         self._level -= n
 
 
-class Quotas:
+class KeyQuotas:
     """The books of all keys, by their names; limits are those that a key has when it asks."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._open: dict[str, int] = {}
-        self._buckets: dict[tuple[str, str], Bucket] = {}
+        self._buckets: dict[tuple[str, str], TokenBucket] = {}
 
     @contextmanager
     def request(self, key: KeySettings | None) -> Iterator[None]:
@@ -105,10 +105,10 @@ class Quotas:
             raise _exceeded(f"{what}; this needs {n}, in {wait:.1f} seconds", wait)
         bucket.spend(n)
 
-    def _bucket(self, key: KeySettings, kind: str, limit: int) -> Bucket:
+    def _bucket(self, key: KeySettings, kind: str, limit: int) -> TokenBucket:
         made = self._buckets.get((key.name, kind))
         if made is None:
-            made = self._buckets[key.name, kind] = Bucket(limit, self._clock.now())
+            made = self._buckets[key.name, kind] = TokenBucket(limit, self._clock.now())
         return made
 
 

@@ -13,7 +13,7 @@ from ballast.server.http.faults import Fault
 T = TypeVar("T")
 
 
-class Turns:
+class FairThread:
     """One thread of its own, used from one event loop at a time."""
 
     def __init__(self, name: str, most_each: int, most: int) -> None:
