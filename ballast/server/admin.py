@@ -16,8 +16,8 @@ from ballast.fleet.faults import unknown
 from ballast.fleet.levels import said
 from ballast.fleet.schema import Keys, LiveKeys, NamedModelKeys, Size
 from ballast.server.http.faults import Fault
+from ballast.server.observe.routes import decisions, models_now
 from ballast.server.operating import PATIENCE, Operating
-from ballast.server.reading import decisions, models_now
 from ballast.server.responses import answered
 from ballast.server.service import Service
 

@@ -16,14 +16,14 @@ from ballast import __version__
 from ballast.core.errors import BallastError
 from ballast.server.access.gate import Gate
 from ballast.server.admin import add_admin
-from ballast.server.catalogue import described, listed, resident
 from ballast.server.document import ERRORS, document, told
 from ballast.server.generating import add_generating
-from ballast.server.health import add_health
 from ballast.server.http.bodies import JsonRoute
 from ballast.server.http.faults import Fault
+from ballast.server.observe.catalogue import described, listed, resident
+from ballast.server.observe.health import add_health
+from ballast.server.observe.routes import add_observe_routes
 from ballast.server.operating import Operating
-from ballast.server.reading import add_reading
 from ballast.server.responses import Model, ModelList, RunningList, Version, answered
 from ballast.server.service import Service
 from ballast.server.textroutes import add_texts
@@ -43,7 +43,7 @@ def create_app(service: Service, operating: Operating) -> Gate:
     _add_faults(app)
     _add_reading(app, service)
     add_health(app, service, gate)
-    add_reading(app, service, gate)
+    add_observe_routes(app, service, gate)
     add_admin(app, service, operating)
     add_generating(app, service)
     add_texts(app, service)

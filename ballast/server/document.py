@@ -8,6 +8,7 @@ import msgspec
 from fastapi import FastAPI
 
 from ballast.server.messages_api.records import InputTokens, Message
+from ballast.server.observe.server_state import ServerNow
 from ballast.server.responses import (
     ChatCompletion,
     Detokenized,
@@ -22,7 +23,6 @@ from ballast.server.responses import (
     Version,
 )
 from ballast.server.responses_api.records import ResponseRecord
-from ballast.server.state import ServerNow
 
 Responses = dict[int | str, dict[str, Any]]
 """As routes of FastAPI take them."""

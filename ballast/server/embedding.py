@@ -13,9 +13,9 @@ from ballast.core.request import Submission
 from ballast.server.access.meter import Meter
 from ballast.server.http import request_context
 from ballast.server.http.faults import Fault
-from ballast.server.metrics import Metrics
+from ballast.server.observe.latency import Timing
+from ballast.server.observe.metrics import Metrics
 from ballast.server.responses import EmbeddingItem, EmbeddingList, EmbeddingUsage, Usage
-from ballast.server.timing import Timing
 
 
 class Embedding:

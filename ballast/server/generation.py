@@ -17,10 +17,10 @@ from ballast.server.access.meter import Meter
 from ballast.server.choice import Choice
 from ballast.server.http import request_context
 from ballast.server.http.faults import Fault
-from ballast.server.metrics import Metrics
+from ballast.server.observe.latency import Timing
+from ballast.server.observe.metrics import Metrics
 from ballast.server.pieces import Piece
 from ballast.server.responses import Usage
-from ballast.server.timing import Timing
 
 
 class Generation:

@@ -34,12 +34,12 @@ from ballast.server.http.connection_limits import Connections, limited
 from ballast.server.http.cors import Cors
 from ballast.server.http.file_limit import OTHER_FILES, check_files
 from ballast.server.http.watchdog import Watchdog
+from ballast.server.observe.request_log import log_request
+from ballast.server.observe.request_watch import Watch
+from ballast.server.observe.tracing import Tracing, tracing
 from ballast.server.operating import Operating
-from ballast.server.requestlog import log_request
 from ballast.server.service import Service
 from ballast.server.tokenizer import Tokenizer
-from ballast.server.tracing import Tracing, tracing
-from ballast.server.watch import Watch
 from ballast.server.without_torch import forgo_torch
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,6 @@ from ballast.server.calling import calling_of, checks
 from ballast.server.chat_template import TemplateJob, TemplateRenderer
 from ballast.server.choice import Choice
 from ballast.server.conversation import Conversation
-from ballast.server.devicemetrics import DeviceCollector
 from ballast.server.echo import Echo
 from ballast.server.embedding import Embedding
 from ballast.server.fields import Body
@@ -29,7 +28,8 @@ from ballast.server.http import request_context
 from ballast.server.http.bodies import MOST_WEIGHT
 from ballast.server.http.faults import Fault
 from ballast.server.http.off_loop import large_body, off_loop
-from ballast.server.metrics import Metrics
+from ballast.server.observe.device_metrics import DeviceCollector
+from ballast.server.observe.metrics import Metrics
 from ballast.server.openai import ChatRequest, CompletionRequest, GenerateRequest
 from ballast.server.parameters import (
     check_fits,

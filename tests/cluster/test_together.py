@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ballast.cluster.together import together
-from tests.server.test_metrics import device, model
+from tests.server.observe.test_metrics import device, model
 
 
 def test_pages_are_counted_in_the_smallest_and_models_once() -> None:

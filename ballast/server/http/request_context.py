@@ -12,9 +12,9 @@ from starlette.datastructures import Headers
 from ballast.core.settings import KeySettings
 
 if TYPE_CHECKING:
+    from ballast.server.observe.latency import Timing
     from ballast.server.openai import GenerateRequest
     from ballast.server.responses import Usage
-    from ballast.server.timing import Timing
 
 
 MESSAGES = "/v1/messages"

@@ -18,8 +18,8 @@ from prometheus_client import (
 from prometheus_client.registry import Collector
 
 from ballast.core.clock import Clock
-from ballast.server.timing import Recent, Timing
-from ballast.server.tokens import TokenCollector, Tokens
+from ballast.server.observe.latency import Recent, Timing
+from ballast.server.observe.token_metrics import TokenCollector, Tokens
 
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5)
 _BUCKETS_FIRST = (*_FIRST, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)

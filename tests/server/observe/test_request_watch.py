@@ -14,8 +14,8 @@ from ballast.core.clock import VirtualClock
 from ballast.server.http import request_context
 from ballast.server.http.faults import Fault
 from ballast.server.http.request_context import RequestContext
-from ballast.server.watch import Watch
-from tests.server.test_metrics import Told
+from ballast.server.observe.request_watch import Watch
+from tests.server.observe.test_metrics import Told
 
 
 class Watched:

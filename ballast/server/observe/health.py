@@ -10,9 +10,9 @@ from starlette.responses import Response
 from ballast.cluster.controller import Controller
 from ballast.server.access.gate import Gate
 from ballast.server.http import request_context
+from ballast.server.observe.server_state import Status
 from ballast.server.responses import encode
 from ballast.server.service import Service
-from ballast.server.state import Status
 
 _ANY: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
 

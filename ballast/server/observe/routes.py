@@ -13,19 +13,19 @@ from ballast.cluster.device import RemoteDevice
 from ballast.core.report import ModelReport
 from ballast.core.settings import Slo
 from ballast.server.access.gate import Gate
-from ballast.server.catalogue import status_of
 from ballast.server.document import told
-from ballast.server.health import status
-from ballast.server.metrics import CONTENT_TYPE, Metrics
+from ballast.server.observe.catalogue import status_of
+from ballast.server.observe.health import status
+from ballast.server.observe.metrics import CONTENT_TYPE, Metrics
+from ballast.server.observe.server_state import DeviceNow, ModelNow, NameNow, ServerNow
 from ballast.server.responses import answered
 from ballast.server.service import Service
-from ballast.server.state import DeviceNow, ModelNow, NameNow, ServerNow
 
 LAST_DECISIONS = 50
 """Told by `/admin/state`; `/admin/story` knows more."""
 
 
-def add_reading(app: FastAPI, service: Service, gate: Gate) -> None:
+def add_observe_routes(app: FastAPI, service: Service, gate: Gate) -> None:
     """Add the routes."""
 
     # Not a coroutine: writing it all takes a while, and other threads can do it.

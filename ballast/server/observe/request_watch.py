@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ballast.core.clock import Clock
 from ballast.server.http import request_context
 from ballast.server.http.request_context import RequestContext
-from ballast.server.metrics import Metrics
+from ballast.server.observe.metrics import Metrics
 
 HEADER = b"x-request-id"
 MESSAGES_HEADER = b"request-id"

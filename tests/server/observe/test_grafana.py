@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.server.process import ServerProcess
 from tests.server.test_api import MODEL
 
-DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "ballast.json"
+DASHBOARD = Path(__file__).parents[3] / "deploy" / "grafana" / "ballast.json"
 METRIC = re.compile(r"\b(?:(?:vllm|ballast):|http_|process_)\w+")
 GROUPED = re.compile(r"\bby \(([^)]*)\)")
 OF_A_SCRAPE = {"instance", "job"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ballast.core.clock import VirtualClock
-from ballast.server.timing import KEPT, Quantiles, Recent, Timing, quantiles
+from ballast.server.observe.latency import KEPT, Quantiles, Recent, Timing, quantiles
 
 
 def test_quantiles_are_ones_that_were_seen() -> None:

@@ -12,9 +12,9 @@ from ballast.cluster.together import together
 from ballast.core.clock import VirtualClock
 from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.report import STEP_BOUNDS, DeviceReport, ModelReport, StepTokens
-from ballast.server.devicemetrics import DeviceCollector
-from ballast.server.metrics import Metrics
-from ballast.server.timing import Timing
+from ballast.server.observe.device_metrics import DeviceCollector
+from ballast.server.observe.latency import Timing
+from ballast.server.observe.metrics import Metrics
 from tests.cluster.fake_device import spec
 
 

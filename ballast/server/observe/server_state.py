@@ -9,7 +9,7 @@ import msgspec
 from ballast.core.capability import Capability
 from ballast.core.report import ModelReport
 from ballast.core.settings import Slo
-from ballast.server.timing import Quantiles
+from ballast.server.observe.latency import Quantiles
 
 Status = Literal["ok", "draining", "restarting", "lost"]
 
