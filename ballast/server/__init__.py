@@ -20,8 +20,6 @@ cannot see `sim`. Its process runs without PyTorch (`without_torch`).
 - `fields`: Types of request fields, with their bounds.
 - `generating`: Routes that generate, whole or streamed.
 - `generation`: All choices of one client's request.
-- `grammar`: JSON schemas and other constraints as grammars of llguidance.
-- `grammarcheck`: A trial of a grammar in a child process.
 - `http`: HTTP itself: connections, bodies, errors, the context of a request.
 - `messages_api`: Anthropic's Messages API.
 - `observe`: Health, metrics, traces, the log of requests, and what is served now.
@@ -34,6 +32,7 @@ cannot see `sim`. Its process runs without PyTorch (`without_torch`).
 - `serve`: A server from start to end: bind, start workers, answer, drain.
 - `service`: From a client's request to submissions: tokenize, check, submit.
 - `stopstrings`: Stop strings in streamed text.
+- `structured`: Structured outputs: grammars of llguidance from JSON schemas.
 - `text_bound`: An upper bound of tokens by characters, to refuse long texts early.
 - `textroutes`: Routes for tokenizing and embeddings.
 - `texts`: Schemas of requests for tokenizing and embeddings.

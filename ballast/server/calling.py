@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from ballast.core.errors import InvalidRequest
 from ballast.server.access.fair_thread import FairThread
-from ballast.server.grammar import of_response_format, of_structured_outputs
 from ballast.server.http import request_context
 from ballast.server.http.off_loop import large_body, off_loop
 from ballast.server.openai import ChatRequest, GenerateRequest
+from ballast.server.structured.grammar import of_response_format, of_structured_outputs
 from ballast.server.tokenizer import Tokenizer
 from ballast.server.tools.dialect import ToolDialect
 from ballast.server.tools.parser import ToolParser

@@ -13,7 +13,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from ballast.core.errors import InvalidRequest
-from ballast.server.grammarcheck import CHECK
+from ballast.server.structured.grammar_check import CHECK
 
 MOST_TEXT = 256 * 1024
 """Characters of a schema or a grammar."""

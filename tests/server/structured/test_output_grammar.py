@@ -12,8 +12,8 @@ from llguidance.hf import from_tokenizer
 
 from ballast.core.errors import InvalidRequest
 from ballast.fleet.tokenizer import train_tokenizer
-from ballast.server.grammar import of_response_format, of_structured_outputs
-from ballast.server.grammarcheck import TOO_COMPLICATED
+from ballast.server.structured.grammar import of_response_format, of_structured_outputs
+from ballast.server.structured.grammar_check import TOO_COMPLICATED
 from ballast.server.tools.delta import Arguments, Began
 from ballast.server.tools.dialect import ToolDialect
 from ballast.server.tools.request import Tools
