@@ -9,11 +9,8 @@ cannot see `sim`. Its process runs without PyTorch (`without_torch`).
 - `app`: The ASGI application: routes, middleware, error handlers.
 - `blocks`: One choice's output grouped into runs of text and calls of functions.
 - `calling`: Constraints of an answer: tool calls, or a grammar.
-- `chat_template_child`: The process that renders them.
-- `chat_template`: Chat templates, rendered in processes that can be killed.
 - `choice`: One choice of an answer: tokens turned into text as they come.
 - `conversation`: Conversations as chat templates read them.
-- `detokenize`: Incremental detokenization, never within a character.
 - `document`: `/openapi.json`.
 - `echo`: A prompt repeated in its answer, with its log-probabilities.
 - `embedding`: Embeddings of one client's request.
@@ -31,12 +28,10 @@ cannot see `sim`. Its process runs without PyTorch (`without_torch`).
 - `responses`: Response records of the OpenAI API, encoded by msgspec.
 - `serve`: A server from start to end: bind, start workers, answer, drain.
 - `service`: From a client's request to submissions: tokenize, check, submit.
-- `stopstrings`: Stop strings in streamed text.
 - `structured`: Structured outputs: grammars of llguidance from JSON schemas.
-- `text_bound`: An upper bound of tokens by characters, to refuse long texts early.
+- `text`: Text and tokens: tokenizers, chat templates, detokenization.
 - `textroutes`: Routes for tokenizing and embeddings.
 - `texts`: Schemas of requests for tokenizing and embeddings.
-- `tokenizer`: A model's tokenizer and chat template.
 - `tools`: Tool calls: how model families write them, parsed and enforced.
 - `translation`: What other APIs' requests have in common when they become chat requests.
 - `without_torch`: Keeps PyTorch out of the server's process.

@@ -36,7 +36,7 @@ from ballast.server.responses import (
     Usage,
     encode,
 )
-from ballast.server.tokenizer import Tokenizer
+from ballast.server.text.tokenizer import Tokenizer
 from ballast.server.tools.delta import Arguments, Began
 
 _Usage = Usage | UnsetType | None

@@ -10,7 +10,7 @@ from ballast.server.http import request_context
 from ballast.server.http.off_loop import large_body, off_loop
 from ballast.server.openai import ChatRequest, GenerateRequest
 from ballast.server.structured.grammar import of_response_format, of_structured_outputs
-from ballast.server.tokenizer import Tokenizer
+from ballast.server.text.tokenizer import Tokenizer
 from ballast.server.tools.dialect import ToolDialect
 from ballast.server.tools.parser import ToolParser
 from ballast.server.tools.request import Tools

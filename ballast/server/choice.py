@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ballast.core.event import Finished, TokenOut
-from ballast.server.detokenize import Detokenizer
 from ballast.server.echo import Echo
 from ballast.server.pieces import Piece, Scored
-from ballast.server.stopstrings import StopScanner
+from ballast.server.text.detokenize import Detokenizer
+from ballast.server.text.stop_strings import StopScanner
 from ballast.server.tools.delta import Content
 from ballast.server.tools.parser import ToolParser
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ballast.core.event import PromptScores
-from ballast.server.detokenize import Detokenizer
 from ballast.server.pieces import Piece, Scored
+from ballast.server.text.detokenize import Detokenizer
 
 
 class Echo:

@@ -29,7 +29,7 @@ from ballast.fleet.source import Reading, Source
 from ballast.server.access.keys import warn_of_keys
 from ballast.server.http.faults import Fault
 from ballast.server.service import Service
-from ballast.server.tokenizer import Tokenizer
+from ballast.server.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

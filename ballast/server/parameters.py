@@ -11,7 +11,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.request import Sampling
 from ballast.server.choice import Stops
 from ballast.server.openai import ChatRequest, CompletionRequest, GenerateRequest
-from ballast.server.tokenizer import Tokenizer
+from ballast.server.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

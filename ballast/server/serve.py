@@ -27,7 +27,6 @@ from ballast.engine.inbox import MonotonicClock
 from ballast.fleet.source import Reading, Source
 from ballast.server.access.keys import Guard
 from ballast.server.app import create_app
-from ballast.server.chat_template import TemplateRenderer
 from ballast.server.http.address import bound, is_loopback
 from ballast.server.http.connection import new_loop, protocol
 from ballast.server.http.connection_limits import Connections, limited
@@ -39,7 +38,8 @@ from ballast.server.observe.request_watch import Watch
 from ballast.server.observe.tracing import Tracing, tracing
 from ballast.server.operating import Operating
 from ballast.server.service import Service
-from ballast.server.tokenizer import Tokenizer
+from ballast.server.text.chat_template import TemplateRenderer
+from ballast.server.text.tokenizer import Tokenizer
 from ballast.server.without_torch import forgo_torch
 
 log = logging.getLogger(__name__)

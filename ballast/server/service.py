@@ -17,7 +17,6 @@ from ballast.server.access.meter import Meter, prompt_tokens
 from ballast.server.access.queue_pace import QueuePace
 from ballast.server.access.quotas import KeyQuotas
 from ballast.server.calling import calling_of, checks
-from ballast.server.chat_template import TemplateJob, TemplateRenderer
 from ballast.server.choice import Choice
 from ballast.server.conversation import Conversation
 from ballast.server.echo import Echo
@@ -38,8 +37,9 @@ from ballast.server.parameters import (
     sampling_of,
     stops_of,
 )
+from ballast.server.text.chat_template import TemplateJob, TemplateRenderer
+from ballast.server.text.tokenizer import HUGE_TEXT, LONG_TEXT, Tokenizer, TooManyTokens
 from ballast.server.texts import EmbeddingRequest
-from ballast.server.tokenizer import HUGE_TEXT, LONG_TEXT, Tokenizer, TooManyTokens
 
 log = logging.getLogger(__name__)
 

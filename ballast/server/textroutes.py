@@ -16,8 +16,8 @@ from ballast.server.messages_api.request import CountRequest, check_version
 from ballast.server.parameters import check_tokens
 from ballast.server.responses import Detokenized, EmbeddingList, Tokenized, answered
 from ballast.server.service import Service
+from ballast.server.text.tokenizer import LONG_TEXT
 from ballast.server.texts import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
-from ballast.server.tokenizer import LONG_TEXT
 
 MOST_DETOKENIZED = 65_536
 """Tokens that may be detokenized at a time, or as many as the model's context has."""

@@ -17,7 +17,7 @@ from ballast.server.http.bodies import SMALL_BYTES, JsonRequest, weigh
 from ballast.server.http.off_loop import large_body, off_loop
 from ballast.server.http.request_context import RequestContext
 from ballast.server.service import Service
-from ballast.server.tokenizer import HUGE_TEXT, LONG_TEXT, Tokenizer
+from ballast.server.text.tokenizer import HUGE_TEXT, LONG_TEXT, Tokenizer
 
 LOOP = threading.main_thread().name
 

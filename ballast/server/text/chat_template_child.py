@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from ballast.isolation.orphan import die_with
-from ballast.server.chat_template import (
+from ballast.server.text.chat_template import (
     FORK,
     KILL,
     MOST_BYTES,

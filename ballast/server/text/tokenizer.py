@@ -12,14 +12,14 @@ from typing import Any
 
 from ballast.core.errors import CheckpointError, InvalidRequest, Unavailable
 from ballast.memory.syscalls import malloc_trim
-from ballast.server.chat_template import TemplateJob, TemplateRenderer, TemplateTooCostly
-from ballast.server.detokenize import (
+from ballast.server.text.chat_template import TemplateJob, TemplateRenderer, TemplateTooCostly
+from ballast.server.text.detokenize import (
     ByteDetokenizer,
     Detokenizer,
     WindowDetokenizer,
     token_bytes_of,
 )
-from ballast.server.text_bound import text_bound
+from ballast.server.text.text_bound import text_bound
 from ballast.server.tools.dialect import ToolDialect
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ballast.fleet.tokenizer import train_tokenizer
-from ballast.server.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from ballast.server.tokenizer import Tokenizer
+from ballast.server.text.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from ballast.server.text.tokenizer import Tokenizer
 
 TRICKY = [
     "plain words, and spaces  two   three",

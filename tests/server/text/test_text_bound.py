@@ -12,8 +12,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from ballast.fleet.tokenizer import train_tokenizer
-from ballast.server.text_bound import TextBound, text_bound
-from ballast.server.tokenizer import Tokenizer, TooManyTokens
+from ballast.server.text.text_bound import TextBound, text_bound
+from ballast.server.text.tokenizer import Tokenizer, TooManyTokens
 
 LETTERS = "abc \n\u3000é한ῼ각"
 

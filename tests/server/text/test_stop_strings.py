@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballast.server.stopstrings import StopScanner
+from ballast.server.text.stop_strings import StopScanner
 
 
 def scan(stops: list[str], pieces: list[str]) -> tuple[str, str | None]:

@@ -15,14 +15,14 @@ import pytest
 from ballast.bench.serving import children_of
 from ballast.core.errors import InvalidRequest, Unavailable
 from ballast.fleet.tokenizer import train_tokenizer
-from ballast.server.chat_template import (
+from ballast.server.text.chat_template import (
     CPU_SECONDS,
     MEMORY_BYTES,
     TemplateJob,
     TemplateRenderer,
     TemplateTooCostly,
 )
-from ballast.server.tokenizer import Tokenizer
+from ballast.server.text.tokenizer import Tokenizer
 from tests.server.process import DEADLINE
 from tests.server.test_tool_templates import OTHERS, TEMPLATES
 

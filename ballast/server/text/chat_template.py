@@ -184,7 +184,7 @@ class TemplateRenderer:
         self._control.setblocking(False)
         with theirs:
             fd = theirs.fileno()
-            command = ("-m", "ballast.server.chat_template_child", str(fd), *self._limits)
+            command = ("-m", "ballast.server.text.chat_template_child", str(fd), *self._limits)
             try:
                 self._parent = await asyncio.create_subprocess_exec(
                     sys.executable,
