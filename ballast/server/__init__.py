@@ -5,7 +5,6 @@ cannot see `sim`. Its process runs without PyTorch (`without_torch`).
 
 - `access`: API keys: who may ask, how much, and how a server is shared between them.
 - `admin`: Routes `/admin/*` by which operators change what is served.
-- `answers`: Answers of the completions and chat APIs, whole or streamed.
 - `app`: The ASGI application: routes, middleware, error handlers.
 - `blocks`: One choice's output grouped into runs of text and calls of functions.
 - `calling`: Constraints of an answer: tool calls, or a grammar.
@@ -14,25 +13,21 @@ cannot see `sim`. Its process runs without PyTorch (`without_torch`).
 - `document`: `/openapi.json`.
 - `echo`: A prompt repeated in its answer, with its log-probabilities.
 - `embedding`: Embeddings of one client's request.
-- `fields`: Types of request fields, with their bounds.
 - `generating`: Routes that generate, whole or streamed.
 - `generation`: All choices of one client's request.
 - `http`: HTTP itself: connections, bodies, errors, the context of a request.
 - `messages_api`: Anthropic's Messages API.
 - `observe`: Health, metrics, traces, the log of requests, and what is served now.
-- `openai`: Schemas of OpenAI's generating requests, with vLLM's extensions.
+- `openai`: OpenAI's completions and chat APIs: requests, records, forms.
 - `operating`: Changes of what is served, ordered by operators or the fleet file.
 - `parameters`: Sampling parameters and stop conditions of a request.
 - `pieces`: Pieces of output: text, tokens with log-probabilities, ends.
 - `responses_api`: OpenAI's Responses API.
-- `responses`: Response records of the OpenAI API, encoded by msgspec.
 - `serve`: A server from start to end: bind, start workers, answer, drain.
 - `service`: From a client's request to submissions: tokenize, check, submit.
 - `structured`: Structured outputs: grammars of llguidance from JSON schemas.
 - `text`: Text and tokens: tokenizers, chat templates, detokenization.
 - `textroutes`: Routes for tokenizing and embeddings.
-- `texts`: Schemas of requests for tokenizing and embeddings.
 - `tools`: Tool calls: how model families write them, parsed and enforced.
-- `translation`: What other APIs' requests have in common when they become chat requests.
 - `without_torch`: Keeps PyTorch out of the server's process.
 """

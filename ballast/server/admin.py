@@ -17,8 +17,8 @@ from ballast.fleet.levels import said
 from ballast.fleet.schema import Keys, LiveKeys, NamedModelKeys, Size
 from ballast.server.http.faults import Fault
 from ballast.server.observe.routes import decisions, models_now
+from ballast.server.openai.records import answered
 from ballast.server.operating import PATIENCE, Operating
-from ballast.server.responses import answered
 from ballast.server.service import Service
 
 

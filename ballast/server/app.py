@@ -23,8 +23,8 @@ from ballast.server.http.faults import Fault
 from ballast.server.observe.catalogue import described, listed, resident
 from ballast.server.observe.health import add_health
 from ballast.server.observe.routes import add_observe_routes
+from ballast.server.openai.records import Model, ModelList, RunningList, Version, answered
 from ballast.server.operating import Operating
-from ballast.server.responses import Model, ModelList, RunningList, Version, answered
 from ballast.server.service import Service
 from ballast.server.textroutes import add_texts
 

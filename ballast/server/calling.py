@@ -8,7 +8,7 @@ from ballast.core.errors import InvalidRequest
 from ballast.server.access.fair_thread import FairThread
 from ballast.server.http import request_context
 from ballast.server.http.off_loop import large_body, off_loop
-from ballast.server.openai import ChatRequest, GenerateRequest
+from ballast.server.openai.request import ChatRequest, GenerateRequest
 from ballast.server.structured.grammar import of_response_format, of_structured_outputs
 from ballast.server.text.tokenizer import Tokenizer
 from ballast.server.tools.dialect import ToolDialect

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 from ballast.server.messages_api.records import InputTokens, Message
 from ballast.server.observe.server_state import ServerNow
-from ballast.server.responses import (
+from ballast.server.openai.records import (
     ChatCompletion,
     Detokenized,
     EmbeddingList,

@@ -15,7 +15,7 @@ from ballast.server.http import request_context
 from ballast.server.http.faults import Fault
 from ballast.server.observe.latency import Timing
 from ballast.server.observe.metrics import Metrics
-from ballast.server.responses import EmbeddingItem, EmbeddingList, EmbeddingUsage, Usage
+from ballast.server.openai.records import EmbeddingItem, EmbeddingList, EmbeddingUsage, Usage
 
 
 class Embedding:

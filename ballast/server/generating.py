@@ -13,7 +13,6 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from ballast.core.errors import BallastError
-from ballast.server.answers import ChatForm, Form, Head, TextForm
 from ballast.server.document import MESSAGES_ERRORS, told
 from ballast.server.generation import Generation
 from ballast.server.http import request_context
@@ -23,9 +22,10 @@ from ballast.server.http.sse import ClientGone, EventStream, unless_gone
 from ballast.server.messages_api.form import MessageForm
 from ballast.server.messages_api.records import Message
 from ballast.server.messages_api.request import MessagesRequest, check_version
-from ballast.server.openai import ChatRequest, CompletionRequest, GenerateRequest
+from ballast.server.openai.forms import ChatForm, Form, Head, TextForm
+from ballast.server.openai.records import ChatCompletion, TextCompletion, answered
+from ballast.server.openai.request import ChatRequest, CompletionRequest, GenerateRequest
 from ballast.server.pieces import Piece
-from ballast.server.responses import ChatCompletion, TextCompletion, answered
 from ballast.server.responses_api.form import ResponseForm
 from ballast.server.responses_api.records import ResponseRecord
 from ballast.server.responses_api.request import ResponsesRequest

@@ -19,8 +19,8 @@ from ballast.server.http import request_context
 from ballast.server.http.faults import Fault
 from ballast.server.observe.latency import Timing
 from ballast.server.observe.metrics import Metrics
+from ballast.server.openai.records import Usage
 from ballast.server.pieces import Piece
-from ballast.server.responses import Usage
 
 
 class Generation:

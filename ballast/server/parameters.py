@@ -10,7 +10,7 @@ from ballast.core.errors import ContextLengthExceeded, InvalidRequest
 from ballast.core.model import ModelSpec
 from ballast.core.request import Sampling
 from ballast.server.choice import Stops
-from ballast.server.openai import ChatRequest, CompletionRequest, GenerateRequest
+from ballast.server.openai.request import ChatRequest, CompletionRequest, GenerateRequest
 from ballast.server.text.tokenizer import Tokenizer
 
 T = TypeVar("T")

@@ -21,7 +21,6 @@ from ballast.server.choice import Choice
 from ballast.server.conversation import Conversation
 from ballast.server.echo import Echo
 from ballast.server.embedding import Embedding
-from ballast.server.fields import Body
 from ballast.server.generation import Generation
 from ballast.server.http import request_context
 from ballast.server.http.bodies import MOST_WEIGHT
@@ -29,7 +28,9 @@ from ballast.server.http.faults import Fault
 from ballast.server.http.off_loop import large_body, off_loop
 from ballast.server.observe.device_metrics import DeviceCollector
 from ballast.server.observe.metrics import Metrics
-from ballast.server.openai import ChatRequest, CompletionRequest, GenerateRequest
+from ballast.server.openai.fields import Body
+from ballast.server.openai.request import ChatRequest, CompletionRequest, GenerateRequest
+from ballast.server.openai.text_request import EmbeddingRequest
 from ballast.server.parameters import (
     check_fits,
     check_tokens,
@@ -39,7 +40,6 @@ from ballast.server.parameters import (
 )
 from ballast.server.text.chat_template import TemplateJob, TemplateRenderer
 from ballast.server.text.tokenizer import HUGE_TEXT, LONG_TEXT, Tokenizer, TooManyTokens
-from ballast.server.texts import EmbeddingRequest
 
 log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from ballast.server.http.off_loop import large_body, off_loop
 from ballast.server.http.sse import ClientGone, unless_gone
 from ballast.server.messages_api.records import InputTokens
 from ballast.server.messages_api.request import CountRequest, check_version
+from ballast.server.openai.records import Detokenized, EmbeddingList, Tokenized, answered
+from ballast.server.openai.text_request import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from ballast.server.parameters import check_tokens
-from ballast.server.responses import Detokenized, EmbeddingList, Tokenized, answered
 from ballast.server.service import Service
 from ballast.server.text.tokenizer import LONG_TEXT
-from ballast.server.texts import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 
 MOST_DETOKENIZED = 65_536
 """Tokens that may be detokenized at a time, or as many as the model's context has."""

@@ -13,8 +13,8 @@ from ballast.core.settings import KeySettings
 
 if TYPE_CHECKING:
     from ballast.server.observe.latency import Timing
-    from ballast.server.openai import GenerateRequest
-    from ballast.server.responses import Usage
+    from ballast.server.openai.records import Usage
+    from ballast.server.openai.request import GenerateRequest
 
 
 MESSAGES = "/v1/messages"

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from ballast.server.answers import Head
 from ballast.server.blocks import Block, Blocks, Closed, Grown, Opened, Step
 from ballast.server.http.faults import Fault
 from ballast.server.http.sse import event
@@ -30,8 +29,9 @@ from ballast.server.messages_api.records import (
     ToolUseBlock,
 )
 from ballast.server.messages_api.request import MessagesRequest
+from ballast.server.openai.forms import Head
+from ballast.server.openai.records import Usage, encode
 from ballast.server.pieces import Piece
-from ballast.server.responses import Usage, encode
 
 INVALID = "INVALID_JSON"
 """Key of arguments that are no JSON object: a model wrote them without being held to a schema, or

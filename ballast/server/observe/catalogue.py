@@ -7,7 +7,7 @@ from typing import Literal
 from ballast.core.errors import UnknownModel
 from ballast.core.model import ModelSpec
 from ballast.core.view import Residency
-from ballast.server.responses import Model, ModelStatus, RunningModel
+from ballast.server.openai.records import Model, ModelStatus, RunningModel
 from ballast.server.service import Service
 
 _STATUS = {

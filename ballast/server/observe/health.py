@@ -11,7 +11,7 @@ from ballast.cluster.controller import Controller
 from ballast.server.access.gate import Gate
 from ballast.server.http import request_context
 from ballast.server.observe.server_state import Status
-from ballast.server.responses import encode
+from ballast.server.openai.records import encode
 from ballast.server.service import Service
 
 _ANY: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}

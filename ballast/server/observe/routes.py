@@ -18,7 +18,7 @@ from ballast.server.observe.catalogue import status_of
 from ballast.server.observe.health import status
 from ballast.server.observe.metrics import CONTENT_TYPE, Metrics
 from ballast.server.observe.server_state import DeviceNow, ModelNow, NameNow, ServerNow
-from ballast.server.responses import answered
+from ballast.server.openai.records import answered
 from ballast.server.service import Service
 
 LAST_DECISIONS = 50

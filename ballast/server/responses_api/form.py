@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from ballast.server.answers import Head, token_logprobs
 from ballast.server.blocks import Block, Blocks, Grown, Opened, Step
 from ballast.server.http.faults import Fault
 from ballast.server.http.sse import DONE, PING, event
-from ballast.server.openai import ChatRequest
+from ballast.server.openai.forms import Head, token_logprobs
+from ballast.server.openai.records import TokenLogprob, Usage, encode
+from ballast.server.openai.request import ChatRequest
 from ballast.server.pieces import Piece, Scored
-from ballast.server.responses import TokenLogprob, Usage, encode
 from ballast.server.responses_api.records import (
     ArgumentsDelta,
     ArgumentsDone,

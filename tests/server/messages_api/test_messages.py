@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from ballast.server.answers import Head
 from ballast.server.messages_api.form import MessageForm
 from ballast.server.messages_api.request import MessagesRequest
+from ballast.server.openai.forms import Head
+from ballast.server.openai.records import Usage, encode
 from ballast.server.pieces import Piece
-from ballast.server.responses import Usage, encode
 from ballast.server.tools.delta import Arguments, Began
 from tests.cluster.fake_device import BREAK, REFUSE, TELL
 from tests.server.process import ServerProcess

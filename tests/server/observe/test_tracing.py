@@ -25,8 +25,8 @@ from ballast.core.settings import KeySettings
 from ballast.server.http.request_context import Caller, RequestContext
 from ballast.server.observe.latency import Timing
 from ballast.server.observe.tracing import Tracing, tracing
-from ballast.server.openai import ChatRequest
-from ballast.server.responses import Usage
+from ballast.server.openai.records import Usage
+from ballast.server.openai.request import ChatRequest
 from tests.server.process import server
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

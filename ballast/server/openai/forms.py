@@ -12,9 +12,7 @@ from msgspec import UnsetType
 from ballast.core.clock import Clock
 from ballast.server.http.faults import Fault
 from ballast.server.http.sse import DONE, PING, event
-from ballast.server.openai import GenerateRequest
-from ballast.server.pieces import Piece, Scored
-from ballast.server.responses import (
+from ballast.server.openai.records import (
     UNSET,
     CalledFunction,
     ChatChoice,
@@ -36,6 +34,8 @@ from ballast.server.responses import (
     Usage,
     encode,
 )
+from ballast.server.openai.request import GenerateRequest
+from ballast.server.pieces import Piece, Scored
 from ballast.server.text.tokenizer import Tokenizer
 from ballast.server.tools.delta import Arguments, Began
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from ballast.core.errors import InvalidRequest, RequestError
 from ballast.server.conversation import Message
 from ballast.server.http.faults import Fault
-from ballast.server.openai import ChatRequest, Sampled
+from ballast.server.openai.request import ChatRequest, Sampled
 
 
 class Translated(Sampled):
