@@ -6,28 +6,19 @@ cannot see `sim`. Its process runs without PyTorch (`without_torch`).
 - `access`: API keys: who may ask, how much, and how a server is shared between them.
 - `admin`: Routes `/admin/*` by which operators change what is served.
 - `app`: The ASGI application: routes, middleware, error handlers.
-- `blocks`: One choice's output grouped into runs of text and calls of functions.
-- `calling`: Constraints of an answer: tool calls, or a grammar.
-- `choice`: One choice of an answer: tokens turned into text as they come.
 - `conversation`: Conversations as chat templates read them.
 - `document`: `/openapi.json`.
-- `echo`: A prompt repeated in its answer, with its log-probabilities.
-- `embedding`: Embeddings of one client's request.
-- `generating`: Routes that generate, whole or streamed.
-- `generation`: All choices of one client's request.
+- `generate`: From a checked request to its answer: routes, choices, pieces of output.
 - `http`: HTTP itself: connections, bodies, errors, the context of a request.
 - `messages_api`: Anthropic's Messages API.
 - `observe`: Health, metrics, traces, the log of requests, and what is served now.
 - `openai`: OpenAI's completions and chat APIs: requests, records, forms.
 - `operating`: Changes of what is served, ordered by operators or the fleet file.
-- `parameters`: Sampling parameters and stop conditions of a request.
-- `pieces`: Pieces of output: text, tokens with log-probabilities, ends.
 - `responses_api`: OpenAI's Responses API.
 - `serve`: A server from start to end: bind, start workers, answer, drain.
 - `service`: From a client's request to submissions: tokenize, check, submit.
 - `structured`: Structured outputs: grammars of llguidance from JSON schemas.
 - `text`: Text and tokens: tokenizers, chat templates, detokenization.
-- `textroutes`: Routes for tokenizing and embeddings.
 - `tools`: Tool calls: how model families write them, parsed and enforced.
 - `without_torch`: Keeps PyTorch out of the server's process.
 """

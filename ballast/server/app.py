@@ -17,7 +17,8 @@ from ballast.core.errors import BallastError
 from ballast.server.access.gate import Gate
 from ballast.server.admin import add_admin
 from ballast.server.document import ERRORS, document, told
-from ballast.server.generating import add_generating
+from ballast.server.generate.routes import add_generating_routes
+from ballast.server.generate.text_routes import add_text_routes
 from ballast.server.http.bodies import JsonRoute
 from ballast.server.http.faults import Fault
 from ballast.server.observe.catalogue import described, listed, resident
@@ -26,7 +27,6 @@ from ballast.server.observe.routes import add_observe_routes
 from ballast.server.openai.records import Model, ModelList, RunningList, Version, answered
 from ballast.server.operating import Operating
 from ballast.server.service import Service
-from ballast.server.textroutes import add_texts
 
 _LONGEST_WORD = 40
 """Characters at the end of a path that are compared with routes: more are no typing error."""
@@ -45,8 +45,8 @@ def create_app(service: Service, operating: Operating) -> Gate:
     add_health(app, service, gate)
     add_observe_routes(app, service, gate)
     add_admin(app, service, operating)
-    add_generating(app, service)
-    add_texts(app, service)
+    add_generating_routes(app, service)
+    add_text_routes(app, service)
     return gate
 
 

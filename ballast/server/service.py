@@ -16,12 +16,19 @@ from ballast.server.access.keys import Keys
 from ballast.server.access.meter import Meter, prompt_tokens
 from ballast.server.access.queue_pace import QueuePace
 from ballast.server.access.quotas import KeyQuotas
-from ballast.server.calling import calling_of, checks
-from ballast.server.choice import Choice
 from ballast.server.conversation import Conversation
-from ballast.server.echo import Echo
-from ballast.server.embedding import Embedding
-from ballast.server.generation import Generation
+from ballast.server.generate.choice import Choice
+from ballast.server.generate.echo import Echo
+from ballast.server.generate.embedding import Embedding
+from ballast.server.generate.generation import Generation
+from ballast.server.generate.output_constraint import checks, constraint_of
+from ballast.server.generate.parameters import (
+    check_fits,
+    check_tokens,
+    most_tokens,
+    sampling_of,
+    stops_of,
+)
 from ballast.server.http import request_context
 from ballast.server.http.bodies import MOST_WEIGHT
 from ballast.server.http.faults import Fault
@@ -31,13 +38,6 @@ from ballast.server.observe.metrics import Metrics
 from ballast.server.openai.fields import Body
 from ballast.server.openai.request import ChatRequest, CompletionRequest, GenerateRequest
 from ballast.server.openai.text_request import EmbeddingRequest
-from ballast.server.parameters import (
-    check_fits,
-    check_tokens,
-    most_tokens,
-    sampling_of,
-    stops_of,
-)
 from ballast.server.text.chat_template import TemplateJob, TemplateRenderer
 from ballast.server.text.tokenizer import HUGE_TEXT, LONG_TEXT, Tokenizer, TooManyTokens
 
@@ -156,8 +156,8 @@ class Service:
         self._check_queue(spec)
         tokenizer = self.tokenizer(spec.name)
         stops = stops_of(request, spec, tokenizer)
-        calling = await calling_of(request, tokenizer, self._checking)
-        sampling = replace(sampling_of(request, spec, stops), grammar=calling.grammar)
+        constraint = await constraint_of(request, tokenizer, self._checking)
+        sampling = replace(sampling_of(request, spec, stops), grammar=constraint.grammar)
         priority = self._priority(request.priority)
         prompts = await self._prompts(request, spec)
         echo = isinstance(request, CompletionRequest) and bool(request.echo)
@@ -187,9 +187,11 @@ class Service:
                     index,
                     p,
                     len(prompt),
-                    tokenizer.detokenizer(special=shows_special, markers=calling.tools is not None),
+                    tokenizer.detokenizer(
+                        special=shows_special, markers=constraint.tools is not None
+                    ),
                     stops,
-                    calls=calling.parser(),
+                    calls=constraint.parser(),
                     echo=Echo(text, prompt, tokenizer.detokenizer(), scored=scored)
                     if echo
                     else None,

@@ -56,7 +56,7 @@ STRANGER = Caller(known=False)
 
 
 class Answering(Protocol):
-    """What generates an answer; `ballast.server.generation.Generation` does."""
+    """What generates an answer; `ballast.server.generate.generation.Generation` does."""
 
     @property
     def model(self) -> str: ...

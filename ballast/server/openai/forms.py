@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UnsetType
 
 from ballast.core.clock import Clock
+from ballast.server.generate.pieces import OutputPiece, Scored
 from ballast.server.http.faults import Fault
 from ballast.server.http.sse import DONE, PING, event
 from ballast.server.openai.records import (
@@ -35,7 +36,6 @@ from ballast.server.openai.records import (
     encode,
 )
 from ballast.server.openai.request import GenerateRequest
-from ballast.server.pieces import Piece, Scored
 from ballast.server.text.tokenizer import Tokenizer
 from ballast.server.tools.delta import Arguments, Began
 
@@ -53,7 +53,7 @@ class Form(Protocol):
     def opening(self, choices: int, usage: Usage) -> bytes:
         """Events that come before any token. `usage`: of the prompt, as far as it is known."""
 
-    def events(self, pieces: Iterable[Piece]) -> bytes:
+    def events(self, pieces: Iterable[OutputPiece]) -> bytes:
         """The events of pieces that came together; may be empty."""
 
     def closing(self, usage: Usage) -> bytes:
@@ -62,7 +62,9 @@ class Form(Protocol):
     def failed(self, fault: Fault) -> bytes:
         """Events that end a stream which cannot be completed."""
 
-    def whole(self, pieces: Iterable[Piece], choices: int, usage: Usage) -> msgspec.Struct: ...
+    def whole(
+        self, pieces: Iterable[OutputPiece], choices: int, usage: Usage
+    ) -> msgspec.Struct: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ class _Chunks:
     def opening(self, choices: int, usage: Usage) -> bytes:
         return b""
 
-    def events(self, pieces: Iterable[Piece]) -> bytes:
+    def events(self, pieces: Iterable[OutputPiece]) -> bytes:
         return b"".join(event(self._encoded(piece)) for piece in pieces)
 
     def closing(self, usage: Usage) -> bytes:
@@ -113,17 +115,17 @@ class _Chunks:
         """The chunk without choices that has the usage."""
         raise NotImplementedError
 
-    def chunk(self, piece: Piece) -> Chunk:
+    def chunk(self, piece: OutputPiece) -> Chunk:
         raise NotImplementedError
 
-    def _encoded(self, piece: Piece) -> bytes:
+    def _encoded(self, piece: OutputPiece) -> bytes:
         """Its chunk as JSON. Most differ by their text alone."""
         if piece.finish_reason is not None or piece.calls or self._alternatives is not None:
             return encode(self.chunk(piece))
         around = self._around.get(piece.choice)
         if around is None:
             # Nothing that follows the text is an empty string.
-            before, _, after = encode(self.chunk(Piece(piece.choice, ""))).rpartition(b'""')
+            before, _, after = encode(self.chunk(OutputPiece(piece.choice, ""))).rpartition(b'""')
             around = self._around[piece.choice] = before, after
         return around[0] + encode(piece.text) + around[1]
 
@@ -139,7 +141,7 @@ class ChatForm(_Chunks):
         chunks = (self._chunk([ChunkChoice(i, delta)]) for i in range(choices))
         return b"".join(event(encode(chunk)) for chunk in chunks)
 
-    def chunk(self, piece: Piece) -> Chunk:
+    def chunk(self, piece: OutputPiece) -> Chunk:
         says = bool(piece.text) or (piece.finish_reason is None and not piece.calls)
         delta = Delta(content=piece.text if says else None, tool_calls=_call_deltas(piece) or None)
         logprobs = self._logprobs([piece])
@@ -151,7 +153,7 @@ class ChatForm(_Chunks):
     def usage(self, usage: Usage) -> Chunk:
         return self._chunk([], usage)
 
-    def whole(self, pieces: Iterable[Piece], choices: int, usage: Usage) -> ChatCompletion:
+    def whole(self, pieces: Iterable[OutputPiece], choices: int, usage: Usage) -> ChatCompletion:
         made = [
             ChatChoice(i, _message(own), _reason(own), self._logprobs(own), _stop_reason(own))
             for i, own in enumerate(_by_choice(pieces, choices))
@@ -175,7 +177,7 @@ class ChatForm(_Chunks):
             usage=self._usage if usage is None else usage,
         )
 
-    def _logprobs(self, pieces: Iterable[Piece]) -> ChatLogprobs | None:
+    def _logprobs(self, pieces: Iterable[OutputPiece]) -> ChatLogprobs | None:
         if self._alternatives is None:
             return None
         scored = [s for piece in pieces for s in piece.scored]
@@ -185,7 +187,7 @@ class ChatForm(_Chunks):
 class TextForm(_Chunks):
     """`/v1/completions`."""
 
-    def chunk(self, piece: Piece) -> Chunk:
+    def chunk(self, piece: OutputPiece) -> Chunk:
         logprobs = self._logprobs([piece])
         choice = TextChoice(
             piece.choice, piece.text, piece.finish_reason, logprobs, _stop_reason([piece])
@@ -195,7 +197,7 @@ class TextForm(_Chunks):
     def usage(self, usage: Usage) -> Chunk:
         return self._completion([], usage)
 
-    def whole(self, pieces: Iterable[Piece], choices: int, usage: Usage) -> TextCompletion:
+    def whole(self, pieces: Iterable[OutputPiece], choices: int, usage: Usage) -> TextCompletion:
         made = [
             TextChoice(i, _text(own), _reason(own), self._logprobs(own), _stop_reason(own))
             for i, own in enumerate(_by_choice(pieces, choices))
@@ -212,7 +214,7 @@ class TextForm(_Chunks):
             usage=usage,
         )
 
-    def _logprobs(self, pieces: Iterable[Piece]) -> TextLogprobs | None:
+    def _logprobs(self, pieces: Iterable[OutputPiece]) -> TextLogprobs | None:
         if self._alternatives is None:
             return None
         scored = [s for piece in pieces for s in piece.scored]
@@ -250,7 +252,7 @@ def token_logprobs(
     return found
 
 
-def _call_deltas(piece: Piece) -> list[ToolCallDelta]:
+def _call_deltas(piece: OutputPiece) -> list[ToolCallDelta]:
     """One for each call: clients that gather deltas expect no call twice in a chunk."""
     told: dict[int, ToolCallDelta] = {}
     for c in piece.calls:
@@ -263,7 +265,7 @@ def _call_deltas(piece: Piece) -> list[ToolCallDelta]:
     return list(told.values())
 
 
-def _message(pieces: Iterable[Piece]) -> ChatMessage:
+def _message(pieces: Iterable[OutputPiece]) -> ChatMessage:
     pieces = list(pieces)
     deltas = [c for piece in pieces for c in piece.calls]
     calls = [ToolCall(c.id, CalledFunction(c.name, "")) for c in deltas if isinstance(c, Began)]
@@ -281,20 +283,20 @@ def _told(logprob: float | None) -> float:
     return _LEAST if logprob is None else max(logprob, _LEAST)
 
 
-def _by_choice(pieces: Iterable[Piece], choices: int) -> list[list[Piece]]:
-    found: list[list[Piece]] = [[] for _ in range(choices)]
+def _by_choice(pieces: Iterable[OutputPiece], choices: int) -> list[list[OutputPiece]]:
+    found: list[list[OutputPiece]] = [[] for _ in range(choices)]
     for piece in pieces:
         found[piece.choice].append(piece)
     return found
 
 
-def _text(pieces: Iterable[Piece]) -> str:
+def _text(pieces: Iterable[OutputPiece]) -> str:
     return "".join(p.text for p in pieces)
 
 
-def _reason(pieces: Iterable[Piece]) -> str | None:
+def _reason(pieces: Iterable[OutputPiece]) -> str | None:
     return next((p.finish_reason for p in pieces if p.finish_reason is not None), None)
 
 
-def _stop_reason(pieces: Iterable[Piece]) -> StopReason:
+def _stop_reason(pieces: Iterable[OutputPiece]) -> StopReason:
     return next((p.stop_reason for p in pieces if p.stop_reason is not None), UNSET)

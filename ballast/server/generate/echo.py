@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ballast.core.event import PromptScores
-from ballast.server.pieces import Piece, Scored
+from ballast.server.generate.pieces import OutputPiece, Scored
 from ballast.server.text.detokenize import Detokenizer
 
 
@@ -27,16 +27,16 @@ class Echo:
         self._logprobs += part.logprobs
         self._top += part.top or ((),) * len(part.logprobs)
 
-    def piece(self, choice: int) -> Piece:
+    def piece(self, choice: int) -> OutputPiece:
         """The prompt, when all its scores are there. Its first token has none."""
         pieces = [self._detokenizer.push(token) for token in self._tokens]
         pieces[-1] += self._detokenizer.flush()
         text = "".join(pieces) if self._text is None else self._text
         if not self._scored:
-            return Piece(choice, text)
+            return OutputPiece(choice, text)
         scored, at = [], 0
         for i, (token, own) in enumerate(zip(self._tokens, pieces, strict=True)):
             logprob = self._logprobs[i - 1] if i else None
             scored.append(Scored(token, at, logprob, self._top[i - 1] if i else ()))
             at = min(at + len(own), len(text))
-        return Piece(choice, text, tuple(scored))
+        return OutputPiece(choice, text, tuple(scored))

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ballast.server.pieces import Piece, Scored
+from ballast.server.generate.pieces import OutputPiece, Scored
 from ballast.server.tools.delta import Arguments, Began, Content
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class OutputBlock:
     """A run of text, or one call."""
 
     index: int
@@ -33,12 +33,12 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    block: Block
+    block: OutputBlock
 
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    block: Block
+    block: OutputBlock
     fragment: str
     """May be empty where tokens are scored."""
     scored: tuple[Scored, ...] = ()
@@ -46,7 +46,7 @@ class Grown:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    block: Block
+    block: OutputBlock
     last: bool
     """The output ends with it."""
 
@@ -54,17 +54,17 @@ class Closed:
 Step = Opened | Grown | Closed
 
 
-class Blocks:
+class OutputBlocks:
     """Groups the pieces of one output. At most one block is open: the last."""
 
     def __init__(self) -> None:
-        self.blocks: list[Block] = []
+        self.blocks: list[OutputBlock] = []
         self.ended = False
-        self._open: Block | None = None
+        self._open: OutputBlock | None = None
         self._scored: tuple[Scored, ...] = ()
         """Tokens of text that is still held back: they come with the text."""
 
-    def push(self, piece: Piece) -> Iterator[Step]:
+    def push(self, piece: OutputPiece) -> Iterator[Step]:
         """Yield what a piece does to the blocks, which are then as after that step. A piece with a
         `finish_reason` leaves none open, and at least one."""
         self._scored += piece.scored
@@ -88,7 +88,7 @@ class Blocks:
 
     def _next(self, call: Began | None) -> Iterator[Step]:
         yield from self._close(last=False)
-        self._open = Block(len(self.blocks), call)
+        self._open = OutputBlock(len(self.blocks), call)
         self.blocks.append(self._open)
         yield Opened(self._open)
 

@@ -14,7 +14,8 @@ from starlette.responses import Response
 
 from ballast.core.errors import BallastError
 from ballast.server.document import MESSAGES_ERRORS, told
-from ballast.server.generation import Generation
+from ballast.server.generate.generation import Generation
+from ballast.server.generate.pieces import OutputPiece
 from ballast.server.http import request_context
 from ballast.server.http.faults import Fault
 from ballast.server.http.off_loop import large_body, off_loop
@@ -25,14 +26,13 @@ from ballast.server.messages_api.request import MessagesRequest, check_version
 from ballast.server.openai.forms import ChatForm, Form, Head, TextForm
 from ballast.server.openai.records import ChatCompletion, TextCompletion, answered
 from ballast.server.openai.request import ChatRequest, CompletionRequest, GenerateRequest
-from ballast.server.pieces import Piece
 from ballast.server.responses_api.form import ResponseForm
 from ballast.server.responses_api.records import ResponseRecord
 from ballast.server.responses_api.request import ResponsesRequest
 from ballast.server.service import Service
 
 
-def add_generating(app: FastAPI, service: Service) -> None:
+def add_generating_routes(app: FastAPI, service: Service) -> None:
     """`/v1/chat/completions`, `/v1/completions`, `/v1/messages` and `/v1/responses`."""
 
     @app.post("/v1/chat/completions", responses=told(ChatCompletion, streams=True))
@@ -100,7 +100,10 @@ async def _answer(
 
 
 async def _events(
-    form: Form, generation: Generation, first: list[Piece], batches: AsyncIterator[list[Piece]]
+    form: Form,
+    generation: Generation,
+    first: list[OutputPiece],
+    batches: AsyncIterator[list[OutputPiece]],
 ) -> AsyncIterator[bytes]:
     """The events of a stream; those of tokens that came together are sent together.
 
@@ -119,5 +122,5 @@ async def _events(
     yield form.closing(generation.usage)
 
 
-def _of_batch(form: Form, batch: list[Piece]) -> bytes:
+def _of_batch(form: Form, batch: list[OutputPiece]) -> bytes:
     return form.events(batch) if batch else form.silence

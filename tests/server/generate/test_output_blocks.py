@@ -7,22 +7,29 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballast.server.blocks import Block, Blocks, Closed, Grown, Opened, Step
-from ballast.server.pieces import Piece, Scored
+from ballast.server.generate.output_blocks import (
+    Closed,
+    Grown,
+    Opened,
+    OutputBlock,
+    OutputBlocks,
+    Step,
+)
+from ballast.server.generate.pieces import OutputPiece, Scored
 from ballast.server.tools.delta import Arguments, Began, Content
 from tests.server.test_tools import TOOLS, dialect, written
 
 CALLS = [("now", {}), ("weather", {"city": "Rom"})]
 
 
-def piece(*deltas: Content | Began | Arguments, end: str | None = None) -> Piece:
+def piece(*deltas: Content | Began | Arguments, end: str | None = None) -> OutputPiece:
     text = "".join(d.text for d in deltas if isinstance(d, Content))
-    return Piece(0, text, deltas=deltas, finish_reason=end)
+    return OutputPiece(0, text, deltas=deltas, finish_reason=end)
 
 
-def steps(*pieces: Piece) -> list[tuple[str, int, str]]:
+def steps(*pieces: OutputPiece) -> list[tuple[str, int, str]]:
     """Kind, index and fragment of each step; checks that blocks are as they are then."""
-    blocks, found = Blocks(), list[tuple[str, int, str]]()
+    blocks, found = OutputBlocks(), list[tuple[str, int, str]]()
     for each in pieces:
         for step in blocks.push(each):
             found.append(shown(step))
@@ -34,7 +41,7 @@ def steps(*pieces: Piece) -> list[tuple[str, int, str]]:
 
 
 def shown(step: Step) -> tuple[str, int, str]:
-    block: Block = step.block
+    block: OutputBlock = step.block
     if isinstance(step, Opened):
         return "open", block.index, "" if block.call is None else block.call.name
     if isinstance(step, Grown):
@@ -68,17 +75,17 @@ def test_blocks_follow_each_other() -> None:
 
 
 def test_an_empty_output_is_one_empty_text() -> None:
-    assert steps(Piece(0, ""), piece(end="stop")) == [("open", 0, ""), ("last", 0, "")]
+    assert steps(OutputPiece(0, ""), piece(end="stop")) == [("open", 0, ""), ("last", 0, "")]
 
 
 def test_tokens_are_scored_with_the_text_that_they_end_up_in() -> None:
     """The first is held back; the last has no text."""
     scores = [Scored(token, 0, -1.0) for token in range(4)]
-    blocks = Blocks()
+    blocks = OutputBlocks()
     pieces = [
-        Piece(0, "", (scores[0],)),
-        Piece(0, "ab", (scores[1],)),
-        Piece(0, "", (scores[2], scores[3]), finish_reason="stop"),
+        OutputPiece(0, "", (scores[0],)),
+        OutputPiece(0, "ab", (scores[1],)),
+        OutputPiece(0, "", (scores[2], scores[3]), finish_reason="stop"),
     ]
     grown = [s for p in pieces for s in blocks.push(p) if isinstance(s, Grown)]
     assert [(s.fragment, s.scored) for s in grown] == [
@@ -93,7 +100,7 @@ def test_nothing_is_lost_however_the_text_is_cut(data: st.DataObject) -> None:
     assert TOOLS is not None
     text = "I look. " + written("hermes", *CALLS) + "<it> rains"
     parser = dialect("hermes").parser(TOOLS)
-    blocks = Blocks()
+    blocks = OutputBlocks()
     pieces = []
     while text:
         size = data.draw(st.integers(1, len(text)))
@@ -103,7 +110,7 @@ def test_nothing_is_lost_however_the_text_is_cut(data: st.DataObject) -> None:
     joined = data.draw(st.booleans())
     if joined and len(pieces) > 1:  # the end joins the last token
         pieces[-2:] = [replace(pieces[-2].ended_by(pieces[-1]))]
-    open_now: Block | None = None
+    open_now: OutputBlock | None = None
     for each in pieces:
         for step in blocks.push(each):
             if isinstance(step, Opened):

@@ -21,7 +21,7 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class OutputPiece:
     """What one token, the prompt's echo, or the end of an output adds to a choice."""
 
     choice: int
@@ -46,9 +46,9 @@ class Piece:
         """Text and calls in order, whether or not functions can be called."""
         return self.deltas or ((Content(self.text),) if self.text else ())
 
-    def ended_by(self, end: Piece) -> Piece:
+    def ended_by(self, end: OutputPiece) -> OutputPiece:
         """Together with the end of the same choice, which follows it."""
-        return Piece(
+        return OutputPiece(
             self.choice,
             self.text + end.text,
             self.scored + end.scored,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ballast.core.event import Finished, TokenOut
-from ballast.server.echo import Echo
-from ballast.server.pieces import Piece, Scored
+from ballast.server.generate.echo import Echo
+from ballast.server.generate.pieces import OutputPiece, Scored
 from ballast.server.text.detokenize import Detokenizer
 from ballast.server.text.stop_strings import StopScanner
 from ballast.server.tools.delta import Content
@@ -68,7 +68,7 @@ class Choice:
         """Characters."""
         self._last: int | None = None
 
-    def opening(self) -> Piece | None:
+    def opening(self) -> OutputPiece | None:
         """What comes before the first token, once."""
         if self.echo is None:
             return None
@@ -76,10 +76,10 @@ class Choice:
         self._said = len(piece.text)
         return piece
 
-    def take(self, output: TokenOut) -> Piece:
+    def take(self, output: TokenOut) -> OutputPiece:
         """One more token. It ends the choice if it completes a stop string."""
         if self._silent:
-            return Piece(self.index, "")
+            return OutputPiece(self.index, "")
         self.output_tokens += 1
         self._last = output.token
         text = ""
@@ -92,34 +92,34 @@ class Choice:
             scored = (Scored(output.token, self._said, output.logprob, output.top),)
         self._said += len(text)
         if self._scanner.matched is None:
-            return self._parted(Piece(self.index, text, scored))
-        return self._stopped(Piece(self.index, text, scored))
+            return self._parted(OutputPiece(self.index, text, scored))
+        return self._stopped(OutputPiece(self.index, text, scored))
 
-    def end(self, output: Finished) -> Piece:
+    def end(self, output: Finished) -> OutputPiece:
         """The worker's last word."""
         self.cached_tokens = output.cached_tokens
         if self._silent:
             self.finish_reason = "length"
-            return Piece(self.index, "", finish_reason="length")
+            return OutputPiece(self.index, "", finish_reason="length")
         text = self._scanner.push(self._detokenizer.flush()) + self._scanner.flush()
-        piece = Piece(self.index, text)
+        piece = OutputPiece(self.index, text)
         if self._scanner.matched is not None:
             return self._stopped(piece)
         named = output.reason == "stop" and self._last in self._stops.tokens
         return self._last_of(piece, output.reason, self._last if named else None)
 
-    def _stopped(self, piece: Piece) -> Piece:
+    def _stopped(self, piece: OutputPiece) -> OutputPiece:
         """By a stop string."""
         return self._last_of(piece, "stop", self._scanner.matched)
 
-    def _last_of(self, piece: Piece, reason: str, by: int | str | None) -> Piece:
+    def _last_of(self, piece: OutputPiece, reason: str, by: int | str | None) -> OutputPiece:
         piece = self._parted(piece, last=True)
         if reason == "stop" and self._calls is not None and self._calls.calls:
             reason = "tool_calls"
         self.finish_reason = reason
         return replace(piece, finish_reason=reason, stop_reason=by)
 
-    def _parted(self, piece: Piece, *, last: bool = False) -> Piece:
+    def _parted(self, piece: OutputPiece, *, last: bool = False) -> OutputPiece:
         """Content and calls apart, where there can be calls."""
         if self._calls is None:
             return piece

@@ -9,7 +9,7 @@ from typing import TypeVar
 from ballast.core.errors import ContextLengthExceeded, InvalidRequest
 from ballast.core.model import ModelSpec
 from ballast.core.request import Sampling
-from ballast.server.choice import Stops
+from ballast.server.generate.choice import Stops
 from ballast.server.openai.request import ChatRequest, CompletionRequest, GenerateRequest
 from ballast.server.text.tokenizer import Tokenizer
 

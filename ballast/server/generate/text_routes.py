@@ -9,13 +9,13 @@ from starlette.responses import Response
 
 from ballast.core.errors import InvalidRequest
 from ballast.server.document import MESSAGES_ERRORS, told
+from ballast.server.generate.parameters import check_tokens
 from ballast.server.http.off_loop import large_body, off_loop
 from ballast.server.http.sse import ClientGone, unless_gone
 from ballast.server.messages_api.records import InputTokens
 from ballast.server.messages_api.request import CountRequest, check_version
 from ballast.server.openai.records import Detokenized, EmbeddingList, Tokenized, answered
 from ballast.server.openai.text_request import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
-from ballast.server.parameters import check_tokens
 from ballast.server.service import Service
 from ballast.server.text.tokenizer import LONG_TEXT
 
@@ -23,7 +23,7 @@ MOST_DETOKENIZED = 65_536
 """Tokens that may be detokenized at a time, or as many as the model's context has."""
 
 
-def add_texts(app: FastAPI, service: Service) -> None:
+def add_text_routes(app: FastAPI, service: Service) -> None:
     """`/tokenize`, `/detokenize`, `/v1/messages/count_tokens` and `/v1/embeddings`."""
 
     @app.post("/tokenize", responses=told(Tokenized))

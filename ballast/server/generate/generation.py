@@ -14,13 +14,13 @@ from ballast.core.event import (
     TokenOut,
 )
 from ballast.server.access.meter import Meter
-from ballast.server.choice import Choice
+from ballast.server.generate.choice import Choice
+from ballast.server.generate.pieces import OutputPiece
 from ballast.server.http import request_context
 from ballast.server.http.faults import Fault
 from ballast.server.observe.latency import Timing
 from ballast.server.observe.metrics import Metrics
 from ballast.server.openai.records import Usage
-from ballast.server.pieces import Piece
 
 
 class Generation:
@@ -43,19 +43,19 @@ class Generation:
         self._timings = {i: Timing(arrived) for i in choices}
         request_context.current().answer = self
 
-    async def batches(self, patience: float | None = None) -> AsyncIterator[list[Piece]]:
+    async def batches(self, patience: float | None = None) -> AsyncIterator[list[OutputPiece]]:
         """Pieces as they come, until every choice has ended; an empty list whenever there was
         none for `patience` seconds. Raises Fault if a choice fails, after what came before it."""
         while any(c.finish_reason is None for c in self._choices.values()):
             outputs = await self._outlet.take(patience)
-            pieces: list[Piece] = []
+            pieces: list[OutputPiece] = []
             fault = self._take(outputs, pieces)
             if pieces or not outputs:
                 yield pieces
             if fault is not None:
                 raise fault
 
-    async def whole(self) -> list[Piece]:
+    async def whole(self) -> list[OutputPiece]:
         """All of it. Raises Fault."""
         return [piece async for batch in self.batches() for piece in batch]
 
@@ -94,7 +94,7 @@ class Generation:
             sum(c.cached_tokens for c in prompts),
         )
 
-    def _take(self, outputs: Iterable[Output], pieces: list[Piece]) -> Fault | None:
+    def _take(self, outputs: Iterable[Output], pieces: list[OutputPiece]) -> Fault | None:
         """Append what outputs that came together add; the end of a choice joins its last token."""
         now = self._clock.now()
         last: dict[int, int] = {}
@@ -122,7 +122,7 @@ class Generation:
             self._count_end(output.request_id, choice, now)
         return None
 
-    def _token(self, output: TokenOut, choice: Choice, now: float) -> Piece:
+    def _token(self, output: TokenOut, choice: Choice, now: float) -> OutputPiece:
         piece = choice.take(output)
         timing = self._timings[output.request_id]
         self._metrics.token(self.model, timing, choice.prompt_tokens, now, output.queued)

@@ -21,7 +21,7 @@ MOST_CHECKS_EACH, MOST_CHECKS = 64, 512
 
 
 @dataclass(frozen=True, slots=True)
-class Calling:
+class OutputConstraint:
     """For one request."""
 
     tools: Tools | None = None
@@ -41,9 +41,9 @@ def checks() -> FairThread:
     return FairThread("grammars to be checked", MOST_CHECKS_EACH, MOST_CHECKS)
 
 
-async def calling_of(
+async def constraint_of(
     request: GenerateRequest, tokenizer: Tokenizer, checking: FairThread
-) -> Calling:
+) -> OutputConstraint:
     """Raises InvalidRequest, and Fault where too many grammars wait to be checked."""
     tools = None
     if isinstance(request, ChatRequest):
@@ -68,6 +68,6 @@ async def calling_of(
 
     free = request.response_format is None and request.structured_outputs is None
     if free and (tools is None or not tools.forced):
-        return Calling(tools, dialect)
+        return OutputConstraint(tools, dialect)
     grammar = await checking.run(request_context.current().caller.name, compiled)
-    return Calling(tools, dialect, grammar)
+    return OutputConstraint(tools, dialect, grammar)
