@@ -26,6 +26,7 @@ from ballast.core.settings import FleetSettings
 from ballast.engine.inbox import MonotonicClock
 from ballast.fleet.source import Reading, Source
 from ballast.server.access.keys import Guard
+from ballast.server.admin.admin_service import AdminService
 from ballast.server.app import create_app
 from ballast.server.http.address import bound, is_loopback
 from ballast.server.http.connection import new_loop, protocol
@@ -36,7 +37,6 @@ from ballast.server.http.watchdog import Watchdog
 from ballast.server.observe.request_log import log_request
 from ballast.server.observe.request_watch import Watch
 from ballast.server.observe.tracing import Tracing, tracing
-from ballast.server.operating import Operating
 from ballast.server.service import Service
 from ballast.server.text.chat_template import TemplateRenderer
 from ballast.server.text.tokenizer import Tokenizer
@@ -122,13 +122,11 @@ async def _serve(
         try:
             if await _first(starting, asked.to_stop):
                 service = starting.result()
-                operating = Operating(service, source, reading)
+                admin = AdminService(service, source, reading)
                 connections = Connections(
                     lambda: service.settings.most_connections, lambda: OTHER_FILES + len(broker)
                 )
-                await _answer(
-                    service, operating, listener, asked, ready, tracer, watchdog, connections
-                )
+                await _answer(service, admin, listener, asked, ready, tracer, watchdog, connections)
             return 0
         finally:
             watchdog.end_within(STOP_SECONDS)
@@ -206,7 +204,7 @@ def _load_tokenizers(
 
 async def _answer(
     service: Service,
-    operating: Operating,
+    admin: AdminService,
     listener: socket.socket,
     asked: Asked,
     ready: Callable[[int], None] | None,
@@ -215,7 +213,7 @@ async def _answer(
     connections: Connections,
 ) -> None:
     """Answer requests until asked to stop and drained."""
-    gate = create_app(service, operating)
+    gate = create_app(service, admin)
     gate.crowded = lambda: connections.full
     service.metrics.connections.set_function(lambda: connections.open)
     http = HttpServer(
@@ -248,7 +246,7 @@ async def _answer(
     _announce(service, host, port)
     if ready is not None:
         ready(port)
-    reloading = asyncio.ensure_future(_reload(asked, operating))
+    reloading = asyncio.ensure_future(_reload(asked, admin))
     stopped = await _first(running, asked.to_stop)
     reloading.cancel()
     if not stopped:
@@ -265,13 +263,13 @@ async def _answer(
     await running
 
 
-async def _reload(asked: Asked, operating: Operating) -> None:
+async def _reload(asked: Asked, admin: AdminService) -> None:
     """Whenever it is asked for; what is asked meanwhile is done once more."""
     while True:
         await asked.to_reload.wait()
         asked.to_reload.clear()
         try:
-            await operating.reload()
+            await admin.reload()
         except Exception:
             log.exception("the fleet file could not be followed")
 

@@ -13,7 +13,6 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from ballast.core.errors import BallastError
-from ballast.server.document import MESSAGES_ERRORS, told
 from ballast.server.generate.generation import Generation
 from ballast.server.generate.pieces import OutputPiece
 from ballast.server.http import request_context
@@ -26,6 +25,7 @@ from ballast.server.messages_api.request import MessagesRequest, check_version
 from ballast.server.openai.forms import ChatForm, Form, Head, TextForm
 from ballast.server.openai.records import ChatCompletion, TextCompletion, answered
 from ballast.server.openai.request import ChatRequest, CompletionRequest, GenerateRequest
+from ballast.server.openapi_document import MESSAGES_ERRORS, responses_of
 from ballast.server.responses_api.form import ResponseForm
 from ballast.server.responses_api.records import ResponseRecord
 from ballast.server.responses_api.request import ResponsesRequest
@@ -35,15 +35,15 @@ from ballast.server.service import Service
 def add_generating_routes(app: FastAPI, service: Service) -> None:
     """`/v1/chat/completions`, `/v1/completions`, `/v1/messages` and `/v1/responses`."""
 
-    @app.post("/v1/chat/completions", responses=told(ChatCompletion, streams=True))
+    @app.post("/v1/chat/completions", responses=responses_of(ChatCompletion, streams=True))
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await _answer(service, body, request, "chatcmpl-", lambda h: ChatForm(h, body))
 
-    @app.post("/v1/completions", responses=told(TextCompletion, streams=True))
+    @app.post("/v1/completions", responses=responses_of(TextCompletion, streams=True))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await _answer(service, body, request, "cmpl-", lambda h: TextForm(h, body))
 
-    @app.post("/v1/messages", responses=MESSAGES_ERRORS | told(Message, streams=True))
+    @app.post("/v1/messages", responses=MESSAGES_ERRORS | responses_of(Message, streams=True))
     async def messages(body: MessagesRequest, request: Request) -> Response:
         check_version(request.headers)
         service.warn(body)
@@ -51,7 +51,7 @@ def add_generating_routes(app: FastAPI, service: Service) -> None:
         with body.names():
             return await _answer(service, chat, request, "msg_", lambda h: MessageForm(h, body))
 
-    @app.post("/v1/responses", responses=told(ResponseRecord, streams=True))
+    @app.post("/v1/responses", responses=responses_of(ResponseRecord, streams=True))
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         service.warn(body)
         chat, repeated = await off_loop(large_body(), lambda: (body.chat(), body.repeated()))

@@ -8,7 +8,6 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from ballast.core.errors import InvalidRequest
-from ballast.server.document import MESSAGES_ERRORS, told
 from ballast.server.generate.parameters import check_tokens
 from ballast.server.http.off_loop import large_body, off_loop
 from ballast.server.http.sse import ClientGone, unless_gone
@@ -16,6 +15,7 @@ from ballast.server.messages_api.records import InputTokens
 from ballast.server.messages_api.request import CountRequest, check_version
 from ballast.server.openai.records import Detokenized, EmbeddingList, Tokenized, answered
 from ballast.server.openai.text_request import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from ballast.server.openapi_document import MESSAGES_ERRORS, responses_of
 from ballast.server.service import Service
 from ballast.server.text.tokenizer import LONG_TEXT
 
@@ -26,7 +26,7 @@ MOST_DETOKENIZED = 65_536
 def add_text_routes(app: FastAPI, service: Service) -> None:
     """`/tokenize`, `/detokenize`, `/v1/messages/count_tokens` and `/v1/embeddings`."""
 
-    @app.post("/tokenize", responses=told(Tokenized))
+    @app.post("/tokenize", responses=responses_of(Tokenized))
     async def tokenize(body: TokenizeRequest) -> Response:
         spec = service.model(body.model)
         service.warn(body)
@@ -45,7 +45,7 @@ def add_text_routes(app: FastAPI, service: Service) -> None:
         )
         return answered(told)
 
-    @app.post("/detokenize", responses=told(Detokenized))
+    @app.post("/detokenize", responses=responses_of(Detokenized))
     async def detokenize(body: DetokenizeRequest) -> Response:
         spec = service.model(body.model)
         service.warn(body)
@@ -57,7 +57,7 @@ def add_text_routes(app: FastAPI, service: Service) -> None:
         text = await off_loop(len(body.tokens) > LONG_TEXT, lambda: tokenizer.decode(body.tokens))
         return answered(Detokenized(text))
 
-    @app.post("/v1/messages/count_tokens", responses=MESSAGES_ERRORS | told(InputTokens))
+    @app.post("/v1/messages/count_tokens", responses=MESSAGES_ERRORS | responses_of(InputTokens))
     async def count_tokens(body: CountRequest, request: Request) -> Response:
         check_version(request.headers)
         spec = service.model(body.model)
@@ -67,7 +67,7 @@ def add_text_routes(app: FastAPI, service: Service) -> None:
             tokens = await service.conversation(chat, spec)
         return answered(InputTokens(len(tokens)))
 
-    @app.post("/v1/embeddings", responses=told(EmbeddingList))
+    @app.post("/v1/embeddings", responses=responses_of(EmbeddingList))
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         embedding = await service.embed(body, f"embd-{secrets.token_hex(12)}")
         try:

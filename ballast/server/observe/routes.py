@@ -13,12 +13,12 @@ from ballast.cluster.device import RemoteDevice
 from ballast.core.report import ModelReport
 from ballast.core.settings import Slo
 from ballast.server.access.gate import Gate
-from ballast.server.document import told
 from ballast.server.observe.catalogue import status_of
 from ballast.server.observe.health import status
 from ballast.server.observe.metrics import CONTENT_TYPE, Metrics
 from ballast.server.observe.server_state import DeviceNow, ModelNow, NameNow, ServerNow
 from ballast.server.openai.records import answered
+from ballast.server.openapi_document import responses_of
 from ballast.server.service import Service
 
 LAST_DECISIONS = 50
@@ -33,7 +33,7 @@ def add_observe_routes(app: FastAPI, service: Service, gate: Gate) -> None:
     def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
-    @app.get("/admin/state", responses=told(ServerNow))
+    @app.get("/admin/state", responses=responses_of(ServerNow))
     async def state() -> Response:
         # Latencies of many models are long to sort.
         models = await asyncio.to_thread(models_now, service)

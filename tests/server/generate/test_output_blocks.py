@@ -17,7 +17,7 @@ from ballast.server.generate.output_blocks import (
 )
 from ballast.server.generate.pieces import OutputPiece, Scored
 from ballast.server.tools.delta import Arguments, Began, Content
-from tests.server.test_tools import TOOLS, dialect, written
+from tests.server.tools.test_tools import TOOLS, dialect, written
 
 CALLS = [("now", {}), ("weather", {"city": "Rom"})]
 

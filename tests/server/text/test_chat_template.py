@@ -24,7 +24,7 @@ from ballast.server.text.chat_template import (
 )
 from ballast.server.text.tokenizer import Tokenizer
 from tests.server.process import DEADLINE
-from tests.server.test_tool_templates import OTHERS, TEMPLATES
+from tests.server.tools.test_tool_templates import OTHERS, TEMPLATES
 
 RANGES = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 EVIL = {

@@ -15,10 +15,10 @@ from ballast.core.model import ModelSpec
 from ballast.fleet.faults import unknown
 from ballast.fleet.levels import said
 from ballast.fleet.schema import Keys, LiveKeys, NamedModelKeys, Size
+from ballast.server.admin.admin_service import PATIENCE, AdminService
 from ballast.server.http.faults import Fault
 from ballast.server.observe.routes import decisions, models_now
 from ballast.server.openai.records import answered
-from ballast.server.operating import PATIENCE, Operating
 from ballast.server.service import Service
 
 
@@ -57,7 +57,7 @@ CHECKED: dict[str, Any] = {"dependencies": [Depends(_check_parameters)]}
 """For every route: what it is asked for is looked at whole."""
 
 
-def add_admin(app: FastAPI, service: Service, operating: Operating) -> None:
+def add_admin_routes(app: FastAPI, service: Service, admin: AdminService) -> None:
     """Add the routes."""
     controller = service.controller
 
@@ -74,31 +74,31 @@ def add_admin(app: FastAPI, service: Service, operating: Operating) -> None:
         model = spec(name)
         if model.base is not None:
             raise Fault(409, f"{name} is an adapter; ask for its base, {model.base}", "refused")
-        await operating.change(model.name, {"pinned": pinned})
+        await admin.change(model.name, {"pinned": pinned})
 
     async def evicted(name: str) -> str | None:
         """Evict a model, if it is there; returns why it was not evicted, if it was not."""
         try:
-            await operating.order(Evict(name, "by an operator"))
+            await admin.order(Evict(name, "by an operator"))
         except (Fault, Unavailable) as error:
             return str(error)
         return None
 
     @app.get("/admin/models", **CHECKED)
     async def models() -> Response:
-        kept = operating.changes.model_dump(mode="json", exclude_unset=True)
+        kept = admin.changes.model_dump(mode="json", exclude_unset=True)
         now = await asyncio.to_thread(models_now, service)
         told = {"models": now, "failed": controller.failed, "changes": kept}
         return answered(told)
 
     @app.post("/admin/models", status_code=201, **CHECKED)
     async def add(entry: NamedModelKeys) -> Response:
-        name = await operating.add(entry)
+        name = await admin.add(entry)
         return answered({"name": name, "status": "added"}, 201)
 
     @app.patch("/admin/models/{name:path}", **CHECKED)
     async def change(name: str, levels: LiveKeys) -> Response:
-        await operating.change(spec(name).name, said(levels))
+        await admin.change(spec(name).name, said(levels))
         return answered({"name": name, "status": "changed"})
 
     @app.delete("/admin/models/{name:path}", **CHECKED)
@@ -106,7 +106,7 @@ def add_admin(app: FastAPI, service: Service, operating: Operating) -> None:
         name: str, patience: Annotated[float, Query(ge=0, le=3600)] = PATIENCE
     ) -> Response:
         own = service.own_name(name)
-        await operating.remove(own if own in controller.failed else spec(own).name, patience)
+        await admin.remove(own if own in controller.failed else spec(own).name, patience)
         return answered({"name": name, "status": "removed"})
 
     @app.post("/admin/models/{name:path}/pin", **CHECKED)
@@ -129,44 +129,44 @@ def add_admin(app: FastAPI, service: Service, operating: Operating) -> None:
 
     @app.post("/admin/models/{name:path}/evict", **CHECKED)
     async def evict(name: str, device: str | None = None) -> Response:
-        await operating.order(Evict(spec(name).name, "by an operator"), device)
+        await admin.order(Evict(spec(name).name, "by an operator"), device)
         return answered({"name": name, "status": "evicted"})
 
     @app.post("/admin/models/{name:path}/activate", **CHECKED)
     async def activate(name: str, device: str | None = None) -> Response:
-        await operating.order(Activate(spec(name).name, "by an operator"), device)
+        await admin.order(Activate(spec(name).name, "by an operator"), device)
         return answered({"name": name, "status": "activated"})
 
     @app.post("/admin/models/{name:path}/place", **CHECKED)
     async def place(name: str, device: str) -> Response:
-        await operating.place(spec(name).name, device)
+        await admin.place(spec(name).name, device)
         return answered({"name": name, "device": device, "status": "placed"})
 
     @app.post("/admin/models/{name:path}/withdraw", **CHECKED)
     async def withdraw(
         name: str, device: str, patience: Annotated[float, Query(ge=0, le=3600)] = PATIENCE
     ) -> Response:
-        await operating.withdraw(spec(name).name, device, patience)
+        await admin.withdraw(spec(name).name, device, patience)
         return answered({"name": name, "device": device, "status": "withdrawn"})
 
     @app.post("/admin/devices/{name:path}/drain", **CHECKED)
     async def drain(name: str) -> Response:
-        await operating.drain(name)
+        await admin.drain(name)
         return answered({"name": name, "status": "drained"})
 
     @app.post("/admin/devices/{name:path}/uncordon", **CHECKED)
     async def uncordon(name: str) -> Response:
-        await operating.uncordon(name)
+        await admin.uncordon(name)
         return answered({"name": name, "status": "uncordoned"})
 
     @app.post("/admin/devices/{name:path}/lend", **CHECKED)
     async def lend(name: str, wanted: LendKeys) -> Response:
-        await operating.lend(name, wanted.to, wanted.memory)
+        await admin.lend(name, wanted.to, wanted.memory)
         return answered({"name": name, "to": wanted.to, "status": "lent"})
 
     @app.post("/admin/devices/{name:path}/recall", **CHECKED)
     async def recall(name: str, wanted: RecallKeys) -> Response:
-        await operating.recall(name, wanted.to, wanted.memory, wanted.seconds)
+        await admin.recall(name, wanted.to, wanted.memory, wanted.seconds)
         return answered({"name": name, "to": wanted.to, "status": "recalled"})
 
     @app.get("/admin/story", **CHECKED)

@@ -42,7 +42,7 @@ _STATUS = {"refused": 409, "invalid": 400, "unavailable": 503}
 """By code of `Outcome`; any other is 500."""
 
 
-class Operating:
+class AdminService:
     """The one path by which the fleet changes.
 
     What was answered with success survives a restart; what was not may have been done or not. An

@@ -69,7 +69,7 @@ MESSAGES_ERRORS = _errors(MessagesErrorBody)
 """Of the Messages API."""
 
 
-def told(kind: type[msgspec.Struct], *, streams: bool = False) -> Responses:
+def responses_of(kind: type[msgspec.Struct], *, streams: bool = False) -> Responses:
     """Of a route that answers with a `kind`, or, if the request says so, with a stream."""
     return {200: {"content": _json(kind) | (_EVENTS if streams else {})}}
 
