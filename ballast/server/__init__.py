@@ -4,16 +4,16 @@
 cannot see `sim`. Its process runs without PyTorch (`without_torch`).
 
 - `access`: API keys: who may ask, how much, and how a server is shared between them.
-- `admin`: Changes of what is served, by routes and by the fleet file.
+- `admin`: Changes of what is served, by operators and by the fleet file.
 - `app`: The ASGI application: routes, middleware, error handlers.
 - `conversation`: Conversations as chat templates read them (its path is in `/openapi.json`).
-- `generate`: From a checked request to its answer: routes, choices, pieces of output.
+- `generate`: From a checked request to its answer: parameters, constraints, choices.
 - `http`: HTTP itself: connections, bodies, errors, the context of a request.
 - `messages_api`: Anthropic's Messages API.
-- `observe`: Health, metrics, traces, the log of requests, and what is served now.
+- `observe`: Metrics, traces, the log of requests, records of the server's state.
 - `openai`: OpenAI's completions and chat APIs: requests, records, forms.
-- `openapi_document`: `/openapi.json`: the schemas of answers.
 - `responses_api`: OpenAI's Responses API.
+- `routes`: Routes by job: generating, texts, administration, state, health.
 - `serve`: A server from start to end: bind, start workers, answer, drain.
 - `service`: From a client's request to submissions: tokenize, check, submit.
 - `structured`: Structured outputs: grammars of llguidance from JSON schemas.

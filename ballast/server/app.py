@@ -16,16 +16,17 @@ from ballast import __version__
 from ballast.core.errors import BallastError
 from ballast.server.access.gate import Gate
 from ballast.server.admin.admin_service import AdminService
-from ballast.server.admin.routes import add_admin_routes
-from ballast.server.generate.routes import add_generating_routes
-from ballast.server.generate.text_routes import add_text_routes
 from ballast.server.http.bodies import JsonRoute
 from ballast.server.http.faults import Fault
-from ballast.server.observe.catalogue import described, listed, resident
-from ballast.server.observe.health import add_health
-from ballast.server.observe.routes import add_observe_routes
-from ballast.server.openai.records import Model, ModelList, RunningList, Version, answered
-from ballast.server.openapi_document import ERRORS, document, responses_of
+from ballast.server.http.json_response import answered
+from ballast.server.openai.records import Model, ModelList, RunningList, Version
+from ballast.server.routes.admin import add_admin_routes
+from ballast.server.routes.catalogue import described, listed, resident
+from ballast.server.routes.generate import add_generating_routes
+from ballast.server.routes.health import add_health
+from ballast.server.routes.openapi_document import ERRORS, document, responses_of
+from ballast.server.routes.state import add_observe_routes
+from ballast.server.routes.texts import add_text_routes
 from ballast.server.service import Service
 
 _LONGEST_WORD = 40

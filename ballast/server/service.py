@@ -32,10 +32,10 @@ from ballast.server.generate.parameters import (
 from ballast.server.http import request_context
 from ballast.server.http.bodies import MOST_WEIGHT
 from ballast.server.http.faults import Fault
+from ballast.server.http.fields import Body
 from ballast.server.http.off_loop import large_body, off_loop
 from ballast.server.observe.device_metrics import DeviceCollector
 from ballast.server.observe.metrics import Metrics
-from ballast.server.openai.fields import Body
 from ballast.server.openai.request import ChatRequest, CompletionRequest, GenerateRequest
 from ballast.server.openai.text_request import EmbeddingRequest
 from ballast.server.text.chat_template import TemplateJob, TemplateRenderer

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ballast.core.settings import Slo
-from ballast.server.observe.catalogue import status_of
 from ballast.server.observe.latency import Quantiles
 from ballast.server.observe.server_state import ModelNow, NameNow, ServerNow
+from ballast.server.routes.catalogue import status_of
 from tests.server.observe.test_metrics import model
 
 

@@ -1,7 +1,6 @@
-"""Change what is served: operators' routes, and the service that carries out and keeps changes.
+"""Change what is served: carry out operators' changes, and keep them.
 
-`server` alone imports it. Needs the admin key.
+`server` alone imports it.
 
 - `admin_service`: Changes of what is served, ordered by operators or the fleet file.
-- `routes`: Routes `/admin/*` by which operators change what is served.
 """

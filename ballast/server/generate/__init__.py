@@ -1,4 +1,4 @@
-"""Generate answers: from a request's fields to sampling, and from tokens to pieces of output.
+"""Generate answers: from a request's fields to sampling parameters, and from tokens to text.
 
 `server` alone imports it.
 
@@ -6,10 +6,6 @@
 - `echo`: A prompt repeated in its answer, with its log-probabilities.
 - `embedding`: Embeddings of one client's request.
 - `generation`: All choices of one client's request.
-- `output_blocks`: One choice's output grouped into runs of text and calls of functions.
 - `output_constraint`: Constraints of an answer: tool calls, or a grammar.
 - `parameters`: Sampling parameters and stop conditions of a request.
-- `pieces`: Pieces of output: text, tokens with log-probabilities, ends.
-- `routes`: Routes that generate, whole or streamed.
-- `text_routes`: Routes for tokenizing and embeddings.
 """

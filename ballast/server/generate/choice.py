@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from ballast.core.event import Finished, TokenOut
 from ballast.server.generate.echo import Echo
-from ballast.server.generate.pieces import OutputPiece, Scored
 from ballast.server.text.detokenize import Detokenizer
+from ballast.server.text.pieces import OutputPiece, Scored
 from ballast.server.text.stop_strings import StopScanner
 from ballast.server.tools.delta import Content
 from ballast.server.tools.parser import ToolParser

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ballast.core.event import PromptScores
-from ballast.server.generate.pieces import OutputPiece, Scored
 from ballast.server.text.detokenize import Detokenizer
+from ballast.server.text.pieces import OutputPiece, Scored
 
 
 class Echo:

@@ -15,12 +15,12 @@ from ballast.core.event import (
 )
 from ballast.server.access.meter import Meter
 from ballast.server.generate.choice import Choice
-from ballast.server.generate.pieces import OutputPiece
 from ballast.server.http import request_context
 from ballast.server.http.faults import Fault
 from ballast.server.observe.latency import Timing
 from ballast.server.observe.metrics import Metrics
 from ballast.server.openai.records import Usage
+from ballast.server.text.pieces import OutputPiece
 
 
 class Generation:

@@ -8,7 +8,9 @@
 - `connection`: Event loop and HTTP parser in C, where installed.
 - `cors`: Cross-origin requests.
 - `faults`: Status codes and error bodies of each API.
+- `fields`: Types of fields of requests, with their bounds.
 - `file_limit`: The limit of open files.
+- `json_response`: Encoding of records, and error envelopes.
 - `off_loop`: Threads for work that would block the event loop.
 - `request_context`: The context of one HTTP request, from arrival to the end of its response.
 - `sse`: Server-sent events, and clients that disconnect.

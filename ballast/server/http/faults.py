@@ -14,7 +14,13 @@ from ballast.fleet.elsewhere import place_of
 from ballast.fleet.faults import fault_of
 from ballast.fleet.schema import Keys
 from ballast.server.http import request_context
-from ballast.server.openai.records import Error, ErrorBody, MessagesError, MessagesErrorBody, encode
+from ballast.server.http.json_response import (
+    Error,
+    ErrorBody,
+    MessagesError,
+    MessagesErrorBody,
+    encode,
+)
 
 _STATUS = {
     "invalid_request": 400,

@@ -6,16 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from ballast.server.generate.output_blocks import (
-    Closed,
-    Grown,
-    Opened,
-    OutputBlock,
-    OutputBlocks,
-    Step,
-)
-from ballast.server.generate.pieces import OutputPiece
 from ballast.server.http.faults import Fault
+from ballast.server.http.json_response import encode
 from ballast.server.http.sse import event
 from ballast.server.messages_api.records import (
     BlockDelta,
@@ -38,7 +30,16 @@ from ballast.server.messages_api.records import (
 )
 from ballast.server.messages_api.request import MessagesRequest
 from ballast.server.openai.forms import Head
-from ballast.server.openai.records import Usage, encode
+from ballast.server.openai.records import Usage
+from ballast.server.text.output_blocks import (
+    Closed,
+    Grown,
+    Opened,
+    OutputBlock,
+    OutputBlocks,
+    Step,
+)
+from ballast.server.text.pieces import OutputPiece
 
 INVALID = "INVALID_JSON"
 """Key of arguments that are no JSON object: a model wrote them without being held to a schema, or

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, Field, StrictInt
 from ballast.core.errors import InvalidRequest
 from ballast.server.conversation import MOST_MESSAGES, MOST_PARTS, Message
 from ballast.server.http.faults import Fault
-from ballast.server.openai.fields import Stop, Text
+from ballast.server.http.fields import Stop, Text
 from ballast.server.openai.request import ChatRequest
 from ballast.server.openai.translation import (
     Translated,

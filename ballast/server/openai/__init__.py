@@ -2,7 +2,6 @@
 
 `server` alone imports it; `messages_api` and `responses_api` translate their requests to these.
 
-- `fields`: Types of request fields, with their bounds.
 - `forms`: Answers of the completions and chat APIs, whole or streamed.
 - `records`: Response records of the OpenAI API, encoded by msgspec.
 - `request`: Schemas of OpenAI's generating requests, with vLLM's extensions.

@@ -10,8 +10,8 @@ import msgspec
 from msgspec import UnsetType
 
 from ballast.core.clock import Clock
-from ballast.server.generate.pieces import OutputPiece, Scored
 from ballast.server.http.faults import Fault
+from ballast.server.http.json_response import encode
 from ballast.server.http.sse import DONE, PING, event
 from ballast.server.openai.records import (
     UNSET,
@@ -33,9 +33,9 @@ from ballast.server.openai.records import (
     ToolCallDelta,
     TopLogprob,
     Usage,
-    encode,
 )
 from ballast.server.openai.request import GenerateRequest
+from ballast.server.text.pieces import OutputPiece, Scored
 from ballast.server.text.tokenizer import Tokenizer
 from ballast.server.tools.delta import Arguments, Began
 

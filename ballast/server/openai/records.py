@@ -1,11 +1,10 @@
-"""Responses of the OpenAI API, and errors of all: plain records, encoded by msgspec."""
+"""Responses of the OpenAI API: plain records, encoded by msgspec."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
-from starlette.responses import Response
 
 UNSET = msgspec.UNSET
 StopReason = str | int | msgspec.UnsetType
@@ -190,7 +189,7 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
     usage: EmbeddingUsage
 
 
-# -- models, errors -----------------------------------------------------------------------------
+# -- models -------------------------------------------------------------------------------------
 
 
 class ModelStatus(msgspec.Struct, omit_defaults=True):
@@ -240,34 +239,3 @@ class RunningList(msgspec.Struct, kw_only=True):
 
 class Version(msgspec.Struct, kw_only=True):
     version: str
-
-
-class Error(msgspec.Struct):
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class ErrorBody(msgspec.Struct):
-    error: Error
-
-
-class MessagesError(msgspec.Struct):
-    type: str
-    message: str
-
-
-class MessagesErrorBody(msgspec.Struct, tag_field="type", tag="error"):
-    """An error in the envelope of the Messages API."""
-
-    error: MessagesError
-    request_id: str
-
-
-encode = msgspec.json.Encoder().encode
-
-
-def answered(content: msgspec.Struct | dict[str, Any], status: int = 200) -> Response:
-    """As the whole of an HTTP response."""
-    return Response(encode(content), status, media_type="application/json")

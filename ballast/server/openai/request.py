@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, StrictBool, StrictInt, model_validator
 
 from ballast.core.errors import InvalidRequest
 from ballast.server.conversation import Conversation, Messages
-from ballast.server.openai.fields import (
+from ballast.server.http.fields import (
     FINITE,
     MOST_PROMPTS,
     MOST_TOP,

@@ -8,7 +8,7 @@ from pydantic import Field, StrictInt
 
 from ballast.core.errors import InvalidRequest
 from ballast.server.conversation import Conversation
-from ballast.server.openai.fields import Body, Prompts, Text, TokenId, one_by_one
+from ballast.server.http.fields import Body, Prompts, Text, TokenId, one_by_one
 
 
 class TokenizeRequest(Conversation):

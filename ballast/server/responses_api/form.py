@@ -8,12 +8,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from ballast.server.generate.output_blocks import Grown, Opened, OutputBlock, OutputBlocks, Step
-from ballast.server.generate.pieces import OutputPiece, Scored
 from ballast.server.http.faults import Fault
+from ballast.server.http.json_response import encode
 from ballast.server.http.sse import DONE, PING, event
 from ballast.server.openai.forms import Head, token_logprobs
-from ballast.server.openai.records import TokenLogprob, Usage, encode
+from ballast.server.openai.records import TokenLogprob, Usage
 from ballast.server.openai.request import ChatRequest
 from ballast.server.responses_api.records import (
     ArgumentsDelta,
@@ -34,6 +33,8 @@ from ballast.server.responses_api.records import (
     TextDelta,
     TextDone,
 )
+from ballast.server.text.output_blocks import Grown, Opened, OutputBlock, OutputBlocks, Step
+from ballast.server.text.pieces import OutputPiece, Scored
 
 _Code = Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
 

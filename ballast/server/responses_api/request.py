@@ -9,8 +9,8 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, StrictBool, StrictInt, Tag
 
 from ballast.server.conversation import MOST_MESSAGES, MOST_PARTS, Message
-from ballast.server.openai.fields import MOST_TOP, Text, at_most
-from ballast.server.openai.records import encode
+from ballast.server.http.fields import MOST_TOP, Text, at_most
+from ballast.server.http.json_response import encode
 from ballast.server.openai.request import ChatRequest
 from ballast.server.openai.translation import (
     Translated,

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from ballast.server.conversation import MOST_MESSAGES, MOST_PARTS
 from ballast.server.http import bodies
 from ballast.server.http.bodies import MOST_WEIGHT, WEIGHT_BYTES, weight
-from ballast.server.openai.fields import MOST_BIASED, MOST_FIELDS, MOST_PROMPTS
+from ballast.server.http.fields import MOST_BIASED, MOST_FIELDS, MOST_PROMPTS
 from ballast.server.openai.request import ChatRequest, CompletionRequest
 from ballast.server.openai.text_request import DetokenizeRequest, EmbeddingRequest
 from ballast.server.tools.request import MOST_FUNCTIONS

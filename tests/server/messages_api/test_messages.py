@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from ballast.server.generate.pieces import OutputPiece
+from ballast.server.http.json_response import encode
 from ballast.server.messages_api.form import MessageForm
 from ballast.server.messages_api.request import MessagesRequest
 from ballast.server.openai.forms import Head
-from ballast.server.openai.records import Usage, encode
+from ballast.server.openai.records import Usage
+from ballast.server.text.pieces import OutputPiece
 from ballast.server.tools.delta import Arguments, Began
 from tests.cluster.fake_device import BREAK, REFUSE, TELL
 from tests.server.process import ServerProcess

@@ -7,14 +7,13 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
+from ballast.server.http.json_response import ErrorBody, MessagesErrorBody
 from ballast.server.messages_api.records import InputTokens, Message
 from ballast.server.observe.server_state import ServerNow
 from ballast.server.openai.records import (
     ChatCompletion,
     Detokenized,
     EmbeddingList,
-    ErrorBody,
-    MessagesErrorBody,
     Model,
     ModelList,
     RunningList,

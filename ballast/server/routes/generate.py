@@ -14,22 +14,23 @@ from starlette.responses import Response
 
 from ballast.core.errors import BallastError
 from ballast.server.generate.generation import Generation
-from ballast.server.generate.pieces import OutputPiece
 from ballast.server.http import request_context
 from ballast.server.http.faults import Fault
+from ballast.server.http.json_response import answered
 from ballast.server.http.off_loop import large_body, off_loop
 from ballast.server.http.sse import ClientGone, EventStream, unless_gone
 from ballast.server.messages_api.form import MessageForm
 from ballast.server.messages_api.records import Message
 from ballast.server.messages_api.request import MessagesRequest, check_version
 from ballast.server.openai.forms import ChatForm, Form, Head, TextForm
-from ballast.server.openai.records import ChatCompletion, TextCompletion, answered
+from ballast.server.openai.records import ChatCompletion, TextCompletion
 from ballast.server.openai.request import ChatRequest, CompletionRequest, GenerateRequest
-from ballast.server.openapi_document import MESSAGES_ERRORS, responses_of
 from ballast.server.responses_api.form import ResponseForm
 from ballast.server.responses_api.records import ResponseRecord
 from ballast.server.responses_api.request import ResponsesRequest
+from ballast.server.routes.openapi_document import MESSAGES_ERRORS, responses_of
 from ballast.server.service import Service
+from ballast.server.text.pieces import OutputPiece
 
 
 def add_generating_routes(app: FastAPI, service: Service) -> None:

@@ -13,12 +13,12 @@ from ballast.cluster.device import RemoteDevice
 from ballast.core.report import ModelReport
 from ballast.core.settings import Slo
 from ballast.server.access.gate import Gate
-from ballast.server.observe.catalogue import status_of
-from ballast.server.observe.health import status
+from ballast.server.http.json_response import answered
 from ballast.server.observe.metrics import CONTENT_TYPE, Metrics
 from ballast.server.observe.server_state import DeviceNow, ModelNow, NameNow, ServerNow
-from ballast.server.openai.records import answered
-from ballast.server.openapi_document import responses_of
+from ballast.server.routes.catalogue import status_of
+from ballast.server.routes.health import status
+from ballast.server.routes.openapi_document import responses_of
 from ballast.server.service import Service
 
 LAST_DECISIONS = 50

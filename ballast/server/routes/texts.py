@@ -9,13 +9,14 @@ from starlette.responses import Response
 
 from ballast.core.errors import InvalidRequest
 from ballast.server.generate.parameters import check_tokens
+from ballast.server.http.json_response import answered
 from ballast.server.http.off_loop import large_body, off_loop
 from ballast.server.http.sse import ClientGone, unless_gone
 from ballast.server.messages_api.records import InputTokens
 from ballast.server.messages_api.request import CountRequest, check_version
-from ballast.server.openai.records import Detokenized, EmbeddingList, Tokenized, answered
+from ballast.server.openai.records import Detokenized, EmbeddingList, Tokenized
 from ballast.server.openai.text_request import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
-from ballast.server.openapi_document import MESSAGES_ERRORS, responses_of
+from ballast.server.routes.openapi_document import MESSAGES_ERRORS, responses_of
 from ballast.server.service import Service
 from ballast.server.text.tokenizer import LONG_TEXT
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballast.server.generate.output_blocks import (
+from ballast.server.text.output_blocks import (
     Closed,
     Grown,
     Opened,
@@ -15,7 +15,7 @@ from ballast.server.generate.output_blocks import (
     OutputBlocks,
     Step,
 )
-from ballast.server.generate.pieces import OutputPiece, Scored
+from ballast.server.text.pieces import OutputPiece, Scored
 from ballast.server.tools.delta import Arguments, Began, Content
 from tests.server.tools.test_tools import TOOLS, dialect, written
 

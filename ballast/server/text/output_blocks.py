@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ballast.server.generate.pieces import OutputPiece, Scored
+from ballast.server.text.pieces import OutputPiece, Scored
 from ballast.server.tools.delta import Arguments, Began, Content
 
 

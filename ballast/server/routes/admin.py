@@ -17,8 +17,8 @@ from ballast.fleet.levels import said
 from ballast.fleet.schema import Keys, LiveKeys, NamedModelKeys, Size
 from ballast.server.admin.admin_service import PATIENCE, AdminService
 from ballast.server.http.faults import Fault
-from ballast.server.observe.routes import decisions, models_now
-from ballast.server.openai.records import answered
+from ballast.server.http.json_response import answered
+from ballast.server.routes.state import decisions, models_now
 from ballast.server.service import Service
 
 

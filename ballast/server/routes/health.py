@@ -10,8 +10,8 @@ from starlette.responses import Response
 from ballast.cluster.controller import Controller
 from ballast.server.access.gate import Gate
 from ballast.server.http import request_context
+from ballast.server.http.json_response import encode
 from ballast.server.observe.server_state import Status
-from ballast.server.openai.records import encode
 from ballast.server.service import Service
 
 _ANY: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
