@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
-from ballast.cluster.orders import PendingOrders, changed, names_of
+from ballast.cluster.device_record import DeviceRecord
+from ballast.cluster.pending_orders import PendingOrders, changed, names_of
 from ballast.cluster.spare import Spare
-from ballast.cluster.standing import Standing
 from ballast.cluster.suspicion import Suspicions
 from ballast.cluster.worker_link import WorkerLink
 from ballast.core.command import Add, DeviceOrder, Outcome, Remove
@@ -73,7 +73,7 @@ class Neighbours(Protocol):
         """What, and when on the event loop's clock."""
 
 
-class RemoteDevice(Standing):
+class RemoteDevice(DeviceRecord):
     """Its worker, and what the next one is started with."""
 
     def __init__(

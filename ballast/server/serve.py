@@ -112,21 +112,23 @@ async def _serve(
     worker_command: Sequence[str],
     watchdog: Watchdog,
 ) -> int:
-    asked = Asked()
+    operator = OperatorSignals()
     beating = asyncio.ensure_future(_beat(watchdog))
-    with bound(host, port) as listener, asked.by_signals():
+    with bound(host, port) as listener, operator.by_signals():
         broker = SegmentBroker(writable=reading.fleet.has_gpus)
         controller = Controller(lambda: LocalWorker(worker_command, broker))
         templates = TemplateRenderer()
         starting = asyncio.ensure_future(_start(reading.fleet, controller, templates))
         try:
-            if await _first(starting, asked.to_stop):
+            if await _first(starting, operator.to_stop):
                 service = starting.result()
                 admin = AdminService(service, source, reading)
                 connections = Connections(
                     lambda: service.settings.most_connections, lambda: OTHER_FILES + len(broker)
                 )
-                await _answer(service, admin, listener, asked, ready, tracer, watchdog, connections)
+                await _answer(
+                    service, admin, listener, operator, ready, tracer, watchdog, connections
+                )
             return 0
         finally:
             watchdog.end_within(STOP_SECONDS)
@@ -206,7 +208,7 @@ async def _answer(
     service: Service,
     admin: AdminService,
     listener: socket.socket,
-    asked: Asked,
+    operator: OperatorSignals,
     ready: Callable[[int], None] | None,
     tracer: Tracing | None,
     watchdog: Watchdog,
@@ -246,8 +248,8 @@ async def _answer(
     _announce(service, host, port)
     if ready is not None:
         ready(port)
-    reloading = asyncio.ensure_future(_reload(asked, admin))
-    stopped = await _first(running, asked.to_stop)
+    reloading = asyncio.ensure_future(_reload(operator, admin))
+    stopped = await _first(running, operator.to_stop)
     reloading.cancel()
     if not stopped:
         watchdog.end_within(service.settings.drain_seconds + STOP_SECONDS)
@@ -256,18 +258,18 @@ async def _answer(
         idle = asyncio.ensure_future(gate.idle.wait())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(service.settings.drain_seconds):
-                await _first(idle, asked.to_hurry)
+                await _first(idle, operator.to_hurry)
         idle.cancel()
         service.controller.fail_all("unavailable", "the server stopped before this was finished")
         http.should_exit = True
     await running
 
 
-async def _reload(asked: Asked, admin: AdminService) -> None:
+async def _reload(operator: OperatorSignals, admin: AdminService) -> None:
     """Whenever it is asked for; what is asked meanwhile is done once more."""
     while True:
-        await asked.to_reload.wait()
-        asked.to_reload.clear()
+        await operator.to_reload.wait()
+        operator.to_reload.clear()
         try:
             await admin.reload()
         except Exception:
@@ -300,7 +302,7 @@ class HttpServer(uvicorn.Server):
         self.up.set()
 
 
-class Asked:
+class OperatorSignals:
     """What the operator wants: to stop (first signal), to stop now (second), to read the fleet
     file again (SIGHUP)."""
 

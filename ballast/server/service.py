@@ -12,7 +12,7 @@ from ballast.core.errors import ContextLengthExceeded, InvalidRequest, UnknownMo
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import ServerSettings
-from ballast.server.access.keys import Keys
+from ballast.server.access.keys import ApiKeys
 from ballast.server.access.meter import Meter, prompt_tokens
 from ballast.server.access.queue_pace import QueuePace
 from ballast.server.access.quotas import KeyQuotas
@@ -64,7 +64,7 @@ class Service:
         self.controller = controller
         self.templates = templates
         self.settings = settings
-        self.keys = Keys(settings)
+        self.keys = ApiKeys(settings)
         self.quotas = KeyQuotas(clock)
         self._paces: dict[str, QueuePace] = {}
         self.metrics = Metrics(DeviceCollector(controller, wall), clock)
@@ -197,9 +197,9 @@ class Service:
                     else None,
                     silent=request.most_tokens == 0,
                 )
-        outlet = self._submit(submissions)
+        stream = self._submit(submissions)
         self.metrics.asked(spec.name, request.choices, request.most_tokens)
-        return Generation(spec.name, outlet, choices, arrived, self.clock, self.metrics)
+        return Generation(spec.name, stream, choices, arrived, self.clock, self.metrics)
 
     async def embed(self, request: EmbeddingRequest, request_id: str) -> Embedding:
         """Submit texts to be embedded. Raises RequestError or Unavailable."""
@@ -227,8 +227,8 @@ class Service:
                     embed=True,
                 )
             )
-        outlet = self._submit(submissions)
-        return Embedding(spec.name, outlet, submissions, arrived, self.clock, self.metrics)
+        stream = self._submit(submissions)
+        return Embedding(spec.name, stream, submissions, arrived, self.clock, self.metrics)
 
     def _submit(self, submissions: Sequence[Submission]) -> Meter:
         """Charge them to the caller's key and send them off. Raises Fault or Unavailable."""

@@ -23,7 +23,7 @@ _OF_ALL = ("/metrics", "/admin/state")
 _READING = ("GET", "HEAD")
 
 
-class Keys:
+class ApiKeys:
     """The keys of the server, as digests."""
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -84,7 +84,7 @@ class Keys:
 class Guard:
     """ASGI middleware: lets in who may come in, and notes who it is."""
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
         self._keys = keys
 

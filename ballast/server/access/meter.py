@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ballast.cluster.outlet import Outlet
+from ballast.cluster.output_stream import OutputStream
 from ballast.core.clock import Clock
 from ballast.core.event import Failed, Finished, Output, TokenOut
 from ballast.core.request import Submission
@@ -18,14 +18,14 @@ _FULL = ("queue_full", "queue_timeout")
 
 
 class Meter:
-    """An outlet that counts. `submissions` are of one model; choices of one prompt share it.
+    """An output stream that counts. `submissions` are of one model; choices of one prompt share it.
 
     `pace` and `waiting` (requests) are those of the queue that the model's requests stand in.
     """
 
     def __init__(
         self,
-        outlet: Outlet,
+        stream: OutputStream,
         submissions: Sequence[Submission],
         key: KeySettings | None,
         quotas: KeyQuotas,
@@ -33,7 +33,7 @@ class Meter:
         waiting: Callable[[], int],
         clock: Clock,
     ) -> None:
-        self._outlet = outlet
+        self._stream = stream
         self._key = key
         self._quotas = quotas
         self._pace = pace
@@ -49,11 +49,11 @@ class Meter:
     @property
     def open(self) -> set[str]:
         """Requests that have not ended."""
-        return self._outlet.open
+        return self._stream.open
 
     async def take(self, patience: float | None = None) -> list[Output]:
         """The outputs there are; waits for one, at most `patience` seconds."""
-        outputs = await self._outlet.take(patience)
+        outputs = await self._stream.take(patience)
         tokens = 0
         for output in outputs:
             if isinstance(output, TokenOut):
@@ -75,13 +75,13 @@ class Meter:
         """A stop string was found: want no more of one choice."""
         self._reasons.setdefault(request_id, "stop")
         self._pace.ended()
-        self._outlet.withdraw(request_id)
+        self._stream.withdraw(request_id)
 
     def close(self) -> None:
         """Want no more of any."""
-        for request_id in self._outlet.open:
+        for request_id in self._stream.open:
             self._reasons.setdefault(request_id, "abort")
-        self._outlet.close()
+        self._stream.close()
 
     def retry_after(self, failed: Failed) -> float:
         """Seconds after which the queue may have room, if that was what it failed for."""

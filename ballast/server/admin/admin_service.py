@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Container, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from ballast.cluster.orders import names_of, refusal
+from ballast.cluster.pending_orders import names_of, refusal
 from ballast.core.command import Add, Order, Outcome, Remove
 from ballast.core.errors import (
     BallastError,

@@ -14,7 +14,7 @@ from ballast.server.tools.parser import ToolParser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stops:
+class StopConditions:
     """What ends an output before its last token."""
 
     strings: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Choice:
         prompt: int,
         prompt_tokens: int,
         detokenizer: Detokenizer,
-        stops: Stops,
+        stops: StopConditions,
         *,
         echo: Echo | None = None,
         silent: bool = False,

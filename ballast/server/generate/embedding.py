@@ -19,19 +19,19 @@ from ballast.server.openai.records import EmbeddingItem, EmbeddingList, Embeddin
 
 
 class Embedding:
-    """Reads `outlet`. Whoever holds it must `close` it."""
+    """Reads `stream`. Whoever holds it must `close` it."""
 
     def __init__(
         self,
         model: str,
-        outlet: Meter,
+        stream: Meter,
         submissions: Sequence[Submission],
         arrived: float,
         clock: Clock,
         metrics: Metrics,
     ) -> None:
         self.model = model
-        self._outlet = outlet
+        self._stream = stream
         self._submissions = submissions
         self._timings = {s.id: Timing(arrived) for s in submissions}
         self._reasons: dict[str, str] = {}
@@ -59,12 +59,12 @@ class Embedding:
         Fault."""
         values: dict[str, bytes] = {}
         while len(self._reasons) < len(self._submissions):
-            for output in await self._outlet.take():
+            for output in await self._stream.take():
                 if isinstance(output, Embedded):
                     values[output.request_id] = output.values
                 elif isinstance(output, Failed):
                     self._metrics.failed(self.model, output.code)
-                    raise Fault.of_failed(output, self._outlet.retry_after(output))
+                    raise Fault.of_failed(output, self._stream.retry_after(output))
                 elif isinstance(output, Cancelled):
                     raise Fault(500, "the request was cancelled", "cancelled")
                 elif isinstance(output, Finished):
@@ -87,7 +87,7 @@ class Embedding:
 
     def close(self) -> None:
         """Want no more."""
-        self._outlet.close()
+        self._stream.close()
 
 
 def _told(values: bytes, encoding: str) -> list[float] | str:

@@ -24,19 +24,19 @@ from ballast.server.text.pieces import OutputPiece
 
 
 class Generation:
-    """Reads `outlet`; `choices` by request id. Whoever holds it must `close` it."""
+    """Reads `stream`; `choices` by request id. Whoever holds it must `close` it."""
 
     def __init__(
         self,
         model: str,
-        outlet: Meter,
+        stream: Meter,
         choices: Mapping[str, Choice],
         arrived: float,
         clock: Clock,
         metrics: Metrics,
     ) -> None:
         self.model = model
-        self._outlet = outlet
+        self._stream = stream
         self._choices = choices
         self._clock = clock
         self._metrics = metrics
@@ -47,7 +47,7 @@ class Generation:
         """Pieces as they come, until every choice has ended; an empty list whenever there was
         none for `patience` seconds. Raises Fault if a choice fails, after what came before it."""
         while any(c.finish_reason is None for c in self._choices.values()):
-            outputs = await self._outlet.take(patience)
+            outputs = await self._stream.take(patience)
             pieces: list[OutputPiece] = []
             fault = self._take(outputs, pieces)
             if pieces or not outputs:
@@ -61,8 +61,8 @@ class Generation:
 
     def close(self) -> None:
         """Want no more: requests still open are withdrawn, and their memory is freed."""
-        left = self._outlet.open & self._choices.keys()
-        self._outlet.close()
+        left = self._stream.open & self._choices.keys()
+        self._stream.close()
         now = self._clock.now()
         for request_id in left:
             if self._choices[request_id].finish_reason is None:
@@ -127,7 +127,7 @@ class Generation:
         timing = self._timings[output.request_id]
         self._metrics.token(self.model, timing, choice.prompt_tokens, now, output.queued)
         if piece.finish_reason is not None:
-            self._outlet.withdraw(output.request_id)
+            self._stream.withdraw(output.request_id)
         return piece
 
     def _count_end(self, request_id: str, choice: Choice, now: float) -> None:
@@ -142,5 +142,5 @@ class Generation:
     def _fault(self, output: Failed | Cancelled) -> Fault:
         if isinstance(output, Failed):
             self._metrics.failed(self.model, output.code)
-            return Fault.of_failed(output, self._outlet.retry_after(output))
+            return Fault.of_failed(output, self._stream.retry_after(output))
         return Fault(500, "the request was cancelled", "cancelled")

@@ -9,7 +9,7 @@ from typing import TypeVar
 from ballast.core.errors import ContextLengthExceeded, InvalidRequest
 from ballast.core.model import ModelSpec
 from ballast.core.request import Sampling
-from ballast.server.generate.choice import Stops
+from ballast.server.generate.choice import StopConditions
 from ballast.server.openai.request import ChatRequest, CompletionRequest, GenerateRequest
 from ballast.server.text.tokenizer import Tokenizer
 
@@ -21,7 +21,7 @@ COLDEST = 1e-5
 """Temperatures below it are 0, as in vLLM: logits divided by them would overflow."""
 
 
-def stops_of(request: GenerateRequest, spec: ModelSpec, tokenizer: Tokenizer) -> Stops:
+def stops_of(request: GenerateRequest, spec: ModelSpec, tokenizer: Tokenizer) -> StopConditions:
     """Stop strings that are to be found in text, and stop tokens. Raises InvalidRequest."""
     strings: list[str] = []
     tokens = list(request.stop_token_ids or ())
@@ -32,7 +32,7 @@ def stops_of(request: GenerateRequest, spec: ModelSpec, tokenizer: Tokenizer) ->
             strings.append(stop)
         else:
             tokens.append(token)
-    return Stops(
+    return StopConditions(
         strings=tuple(strings),
         tokens=tuple(tokens),
         eos=() if request.ignore_eos else spec.eos_token_ids,
@@ -40,7 +40,7 @@ def stops_of(request: GenerateRequest, spec: ModelSpec, tokenizer: Tokenizer) ->
     )
 
 
-def sampling_of(request: GenerateRequest, spec: ModelSpec, stops: Stops) -> Sampling:
+def sampling_of(request: GenerateRequest, spec: ModelSpec, stops: StopConditions) -> Sampling:
     """Of the first choice; a missing seed is drawn here. Raises InvalidRequest."""
     bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
     check_tokens(bias, spec, "logit_bias")

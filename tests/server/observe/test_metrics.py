@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ballast.cluster.together import together
+from ballast.cluster.combined_report import together
 from ballast.core.clock import VirtualClock
 from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.report import STEP_BOUNDS, DeviceReport, ModelReport, StepTokens

@@ -26,7 +26,7 @@ LEAVING_SECONDS = 30.0
 """For a model without open requests to leave a device."""
 
 
-class Host(Protocol):
+class PolicyHost(Protocol):
     """What there is to decide about; `ballast.cluster.controller.Controller` is one."""
 
     @property
@@ -46,14 +46,14 @@ class Host(Protocol):
     def decided(self, device: RemoteDevice | None, moment: float, what: dict[str, Any]) -> None: ...
 
 
-class Following:
+class FleetPolicyRunner:
     """One task; `run` it. Models whose devices the operator has named stay.
 
     Actions carry the epoch in which they were decided, and are refused in another: meanwhile an
     operator's order has changed who serves what.
     """
 
-    def __init__(self, host: Host, policy: FleetPolicy) -> None:
+    def __init__(self, host: PolicyHost, policy: FleetPolicy) -> None:
         rooms = [Room(d.name, d.fleet.device.budget_bytes) for d in host.devices.values()]
         self._host = host
         self._book = FleetBook(self._homes(), self._needs(), rooms, policy)

@@ -1,6 +1,6 @@
 """The outputs of one client's requests, and the book of each request until it has ended.
 
-What a client does not read is bounded: an outlet that holds too much has its requests paused, and
+What a client does not read is bounded: a stream that holds too much has its requests paused, and
 resumed when it has been read.
 """
 
@@ -17,7 +17,7 @@ from ballast.core.event import Embedded, Output, PromptScores, TokenOut
 from ballast.core.request import Submission
 
 MOST_UNREAD, MOST_UNREAD_EACH = 1024, 64
-"""Units (`size`) that an outlet holds before its requests are paused: so many, and for each of them
+"""Units (`size`) that a stream holds before its requests are paused: so many, and for each of them
 so many more. A unit takes some 150 bytes here, and as JSON."""
 UNITS_PER_TAKE = 256
 """Units that are read at a time; the last output may go beyond."""
@@ -36,7 +36,7 @@ def size(output: Output) -> int:
             return 1
 
 
-class Outlet:
+class OutputStream:
     """The outputs of one client's requests, in order. One reader.
 
     It holds at most `most` units, and what its requests bring before they are paused: the outputs
@@ -129,7 +129,7 @@ class OpenRequest:
     """A request until its end: enough to start it anew in another worker."""
 
     submission: Submission
-    outlet: Outlet
+    stream: OutputStream
     key: str = ""
     """The API key that it is of, where keys have fair shares of the worker; else empty."""
     sent: bool = False

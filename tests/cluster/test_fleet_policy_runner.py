@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ballast.cluster.controller import Controller
-from ballast.cluster.following import Following
+from ballast.cluster.fleet_policy_runner import FleetPolicyRunner
 from ballast.core.command import Remove
 from ballast.core.fleet import FleetAction, FleetDecision, FleetView, Place, Withdraw
 from ballast.core.settings import ModelSettings
@@ -59,7 +59,7 @@ def test_a_model_moves_and_its_open_requests_end_where_they_are() -> None:
             (old,) = homes(controller, "a")
             (new,) = set(controller.devices) - {old}
             script = Script([Place("a", new, "a test"), Withdraw("a", old)])
-            following = Following(controller, script)
+            following = FleetPolicyRunner(controller, script)
             held = controller.submit([asked("held", "a", HOLD)])
             await held.take()
             await following.decide(1.0)
@@ -80,8 +80,8 @@ def test_a_model_moves_and_its_open_requests_end_where_they_are() -> None:
             task.cancel()
             assert list(controller.specs) == ["a", "b", "fixed"]
             assert controller.fleet == FLEET
-            for outlet in late:
-                outlet.close()
+            for stream in late:
+                stream.close()
 
     asyncio.run(scenario())
 
@@ -97,7 +97,7 @@ def test_what_cannot_be_done_comes_back_with_the_reason() -> None:
                 Withdraw("a", elsewhere),
                 Place("fixed", "cpu:1"),
             )
-            await Following(controller, Script(actions)).decide(1.0)
+            await FleetPolicyRunner(controller, Script(actions)).decide(1.0)
             assert [what["refused"] for what in told(controller)] == [
                 f"{there} serves a already",
                 f"a is served by {there}",
@@ -106,7 +106,7 @@ def test_what_cannot_be_done_comes_back_with_the_reason() -> None:
             ]
             kill(controller, elsewhere)
             await until(lambda: elsewhere in controller.missing)
-            await Following(controller, Script([Place("a", elsewhere)])).decide(1.0)
+            await FleetPolicyRunner(controller, Script([Place("a", elsewhere)])).decide(1.0)
             assert "the worker is gone" in str(told(controller)[-1]["refused"])
             assert homes(controller, "a") == [there]
 
@@ -118,7 +118,7 @@ def test_an_action_decided_before_an_operators_order_is_refused() -> None:
         async with running(FLEET) as (controller, _):
             (old,) = homes(controller, "a")
             (new,) = set(controller.devices) - {old}
-            following = Following(controller, Script([Place("a", new)]))
+            following = FleetPolicyRunner(controller, Script([Place("a", new)]))
             async with controller.changing:
                 deciding = asyncio.create_task(following.decide(1.0))
                 await asyncio.sleep(0)
@@ -139,7 +139,7 @@ def test_a_model_stays_where_it_was_to_leave_once_nobody_else_has_it() -> None:
         async with running(FLEET) as (controller, _):
             (old,) = homes(controller, "a")
             (new,) = set(controller.devices) - {old}
-            following = Following(controller, Script([Place("a", new), Withdraw("a", old)]))
+            following = FleetPolicyRunner(controller, Script([Place("a", new), Withdraw("a", old)]))
             held = controller.submit([asked("held", "a", HOLD)])
             await following.decide(1.0)
             kill(controller, new)

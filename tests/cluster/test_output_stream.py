@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from ballast.cluster.outlet import (
+from ballast.cluster.output_stream import (
     MOST_UNREAD,
     MOST_UNREAD_EACH,
     UNITS_PER_TAKE,
     OpenRequest,
-    Outlet,
+    OutputStream,
     size,
 )
 from ballast.core.errors import BrokenPromise
@@ -23,7 +23,7 @@ from ballast.core.request import Submission
 @pytest.fixture
 def request_() -> OpenRequest:
     submission = Submission(id="r", model="m", prompt=(1, 2, 3, 4, 5, 6), max_tokens=4)
-    return OpenRequest(submission, Outlet(["r"], lambda ids: None, lambda ids, paused: None))
+    return OpenRequest(submission, OutputStream(["r"], lambda ids: None, lambda ids, paused: None))
 
 
 def scores(start: int, *logprobs: float) -> PromptScores:
@@ -63,15 +63,15 @@ def test_scores_and_embeddings_are_told_once(request_: OpenRequest) -> None:
 
 def test_a_reader_waits_for_news_but_not_for_ever() -> None:
     async def main() -> list[list[Output]]:
-        outlet = Outlet(["r"], lambda ids: None, lambda ids, paused: None)
-        nothing = await outlet.take(0.0)
-        waiting = asyncio.ensure_future(outlet.take(60.0))
+        stream = OutputStream(["r"], lambda ids: None, lambda ids, paused: None)
+        nothing = await stream.take(0.0)
+        waiting = asyncio.ensure_future(stream.take(60.0))
         await asyncio.sleep(0)
-        outlet.put(TokenOut("r", 1, 0))
-        outlet.put(TokenOut("r", 2, 1))
+        stream.put(TokenOut("r", 1, 0))
+        stream.put(TokenOut("r", 2, 1))
         together = await waiting
-        outlet.put(TokenOut("r", 3, 2))
-        return [nothing, together, await outlet.take()]
+        stream.put(TokenOut("r", 3, 2))
+        return [nothing, together, await stream.take()]
 
     one, two, three = (TokenOut("r", i + 1, i) for i in range(3))
     assert asyncio.run(main()) == [[], [one, two], [three]]
@@ -79,24 +79,24 @@ def test_a_reader_waits_for_news_but_not_for_ever() -> None:
 
 def test_news_outlast_a_reader_that_left() -> None:
     async def main() -> list[Output]:
-        outlet = Outlet(["r"], lambda ids: None, lambda ids, paused: None)
-        waiting = asyncio.ensure_future(outlet.take())
+        stream = OutputStream(["r"], lambda ids: None, lambda ids, paused: None)
+        waiting = asyncio.ensure_future(stream.take())
         await asyncio.sleep(0)
-        outlet.put(TokenOut("r", 1, 0))
+        stream.put(TokenOut("r", 1, 0))
         waiting.cancel()
         await asyncio.wait({waiting})
-        return await outlet.take()
+        return await stream.take()
 
     assert asyncio.run(main()) == [TokenOut("r", 1, 0)]
 
 
 class Paced:
-    """An outlet of `n` requests, and how it has them paced."""
+    """An stream of `n` requests, and how it has them paced."""
 
     def __init__(self, n: int = 1) -> None:
         self.calls: list[tuple[set[str], bool]] = []
         ids = [f"r{i}" for i in range(n)]
-        self.outlet = Outlet(ids, lambda ids: None, self.pace)
+        self.stream = OutputStream(ids, lambda ids: None, self.pace)
 
     def pace(self, ids: Sequence[str], paused: bool) -> None:
         self.calls.append((set(ids), paused))
@@ -108,14 +108,14 @@ class Paced:
             TokenOut("r0", 5, i, -1.0, alternatives) for i in range(units // (1 + top))
         ]
         for output in put:
-            self.outlet.put(output)
+            self.stream.put(output)
         return put
 
     def read(self) -> list[Output]:
         """What a reader gets without waiting."""
 
         async def read() -> list[Output]:
-            return await self.outlet.take(0.0)
+            return await self.stream.take(0.0)
 
         return asyncio.run(read())
 
@@ -123,24 +123,24 @@ class Paced:
 @pytest.mark.parametrize(("n", "top"), [(1, 0), (1, 20), (16, 0), (128, 5)])
 def test_what_nobody_reads_is_bounded_and_read_in_parts(n: int, top: int) -> None:
     paced = Paced(n)
-    outlet = paced.outlet
-    assert outlet.most == MOST_UNREAD + n * MOST_UNREAD_EACH
-    put = paced.fill(outlet.most, top)
+    stream = paced.stream
+    assert stream.most == MOST_UNREAD + n * MOST_UNREAD_EACH
+    put = paced.fill(stream.most, top)
     assert paced.calls == []
     put += paced.fill(3 * (1 + top), top)  # what was under way
     everyone = {f"r{i}" for i in range(n)}
     assert paced.calls == [(everyone, True)]
     found: list[Output] = []
-    while outlet.unread >= outlet.most / 4:
+    while stream.unread >= stream.most / 4:
         part = paced.read()
         assert sum(map(size, part)) <= UNITS_PER_TAKE + top
         found += part
-        assert len(paced.calls) == 1 + (outlet.unread < outlet.most / 4)
+        assert len(paced.calls) == 1 + (stream.unread < stream.most / 4)
     assert paced.calls[1:] == [(everyone, False)]
     while len(found) < len(put):
         found += paced.read()
     assert found == put
-    assert (outlet.unread, outlet.paused) == (0, False)
+    assert (stream.unread, stream.paused) == (0, False)
 
 
 def test_units_are_those_of_all_that_clients_are_told() -> None:

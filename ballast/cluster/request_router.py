@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from ballast.cluster.device import RemoteDevice
 from ballast.cluster.devices import Devices
-from ballast.cluster.outlet import OpenRequest, Outlet
+from ballast.cluster.output_stream import OpenRequest, OutputStream
 from ballast.core.errors import Unavailable
 from ballast.core.request import Submission
 from ballast.policy.route import Replica, for_decode, for_prefill
@@ -15,10 +15,10 @@ from ballast.policy.route import Replica, for_decode, for_prefill
 log = logging.getLogger(__name__)
 
 
-class Routing(Devices):
-    """Requests go to devices, outputs to outlets."""
+class RequestRouter(Devices):
+    """Requests go to devices, outputs to streams."""
 
-    def submit(self, submissions: Sequence[Submission], key: str = "") -> Outlet:
+    def submit(self, submissions: Sequence[Submission], key: str = "") -> OutputStream:
         """Send requests, whose ids must be new, to devices that serve their models, or keep them
         until there is one. Requests of several keys have fair shares; those of none are sent as
         they come.
@@ -26,14 +26,14 @@ class Routing(Devices):
         Raises Unavailable where none is to be expected.
         """
         homes = [self._route(submission) for submission in submissions]
-        outlet = Outlet((s.id for s in submissions), self.withdraw, self.pace)
+        stream = OutputStream((s.id for s in submissions), self.withdraw, self.pace)
         for device in dict.fromkeys(homes):
             device.requests.take(
-                OpenRequest(s, outlet, key)
+                OpenRequest(s, stream, key)
                 for s, home in zip(submissions, homes, strict=True)
                 if home is device
             )
-        return outlet
+        return stream
 
     def withdraw(self, request_ids: Sequence[str]) -> None:
         """Tell devices that nobody waits for these any more; what they still say is dropped."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballast.cluster.prefixes import GivenPrefixes
+from ballast.cluster.given_prefixes import GivenPrefixes
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 

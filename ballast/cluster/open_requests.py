@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ballast.cluster.fairness import chosen
-from ballast.cluster.outlet import OpenRequest
+from ballast.cluster.output_stream import OpenRequest
 from ballast.cluster.suspicion import Suspicions
 from ballast.core.errors import BrokenPromise
 from ballast.core.event import Cancelled, Failed, Finished, Output, TokenOut
@@ -164,7 +164,7 @@ class OpenRequests:
         ended = list(self._open.values())
         self.withdraw(list(self._open))
         for request in ended:
-            request.outlet.put(Failed(request.submission.id, code, reason))
+            request.stream.put(Failed(request.submission.id, code, reason))
 
     def serve(self, send: Callable[[ToWorker], None]) -> None:
         """There is a worker from now on."""
@@ -183,7 +183,7 @@ class OpenRequests:
             request.sent = request.begun = request.departing = False
         self._judge(in_flight)
         for id, request in self._open.items():  # who is a suspect may have changed
-            request.paused = request.outlet.paused and not self._suspicions.suspect(id)
+            request.paused = request.stream.paused and not self._suspicions.suspect(id)
         return in_flight
 
     def pause(self) -> None:
@@ -219,7 +219,7 @@ class OpenRequests:
         except BrokenPromise as error:
             log.error("%s", error)
             self.withdraw([output.request_id])
-            request.outlet.put(Failed(output.request_id, "internal_error", str(error)))
+            request.stream.put(Failed(output.request_id, "internal_error", str(error)))
             return
         if news is None:
             return
@@ -227,7 +227,7 @@ class OpenRequests:
             self._silent[request.submission.model] -= 1
         if isinstance(output, Finished | Failed | Cancelled):
             self._close(output.request_id)
-        request.outlet.put(news)
+        request.stream.put(news)
         if not request.begun and isinstance(news, TokenOut) and self._has_block(request):
             request.begun = True
             self._began(output.request_id)
@@ -306,7 +306,7 @@ class OpenRequests:
     def _fail(self, request: OpenRequest, code: str, reason: str) -> None:
         """A request that no worker has ends with an error."""
         self._close(request.submission.id)
-        request.outlet.put(Failed(request.submission.id, code, reason))
+        request.stream.put(Failed(request.submission.id, code, reason))
 
     def _close(self, request_id: str) -> OpenRequest:
         request = self._open.pop(request_id)
@@ -314,6 +314,6 @@ class OpenRequests:
         request.stay()
         if not request.told:
             self._silent[request.submission.model] -= 1
-        request.outlet.open.discard(request_id)
+        request.stream.open.discard(request_id)
         self._suspicions.forget(request_id)
         return request

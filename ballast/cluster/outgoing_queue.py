@@ -10,7 +10,7 @@ from ballast.core.event import Output
 from ballast.transport.messages import Outputs, ToServer
 
 
-class Outgoing:
+class OutgoingQueue:
     """What is to be sent: put in by any thread without waiting, taken out by the main thread."""
 
     def __init__(self) -> None:

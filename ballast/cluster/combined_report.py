@@ -19,7 +19,7 @@ _NEAREST = (
 """Of a model that is on several devices, the first of these that it is anywhere."""
 
 
-def together(reports: Sequence[DeviceReport]) -> DeviceReport:
+def combined(reports: Sequence[DeviceReport]) -> DeviceReport:
     """One report of at least one device; pages are counted in the smallest of theirs.
 
     A model that several devices serve is one whose numbers are sums.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ballast.cluster.together import together
+from ballast.cluster.combined_report import combined
 from tests.server.observe.test_metrics import device, model
 
 
@@ -25,7 +25,7 @@ def test_pages_are_counted_in_the_smallest_and_models_once() -> None:
         reclaiming=1,
         jobs=3,
     )
-    both = together([one, two])
+    both = combined([one, two])
     assert (both.device, both.page_bytes, both.jobs) == ("cpu:0, cpu:1", one.page_bytes, 10)
     assert both.owners == {"weights:b": 3, "weights:a": 20, "kv:a": 8}
     assert (both.total, both.free, both.reclaiming) == (500, 97 + 4 * 93, 4)
@@ -33,4 +33,4 @@ def test_pages_are_counted_in_the_smallest_and_models_once() -> None:
     assert (a.residency, a.running, a.evictions, a.weight_pages) == ("resident", 3, 2, 20)
     assert a.lent_pages == 4
     assert b == one.models[1]
-    assert together([two]) is two
+    assert combined([two]) is two

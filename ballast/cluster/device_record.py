@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ballast.cluster.prefixes import GivenPrefixes
-from ballast.cluster.requests import OpenRequests
+from ballast.cluster.given_prefixes import GivenPrefixes
+from ballast.cluster.open_requests import OpenRequests
 from ballast.cluster.suspicion import Suspicions
 from ballast.core.capability import Reach
 from ballast.core.model import ModelSpec
@@ -15,7 +15,7 @@ from ballast.core.settings import FleetSettings
 from ballast.core.view import Residency
 
 
-class Standing:
+class DeviceRecord:
     """Its open requests, its last report, and whether it serves."""
 
     fleet: FleetSettings
