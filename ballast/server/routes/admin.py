@@ -58,31 +58,30 @@ CHECKED: dict[str, Any] = {"dependencies": [Depends(_check_parameters)]}
 
 
 def add_admin_routes(app: FastAPI, service: Service, admin: AdminService) -> None:
-    """Add the routes."""
+    """Add the routes below `/admin` by which operators change what is served. Of two that a path
+    fits, the first counts."""
+    _add_model_routes(app, service, admin)
+    _add_pin_routes(app, service, admin)
+    _add_residency_routes(app, service, admin)
+    _add_placement_routes(app, service, admin)
+    _add_device_routes(app, admin)
+    _add_story_route(app, service)
+
+
+def _spec(service: Service, name: str) -> ModelSpec:
+    """Find a model or adapter by its name or alias, whoever may use it. Raises UnknownModel."""
+    own = service.own_name(name)
+    for base in service.controller.specs.values():
+        for served in base.served:
+            if served.name == own:
+                return served
+    known = [s.name for base in service.controller.specs.values() for s in base.served]
+    raise UnknownModel(f"there is no model {name!r}; {unknown(name, known)}")
+
+
+def _add_model_routes(app: FastAPI, service: Service, admin: AdminService) -> None:
+    """Models of the fleet: list, add, change, remove."""
     controller = service.controller
-
-    def spec(name: str) -> ModelSpec:
-        own = service.own_name(name)
-        for base in controller.specs.values():
-            for served in base.served:
-                if served.name == own:
-                    return served
-        known = [s.name for base in controller.specs.values() for s in base.served]
-        raise UnknownModel(f"there is no model {name!r}; {unknown(name, known)}")
-
-    async def set_pinned(name: str, pinned: bool) -> None:
-        model = spec(name)
-        if model.base is not None:
-            raise Fault(409, f"{name} is an adapter; ask for its base, {model.base}", "refused")
-        await admin.change(model.name, {"pinned": pinned})
-
-    async def evicted(name: str) -> str | None:
-        """Evict a model, if it is there; returns why it was not evicted, if it was not."""
-        try:
-            await admin.order(Evict(name, "by an operator"))
-        except (Fault, Unavailable) as error:
-            return str(error)
-        return None
 
     @app.get("/admin/models", **CHECKED)
     async def models() -> Response:
@@ -98,7 +97,7 @@ def add_admin_routes(app: FastAPI, service: Service, admin: AdminService) -> Non
 
     @app.patch("/admin/models/{name:path}", **CHECKED)
     async def change(name: str, levels: LiveKeys) -> Response:
-        await admin.change(spec(name).name, said(levels))
+        await admin.change(_spec(service, name).name, said(levels))
         return answered({"name": name, "status": "changed"})
 
     @app.delete("/admin/models/{name:path}", **CHECKED)
@@ -106,8 +105,18 @@ def add_admin_routes(app: FastAPI, service: Service, admin: AdminService) -> Non
         name: str, patience: Annotated[float, Query(ge=0, le=3600)] = PATIENCE
     ) -> Response:
         own = service.own_name(name)
-        await admin.remove(own if own in controller.failed else spec(own).name, patience)
+        await admin.remove(own if own in controller.failed else _spec(service, own).name, patience)
         return answered({"name": name, "status": "removed"})
+
+
+def _add_pin_routes(app: FastAPI, service: Service, admin: AdminService) -> None:
+    """Whether a model may be evicted."""
+
+    async def set_pinned(name: str, pinned: bool) -> None:
+        model = _spec(service, name)
+        if model.base is not None:
+            raise Fault(409, f"{name} is an adapter; ask for its base, {model.base}", "refused")
+        await admin.change(model.name, {"pinned": pinned})
 
     @app.post("/admin/models/{name:path}/pin", **CHECKED)
     async def pin(name: str) -> Response:
@@ -119,9 +128,21 @@ def add_admin_routes(app: FastAPI, service: Service, admin: AdminService) -> Non
         await set_pinned(name, False)
         return answered({"name": name, "status": "unpinned"})
 
+
+def _add_residency_routes(app: FastAPI, service: Service, admin: AdminService) -> None:
+    """Whether a model's weights are on its devices."""
+
+    async def evicted(name: str) -> str | None:
+        """Evict a model, if it is there; returns why it was not evicted, if it was not."""
+        try:
+            await admin.order(Evict(name, "by an operator"))
+        except (Fault, Unavailable) as error:
+            return str(error)
+        return None
+
     @app.post("/admin/models/evict", **CHECKED)
     async def evict_all() -> Response:
-        names = list(controller.specs)
+        names = list(service.controller.specs)
         outcomes = await asyncio.gather(*map(evicted, names))
         refused = {name: why for name, why in zip(names, outcomes, strict=True) if why is not None}
         gone = [name for name in names if name not in refused]
@@ -129,25 +150,33 @@ def add_admin_routes(app: FastAPI, service: Service, admin: AdminService) -> Non
 
     @app.post("/admin/models/{name:path}/evict", **CHECKED)
     async def evict(name: str, device: str | None = None) -> Response:
-        await admin.order(Evict(spec(name).name, "by an operator"), device)
+        await admin.order(Evict(_spec(service, name).name, "by an operator"), device)
         return answered({"name": name, "status": "evicted"})
 
     @app.post("/admin/models/{name:path}/activate", **CHECKED)
     async def activate(name: str, device: str | None = None) -> Response:
-        await admin.order(Activate(spec(name).name, "by an operator"), device)
+        await admin.order(Activate(_spec(service, name).name, "by an operator"), device)
         return answered({"name": name, "status": "activated"})
+
+
+def _add_placement_routes(app: FastAPI, service: Service, admin: AdminService) -> None:
+    """Which devices serve a model."""
 
     @app.post("/admin/models/{name:path}/place", **CHECKED)
     async def place(name: str, device: str) -> Response:
-        await admin.place(spec(name).name, device)
+        await admin.place(_spec(service, name).name, device)
         return answered({"name": name, "device": device, "status": "placed"})
 
     @app.post("/admin/models/{name:path}/withdraw", **CHECKED)
     async def withdraw(
         name: str, device: str, patience: Annotated[float, Query(ge=0, le=3600)] = PATIENCE
     ) -> Response:
-        await admin.withdraw(spec(name).name, device, patience)
+        await admin.withdraw(_spec(service, name).name, device, patience)
         return answered({"name": name, "device": device, "status": "withdrawn"})
+
+
+def _add_device_routes(app: FastAPI, admin: AdminService) -> None:
+    """Devices: drain, and lend pages to each other."""
 
     @app.post("/admin/devices/{name:path}/drain", **CHECKED)
     async def drain(name: str) -> Response:
@@ -168,6 +197,10 @@ def add_admin_routes(app: FastAPI, service: Service, admin: AdminService) -> Non
     async def recall(name: str, wanted: RecallKeys) -> Response:
         await admin.recall(name, wanted.to, wanted.memory, wanted.seconds)
         return answered({"name": name, "to": wanted.to, "status": "recalled"})
+
+
+def _add_story_route(app: FastAPI, service: Service) -> None:
+    """The last decisions of all devices."""
 
     @app.get("/admin/story", **CHECKED)
     async def story(
