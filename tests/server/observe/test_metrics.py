@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ballast.cluster.combined_report import together
+from ballast.cluster.combined_report import combined
 from ballast.core.clock import VirtualClock
 from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.report import STEP_BOUNDS, DeviceReport, ModelReport, StepTokens
@@ -240,7 +240,7 @@ def test_jobs_are_counted_by_their_tokens_on_all_devices_together() -> None:
 
     here = replace(model("a"), steps=steps(at_most_1=2, at_most_16=3))
     there = replace(model("a"), steps=steps(at_most_16=1, at_most_none=4))
-    both = together([device(here), device(there)])
+    both = combined([device(here), device(there)])
     told = Told(Facts(both, spec("a")))
     name = "vllm:iteration_tokens_total"
     found = {labels["le"]: n for labels, n in told.samples(f"{name}_bucket")}
