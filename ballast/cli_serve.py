@@ -95,7 +95,7 @@ def serve(
     from ballast.cluster.logs import set_up
     from ballast.fleet.source import Source
     from ballast.policy.presets import PRESETS
-    from ballast.server.address import check_closed
+    from ballast.server.http.address import check_closed
 
     set_up("server", log_format, log_level)
 

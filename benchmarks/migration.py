@@ -59,10 +59,10 @@ class Stream:
     failed: str = ""
 
     async def run(self, server: Controller, submission: Submission) -> None:
-        outlet = server.submit([submission])
+        output_stream = server.submit([submission])
         try:
-            while outlet.more:
-                for output in await outlet.take():
+            while output_stream.more:
+                for output in await output_stream.take():
                     if isinstance(output, TokenOut):
                         self.tokens.append(output.token)
                         self.times.append(time.perf_counter())
@@ -72,7 +72,7 @@ class Stream:
                     self.begun.set()
         finally:
             self.begun.set()
-            outlet.close()
+            output_stream.close()
 
     def step(self, ordered: float) -> float:
         """Median seconds between two tokens before the order."""

@@ -14,7 +14,7 @@ from ballast.bench.replay import TargetError
 from ballast.bench.sample import Decision, DeviceSample, decisions_of
 from ballast.core.clock import Clock
 from ballast.core.request import Submission
-from ballast.server.state import ServerNow
+from ballast.server.observe.server_state import ServerNow
 
 
 class _Choice(msgspec.Struct):

@@ -52,15 +52,15 @@ class ServersTarget:
 
     async def run(self, submission: Submission, recorder: Recorder) -> None:
         """Raises Unavailable where no worker is to be expected."""
-        outlet = self._server(submission.model).submit([submission])
+        stream = self._server(submission.model).submit([submission])
         try:
-            while outlet.more:
-                outputs = await outlet.take()
+            while stream.more:
+                outputs = await stream.take()
                 now = self._clock.now()
                 for output in outputs:
                     recorder.told(now, output)
         finally:
-            outlet.close()
+            stream.close()
 
     async def memory(self) -> Mapping[str, DeviceSample]:
         """Each device as its worker last reported it."""

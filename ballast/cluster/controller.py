@@ -11,15 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 from ballast.cluster.device import RemoteDevice
-from ballast.cluster.following import Following
+from ballast.cluster.fleet_policy_runner import FleetPolicyRunner
 from ballast.cluster.lending import Acquaintances
 from ballast.cluster.migrations import Migrations
-from ballast.cluster.neighbours import WorkerLink
-from ballast.cluster.orders import changed, names_of, refusal, undoing
+from ballast.cluster.pending_orders import changed, names_of, refusal, undoing
 from ballast.cluster.placing import homes_of, named, part_of, placed
-from ballast.cluster.routing import Routing
+from ballast.cluster.request_router import RequestRouter
 from ballast.cluster.spare import Spare
 from ballast.cluster.suspicion import Suspicions
+from ballast.cluster.worker_link import WorkerLink
 from ballast.core.actions import Activate, Evict, Lend, Recall
 from ballast.core.command import Add, DeviceOrder, Order, Outcome, Remove
 from ballast.core.errors import ConfigError, Unavailable
@@ -44,7 +44,7 @@ class _Refused(Exception):
     """No device takes a model; says why."""
 
 
-class Controller(Routing):
+class Controller(RequestRouter):
     """Starts devices, has them carry out orders, and hears what they tell."""
 
     def __init__(self, make_worker: Callable[[], WorkerLink]) -> None:
@@ -83,7 +83,7 @@ class Controller(Routing):
         if fleet.server.spare_worker:
             await self._spare.hire()
         if self.fleet_policy.moves and fleet.others:
-            self._following = asyncio.create_task(Following(self, self.fleet_policy).run())
+            self._following = asyncio.create_task(FleetPolicyRunner(self, self.fleet_policy).run())
 
     def configure(self, server: ServerSettings) -> None:
         """Other limits of the server; the next workers are watched by the new ones."""

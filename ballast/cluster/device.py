@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
 
-from ballast.cluster.neighbours import Neighbours, WorkerLink
-from ballast.cluster.orders import PendingOrders, changed, names_of
+from ballast.cluster.device_record import DeviceRecord
+from ballast.cluster.pending_orders import PendingOrders, changed, names_of
 from ballast.cluster.spare import Spare
-from ballast.cluster.standing import Standing
 from ballast.cluster.suspicion import Suspicions
+from ballast.cluster.worker_link import WorkerLink
 from ballast.core.command import Add, DeviceOrder, Outcome, Remove
 from ballast.core.errors import BallastError, Unavailable
+from ballast.core.migration import Word
 from ballast.core.settings import FleetSettings, ModelSettings, Role
 from ballast.transport.messages import (
     Done,
@@ -43,7 +45,35 @@ STEADY_SECONDS = 60.0
 """A worker that lived so long died of something new: the next is started at once."""
 
 
-class RemoteDevice(Standing):
+class Neighbours(Protocol):
+    """What a device needs of its controller, which knows the other devices."""
+
+    def take_over(self, device: RemoteDevice, in_flight: Collection[str]) -> None:
+        """Its worker has died: others may have its requests, but those that were `in_flight`."""
+
+    def carried_out(self, device: RemoteDevice, order: DeviceOrder) -> None:
+        """It has done what was ordered."""
+
+    def serving(self, device: RemoteDevice, pages: str) -> None:
+        """Its worker serves, and gives its memory to others at `pages`, if that is not empty."""
+
+    def said(self, device: RemoteDevice, message: OfLease | OfPeer) -> None:
+        """Of pages that are lent."""
+
+    def prefilled(self, device: RemoteDevice, request_id: str) -> None:
+        """A request has its first token at a device that only prefills."""
+
+    def said_of_request(self, device: RemoteDevice, word: Word) -> None:
+        """Of a request that moves from it or to it."""
+
+    async def buried(self, device: RemoteDevice) -> None:
+        """Its worker has died and been reaped; returns when another may take its place."""
+
+    def decided(self, device: RemoteDevice, moment: float, what: dict[str, Any]) -> None:
+        """What, and when on the event loop's clock."""
+
+
+class RemoteDevice(DeviceRecord):
     """Its worker, and what the next one is started with."""
 
     def __init__(

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
+from ballast.cluster.combined_report import combined
 from ballast.cluster.device import RemoteDevice
-from ballast.cluster.together import together
 from ballast.core.capability import Capability
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
@@ -29,7 +29,7 @@ class Devices:
         self.devices: dict[str, RemoteDevice] = {}
         """By name, in the fleet's order; from `start` on."""
         self._reports: list[DeviceReport] = []
-        self._together: DeviceReport | None = None
+        self._combined: DeviceReport | None = None
         """What these say together."""
         self.unreadable: Mapping[str, str] = {}
         """Models whose tokenizer the server could not load, with the reason."""
@@ -61,8 +61,8 @@ class Devices:
         if not reports:
             return None
         if [*map(id, reports)] != [*map(id, self._reports)]:
-            self._reports, self._together = reports, together(reports)
-        return self._together
+            self._reports, self._combined = reports, combined(reports)
+        return self._combined
 
     @cached_property
     def fleet_policy(self) -> FleetPolicy:

@@ -19,7 +19,7 @@ and a newcomer waits for no more than these."""
 
 
 class Keyed(Protocol):
-    """A request of a key; `ballast.cluster.outlet.OpenRequest` is one."""
+    """A request of a key; `ballast.cluster.output_stream.OpenRequest` is one."""
 
     @property
     def key(self) -> str: ...

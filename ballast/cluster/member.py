@@ -136,21 +136,6 @@ def of_rank(whole: DeviceSettings, rank: int = 0) -> DeviceSettings:
     return replace(whole, budget_bytes=budget, threads=max(1, threads // ranks))
 
 
-def member_of(
-    device: DeviceSettings,
-    shard: Shard,
-    pace: LinkRates | None,
-    clock: Clock,
-    post: Callable[[Event], None],
-) -> Member:
-    """Implements `MakeMember`, by the device's kind."""
-    if device.gpu is None:
-        return CpuMember(device, shard, pace, clock, post)
-    from ballast.cluster.member_cuda import GpuMember
-
-    return GpuMember(device, shard, pace, clock, post)
-
-
 def _without_others(
     host: HostModel,
     segments: Sequence[int],

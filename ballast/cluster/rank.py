@@ -18,7 +18,8 @@ from typing import NoReturn
 import torch
 
 from ballast.cluster.logs import FORMAT_VARIABLE, set_up
-from ballast.cluster.member import KvPlace, MakeMember, Meeting, member_of
+from ballast.cluster.member import KvPlace, MakeMember, Meeting
+from ballast.cluster.members import member_of
 from ballast.core.errors import BallastError, BrokenPromise, DeviceError, DeviceLost
 from ballast.core.event import Event, TransferDone
 from ballast.engine.inbox import MonotonicClock

@@ -23,7 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from ballast.cluster.member import KvPlace, MakeMember, member_of, of_rank
+from ballast.cluster.member import KvPlace, MakeMember, of_rank
+from ballast.cluster.members import member_of
 from ballast.cluster.remote import RemoteRank
 from ballast.cluster.remote_vm import RemoteVm
 from ballast.cluster.rotors import GroupRotor

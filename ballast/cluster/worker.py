@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Protocol
 
 from ballast.cluster.flight import FlightRecorder
 from ballast.cluster.logs import FORMAT_VARIABLE, set_up
-from ballast.cluster.outgoing import Outgoing
+from ballast.cluster.outgoing_queue import OutgoingQueue
 from ballast.cluster.peers import Lends, Peers
 from ballast.cluster.remote import start_ranks
 from ballast.cluster.segments import SegmentClient
@@ -129,7 +129,7 @@ class Worker:
         self._record = record
         self._clock = clock
         self._segments = segments
-        self._outgoing = Outgoing()
+        self._outgoing = OutgoingQueue()
         self._peers = Peers(self._use, lambda word: self._outgoing.put(told(word)))
         self._thread: threading.Thread | None = None
         self._device: Device | None = None

@@ -1,1 +1,34 @@
-"""The vocabulary: no torch, no zmq, no wall clock, no I/O."""
+"""Define the vocabulary of all other packages: plain data and pure formulas.
+
+Every package may import it; it imports none of them, and neither torch, sockets, files nor a wall
+clock.
+
+- `actions`: Actions that a policy may ask for, `Decision`, and `Short`, the result of a shortage.
+- `capability`: Which devices can lend pages to which, and by what means.
+- `chains`: Keyed digests of prompt blocks, which show shared prefixes without their tokens.
+- `clock`: The `Clock` protocol and a virtual clock.
+- `command`: Operators' commands to a device (add or remove a model), and their outcomes.
+- `compute`: The view and the decision of a compute policy: which model's job runs next on a lane.
+- `cost`: Cost formulas of jobs, copies and activation memory, in seconds and bytes.
+- `entries`: The entries of a story as plain dictionaries without token ids.
+- `errors`: All exceptions, in one tree, named by fault and remedy.
+- `event`: Events that change a device's state, and outputs that it sends to clients.
+- `fairqueue`: A bounded queue in which owners take turns.
+- `fleet`: The view and the decision of a fleet policy: placement of models over devices.
+- `job`: Jobs: prefill chunks and decode steps of one model, and what came of them.
+- `lease`: Leases of pages that one device lends to another, and their messages.
+- `link`: Directions and rates of the link between host and device.
+- `migration`: Commands and results of moving a running request with its KV to another device.
+- `model`: `ModelSpec`: the sizes of a model that scheduling and memory need.
+- `report`: `DeviceReport`: what a device reports for routing, metrics and display.
+- `request`: Sampling parameters, submissions, and the life of a request inside an engine.
+- `rotation`: Which layers of a model share slots, so that the others' memory is free (MIRAGE, 5.4).
+- `settings`: Frozen settings of a fleet, its devices, models and server.
+- `spacing`: Layers evenly spaced on a circle (MIRAGE, 5.4).
+- `story`: The recorded events and decisions of a device, in order, with their times.
+- `swapping`: Which layers' KV is swapped, and what that adds to a forward pass (MIRAGE, 3.2, 7.4).
+- `traffic`: Arrival rates and token counts of one model's recent requests.
+- `units`: Bytes and seconds, as configuration files and reports spell them.
+- `version`: A counter of changes, by which a cached snapshot knows that it is stale.
+- `view`: `DeviceView` and its parts: the frozen snapshot that memory policies decide on.
+"""

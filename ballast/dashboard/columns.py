@@ -12,8 +12,8 @@ from ballast.core.units import format_bytes
 from ballast.dashboard.memory import model_bar
 from ballast.dashboard.reader import Rates
 from ballast.dashboard.words import rate_of, seconds_of
-from ballast.server.state import ModelNow, NameNow, ServerNow
-from ballast.server.timing import Quantiles
+from ballast.server.observe.latency import Quantiles
+from ballast.server.observe.server_state import ModelNow, NameNow, ServerNow
 
 _STATES = {
     "loaded": ("●", "green"),

@@ -10,7 +10,7 @@ import httpx
 import msgspec
 
 from ballast.core.errors import BallastError
-from ballast.server.state import ServerNow
+from ballast.server.observe.server_state import ServerNow
 
 TIMEOUT_SECONDS = 5.0
 KEPT = 200

@@ -16,7 +16,7 @@ from rich.live import Live
 
 from ballast.dashboard.reader import Rates, Reader, Unreadable
 from ballast.dashboard.view import Frame, draw, listed
-from ballast.server.state import ServerNow
+from ballast.server.observe.server_state import ServerNow
 
 
 async def once(url: str, key: str | None, interval: float, console: Console) -> None:

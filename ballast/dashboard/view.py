@@ -14,7 +14,7 @@ from ballast.dashboard.columns import rows, table
 from ballast.dashboard.memory import legend, pool_bar
 from ballast.dashboard.reader import Rates
 from ballast.dashboard.words import counted, decided, rate_of, span_of, sparkline
-from ballast.server.state import DeviceNow, ServerNow
+from ballast.server.observe.server_state import DeviceNow, ServerNow
 
 _STATUS = {
     "ok": ("● serving", "green"),

@@ -8,19 +8,22 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 from ballast.core.actions import Join, Leave, Operation
 from ballast.core.command import Add, DeviceOrder, Outcome, Remove
 from ballast.core.errors import BallastError, DeviceError
-from ballast.core.event import Operate
+from ballast.core.event import Event, Operate
+from ballast.core.model import ModelSpec
 from ballast.core.settings import ModelSettings
 from ballast.engine.build import Hosted, build_newcomer
-from ballast.weights.host import HostModel
-
-if TYPE_CHECKING:
-    from ballast.engine.device import LiveDevice
-    from ballast.engine.model import ModelState
+from ballast.engine.loop import Loop
+from ballast.engine.machine import Machine
+from ballast.engine.model import ModelState
+from ballast.engine.runner import Executor
+from ballast.engine.state import DeviceState
+from ballast.weights.host import HostModel, HostTier
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +36,35 @@ class Refused(BallastError):
     """The state of the device does not allow it."""
 
 
+class OperatedDevice(Protocol):
+    """A live device whose models can change; `ballast.engine.device.LiveDevice` is one."""
+
+    failed: dict[str, str]
+    tier: HostTier
+    hosts: dict[str, HostModel]
+    machine: Machine
+    state: DeviceState
+    loop: Loop
+    executors: dict[str, tuple[Executor, ...]]
+
+    @property
+    def specs(self) -> dict[str, ModelSpec]: ...
+
+    def post(self, event: Event) -> None: ...
+
+    def load(self, settings: ModelSettings, *, threads: int) -> HostModel: ...
+
+    def executors_of(self, host: HostModel, m: ModelState) -> tuple[Executor, ...]: ...
+
+    def forget_model(self, name: str) -> None: ...
+
+    def beside_jobs(self) -> AbstractContextManager[object]: ...
+
+
 class Operator:
     """Orders that load or wait are carried out one after the other, by a thread of their own."""
 
-    def __init__(self, device: LiveDevice) -> None:
+    def __init__(self, device: OperatedDevice) -> None:
         self._device = device
         self._thread = ThreadPoolExecutor(1, "operator", initializer=_stand_back)
         self._numbers = itertools.count(1)

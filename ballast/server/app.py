@@ -14,25 +14,26 @@ from starlette.routing import Route
 
 from ballast import __version__
 from ballast.core.errors import BallastError
-from ballast.server.admin import add_admin
-from ballast.server.bodies import JsonRoute
-from ballast.server.catalogue import described, listed, resident
-from ballast.server.document import ERRORS, document, told
-from ballast.server.faults import Fault
-from ballast.server.gate import Gate
-from ballast.server.generating import add_generating
-from ballast.server.health import add_health
-from ballast.server.operating import Operating
-from ballast.server.reading import add_reading
-from ballast.server.responses import Model, ModelList, RunningList, Version, answered
+from ballast.server.access.gate import Gate
+from ballast.server.admin.admin_service import AdminService
+from ballast.server.http.bodies import JsonRoute
+from ballast.server.http.faults import Fault
+from ballast.server.http.json_response import answered
+from ballast.server.openai.records import Model, ModelList, RunningList, Version
+from ballast.server.routes.admin import add_admin_routes
+from ballast.server.routes.catalogue import described, listed, resident
+from ballast.server.routes.generate import add_generating_routes
+from ballast.server.routes.health import add_health
+from ballast.server.routes.openapi_document import ERRORS, document, responses_of
+from ballast.server.routes.state import add_observe_routes
+from ballast.server.routes.texts import add_text_routes
 from ballast.server.service import Service
-from ballast.server.textroutes import add_texts
 
 _LONGEST_WORD = 40
 """Characters at the end of a path that are compared with routes: more are no typing error."""
 
 
-def create_app(service: Service, operating: Operating) -> Gate:
+def create_app(service: Service, admin: AdminService) -> Gate:
     """The application, behind its gate."""
     app = FastAPI(title="Ballast", docs_url=None, redoc_url=None, responses=ERRORS)
     app.router.route_class = JsonRoute
@@ -43,29 +44,29 @@ def create_app(service: Service, operating: Operating) -> Gate:
     _add_faults(app)
     _add_reading(app, service)
     add_health(app, service, gate)
-    add_reading(app, service, gate)
-    add_admin(app, service, operating)
-    add_generating(app, service)
-    add_texts(app, service)
+    add_observe_routes(app, service, gate)
+    add_admin_routes(app, service, admin)
+    add_generating_routes(app, service)
+    add_text_routes(app, service)
     return gate
 
 
 def _add_reading(app: FastAPI, service: Service) -> None:
     """Routes that change nothing."""
 
-    @app.get("/v1/models", responses=told(ModelList))
+    @app.get("/v1/models", responses=responses_of(ModelList))
     async def models() -> Response:
         return answered(ModelList(data=listed(service)))
 
-    @app.get("/v1/models/{name:path}", responses=told(Model))
+    @app.get("/v1/models/{name:path}", responses=responses_of(Model))
     async def model(name: str) -> Response:
         return answered(described(service, name))
 
-    @app.get("/running", responses=told(RunningList))
+    @app.get("/running", responses=responses_of(RunningList))
     async def running() -> Response:
         return answered(RunningList(running=resident(service)))
 
-    @app.get("/version", responses=told(Version))
+    @app.get("/version", responses=responses_of(Version))
     async def version() -> Response:
         return answered(Version(version=__version__))
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from ballast.server.fields import Body, Text
+from ballast.server.http.fields import Body, Text
 from ballast.server.tools.request import MOST_FUNCTIONS
 
 MOST_MESSAGES = 4096

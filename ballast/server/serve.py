@@ -25,21 +25,21 @@ from ballast.core.errors import CheckpointError, Unavailable
 from ballast.core.settings import FleetSettings
 from ballast.engine.inbox import MonotonicClock
 from ballast.fleet.source import Reading, Source
-from ballast.server.address import bound, is_loopback
+from ballast.server.access.keys import Guard
+from ballast.server.admin.admin_service import AdminService
 from ballast.server.app import create_app
-from ballast.server.chat_template import TemplateRenderer
-from ballast.server.connection import new_loop, protocol
-from ballast.server.cors import Cors
-from ballast.server.crowd import Crowd, limited
-from ballast.server.files import OTHER_FILES, check_files
-from ballast.server.keys import Guard
-from ballast.server.operating import Operating
-from ballast.server.requestlog import log_request
+from ballast.server.http.address import bound, is_loopback
+from ballast.server.http.connection import new_loop, protocol
+from ballast.server.http.connection_limits import Connections, limited
+from ballast.server.http.cors import Cors
+from ballast.server.http.file_limit import OTHER_FILES, check_files
+from ballast.server.http.watchdog import Watchdog
+from ballast.server.observe.request_log import log_request
+from ballast.server.observe.request_watch import Watch
+from ballast.server.observe.tracing import Tracing, tracing
 from ballast.server.service import Service
-from ballast.server.tokenizer import Tokenizer
-from ballast.server.tracing import Tracing, tracing
-from ballast.server.watch import Watch
-from ballast.server.watchdog import Watchdog
+from ballast.server.text.chat_template import TemplateRenderer
+from ballast.server.text.tokenizer import Tokenizer
 from ballast.server.without_torch import forgo_torch
 
 log = logging.getLogger(__name__)
@@ -112,21 +112,23 @@ async def _serve(
     worker_command: Sequence[str],
     watchdog: Watchdog,
 ) -> int:
-    asked = Asked()
+    operator = OperatorSignals()
     beating = asyncio.ensure_future(_beat(watchdog))
-    with bound(host, port) as listener, asked.by_signals():
+    with bound(host, port) as listener, operator.by_signals():
         broker = SegmentBroker(writable=reading.fleet.has_gpus)
         controller = Controller(lambda: LocalWorker(worker_command, broker))
         templates = TemplateRenderer()
         starting = asyncio.ensure_future(_start(reading.fleet, controller, templates))
         try:
-            if await _first(starting, asked.to_stop):
+            if await _first(starting, operator.to_stop):
                 service = starting.result()
-                operating = Operating(service, source, reading)
-                crowd = Crowd(
+                admin = AdminService(service, source, reading)
+                connections = Connections(
                     lambda: service.settings.most_connections, lambda: OTHER_FILES + len(broker)
                 )
-                await _answer(service, operating, listener, asked, ready, tracer, watchdog, crowd)
+                await _answer(
+                    service, admin, listener, operator, ready, tracer, watchdog, connections
+                )
             return 0
         finally:
             watchdog.end_within(STOP_SECONDS)
@@ -204,18 +206,18 @@ def _load_tokenizers(
 
 async def _answer(
     service: Service,
-    operating: Operating,
+    admin: AdminService,
     listener: socket.socket,
-    asked: Asked,
+    operator: OperatorSignals,
     ready: Callable[[int], None] | None,
     tracer: Tracing | None,
     watchdog: Watchdog,
-    crowd: Crowd,
+    connections: Connections,
 ) -> None:
     """Answer requests until asked to stop and drained."""
-    gate = create_app(service, operating)
-    gate.crowded = lambda: crowd.full
-    service.metrics.connections.set_function(lambda: crowd.open)
+    gate = create_app(service, admin)
+    gate.crowded = lambda: connections.full
+    service.metrics.connections.set_function(lambda: connections.open)
     http = HttpServer(
         uvicorn.Config(
             Watch(
@@ -224,7 +226,9 @@ async def _answer(
                 service.clock,
                 [log_request] if tracer is None else [log_request, tracer],
             ),
-            http=limited(protocol(), crowd, send_seconds=lambda: service.settings.send_seconds),
+            http=limited(
+                protocol(), connections, send_seconds=lambda: service.settings.send_seconds
+            ),
             log_config=None,
             log_level="warning",
             access_log=False,
@@ -244,8 +248,8 @@ async def _answer(
     _announce(service, host, port)
     if ready is not None:
         ready(port)
-    reloading = asyncio.ensure_future(_reload(asked, operating))
-    stopped = await _first(running, asked.to_stop)
+    reloading = asyncio.ensure_future(_reload(operator, admin))
+    stopped = await _first(running, operator.to_stop)
     reloading.cancel()
     if not stopped:
         watchdog.end_within(service.settings.drain_seconds + STOP_SECONDS)
@@ -254,20 +258,20 @@ async def _answer(
         idle = asyncio.ensure_future(gate.idle.wait())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(service.settings.drain_seconds):
-                await _first(idle, asked.to_hurry)
+                await _first(idle, operator.to_hurry)
         idle.cancel()
         service.controller.fail_all("unavailable", "the server stopped before this was finished")
         http.should_exit = True
     await running
 
 
-async def _reload(asked: Asked, operating: Operating) -> None:
+async def _reload(operator: OperatorSignals, admin: AdminService) -> None:
     """Whenever it is asked for; what is asked meanwhile is done once more."""
     while True:
-        await asked.to_reload.wait()
-        asked.to_reload.clear()
+        await operator.to_reload.wait()
+        operator.to_reload.clear()
         try:
-            await operating.reload()
+            await admin.reload()
         except Exception:
             log.exception("the fleet file could not be followed")
 
@@ -298,7 +302,7 @@ class HttpServer(uvicorn.Server):
         self.up.set()
 
 
-class Asked:
+class OperatorSignals:
     """What the operator wants: to stop (first signal), to stop now (second), to read the fleet
     file again (SIGHUP)."""
 

@@ -12,34 +12,34 @@ from ballast.core.errors import ContextLengthExceeded, InvalidRequest, UnknownMo
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import ServerSettings
-from ballast.server import visit
-from ballast.server.bodies import MOST_WEIGHT
-from ballast.server.calling import calling_of, checks
-from ballast.server.chat_template import TemplateJob, TemplateRenderer
-from ballast.server.choice import Choice
+from ballast.server.access.keys import ApiKeys
+from ballast.server.access.meter import Meter, prompt_tokens
+from ballast.server.access.queue_pace import QueuePace
+from ballast.server.access.quotas import KeyQuotas
 from ballast.server.conversation import Conversation
-from ballast.server.devicemetrics import DeviceCollector
-from ballast.server.echo import Echo
-from ballast.server.embedding import Embedding
-from ballast.server.faults import Fault
-from ballast.server.fields import Body
-from ballast.server.generation import Generation
-from ballast.server.keys import Keys
-from ballast.server.meter import Meter, prompt_tokens
-from ballast.server.metrics import Metrics
-from ballast.server.off_loop import large_body, off_loop
-from ballast.server.openai import ChatRequest, CompletionRequest, GenerateRequest
-from ballast.server.pace import Pace
-from ballast.server.parameters import (
+from ballast.server.generate.choice import Choice
+from ballast.server.generate.echo import Echo
+from ballast.server.generate.embedding import Embedding
+from ballast.server.generate.generation import Generation
+from ballast.server.generate.output_constraint import checks, constraint_of
+from ballast.server.generate.parameters import (
     check_fits,
     check_tokens,
     most_tokens,
     sampling_of,
     stops_of,
 )
-from ballast.server.quotas import Quotas
-from ballast.server.texts import EmbeddingRequest
-from ballast.server.tokenizer import HUGE_TEXT, LONG_TEXT, Tokenizer, TooManyTokens
+from ballast.server.http import request_context
+from ballast.server.http.bodies import MOST_WEIGHT
+from ballast.server.http.faults import Fault
+from ballast.server.http.fields import Body
+from ballast.server.http.off_loop import large_body, off_loop
+from ballast.server.observe.device_metrics import DeviceCollector
+from ballast.server.observe.metrics import Metrics
+from ballast.server.openai.request import ChatRequest, CompletionRequest, GenerateRequest
+from ballast.server.openai.text_request import EmbeddingRequest
+from ballast.server.text.chat_template import TemplateJob, TemplateRenderer
+from ballast.server.text.tokenizer import HUGE_TEXT, LONG_TEXT, Tokenizer, TooManyTokens
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +64,9 @@ class Service:
         self.controller = controller
         self.templates = templates
         self.settings = settings
-        self.keys = Keys(settings)
-        self.quotas = Quotas(clock)
-        self._paces: dict[str, Pace] = {}
+        self.keys = ApiKeys(settings)
+        self.quotas = KeyQuotas(clock)
+        self._paces: dict[str, QueuePace] = {}
         self.metrics = Metrics(DeviceCollector(controller, wall), clock)
         self.wall = wall
         self.started = int(wall.now())
@@ -95,7 +95,7 @@ class Service:
 
     def _may_use(self, name: str) -> bool:
         """Whether the caller's key, which may list own names and aliases, is for this model."""
-        may_use = visit.current().caller.may_use
+        may_use = request_context.current().caller.may_use
         return may_use(name) or any(map(may_use, self.controller.fleet.aliases.get(name, ())))
 
     @property
@@ -150,14 +150,14 @@ class Service:
         """Submit a request to a model. Raises RequestError or Unavailable."""
         arrived = self.clock.now()
         self.warn(request)
-        made = visit.current()
+        made = request_context.current()
         made.request, made.answer_id = request, request_id
         request.check()
         self._check_queue(spec)
         tokenizer = self.tokenizer(spec.name)
         stops = stops_of(request, spec, tokenizer)
-        calling = await calling_of(request, tokenizer, self._checking)
-        sampling = replace(sampling_of(request, spec, stops), grammar=calling.grammar)
+        constraint = await constraint_of(request, tokenizer, self._checking)
+        sampling = replace(sampling_of(request, spec, stops), grammar=constraint.grammar)
         priority = self._priority(request.priority)
         prompts = await self._prompts(request, spec)
         echo = isinstance(request, CompletionRequest) and bool(request.echo)
@@ -187,17 +187,19 @@ class Service:
                     index,
                     p,
                     len(prompt),
-                    tokenizer.detokenizer(special=shows_special, markers=calling.tools is not None),
+                    tokenizer.detokenizer(
+                        special=shows_special, markers=constraint.tools is not None
+                    ),
                     stops,
-                    calls=calling.parser(),
+                    calls=constraint.parser(),
                     echo=Echo(text, prompt, tokenizer.detokenizer(), scored=scored)
                     if echo
                     else None,
                     silent=request.most_tokens == 0,
                 )
-        outlet = self._submit(submissions)
+        stream = self._submit(submissions)
         self.metrics.asked(spec.name, request.choices, request.most_tokens)
-        return Generation(spec.name, outlet, choices, arrived, self.clock, self.metrics)
+        return Generation(spec.name, stream, choices, arrived, self.clock, self.metrics)
 
     async def embed(self, request: EmbeddingRequest, request_id: str) -> Embedding:
         """Submit texts to be embedded. Raises RequestError or Unavailable."""
@@ -225,12 +227,12 @@ class Service:
                     embed=True,
                 )
             )
-        outlet = self._submit(submissions)
-        return Embedding(spec.name, outlet, submissions, arrived, self.clock, self.metrics)
+        stream = self._submit(submissions)
+        return Embedding(spec.name, stream, submissions, arrived, self.clock, self.metrics)
 
     def _submit(self, submissions: Sequence[Submission]) -> Meter:
         """Charge them to the caller's key and send them off. Raises Fault or Unavailable."""
-        made = visit.current()
+        made = request_context.current()
         caller = made.caller
         name = submissions[0].model
         queue = self.model(name).base or name
@@ -238,7 +240,7 @@ class Service:
         if caller.key is not None:
             key = caller.key.name
             submissions = [replace(s, salt=caller.salt, tenant=key) for s in submissions]
-        made.meter = Meter(
+        meter = Meter(
             self.controller.submit(submissions, caller.name if self.settings.several_keys else ""),
             submissions,
             caller.key,
@@ -247,12 +249,13 @@ class Service:
             lambda: self._waiting(queue),
             self.clock,
         )
-        return made.meter
+        made.meter = meter
+        return meter
 
     def _priority(self, wanted: int | None) -> int:
         """What a request may take off its model's priority. Raises Fault (403) where it is less
         than its key may: a smaller number comes earlier."""
-        key = visit.current().caller.key
+        key = request_context.current().caller.key
         if wanted is None or key is None or wanted >= -key.priority:
             return wanted or 0
         why = f"priority: {wanted} is below {-key.priority}, the least that this key may ask for"
@@ -267,8 +270,8 @@ class Service:
             why = f"{base.max_waiting} requests of {base.name!r} wait already"
             raise Fault(429, why, "queue_full", retry_after=seconds)
 
-    def _pace(self, queue: str) -> Pace:
-        return self._paces.setdefault(queue, Pace(self.clock))
+    def _pace(self, queue: str) -> QueuePace:
+        return self._paces.setdefault(queue, QueuePace(self.clock))
 
     def _waiting(self, model: str) -> int:
         """Requests queued for a model, as last reported."""

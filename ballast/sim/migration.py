@@ -3,7 +3,7 @@
 The devices' engines do what they do live (`ballast.engine.migration`); what controller and devices
 say to each other takes `WAY` seconds each time, and KV crosses the links between the two devices,
 beside whatever else does. Live, what cannot move at once is tried again
-(`ballast.cluster.following`); here it ends where it is.
+(`ballast.cluster.fleet_policy_runner`); here it ends where it is.
 """
 
 from __future__ import annotations

@@ -1,1 +1,32 @@
+"""Read checkpoints into the host tier, and bring weights to devices as segments.
 
+Packages from `models` up may import it. It imports `kernels`, `memory`, `isolation` and `core`; it
+cannot see `kv`.
+
+- `adapter`: LoRA adapters in PEFT's format, checked against their base model.
+- `agreement`: Check that a model computes the same in our batches as in `transformers`.
+- `architecture`: A model's architecture, learned from its `transformers` module.
+- `assemble`: How tensors of the module are assembled from tensors of the files.
+- `buffers`: Buffers that checkpoints lack, such as rotary frequencies.
+- `checkpoint`: From a checkpoint's directory to a model in the host tier.
+- `config`: `config.json`, the generation config, and end-of-sequence tokens.
+- `default_dtype`: PyTorch's default dtype, set for one thread.
+- `event_rotor`: Rotating layers on a GPU, ordered by CUDA events.
+- `host`: The host tier: weights packed in sealed memory, shared by all workers.
+- `link_rotor`: Rotating layers on CPU, loaded over the link as jobs advance.
+- `manifest`: A checkpoint's contents, checked before its weights are read.
+- `module_pattern`: Linear-time patterns of module paths.
+- `origin`: The identity of a segment's bytes, without reading them.
+- `packing`: Memory layout of each tensor of a segment: as stored, or panel-packed.
+- `pooling`: Detection of embedding models by their sentence-transformers files.
+- `probe`: What a decoder requires of attention, learned on the meta device.
+- `residency`: The weights of one model on one device: absent, loading, resident.
+- `rotor`: The protocol that brings rotating layers to their slots (MIRAGE, 4.1, 5.4).
+- `sealed`: A host-tier segment: a memfd that is filled, sealed, and mapped read only.
+- `segment`: Segments: tensors of one layer, packed one after the other.
+- `sharding`: Division of each tensor over tensor-parallel ranks.
+- `shared`: Segments that several models share, on the device once.
+- `slots`: Pages that rotating layers of a model share.
+- `stored`: Tensors in safetensors files, located by their headers.
+- `weightless`: Modules without weights, for checks at any size.
+"""

@@ -22,7 +22,7 @@ from ballast.bench.record import Recorder, RequestRecord, prompts_of, submission
 from ballast.bench.replay import Replayed, replay
 from ballast.core.clock import Clock
 from ballast.engine.inbox import MonotonicClock
-from ballast.server.state import DeviceNow, ServerNow
+from ballast.server.observe.server_state import DeviceNow, ServerNow
 from ballast.workload.workload import Workload, WorkloadRequest
 from tests.bench.test_bench_sample import model
 

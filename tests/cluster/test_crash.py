@@ -13,7 +13,7 @@ import pytest
 from ballast.cluster import device as keeping
 from ballast.cluster.controller import Controller
 from ballast.cluster.device import WORKER_LOST
-from ballast.cluster.requests import POISON
+from ballast.cluster.open_requests import POISON
 from ballast.core.errors import Unavailable
 from ballast.core.event import Failed, Finished, Output, TokenOut
 from ballast.core.settings import ModelSettings, ServerSettings
@@ -47,16 +47,16 @@ def whole(outputs: list[Output]) -> bool:
 def test_requests_go_on_in_the_next_worker_and_are_not_lost_to_two_kills() -> None:
     async def scenario() -> None:
         async with running() as (controller, first):
-            outlets = [controller.submit([submission(str(i), PAUSE, 6)]) for i in range(3)]
-            outputs = [await outlet.take() for outlet in outlets]
+            streams = [controller.submit([submission(str(i), PAUSE, 6)]) for i in range(3)]
+            outputs = [await stream.take() for stream in streams]
             for life in (1, 2):
                 kill(controller)
                 if life == 1:  # of two tokens each: in the third life they run one by one
-                    for outlet, found in zip(outlets, outputs, strict=True):
-                        found += await outlet.take()
+                    for stream, found in zip(streams, outputs, strict=True):
+                        found += await stream.take()
                         assert tokens(found) == ECHO[:4]
-            for outlet, found in zip(outlets, outputs, strict=True):
-                found += await all_of(outlet)
+            for stream, found in zip(streams, outputs, strict=True):
+                found += await all_of(stream)
                 assert whole(found)
             assert (controller.restarts, controller.open_requests) == (2, 0)
             assert first.epitaph() == "killed by signal 9"
@@ -79,13 +79,13 @@ def test_a_worker_that_hangs_is_killed(seed: int, number: int, silent: float, wh
             # The next one may have to wait for the processor.
             patient = replace(watched, silent_seconds=60.0)
             device(controller).fleet = replace(FLEET, server=patient)
-            outlet = controller.submit([submission("1", seed, 6)])
-            found = await outlet.take()
+            stream = controller.submit([submission("1", seed, 6)])
+            found = await stream.take()
             if seed == PAUSE:
                 kill(controller, number)
-                found += await outlet.take()
+                found += await stream.take()
                 kill(controller)
-            assert whole(found + await all_of(outlet))
+            assert whole(found + await all_of(stream))
             assert first.epitaph().startswith("killed by signal 9: ")
             assert why in first.epitaph()
 
@@ -146,8 +146,8 @@ def test_no_more_than_a_model_allows_wait_for_a_worker() -> None:
             device(controller).specs = {"a": replace(served, max_waiting=2)}
             kill(controller)
             await until_down(controller)
-            outlets = [controller.submit([submission(str(i))]) for i in range(3)]
-            ends = [(await all_of(outlet))[-1] for outlet in outlets]
+            streams = [controller.submit([submission(str(i))]) for i in range(3)]
+            ends = [(await all_of(stream))[-1] for stream in streams]
             assert [type(e) for e in ends] == [Finished, Finished, Failed]
             assert isinstance(ends[2], Failed)
             assert ends[2].code == "queue_full"

@@ -80,9 +80,9 @@ def test_each_device_serves_its_models_and_requests_go_to_the_least_busy() -> No
             held.append(controller.submit([asked("z", "ab", HOLD)]))
             assert where(controller)["z"] == "cpu:1"
             assert controller.open_requests == 5
-            for outlet in held:
-                assert tokens(await outlet.take())[:2] == [10, 11]
-                outlet.close()
+            for stream in held:
+                assert tokens(await stream.take())[:2] == [10, 11]
+                stream.close()
             assert controller.open_requests == 0
             report = controller.report
             assert report is not None
@@ -300,8 +300,8 @@ def test_a_drained_device_hands_everything_over_and_takes_nothing() -> None:
             assert "uncordon" in refused.reason
             assert (await controller.uncordon("cpu:0")).code is None
             assert controller.devices["cpu:0"].takes("a")
-            for outlet in (held, there):
-                outlet.close()
+            for stream in (held, there):
+                stream.close()
 
     asyncio.run(scenario())
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballast.cluster.fairness import AHEAD, chosen
-from ballast.cluster.outlet import OpenRequest, Outlet
-from ballast.cluster.requests import OpenRequests
+from ballast.cluster.open_requests import OpenRequests
+from ballast.cluster.output_stream import OpenRequest, OutputStream
 from ballast.cluster.suspicion import Suspicions
 from ballast.core.event import Failed, Finished
 from ballast.core.model import ModelSpec
@@ -31,7 +31,7 @@ class Worker:
 
     model: ModelSpec = MODEL
     sent: list[str] = field(default_factory=list)
-    outlets: dict[str, Outlet] = field(default_factory=dict)
+    streams: dict[str, OutputStream] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.requests = OpenRequests(Suspicions(), self._queue_of)
@@ -46,9 +46,11 @@ class Worker:
 
     def ask(self, key: str, number: int, priority: int = 0, model: str = "m") -> str:
         name = f"{key}-{number}"
-        outlet = self.outlets[name] = Outlet([name], self.requests.withdraw, self.requests.pace)
+        stream = self.streams[name] = OutputStream(
+            [name], self.requests.withdraw, self.requests.pace
+        )
         wanted = Submission(id=name, model=model, prompt=(1,), max_tokens=1, priority=priority)
-        self.requests.take([OpenRequest(wanted, outlet, key)])
+        self.requests.take([OpenRequest(wanted, stream, key)])
         return name
 
     def end(self, name: str) -> None:
@@ -99,7 +101,7 @@ def test_requests_of_no_key_and_of_models_that_nobody_knows_are_sent_at_once() -
 def test_what_is_withdrawn_while_it_waits_leaves_its_place() -> None:
     worker = Worker()
     names = [worker.ask("flood", i) for i in range(WINDOW + 2)]
-    worker.outlets[names[WINDOW]].close()
+    worker.streams[names[WINDOW]].close()
     worker.end(names[0])
     assert worker.sent == [*names[:WINDOW], names[WINDOW + 1]]
     assert names[WINDOW] not in worker.requests
@@ -133,7 +135,7 @@ def test_nobody_waits_here_for_longer_than_the_model_allows() -> None:
     async def scenario() -> None:
         worker = Worker(replace(MODEL, queue_seconds=0.01))
         names = [worker.ask("flood", i) for i in range(WINDOW + 1)]
-        [failed] = await worker.outlets[names[-1]].take()
+        [failed] = await worker.streams[names[-1]].take()
         assert isinstance(failed, Failed)
         assert failed.code == "queue_timeout"
         assert [name for name in names if name in worker.requests] == names[:-1]

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ballast.cluster.outlet import OpenRequest, Outlet, size
-from ballast.cluster.requests import OpenRequests
+from ballast.cluster.open_requests import OpenRequests
+from ballast.cluster.output_stream import OpenRequest, OutputStream, size
 from ballast.cluster.suspicion import Suspicions
 from ballast.core.event import Failed, Finished, Output, TokenOut
 from ballast.core.request import Submission
@@ -20,7 +20,7 @@ from ballast.transport.messages import Flow, Submit, ToWorker, Withdraw
 picks = st.integers(0, 1000)
 TOP = tuple((k, -1.0) for k in range(20))
 LENGTH = 150
-"""Tokens of each output: three times what an outlet holds, with their alternatives."""
+"""Tokens of each output: three times what an stream holds, with their alternatives."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class FlowControl(RuleBasedStateMachine):
         self.suspicions = Suspicions()
         self.requests = OpenRequests(self.suspicions, lambda model: None)
         self.worker: Worker | None = None
-        self.outlets: dict[str, Outlet] = {}
+        self.streams: dict[str, OutputStream] = {}
         """By id, of those whose clients have not left."""
         self.read: dict[str, list[Output]] = {}
         self.suspects: set[str] = set()
@@ -68,11 +68,11 @@ class FlowControl(RuleBasedStateMachine):
     def submit(self, n: int) -> None:
         ids = [f"r{self.n + i}" for i in range(n)]
         self.n += n
-        outlet = Outlet(ids, self.requests.withdraw, self.requests.pace)
+        stream = OutputStream(ids, self.requests.withdraw, self.requests.pace)
         for id in ids:
-            self.outlets[id], self.read[id] = outlet, []
+            self.streams[id], self.read[id] = stream, []
         submissions = [Submission(id=id, model="m", prompt=(1,), max_tokens=LENGTH) for id in ids]
-        self.requests.take([OpenRequest(s, outlet) for s in submissions])
+        self.requests.take([OpenRequest(s, stream) for s in submissions])
 
     @precondition(lambda self: self.worker is None)
     @rule()
@@ -101,18 +101,18 @@ class FlowControl(RuleBasedStateMachine):
                 self.requests.deliver(output)
             self.requests.dispatch()
 
-    @precondition(lambda self: self.outlets)
+    @precondition(lambda self: self.streams)
     @rule(pick=picks, times=st.integers(1, 6))
     def take(self, pick: int, times: int) -> None:
-        id = [*self.outlets][pick % len(self.outlets)]
+        id = [*self.streams][pick % len(self.streams)]
         for _ in range(times):
-            self.drain(self.outlets[id])
+            self.drain(self.streams[id])
 
-    @precondition(lambda self: self.outlets)
+    @precondition(lambda self: self.streams)
     @rule(pick=picks)
     def leave(self, pick: int) -> None:
-        gone = self.outlets[[*self.outlets][pick % len(self.outlets)]]
-        self.outlets = {id: outlet for id, outlet in self.outlets.items() if outlet is not gone}
+        gone = self.streams[[*self.streams][pick % len(self.streams)]]
+        self.streams = {id: stream for id, stream in self.streams.items() if stream is not gone}
         gone.close()
 
     @precondition(lambda self: self.worker is not None)
@@ -122,7 +122,7 @@ class FlowControl(RuleBasedStateMachine):
         flying = [self.running[pick % len(self.running)]] if known and self.running else []
         self.worker = None
         self.requests.mourn(flying)
-        self.suspects |= {id for id in self.outlets if self.suspicions.suspect(id)}
+        self.suspects |= {id for id in self.streams if self.suspicions.suspect(id)}
 
     # -- what must hold ---------------------------------------------------------------------------
 
@@ -134,26 +134,26 @@ class FlowControl(RuleBasedStateMachine):
             assert self.worker.paused == {id for id, r in present.items() if r.sent and r.paused}
         for id, request in present.items():
             suspect = self.suspicions.suspect(id)
-            assert request.paused == (request.outlet.paused and not suspect)
+            assert request.paused == (request.stream.paused and not suspect)
 
     @invariant()
     def what_nobody_reads_is_bounded(self) -> None:
-        for id, outlet in self.outlets.items():
-            together = {i for i, o in self.outlets.items() if o is outlet}
+        for id, stream in self.streams.items():
+            together = {i for i, o in self.streams.items() if o is stream}
             if self.suspects.isdisjoint(together):
-                assert outlet.unread <= outlet.most + len(together) * (2 + len(TOP)), id
+                assert stream.unread <= stream.most + len(together) * (2 + len(TOP)), id
 
     def teardown(self) -> None:
         if self.worker is None:
             self.start()
         assert self.worker is not None
-        while self.worker.open or any(o.unread for o in self.outlets.values()):
-            for outlet in [*self.outlets.values()]:
-                self.drain(outlet)
+        while self.worker.open or any(o.unread for o in self.streams.values()):
+            for stream in [*self.streams.values()]:
+                self.drain(stream)
             for id in self.running:
                 self.advance(id, LENGTH)
         assert len(self.requests) == 0
-        for id in self.outlets:
+        for id in self.streams:
             *tokens, end = self.read[id]
             if isinstance(end, Failed):
                 assert end.code == "poison"
@@ -169,10 +169,10 @@ class FlowControl(RuleBasedStateMachine):
         assert self.worker is not None
         return [id for id in self.worker.open if id not in self.worker.paused]
 
-    def drain(self, outlet: Outlet) -> None:
+    def drain(self, stream: OutputStream) -> None:
         """Take once what is there."""
-        if outlet.unread:
-            reading = outlet.take()
+        if stream.unread:
+            reading = stream.take()
             try:
                 reading.send(None)
             except StopIteration as done:

@@ -21,8 +21,8 @@ def test_what_surely_is_too_much_is_known_at_once() -> None:
             assert controller.full(model)
             waiting[0].close()
             assert not controller.full(model)
-            for outlet in (streaming, *waiting):
-                outlet.close()
+            for output_stream in (streaming, *waiting):
+                output_stream.close()
 
     asyncio.run(scenario())
 

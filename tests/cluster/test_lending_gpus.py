@@ -73,10 +73,10 @@ async def until(what: Callable[[], bool]) -> None:
 
 async def answers(controller: Controller, after: Callable[[], None] = lambda: None) -> list[int]:
     """All tokens, by request; `after`: what to do once some have come."""
-    outlet = controller.submit(asked())
+    stream = controller.submit(asked())
     tokens: dict[str, list[int]] = {}
-    while outlet.more:
-        for output in await outlet.take():
+    while stream.more:
+        for output in await stream.take():
             if isinstance(output, TokenOut):
                 tokens.setdefault(output.request_id, []).append(output.token)
         if sum(map(len, tokens.values())) > 100:

@@ -16,7 +16,7 @@ import pytest
 from ballast.cluster.controller import Controller
 from ballast.cluster.device import RemoteDevice
 from ballast.cluster.local import LocalWorker
-from ballast.cluster.outlet import Outlet
+from ballast.cluster.output_stream import OutputStream
 from ballast.core.errors import Unavailable
 from ballast.core.event import Failed, Finished, Output, TokenOut
 from ballast.core.request import Sampling, Submission
@@ -67,10 +67,10 @@ def present(controller: Controller) -> LocalWorker:
     return worker
 
 
-async def all_of(outlet: Outlet) -> list[Output]:
+async def all_of(stream: OutputStream) -> list[Output]:
     found: list[Output] = []
-    while outlet.more:
-        found += await outlet.take()
+    while stream.more:
+        found += await stream.take()
     return found
 
 
@@ -125,10 +125,10 @@ def test_a_device_that_is_lost_ends_its_worker_and_requests_go_on_in_the_next() 
 def test_withdrawn_requests_leave_the_device() -> None:
     async def scenario() -> None:
         async with running() as (controller, _):
-            outlet = controller.submit([submission("1", HOLD)])
-            assert tokens(await outlet.take()) == [10, 11]
+            stream = controller.submit([submission("1", HOLD)])
+            assert tokens(await stream.take()) == [10, 11]
             await reported(controller, running=1)
-            outlet.close()
+            stream.close()
             assert controller.open_requests == 0
             await reported(controller, running=0)
 
@@ -186,7 +186,7 @@ ORPHANING = """
 import asyncio, sys
 from ballast.cluster.device import RemoteDevice
 from ballast.cluster.local import LocalWorker
-from ballast.cluster.outlet import Outlet
+from ballast.cluster.output_stream import OutputStream
 from tests.cluster.test_worker import FAKE, FLEET
 
 async def main():

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ballast.core.settings import Slo
-from ballast.server.catalogue import status_of
-from ballast.server.state import ModelNow, NameNow, ServerNow
-from ballast.server.timing import Quantiles
-from tests.server.test_metrics import model
+from ballast.server.observe.latency import Quantiles
+from ballast.server.observe.server_state import ModelNow, NameNow, ServerNow
+from ballast.server.routes.catalogue import status_of
+from tests.server.observe.test_metrics import model
 
 
 def served(

@@ -13,8 +13,8 @@ from ballast.dashboard.columns import rows
 from ballast.dashboard.memory import pool
 from ballast.dashboard.reader import Rates
 from ballast.dashboard.view import Frame, draw, listed
-from ballast.server.state import DeviceNow, ServerNow
-from ballast.server.timing import Quantiles
+from ballast.server.observe.latency import Quantiles
+from ballast.server.observe.server_state import DeviceNow, ServerNow
 from tests.dashboard.readings import present, reading, served
 
 DECISIONS = [

@@ -16,8 +16,8 @@ import pytest
 
 from tests.cluster.fake_device import HOLD
 from tests.server.process import DEADLINE, ServerProcess, server
-from tests.server.test_chat_template import RANGES
 from tests.server.test_lifetime import until
+from tests.server.text.test_chat_template import RANGES
 
 MODEL = "atlas-chat"
 FLOOD, OTHER, PART, RAISED, ADMIN = "sk-flood", "sk-other", "sk-part", "sk-raised", "sk-admin"

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from ballast.core.errors import ConfigError
-from ballast.server.address import bound
+from ballast.server.http.address import bound
 from tests.cluster.fake_device import DIE, HOLD, PAUSE
 from tests.server.process import DEADLINE, ServerProcess, server
 from tests.server.test_api import MODEL, sample

@@ -19,7 +19,7 @@ ASKED: dict[str, Any] = {"model": MODEL, "prompt": "A ship", "max_tokens": 400, 
 
 
 def free_port() -> int:
-    from ballast.server.address import bound
+    from ballast.server.http.address import bound
 
     with bound("127.0.0.1", 0) as listener:
         port: int = listener.getsockname()[1]

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from ballast.dashboard.reader import Reader, Unreadable
-from ballast.server.state import ServerNow
+from ballast.server.observe.server_state import ServerNow
 from tests.cluster.fake_device import REFUSE, TELL
 from tests.server.process import ServerProcess, server
 from tests.server.test_api import MODEL, sample

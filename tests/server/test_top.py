@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from ballast.cli import app
 from ballast.dashboard.reader import Reader
-from ballast.server.state import ServerNow
+from ballast.server.observe.server_state import ServerNow
 from tests.server.process import DEADLINE, ServerProcess
 
 COMMAND = (sys.executable, "-m", "ballast.cli", "top", "--interval", "0.05")

@@ -1,1 +1,8 @@
-"""Anthropic's Messages API: its requests become chat requests, its answers are written here."""
+"""Speak Anthropic's Messages API: its requests become chat requests, its answers are written here.
+
+`server` alone imports it.
+
+- `form`: Output as a message, whole or as stream events.
+- `records`: Response and event records.
+- `request`: Request schemas, and their translation to chat requests.
+"""

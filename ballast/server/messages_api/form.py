@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from ballast.server.answers import Head
-from ballast.server.blocks import Block, Blocks, Closed, Grown, Opened, Step
-from ballast.server.faults import Fault
+from ballast.server.http.faults import Fault
+from ballast.server.http.json_response import encode
+from ballast.server.http.sse import event
 from ballast.server.messages_api.records import (
     BlockDelta,
     BlockStart,
@@ -29,9 +29,17 @@ from ballast.server.messages_api.records import (
     ToolUseBlock,
 )
 from ballast.server.messages_api.request import MessagesRequest
-from ballast.server.pieces import Piece
-from ballast.server.responses import Usage, encode
-from ballast.server.sse import event
+from ballast.server.openai.forms import Head
+from ballast.server.openai.records import Usage
+from ballast.server.text.output_blocks import (
+    Closed,
+    Grown,
+    Opened,
+    OutputBlock,
+    OutputBlocks,
+    Step,
+)
+from ballast.server.text.pieces import OutputPiece
 
 INVALID = "INVALID_JSON"
 """Key of arguments that are no JSON object: a model wrote them without being held to a schema, or
@@ -44,15 +52,15 @@ class MessageForm:
     def __init__(self, head: Head, request: MessagesRequest) -> None:
         self._head = head
         self._max_tokens = request.max_tokens
-        self._blocks = Blocks()
-        self._last: Piece | None = None
+        self._blocks = OutputBlocks()
+        self._last: OutputPiece | None = None
         """The one that ended the output."""
         self.silence = _event(Ping())
 
     def opening(self, choices: int, usage: Usage) -> bytes:
         return _event(MessageStart(message=self._message([], usage)))
 
-    def events(self, pieces: Iterable[Piece]) -> bytes:
+    def events(self, pieces: Iterable[OutputPiece]) -> bytes:
         return b"".join(
             _event(made) for step in self._take(pieces) if (made := _of_step(step)) is not None
         )
@@ -64,12 +72,12 @@ class MessageForm:
     def failed(self, fault: Fault) -> bytes:
         return event(fault.body(), "error")
 
-    def whole(self, pieces: Iterable[Piece], choices: int, usage: Usage) -> Message:
+    def whole(self, pieces: Iterable[OutputPiece], choices: int, usage: Usage) -> Message:
         for _ in self._take(pieces):
             pass
         return self._message([_content(block) for block in self._blocks.blocks], usage)
 
-    def _take(self, pieces: Iterable[Piece]) -> Iterator[Step]:
+    def _take(self, pieces: Iterable[OutputPiece]) -> Iterator[Step]:
         for piece in pieces:
             if piece.finish_reason is not None:
                 self._last = piece
@@ -119,7 +127,7 @@ def _of_step(step: Step) -> Event | None:
     return BlockDelta(index=block.index, delta=InputDelta(partial_json=step.fragment))
 
 
-def _content(block: Block) -> ContentBlock:
+def _content(block: OutputBlock) -> ContentBlock:
     """A block as far as it has grown."""
     if block.call is None:
         return TextBlock(text=block.text)

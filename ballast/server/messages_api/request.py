@@ -10,11 +10,10 @@ from pydantic import BaseModel, BeforeValidator, Field, StrictInt
 
 from ballast.core.errors import InvalidRequest
 from ballast.server.conversation import MOST_MESSAGES, MOST_PARTS, Message
-from ballast.server.faults import Fault
-from ballast.server.fields import Stop, Text
-from ballast.server.openai import ChatRequest
-from ballast.server.tools.request import MOST_FUNCTIONS
-from ballast.server.translation import (
+from ballast.server.http.faults import Fault
+from ballast.server.http.fields import Stop, Text
+from ballast.server.openai.request import ChatRequest
+from ballast.server.openai.translation import (
     Translated,
     function_tool,
     json_schema,
@@ -23,6 +22,7 @@ from ballast.server.translation import (
     tool_call,
     turn,
 )
+from ballast.server.tools.request import MOST_FUNCTIONS
 
 OUTDATED = ("2023-01-01",)
 """Versions of the API, as the header `anthropic-version` names them, whose streams differ. Those

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from ballast.server.answers import Head, token_logprobs
-from ballast.server.blocks import Block, Blocks, Grown, Opened, Step
-from ballast.server.faults import Fault
-from ballast.server.openai import ChatRequest
-from ballast.server.pieces import Piece, Scored
-from ballast.server.responses import TokenLogprob, Usage, encode
+from ballast.server.http.faults import Fault
+from ballast.server.http.json_response import encode
+from ballast.server.http.sse import DONE, PING, event
+from ballast.server.openai.forms import Head, token_logprobs
+from ballast.server.openai.records import TokenLogprob, Usage
+from ballast.server.openai.request import ChatRequest
 from ballast.server.responses_api.records import (
     ArgumentsDelta,
     ArgumentsDone,
@@ -33,7 +33,8 @@ from ballast.server.responses_api.records import (
     TextDelta,
     TextDone,
 )
-from ballast.server.sse import DONE, PING, event
+from ballast.server.text.output_blocks import Grown, Opened, OutputBlock, OutputBlocks, Step
+from ballast.server.text.pieces import OutputPiece, Scored
 
 _Code = Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
 
@@ -49,7 +50,7 @@ class ResponseForm:
         self._repeated = repeated
         self._alternatives = request.told_logprobs
         """How many are given with each token's log-probability; None: there are none."""
-        self._blocks = Blocks()
+        self._blocks = OutputBlocks()
         self._ids: list[str] = []
         """Of the items, by block."""
         self._cut = False
@@ -64,7 +65,7 @@ class ResponseForm:
             for what in ("created", "in_progress")
         )
 
-    def events(self, pieces: Iterable[Piece]) -> bytes:
+    def events(self, pieces: Iterable[OutputPiece]) -> bytes:
         return b"".join(self._of_step(step) for step in self._take(pieces))
 
     def closing(self, usage: Usage) -> bytes:
@@ -75,12 +76,12 @@ class ResponseForm:
         error = ResponseError(codes.get(fault.status, "server_error"), fault.text)
         return self._end(self._record("failed", error=error))
 
-    def whole(self, pieces: Iterable[Piece], choices: int, usage: Usage) -> ResponseRecord:
+    def whole(self, pieces: Iterable[OutputPiece], choices: int, usage: Usage) -> ResponseRecord:
         for _ in self._take(pieces):
             pass
         return self._whole(usage)
 
-    def _take(self, pieces: Iterable[Piece]) -> Iterator[Step]:
+    def _take(self, pieces: Iterable[OutputPiece]) -> Iterator[Step]:
         for piece in pieces:
             self._cut = piece.finish_reason == "length"
             yield from self._blocks.push(piece)
@@ -117,7 +118,7 @@ class ResponseForm:
 
     # -- items ------------------------------------------------------------------------------------
 
-    def _item(self, block: Block, *, last: bool, whole: bool) -> OutputMessage | FunctionCall:
+    def _item(self, block: OutputBlock, *, last: bool, whole: bool) -> OutputMessage | FunctionCall:
         """A block that grows no more; the last of an output is as complete as that is."""
         status: ItemStatus = "completed" if whole or not last else "incomplete"
         if block.call is None:
@@ -130,7 +131,7 @@ class ResponseForm:
             arguments=block.text,
         )
 
-    def _begun(self, block: Block) -> OutputMessage | FunctionCall:
+    def _begun(self, block: OutputBlock) -> OutputMessage | FunctionCall:
         """A block that has just been opened."""
         item_id = self._id(block)
         if block.call is None:
@@ -143,12 +144,12 @@ class ResponseForm:
             arguments="",
         )
 
-    def _id(self, block: Block) -> str:
+    def _id(self, block: OutputBlock) -> str:
         if block.index == len(self._ids):
             self._ids.append(f"{'msg' if block.call is None else 'fc'}_{secrets.token_hex(12)}")
         return self._ids[block.index]
 
-    def _part(self, block: Block) -> OutputText:
+    def _part(self, block: OutputBlock) -> OutputText:
         return OutputText(text=block.text, logprobs=self._scores(block.scored))
 
     def _scores(self, scored: Sequence[Scored]) -> list[TokenLogprob]:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ballast.server.responses import TokenLogprob
+from ballast.server.openai.records import TokenLogprob
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 Status = Literal["in_progress", "completed", "incomplete", "failed"]

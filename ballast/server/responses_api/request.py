@@ -9,12 +9,10 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, StrictBool, StrictInt, Tag
 
 from ballast.server.conversation import MOST_MESSAGES, MOST_PARTS, Message
-from ballast.server.fields import MOST_TOP, Text, at_most
-from ballast.server.openai import ChatRequest
-from ballast.server.responses import encode
-from ballast.server.responses_api.records import TextFormat
-from ballast.server.tools.request import MOST_FUNCTIONS
-from ballast.server.translation import (
+from ballast.server.http.fields import MOST_TOP, Text, at_most
+from ballast.server.http.json_response import encode
+from ballast.server.openai.request import ChatRequest
+from ballast.server.openai.translation import (
     Translated,
     function_tool,
     json_schema,
@@ -23,6 +21,8 @@ from ballast.server.translation import (
     tool_call,
     turn,
 )
+from ballast.server.responses_api.records import TextFormat
+from ballast.server.tools.request import MOST_FUNCTIONS
 
 LOGPROBS = "message.output_text.logprobs"
 """The value of `include` that asks for log-probabilities."""

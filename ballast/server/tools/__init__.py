@@ -1,17 +1,14 @@
-"""Tools: how model families write function calls, read back and enforced."""
+"""Parse and enforce tool calls in the syntax of each model family.
 
-from ballast.server.tools.delta import Arguments, Began, Content, Delta
-from ballast.server.tools.dialect import ToolDialect
-from ballast.server.tools.parser import ToolParser
-from ballast.server.tools.request import Function, Tools
+`server` alone imports it.
 
-__all__ = [
-    "Arguments",
-    "Began",
-    "Content",
-    "Delta",
-    "Function",
-    "ToolDialect",
-    "ToolParser",
-    "Tools",
-]
+- `delta`: Parsed output: text, or the beginning or arguments of a call.
+- `dialect`: The syntax of one model's calls, recognised by its chat template.
+- `enforced`: Grammars that force a call in the model's syntax.
+- `json_calls`: Calls written as JSON.
+- `parser`: Streaming parser of output into text and calls.
+- `python_calls`: Calls written as Python.
+- `reader`: Character-wise reader with undecided lookahead.
+- `request`: Tools of a request, checked.
+- `syntax`: The table of call syntaxes by model family.
+"""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ballast.core.errors import ConfigError, InvalidRequest
-from ballast.server.bodies import MOST_WEIGHT, weight
-from ballast.server.grammar import checked, of_schema
+from ballast.server.http.bodies import MOST_WEIGHT, weight
+from ballast.server.structured.grammar import checked, of_schema
 from ballast.server.tools.enforced import calls_grammar
 from ballast.server.tools.parser import ToolParser
 from ballast.server.tools.request import Tools, arguments_of

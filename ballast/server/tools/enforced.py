@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ballast.core.errors import InvalidRequest
-from ballast.server.grammar import MOST_TEXT
+from ballast.server.structured.grammar import MOST_TEXT
 from ballast.server.tools.request import Function
 from ballast.server.tools.syntax import ARGUMENTS, NAME, Syntax
 

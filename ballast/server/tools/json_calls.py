@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import re
 
-from ballast.server.tools.reader import NoCall, Reader, Reading
+from ballast.server.tools.reader import CallReader, NoCall, Reading
 
 _MOST_HEADER = 256
 _ARGUMENTS = ("arguments", "parameters")
 _KNOWN = ("name", "type", "id", *_ARGUMENTS)
 
 
-def json_calls(reader: Reader, header: re.Pattern[str] | None) -> Reading[None]:
+def json_calls(reader: CallReader, header: re.Pattern[str] | None) -> Reading[None]:
     """An object, a list of them, or, if there is a `header`, that and arguments."""
     yield from reader.blank()
     first = yield from reader.peek()
@@ -40,7 +40,7 @@ def json_calls(reader: Reader, header: re.Pattern[str] | None) -> Reading[None]:
     reader.accept()
 
 
-def _headed(reader: Reader, header: re.Pattern[str]) -> Reading[None]:
+def _headed(reader: CallReader, header: re.Pattern[str]) -> Reading[None]:
     text = ""
     while (yield from reader.peek()) != "{":
         text += yield from reader.take()
@@ -53,7 +53,7 @@ def _headed(reader: Reader, header: re.Pattern[str]) -> Reading[None]:
     yield from _value(reader, passed_on=True)
 
 
-def _object(reader: Reader) -> Reading[None]:
+def _object(reader: CallReader) -> Reading[None]:
     """`{"name": ..., "arguments": ...}`, in any order and with keys that say nothing."""
     yield from reader.expect("{")
     name: str | None = None
@@ -102,7 +102,7 @@ def _object(reader: Reader) -> Reading[None]:
     reader.accept()
 
 
-def _string(reader: Reader) -> Reading[str]:
+def _string(reader: CallReader) -> Reading[str]:
     """A string's text. Raises NoCall if it is none, or cannot be sent as UTF-8."""
     if (yield from reader.peek()) != '"':
         raise NoCall
@@ -115,7 +115,7 @@ def _string(reader: Reader) -> Reading[str]:
     return text
 
 
-def _value(reader: Reader, *, passed_on: bool = False) -> Reading[str]:
+def _value(reader: CallReader, *, passed_on: bool = False) -> Reading[str]:
     """The text of one value, whatever its brackets hold; `passed_on`: to the call that began."""
     text: list[str] = []
     depth = 0

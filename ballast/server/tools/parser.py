@@ -12,7 +12,7 @@ from contextlib import suppress
 from ballast.server.tools.delta import Delta
 from ballast.server.tools.json_calls import json_calls
 from ballast.server.tools.python_calls import python_calls
-from ballast.server.tools.reader import END, NoCall, Reader, Reading
+from ballast.server.tools.reader import END, CallReader, NoCall, Reading
 from ballast.server.tools.syntax import Syntax
 
 
@@ -21,7 +21,7 @@ class ToolParser:
 
     def __init__(self, syntax: Syntax, names: frozenset[str], new_id: Callable[[], str]) -> None:
         self._syntax = syntax
-        self._reader = Reader(names, new_id)
+        self._reader = CallReader(names, new_id)
         self._run = self._read()
         next(self._run)
 

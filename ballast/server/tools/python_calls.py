@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import json
 
-from ballast.server.tools.reader import NoCall, Reader, Reading
+from ballast.server.tools.reader import CallReader, NoCall, Reading
 
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
 _MOST_NAME = 128
 
 
-def python_calls(reader: Reader) -> Reading[None]:
+def python_calls(reader: CallReader) -> Reading[None]:
     """A list of calls. An argument is passed on when it is complete, as JSON."""
     yield from reader.blank()
     yield from reader.expect("[")
@@ -30,7 +30,7 @@ def python_calls(reader: Reader) -> Reading[None]:
     reader.accept()
 
 
-def _arguments(reader: Reader, name: str) -> Reading[None]:
+def _arguments(reader: CallReader, name: str) -> Reading[None]:
     """What stands between parentheses: keyword arguments only."""
     begun = False
     yield from reader.blank()
@@ -56,7 +56,7 @@ def _arguments(reader: Reader, name: str) -> Reading[None]:
     reader.grow("}")
 
 
-def _word(reader: Reader, end: str) -> Reading[str]:
+def _word(reader: CallReader, end: str) -> Reading[str]:
     text = ""
     while (yield from reader.peek()) != end:
         text += yield from reader.take()
@@ -65,7 +65,7 @@ def _word(reader: Reader, end: str) -> Reading[str]:
     return text
 
 
-def _expression(reader: Reader) -> Reading[str]:
+def _expression(reader: CallReader) -> Reading[str]:
     """Text up to the comma or parenthesis that ends an argument."""
     text: list[str] = []
     closing: list[str] = []

@@ -22,7 +22,7 @@ class NoCall(Exception):
     """What looked like a call is none. What was held is content."""
 
 
-class Reader:
+class CallReader:
     """Characters, what they may turn out to be, and what they turned out to be (`sink`)."""
 
     def __init__(self, names: frozenset[str], new_id: Callable[[], str]) -> None:

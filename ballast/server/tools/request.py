@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ballast.core.errors import InvalidRequest
-from ballast.server.grammar import prepared
+from ballast.server.structured.grammar import prepared
 
 MOST_FUNCTIONS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")

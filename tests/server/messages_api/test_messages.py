@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from ballast.server.answers import Head
+from ballast.server.http.json_response import encode
 from ballast.server.messages_api.form import MessageForm
 from ballast.server.messages_api.request import MessagesRequest
-from ballast.server.pieces import Piece
-from ballast.server.responses import Usage, encode
-from ballast.server.tools import Arguments, Began
+from ballast.server.openai.forms import Head
+from ballast.server.openai.records import Usage
+from ballast.server.text.pieces import OutputPiece
+from ballast.server.tools.delta import Arguments, Began
 from tests.cluster.fake_device import BREAK, REFUSE, TELL
 from tests.server.process import ServerProcess
 from tests.server.test_tool_calls import CALL, SCHEMA, TOOLS
@@ -342,14 +343,14 @@ def form(max_tokens: int = 9) -> MessageForm:
 @pytest.mark.parametrize(
     ("last", "reason"),
     [
-        (Piece(0, "", finish_reason="stop"), "end_turn"),
-        (Piece(0, "", finish_reason="stop", stop_reason="x"), "stop_sequence"),
-        (Piece(0, "", finish_reason="tool_calls"), "tool_use"),
-        (Piece(0, "", finish_reason="length"), "model_context_window_exceeded"),
+        (OutputPiece(0, "", finish_reason="stop"), "end_turn"),
+        (OutputPiece(0, "", finish_reason="stop", stop_reason="x"), "stop_sequence"),
+        (OutputPiece(0, "", finish_reason="tool_calls"), "tool_use"),
+        (OutputPiece(0, "", finish_reason="length"), "model_context_window_exceeded"),
     ],
 )
-def test_why_an_output_ended(last: Piece, reason: str) -> None:
-    whole = form().whole([Piece(0, "a"), last], 1, Usage.of(10, 8, 4))
+def test_why_an_output_ended(last: OutputPiece, reason: str) -> None:
+    whole = form().whole([OutputPiece(0, "a"), last], 1, Usage.of(10, 8, 4))
     assert whole.stop_reason == reason
     assert (whole.usage.input_tokens, whole.usage.cache_read_input_tokens) == (6, 4)
 
@@ -357,7 +358,9 @@ def test_why_an_output_ended(last: Piece, reason: str) -> None:
 @pytest.mark.parametrize("written", ['{"city": "Ro', "[1]", "nonsense"])
 def test_arguments_that_are_no_object_are_not_lost(written: str) -> None:
     call = (Began(0, "c", "now"), Arguments(0, written))
-    whole = form().whole([Piece(0, "", deltas=call, finish_reason="length")], 1, Usage.of(1, 9, 0))
+    whole = form().whole(
+        [OutputPiece(0, "", deltas=call, finish_reason="length")], 1, Usage.of(1, 9, 0)
+    )
     [block] = json.loads(encode(whole))["content"]
     assert block["input"] == {"INVALID_JSON": written}
 

@@ -11,11 +11,11 @@ from starlette.responses import Response
 
 from ballast.core.clock import VirtualClock
 from ballast.core.settings import KeySettings, ServerSettings
-from ballast.server.keys import Guard, Keys
-from ballast.server.watch import Watch
-from tests.server.test_metrics import Told
+from ballast.server.access.keys import ApiKeys, Guard
+from ballast.server.observe.request_watch import Watch
+from tests.server.observe.test_metrics import Told
 
-KEYS = Keys(ServerSettings(keys=(KeySettings(name="one", key="sk-one"),)))
+KEYS = ApiKeys(ServerSettings(keys=(KeySettings(name="one", key="sk-one"),)))
 
 
 def post(path: str, **headers: str) -> httpx.Response:

@@ -1,0 +1,89 @@
+"""Reports of several devices as one, of all that they have together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+from ballast.core.report import DeviceReport, ModelReport
+from ballast.core.view import Residency
+
+_NEAREST = (
+    Residency.RESIDENT,
+    Residency.ACTIVATING,
+    Residency.EVICTING,
+    Residency.ABSENT,
+    Residency.FAILED,
+)
+"""Of a model that is on several devices, the first of these that it is anywhere."""
+
+
+def combined(reports: Sequence[DeviceReport]) -> DeviceReport:
+    """One report of at least one device; pages are counted in the smallest of theirs.
+
+    A model that several devices serve is one whose numbers are sums.
+    """
+    if len(reports) == 1:
+        return reports[0]
+    page = min(r.page_bytes for r in reports)
+    scaled = [_in_pages(r, page) for r in reports]
+    models: dict[str, ModelReport] = {}
+    owners: Counter[str] = Counter()
+    borrowed: Counter[str] = Counter()
+    for report in scaled:
+        owners.update(report.owners)
+        borrowed.update(report.borrowed)
+        for model in report.models:
+            known = models.get(model.name)
+            models[model.name] = model if known is None else _sum(known, model)
+    return DeviceReport(
+        device=", ".join(r.device for r in scaled),
+        now=max(r.now for r in scaled),
+        page_bytes=page,
+        total=sum(r.total for r in scaled),
+        free=sum(r.free for r in scaled),
+        reclaiming=sum(r.reclaiming for r in scaled),
+        owners=dict(owners),
+        models=tuple(models.values()),
+        jobs=sum(r.jobs for r in scaled),
+        draining=all(r.draining for r in scaled),
+        borrowed=dict(borrowed),
+    )
+
+
+def _in_pages(report: DeviceReport, page_bytes: int) -> DeviceReport:
+    """In smaller pages: all sizes are powers of two."""
+    times = report.page_bytes // page_bytes
+    if times == 1:
+        return report
+    return replace(
+        report,
+        page_bytes=page_bytes,
+        total=report.total * times,
+        free=report.free * times,
+        reclaiming=report.reclaiming * times,
+        owners={owner: n * times for owner, n in report.owners.items()},
+        borrowed={lender: n * times for lender, n in report.borrowed.items()},
+        models=tuple(
+            replace(
+                m,
+                weight_pages=m.weight_pages * times,
+                kv_pages=m.kv_pages * times,
+                cached_pages=m.cached_pages * times,
+                borrowed_pages=m.borrowed_pages * times,
+                lent_pages=m.lent_pages * times,
+            )
+            for m in report.models
+        ),
+    )
+
+
+def _sum(a: ModelReport, b: ModelReport) -> ModelReport:
+    nearest = min((a.residency, b.residency), key=lambda r: _NEAREST.index(Residency(r)))
+    counts = {
+        f.name: getattr(a, f.name) + getattr(b, f.name)
+        for f in fields(ModelReport)
+        if f.name not in ("name", "residency")
+    }
+    return ModelReport(name=a.name, residency=nearest, **counts)

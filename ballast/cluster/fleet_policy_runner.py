@@ -1,0 +1,156 @@
+"""Has the fleet's policy decide, while a server runs, which devices serve which models."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from ballast.cluster.device import RemoteDevice
+from ballast.cluster.fleet import FleetBook
+from ballast.cluster.placing import need_of
+from ballast.core.actions import Activate
+from ballast.core.command import Remove
+from ballast.core.errors import Unavailable
+from ballast.core.fleet import FleetAction, Need, Place, Room
+from ballast.core.model import ModelSpec
+from ballast.core.settings import FleetSettings
+from ballast.policy.base import FleetPolicy
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+"""How often it is seen whether a model's last request on a device has ended."""
+LEAVING_SECONDS = 30.0
+"""For a model without open requests to leave a device."""
+
+
+class PolicyHost(Protocol):
+    """What there is to decide about; `ballast.cluster.controller.Controller` is one."""
+
+    @property
+    def fleet(self) -> FleetSettings: ...
+
+    @property
+    def specs(self) -> Mapping[str, ModelSpec]: ...
+
+    @property
+    def devices(self) -> Mapping[str, RemoteDevice]: ...
+
+    @property
+    def changing(self) -> asyncio.Lock: ...
+
+    async def migrate(self, device: RemoteDevice, model: str) -> int: ...
+
+    def decided(self, device: RemoteDevice | None, moment: float, what: dict[str, Any]) -> None: ...
+
+
+class FleetPolicyRunner:
+    """One task; `run` it. Models whose devices the operator has named stay.
+
+    Actions carry the epoch in which they were decided, and are refused in another: meanwhile an
+    operator's order has changed who serves what.
+    """
+
+    def __init__(self, host: PolicyHost, policy: FleetPolicy) -> None:
+        rooms = [Room(d.name, d.fleet.device.budget_bytes) for d in host.devices.values()]
+        self._host = host
+        self._book = FleetBook(self._homes(), self._needs(), rooms, policy)
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            try:
+                await self._leave()
+                if self._book.wake_at is not None and clock() >= self._book.wake_at:
+                    await self.decide(clock())
+            except Exception:  # requests are answered wherever models are
+                log.exception("the placement is not followed for now")
+            due = POLL_SECONDS if self._book.wake_at is None else self._book.wake_at - clock()
+            await asyncio.sleep(min(POLL_SECONDS, max(0.01, due)))
+
+    async def decide(self, now: float) -> None:
+        """Ask the policy, and do what it says."""
+        self._book.follow(self._homes(), self._needs())
+        epoch = self._book.epoch
+        devices = [d for d in self._host.devices.values() if d.down is None and not d.cordoned]
+        reports = {d.name: d.report for d in devices if d.report is not None}
+        for action in self._book.decide(now, reports):
+            async with self._host.changing:
+                refused = await self._do(action, epoch)
+            self._tell(now, action, epoch, refused)
+            if refused is None:
+                self._book.settle(action)
+                epoch += 1
+
+    def _homes(self) -> dict[str, list[str]]:
+        """By model whose devices the operator has not named, those that take its requests."""
+        named = {m.name for m in self._host.fleet.models if m.devices}
+        return {
+            model: [d.name for d in self._host.devices.values() if d.takes(model)]
+            for model in self._host.specs
+            if model not in named
+        }
+
+    def _needs(self) -> list[Need]:
+        """What each of them asks of a device."""
+        devices = [device for device, _ in self._host.fleet.devices.values()]
+        return [need_of(self._host.specs[model], devices, {}) for model in self._homes()]
+
+    async def _do(self, action: FleetAction, epoch: int) -> str | None:
+        """Why it was not done, if it was not."""
+        self._book.follow(self._homes(), self._needs())
+        if epoch != self._book.epoch:
+            return f"it was decided in epoch {epoch}, and this is {self._book.epoch}"
+        objection = self._book.objection(action)
+        if objection is not None:
+            return objection
+        device = self._host.devices[action.device]
+        if not isinstance(action, Place):
+            device.leaving.add(action.model)
+            return None
+        settings = next(m for m in self._host.fleet.models if m.name == action.model)
+        try:
+            outcome = await device.join(settings)
+            if outcome.code is None and action.activate:
+                await device.command(Activate(action.model, action.why))
+        except Unavailable as error:
+            return str(error)
+        return None if outcome.code is None else outcome.reason
+
+    async def _leave(self) -> None:
+        """Take models from devices that get no more of their requests: those that run go on at
+        others with their KV, and what cannot be moved ends where it is."""
+        async with self._host.changing:
+            for device in self._host.devices.values():
+                for model in sorted(device.leaving & device.specs.keys()):
+                    others = [d for d in self._host.devices.values() if d is not device]
+                    if not any(d.takes(model) and d.lost is None for d in others):
+                        device.leaving.discard(model)  # nobody else can serve it by now
+                        continue
+                    await self._host.migrate(device, model)
+                    here = device.specs.get(model)
+                    if here and device.down is None and not device.requests.of(here):
+                        await self._remove(device, model)
+
+    async def _remove(self, device: RemoteDevice, model: str) -> None:
+        outcome = await device.command(Remove(model, LEAVING_SECONDS))
+        if outcome.code is not None:
+            log.warning("%s stays on %s: %s", model, device.name, outcome.reason)
+            device.leaving.discard(model)
+
+    def _tell(self, now: float, action: FleetAction, epoch: int, refused: str | None) -> None:
+        what = {
+            "action": type(action).__name__,
+            "model": action.model,
+            "device": action.device,
+            "why": action.why,
+            "by": "the fleet's policy",
+            "epoch": epoch,
+        }
+        if refused is not None:
+            what["refused"] = refused
+        log.info("%s %s: %s", what["action"], action.model, refused or action.device)
+        self._host.decided(None, now, what)

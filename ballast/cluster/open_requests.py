@@ -1,0 +1,319 @@
+"""The open requests of one device: sent to its worker or waiting for one, and told on.
+
+Those that may have killed workers twice are sent alone (`suspicion`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from ballast.cluster.fairness import chosen
+from ballast.cluster.output_stream import OpenRequest
+from ballast.cluster.suspicion import Suspicions
+from ballast.core.errors import BrokenPromise
+from ballast.core.event import Cancelled, Failed, Finished, Output, TokenOut
+from ballast.core.model import ModelSpec
+from ballast.transport.messages import Flow, Submit, ToWorker, Withdraw
+
+log = logging.getLogger(__name__)
+
+POISON = "poison"
+"""Code of `Failed` for a request that killed workers, the last of them alone."""
+
+
+class OpenRequests:
+    """In order of arrival; as a collection, their ids."""
+
+    def __init__(
+        self,
+        suspicions: Suspicions,
+        queue_of: Callable[[str], tuple[ModelSpec, ModelSpec] | None],
+        began: Callable[[str], object] = lambda request_id: None,
+    ) -> None:
+        """`queue_of`: a model or adapter by its name, and its base; None: it is not known. `began`
+        hears of each request once this device has told a token of it, and has a block of its KV."""
+        self._suspicions = suspicions
+        self._queue_of = queue_of
+        self._began = began
+        self._open: dict[str, OpenRequest] = {}
+        self._silent: Counter[str] = Counter()
+        """Of them, by model, those without a token yet."""
+        self._alone: str | None = None
+        """The suspect that has the worker to itself."""
+        self._send: Callable[[ToWorker], None] | None = None
+        """To the worker, while there is one."""
+        self._paused = False
+        self._changed = False
+        """Something may be sent that was not there, or might not be sent, before."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._open)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    @property
+    def holding(self) -> bool:
+        """Whether a new request has to wait here."""
+        return self._send is None or self._alone is not None
+
+    @property
+    def sent(self) -> list[str]:
+        """Ids of those that the worker has."""
+        return [r.submission.id for r in self._open.values() if r.sent]
+
+    def get(self, request_id: str) -> OpenRequest | None:
+        return self._open.get(request_id)
+
+    def of(self, base: ModelSpec) -> int:
+        """Requests of a model and its adapters."""
+        names = {s.name for s in base.served}
+        return sum(r.submission.model in names for r in self._open.values())
+
+    def silent(self, base: ModelSpec) -> int:
+        """Requests of a model and its adapters without a token yet."""
+        return sum(self._silent[s.name] for s in base.served)
+
+    def take(self, requests: Iterable[OpenRequest]) -> None:
+        """More of them: new ones, or those of a device whose worker died."""
+        for request in requests:
+            request.sent = request.begun = request.departing = False
+            self._changed = True
+            self._open[request.submission.id] = request
+            self._silent[request.submission.model] += not request.told
+            if self.holding and not request.accepted:
+                self._hold(request)
+        self.dispatch()
+
+    def let_go(self, request_ids: Iterable[str]) -> list[OpenRequest]:
+        """These are another device's from now on. No worker may have them."""
+        gone = [self._open.pop(i) for i in request_ids]
+        for request in gone:
+            request.stay()
+            self._silent[request.submission.model] -= not request.told
+        return gone
+
+    def hand_over(self, base: ModelSpec) -> list[OpenRequest]:
+        """A model's requests are another device's from now on: the worker ends those that it has,
+        and what it still says of them is dropped. A suspect stays."""
+        names = {s.name for s in base.served}
+        ids = [
+            i
+            for i, r in self._open.items()
+            if r.submission.model in names and not self._suspicions.suspect(i)
+        ]
+        sent = tuple(i for i in ids if self._open[i].sent)
+        gone = self.let_go(ids)
+        if sent and self._send is not None:
+            self._send(Withdraw(sent))
+        self._changed = True
+        self.dispatch()
+        return gone
+
+    def running(self, base: ModelSpec) -> list[str]:
+        """Ids of a model's requests that the worker has and may be going on with, but suspects."""
+        names = {s.name for s in base.served}
+        return [
+            i
+            for i, r in self._open.items()
+            if r.submission.model in names
+            and r.sent
+            and not r.paused
+            and not self._suspicions.suspect(i)
+        ]
+
+    def movable(self, in_flight: Iterable[str]) -> list[OpenRequest]:
+        """Those that another device may have: none that may be what kills workers."""
+        kept = set(in_flight)
+        return [
+            r
+            for i, r in self._open.items()
+            if i not in kept and not r.sent and not self._suspicions.suspect(i)
+        ]
+
+    def withdraw(self, request_ids: Iterable[str]) -> None:
+        """Nobody waits for these any more; what is still said of them is dropped."""
+        ended = [self._close(i) for i in request_ids if i in self._open]
+        sent = tuple(r.submission.id for r in ended if r.sent)
+        if sent and self._send is not None:
+            self._send(Withdraw(sent))
+        self.dispatch()
+
+    def pace(self, request_ids: Iterable[str], paused: bool) -> None:
+        """Pause requests, or resume them. A suspect is not paused: all others wait for its end."""
+        requests = [self._open[i] for i in request_ids if i in self._open]
+        if paused:
+            requests = [r for r in requests if not self._suspicions.suspect(r.submission.id)]
+        requests = [r for r in requests if r.paused != paused]
+        for request in requests:
+            request.paused = paused
+            self._changed = True
+        sent = tuple(r.submission.id for r in requests if r.sent)
+        if sent and self._send is not None:
+            self._send(Flow(paused=sent) if paused else Flow(resumed=sent))
+        self.dispatch()
+
+    def fail_all(self, code: str, reason: str) -> None:
+        """End all of them with an error, and tell the device so."""
+        ended = list(self._open.values())
+        self.withdraw(list(self._open))
+        for request in ended:
+            request.stream.put(Failed(request.submission.id, code, reason))
+
+    def serve(self, send: Callable[[ToWorker], None]) -> None:
+        """There is a worker from now on."""
+        self._send = send
+        self._changed = True
+        self.dispatch()
+
+    def mourn(self, recorded: Iterable[str]) -> list[str]:
+        """The worker has died; `recorded` ids were in its job, if any are known.
+
+        Those in flight are returned and remembered; one that was alone has done it, and fails.
+        """
+        self._send = None
+        in_flight = [i for i in (list(recorded) or self.sent) if i in self._open]
+        for request in self._open.values():
+            request.sent = request.begun = request.departing = False
+        self._judge(in_flight)
+        for id, request in self._open.items():  # who is a suspect may have changed
+            request.paused = request.stream.paused and not self._suspicions.suspect(id)
+        return in_flight
+
+    def pause(self) -> None:
+        """No worker gets any more of them; those that it has go on."""
+        self._paused = True
+
+    def dispatch(self) -> None:
+        """Send what may be sent: one suspect alone, or else all that keys have a share for."""
+        if self._send is None or self._paused or not self._changed:
+            return
+        if self._alone is not None and self._alone in self._open:
+            return
+        self._changed = False
+        waiting = [r for r in self._open.values() if not r.sent and not r.paused]
+        suspects = [r for r in waiting if self._suspicions.suspect(r.submission.id)]
+        self._alone = None
+        if suspects:  # the likeliest culprit came last
+            waiting = suspects[-1:]
+            self._alone = waiting[0].submission.id
+            log.warning("%s runs alone: it was in flight at two crashes", self._alone)
+        else:
+            waiting = self._fair(waiting)
+        if waiting:
+            self._send(Submit.of(r.to_send() for r in waiting))
+
+    def deliver(self, output: Output) -> None:
+        """Tell the client what the worker said."""
+        request = self._open.get(output.request_id)
+        if request is None or (request.departing and isinstance(output, Cancelled)):
+            return  # withdrawn meanwhile, or about to go on elsewhere
+        try:
+            news = request.news(output)
+        except BrokenPromise as error:
+            log.error("%s", error)
+            self.withdraw([output.request_id])
+            request.stream.put(Failed(output.request_id, "internal_error", str(error)))
+            return
+        if news is None:
+            return
+        if len(request.told) == 1 and isinstance(news, TokenOut):
+            self._silent[request.submission.model] -= 1
+        if isinstance(output, Finished | Failed | Cancelled):
+            self._close(output.request_id)
+        request.stream.put(news)
+        if not request.begun and isinstance(news, TokenOut) and self._has_block(request):
+            request.begun = True
+            self._began(output.request_id)
+
+    def _has_block(self, request: OpenRequest) -> bool:
+        """Whether the KV of all tokens but the last is a block or more."""
+        queue = self._queue_of(request.submission.model)
+        tokens = len(request.submission.prompt) + len(request.told) - 1
+        return queue is None or tokens >= queue[1].block_tokens
+
+    def _fair(self, waiting: Sequence[OpenRequest]) -> list[OpenRequest]:
+        """Of those that wait to be sent: all that are of no key, and what others have shares for.
+        What is left waits for no longer than its model allows."""
+        bases: dict[str, ModelSpec] = {}
+        by_base: defaultdict[str, list[OpenRequest]] = defaultdict(list)
+        found = []
+        for request in waiting:
+            queue = self._queue_of(request.submission.model) if request.key else None
+            if queue is None:
+                found.append(request)
+                continue
+            spec, base = queue
+            bases[base.name] = base
+            by_base[base.name].append(request)
+            if spec.queue_seconds is not None and request.fresh and request.expiry is None:
+                wait = asyncio.get_running_loop().call_later
+                request.expiry = wait(spec.queue_seconds, self._expire, request.submission.id)
+        for name, requests in by_base.items():
+            at_worker = self._at_worker(bases[name])
+            found += chosen(requests, at_worker, bases[name].max_running)
+        return found
+
+    def _at_worker(self, base: ModelSpec) -> Counter[str]:
+        """Count the requests of each key that take a place of a model at the worker.
+
+        Paused ones take none, up to as many as can run: a key that had any number of them could
+        have all resumed at once, before what others ask meanwhile.
+        """
+        served = {s.name for s in base.served}
+        active: Counter[str] = Counter()
+        paused: Counter[str] = Counter()
+        for request in self._open.values():
+            if request.sent and request.submission.model in served:
+                (paused if request.paused else active)[request.key] += 1
+        for key, n in paused.items():
+            active[key] += max(0, n - base.max_running)
+        return active
+
+    def _expire(self, request_id: str) -> None:
+        """A request that has waited here for as long as its model allows fails."""
+        request = self._open.get(request_id)
+        if request is not None and request.fresh:
+            reason = "it was not admitted in the time that its model gives requests to wait"
+            self._fail(request, "queue_timeout", reason)
+
+    def _hold(self, request: OpenRequest) -> None:
+        """Accept a request that cannot be sent now, within its model's limit of waiting ones."""
+        model = request.submission.model
+        queue = self._queue_of(model)
+        most = None if queue is None else queue[0].max_waiting
+        held = sum(r.fresh and r.submission.model == model for r in self._open.values())
+        if most is not None and held > most:
+            self._fail(request, "queue_full", f"{most} requests of {model!r} wait already")
+        request.accepted = True
+
+    def _judge(self, in_flight: Sequence[str]) -> None:
+        alone, self._alone = self._alone, None
+        self._suspicions.crashed(in_flight)
+        if alone is None or alone not in in_flight:
+            return
+        log.error("%s kills workers; it fails", alone)
+        self._suspicions.convict(alone)
+        reason = "the worker died whenever this request ran, the last time with nothing beside it"
+        self._fail(self._open[alone], POISON, reason)
+
+    def _fail(self, request: OpenRequest, code: str, reason: str) -> None:
+        """A request that no worker has ends with an error."""
+        self._close(request.submission.id)
+        request.stream.put(Failed(request.submission.id, code, reason))
+
+    def _close(self, request_id: str) -> OpenRequest:
+        request = self._open.pop(request_id)
+        self._changed = True
+        request.stay()
+        if not request.told:
+            self._silent[request.submission.model] -= 1
+        request.stream.open.discard(request_id)
+        self._suspicions.forget(request_id)
+        return request

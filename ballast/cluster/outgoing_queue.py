@@ -1,0 +1,49 @@
+"""What a worker has to say, from all its threads, in the order in which they said it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+
+from ballast.core.event import Output
+from ballast.transport.messages import Outputs, ToServer
+
+
+class OutgoingQueue:
+    """What is to be sent: put in by any thread without waiting, taken out by the main thread."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[ToServer | list[Output]] = queue.SimpleQueue()
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable when something was put in."""
+
+    def put(self, item: ToServer | list[Output]) -> None:
+        self._queue.put(item)
+        self.wake()
+
+    def wake(self) -> None:
+        """Have the main thread look around."""
+        os.eventfd_write(self.fd, 1)
+
+    def take(self) -> list[ToServer]:
+        """All there is, in order; neighbouring outputs in one message."""
+        with contextlib.suppress(BlockingIOError):  # nothing was put in since the last time
+            os.eventfd_read(self.fd)
+        messages: list[ToServer] = []
+        outputs: list[Output] = []
+        while True:
+            try:
+                item = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if isinstance(item, list):
+                outputs += item
+                continue
+            if outputs:
+                messages.append(Outputs.of(outputs))
+                outputs = []
+            messages.append(item)
+        if outputs:
+            messages.append(Outputs.of(outputs))
+        return messages

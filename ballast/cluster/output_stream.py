@@ -1,0 +1,212 @@
+"""The outputs of one client's requests, and the book of each request until it has ended.
+
+What a client does not read is bounded: a stream that holds too much has its requests paused, and
+resumed when it has been read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ballast.core.errors import BrokenPromise
+from ballast.core.event import Embedded, Output, PromptScores, TokenOut
+from ballast.core.request import Submission
+
+MOST_UNREAD, MOST_UNREAD_EACH = 1024, 64
+"""Units (`size`) that a stream holds before its requests are paused: so many, and for each of them
+so many more. A unit takes some 150 bytes here, and as JSON."""
+UNITS_PER_TAKE = 256
+"""Units that are read at a time; the last output may go beyond."""
+
+
+def size(output: Output) -> int:
+    """Units of an output: a token, or a likely alternative to one, has one."""
+    match output:
+        case TokenOut():
+            return 1 + len(output.top)
+        case PromptScores():
+            return len(output.logprobs) + sum(map(len, output.top))
+        case Embedded():
+            return 1 + len(output.values) // 128
+        case _:
+            return 1
+
+
+class OutputStream:
+    """The outputs of one client's requests, in order. One reader.
+
+    It holds at most `most` units, and what its requests bring before they are paused: the outputs
+    of the steps in flight, and of messages under way.
+    """
+
+    def __init__(
+        self,
+        request_ids: Iterable[str],
+        withdraw: Callable[[Sequence[str]], None],
+        pace: Callable[[Sequence[str], bool], None],
+    ) -> None:
+        """`pace(ids, paused)` has requests paused, or resumed."""
+        self._withdraw = withdraw
+        self._pace = pace
+        self.open = set(request_ids)
+        """Requests that have not ended."""
+        self.most = MOST_UNREAD + MOST_UNREAD_EACH * len(self.open)
+        self.unread = 0
+        """Units that it holds."""
+        self.paused = False
+        """From the moment that it holds more than `most`, until it holds less than a quarter."""
+        self._outputs: deque[Output] = deque()
+        self._reader: asyncio.Future[None] | None = None
+        """Of whoever waits for one."""
+
+    @property
+    def more(self) -> bool:
+        """Whether `take` will have something."""
+        return bool(self.open or self._outputs)
+
+    async def take(self, patience: float | None = None) -> list[Output]:
+        """Return the next outputs, of `UNITS_PER_TAKE` units at most. Waits for one (for ever,
+        where there is no `more`), but at most `patience` seconds: then there are none."""
+        if not self._outputs:
+            await self._one(patience)
+        if self.unread <= UNITS_PER_TAKE:
+            outputs, self.unread = [*self._outputs], 0
+            self._outputs.clear()
+        else:
+            outputs, left = [], UNITS_PER_TAKE
+            while left > 0:
+                outputs.append(self._outputs.popleft())
+                left -= size(outputs[-1])
+            self.unread -= UNITS_PER_TAKE - left
+        if self.paused and self.unread < self.most / 4:
+            self.paused = False
+            self._pace([*self.open], False)
+        return outputs
+
+    async def _one(self, patience: float | None) -> None:
+        # For every token of a stream: `asyncio.timeout` would take longer than all the rest.
+        loop = asyncio.get_running_loop()
+        reader = self._reader = loop.create_future()
+        timer = None if patience is None else loop.call_later(patience, _wake, reader)
+        try:
+            await reader
+        finally:
+            self._reader = None
+            if timer is not None:
+                timer.cancel()
+
+    def put(self, output: Output) -> None:
+        """By the controller only."""
+        self._outputs.append(output)
+        self.unread += size(output)
+        if self.unread > self.most and not self.paused:
+            self.paused = True
+            self._pace([*self.open], True)
+        if self._reader is not None:
+            _wake(self._reader)
+
+    def withdraw(self, request_id: str) -> None:
+        """Want no more of one request; its memory is freed at the end of the step in flight."""
+        if request_id in self.open:
+            self._withdraw([request_id])
+
+    def close(self) -> None:
+        """Want no more of any."""
+        self._withdraw(list(self.open))
+
+
+def _wake(reader: asyncio.Future[None]) -> None:
+    if not reader.done():
+        reader.set_result(None)
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """A request until its end: enough to start it anew in another worker."""
+
+    submission: Submission
+    stream: OutputStream
+    key: str = ""
+    """The API key that it is of, where keys have fair shares of the worker; else empty."""
+    sent: bool = False
+    """The present worker has it."""
+    begun: bool = False
+    """The present device has told a token of it, and has a block of its KV."""
+    departing: bool = False
+    """The present worker is to end it, as it goes on elsewhere; its client is not told of that."""
+    paused: bool = False
+    """Its client does not read: no worker gets it, and one that has it sets it aside."""
+    fresh: bool = True
+    """No worker has had it."""
+    accepted: bool = False
+    """No queue limit may refuse it any more."""
+    arrived: float = field(default_factory=time.monotonic)
+    """When it was asked for, on this process's clock."""
+    first_token: float | None = None
+    """When its client got its first token, on the same clock."""
+    told: list[int] = field(default_factory=list)
+    """Output tokens that the client has."""
+    expiry: asyncio.TimerHandle | None = None
+    """When it fails, if it has not been sent."""
+    scored: int = 0
+    """Positions of the prompt whose scores the client has, or that have none."""
+    embedded: bool = False
+
+    def stay(self) -> None:
+        """It does not fail for having waited here too long."""
+        if self.expiry is not None:
+            self.expiry.cancel()
+            self.expiry = None
+
+    def to_send(self) -> Submission:
+        """For the present worker, which goes on after what the client has."""
+        submission = self.submission
+        if self.accepted:
+            now = time.monotonic()
+            submission = replace(
+                submission,
+                resumed=tuple(self.told),
+                age=now - self.arrived,
+                first_token_age=None if self.first_token is None else now - self.first_token,
+            )
+        self.sent, self.fresh, self.accepted = True, False, True
+        self.stay()
+        return submission
+
+    def news(self, output: Output) -> Output | None:
+        """What of `output` the client does not have yet. Raises BrokenPromise for a gap."""
+        match output:
+            case TokenOut():
+                if output.index < len(self.told):
+                    return None
+                if output.index > len(self.told):
+                    raise BrokenPromise(
+                        f"token {output.index} of {output.request_id} came after {len(self.told)}"
+                    )
+                self.told.append(output.token)
+                if self.first_token is None:
+                    self.first_token = time.monotonic()
+            case PromptScores():
+                end = output.start + len(output.logprobs)
+                known = max(0, min(self.scored, end) - output.start)
+                self.scored = max(self.scored, end)
+                if known == len(output.logprobs) > 0:
+                    return None
+                if known:
+                    return replace(
+                        output,
+                        start=output.start + known,
+                        logprobs=output.logprobs[known:],
+                        top=output.top[known:],
+                    )
+            case Embedded():
+                if self.embedded:
+                    return None
+                self.embedded = True
+            case _:
+                pass
+        return output

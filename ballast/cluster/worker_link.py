@@ -1,0 +1,31 @@
+"""A worker process as its controller uses it: the protocol of `ballast.cluster.local`."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ballast.core.settings import FleetSettings
+from ballast.transport.messages import Ready, ToServer, ToWorker
+
+
+class WorkerLink(Protocol):
+    """A worker as its controller sees it; `ballast.cluster.local.LocalWorker` is one."""
+
+    @property
+    def waits(self) -> bool: ...
+
+    async def prepare(self) -> None: ...
+
+    async def start(self, fleet: FleetSettings) -> Ready: ...
+
+    def send(self, message: ToWorker) -> None: ...
+
+    async def receive(self) -> ToServer | None: ...
+
+    def kill(self, why: str) -> None: ...
+
+    def epitaph(self) -> str: ...
+
+    def in_flight(self) -> frozenset[str]: ...
+
+    async def close(self, patience: float = 0.0) -> None: ...

@@ -1,0 +1,228 @@
+"""Bounds what is open and held: requests, their bodies, and the time that a body takes to come."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ballast.core.settings import ServerSettings
+from ballast.server.access.fair_shares import FairShares
+from ballast.server.access.keys import FREE
+from ballast.server.access.quotas import KeyQuotas
+from ballast.server.http import request_context
+from ballast.server.http.bodies import MOST_WEIGHT, SMALL_BYTES, WEIGHT_BYTES, replayed, weigh
+from ballast.server.http.faults import Fault
+
+BODY_SECONDS = 60.0
+"""For a request's body to arrive; a slower client is sent away (408)."""
+BODIES_HELD = 32
+"""All bodies of open requests together may be so many times as long as the longest one. The first
+`SMALL_BYTES` of each do not count: `most_open` bounds them, and no large body shuts a small one
+out."""
+LINGER_SECONDS = 2.0
+"""A client that is refused while it still sends is listened to for so long: closing at once
+would reset the connection, and with it the answer that is on its way."""
+_WITH_BODY = ("POST", "PATCH")
+
+
+class Gate:
+    """ASGI middleware. Requests that generate also pass the server's and their key's limits.
+
+    `most_weight`: of one body (`bodies.weight`). Where there are several keys, each has a fair
+    share of the requests that may be open, and of the memory for bodies.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: Callable[[], ServerSettings],
+        quotas: KeyQuotas,
+        body_seconds: float = BODY_SECONDS,
+        most_weight: Callable[[], int] = lambda: MOST_WEIGHT,
+    ) -> None:
+        self._app = app
+        self._settings = settings
+        self._quotas = quotas
+        self._body_seconds = body_seconds
+        self._most_weight = most_weight
+        self._bodies = FairShares()
+        """Bytes of memory, by key."""
+        self._open = FairShares()
+        """Generating requests whose response is not complete, by key."""
+        self.crowded: Callable[[], bool] = lambda: False
+        """Whether there are more connections than there may be."""
+        self.draining = False
+        self.idle = asyncio.Event()
+        """Set while none is open."""
+        self.idle.set()
+
+    @property
+    def open(self) -> int:
+        """Generating requests whose response is not complete."""
+        return self._open.total
+
+    @property
+    def held(self) -> Mapping[str, int]:
+        """Bytes of memory that bodies of open requests take, by key."""
+        return self._bodies.held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in FREE or scope["method"] not in _WITH_BODY:
+            # What a client sends as a body is not read: nothing can be held, nothing waited for.
+            await self._app(scope, replayed(b"", receive), send)
+            return
+        if not generates(scope):
+            await self._bounded(scope, receive, send)
+            return
+        send = self._with_quota_headers(send)
+        try:
+            with self._admitted():
+                await self._bounded(scope, receive, send)
+        except Fault as fault:  # of this gate: the routes answer theirs
+            await _send_away(fault, scope, receive, send)
+
+    @contextlib.contextmanager
+    def _admitted(self) -> Iterator[None]:
+        """Count a request that generates while it is open. Raises Fault where one is too many."""
+        caller = request_context.current().caller
+        if self.draining:
+            why = "the server is draining; it takes no new requests"
+            raise Fault(503, why, "unavailable")
+        if not self._open.fits(caller.name, 1, self._settings().most_open, divided=self._divided):
+            raise Fault(429, f"{self.open} requests are open, {self._share_of_all}", "overloaded")
+        if self.crowded():
+            raise Fault(429, "more connections are open than there may be", "overloaded")
+        with self._quotas.request(caller.key):
+            self._open.hold(caller.name, 1)
+            self.idle.clear()
+            try:
+                yield
+            finally:
+                self._open.hold(caller.name, -1)
+                if self.open == 0:
+                    self.idle.set()
+
+    async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body, within bounds, and hand it on whole."""
+        refused: Fault | None = None
+        with self._holding() as hold:
+            try:
+                body = await self._read(_announced(scope), receive, hold)
+            except Fault as fault:
+                refused = fault
+            else:
+                if body is not None:
+                    request_context.current().body_bytes = len(body)
+                    await self._app(scope, replayed(body, receive), send)
+        if refused is not None:
+            await _send_away(refused, scope, receive, send)
+
+    async def _read(
+        self, announced: int, receive: Receive, hold: Callable[[int], None]
+    ) -> bytes | None:
+        """Read the body; None if the client leaves. Raises Fault where it is too long, too slow or
+        has too many values."""
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._body_seconds):
+                self._check_length(announced)
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    body += message.get("body", b"")
+                    self._check_length(len(body))
+                    hold(len(body))
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            why = f"the body did not arrive within {self._body_seconds:g} seconds"
+            raise Fault(408, why, "request_timeout") from None
+        whole, most = bytes(body), self._most_weight()
+        found = await weigh(whole, most)
+        if found > most:
+            raise Fault(413, "the body has more values than any request needs", "body_too_large")
+        hold(len(whole) + WEIGHT_BYTES * found)
+        return whole
+
+    def _check_length(self, size: int) -> None:
+        """Raises Fault if no body may be so long."""
+        most = self._settings().most_body_bytes
+        if size > most:
+            raise Fault(413, f"the body is longer than {most} bytes", "body_too_large")
+
+    @contextlib.contextmanager
+    def _holding(self) -> Iterator[Callable[[int], None]]:
+        """A function that takes what one body needs, in bytes, as far as that is known by now; it
+        raises Fault where there is no room. All is given back at the end."""
+        name, held = request_context.current().caller.name, 0
+
+        def hold(needed: int) -> None:
+            nonlocal held
+            more = max(0, needed - SMALL_BYTES) - held
+            capacity = BODIES_HELD * self._settings().most_body_bytes
+            if more > 0 and not self._bodies.fits(name, more, capacity, divided=self._divided):
+                why = f"the open requests' bodies are as long as may be, {self._share_of_all}"
+                raise Fault(429, why, "overloaded")
+            self._bodies.hold(name, more)
+            held += more
+
+        try:
+            yield hold
+        finally:
+            self._bodies.hold(name, -held)
+
+    @property
+    def _divided(self) -> bool:
+        return self._settings().several_keys
+
+    @property
+    def _share_of_all(self) -> str:
+        return "or this key's share of them" if self._divided else "the most there may be"
+
+    def _with_quota_headers(self, send: Send) -> Send:
+        """`send` that adds what is left of the key's quota."""
+        key = request_context.current().caller.key
+        if key is None:
+            return send
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [*message.get("headers", ()), *self._quotas.headers(key)]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        return sending
+
+
+def generates(scope: Scope) -> bool:
+    """Whether a request makes models or tokenizers work."""
+    path = scope["path"]
+    return scope["method"] == "POST" and path != "/admin" and not path.startswith("/admin/")
+
+
+def _announced(scope: Scope) -> int:
+    """Bytes of the body, as far as the client said."""
+    length = dict(scope["headers"]).get(b"content-length", b"")
+    return int(length) if length.isdigit() else 0
+
+
+async def _send_away(fault: Fault, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a client that may still be sending, and close its connection."""
+    response = fault.response()
+    response.headers["connection"] = "close"
+
+    async def unfinished(message: Message) -> None:
+        is_body = message["type"] == "http.response.body"
+        await send({**message, "more_body": True} if is_body else message)
+
+    await response(scope, receive, unfinished)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            while (message := await receive())["type"] == "http.request":
+                if not message.get("more_body", False):
+                    break
+    await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,127 @@
+"""API keys: who a request is from, and whether its route is open to them."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Iterable
+from hashlib import sha256
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ballast.core.settings import ServerSettings
+from ballast.server.http import request_context
+from ballast.server.http.faults import Fault
+from ballast.server.http.request_context import ANYONE, STRANGER, Caller
+
+log = logging.getLogger(__name__)
+
+FREE = ("/live", "/health")
+"""Open to all: probes have no keys."""
+_OF_ALL = ("/metrics", "/admin/state")
+"""Closed to keys that may not know of all models."""
+_READING = ("GET", "HEAD")
+
+
+class ApiKeys:
+    """The keys of the server, as digests."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.replace(settings)
+
+    def replace(self, settings: ServerSettings) -> None:
+        """Other keys from the next request on."""
+        apart = settings.several_keys
+        known = [(_digest(key.key.encode()), Caller(key, apart=apart)) for key in settings.keys]
+        self._asked = bool(known)
+        self._admin = settings.admin_key is not None
+        if settings.admin_key is not None:
+            known.append((_digest(settings.admin_key.encode()), Caller(admin=True)))
+        self._known = tuple(known)
+
+    @property
+    def asked(self) -> bool:
+        """Whether generating needs a key."""
+        return self._asked
+
+    def caller(self, presented: bytes | None) -> Caller:
+        """Whose key it is. As slow for a wrong key as for a right one, whichever it is."""
+        found = STRANGER if self._asked else ANYONE
+        if presented is not None:
+            digest = _digest(presented)
+            for known, caller in self._known:
+                if hmac.compare_digest(known, digest):
+                    found = caller
+        return found
+
+    def check(self, caller: Caller, method: str, path: str) -> None:
+        """Raises Fault where the route is not open to the caller."""
+        if path in FREE:
+            return
+        if path in _OF_ALL and caller.key is not None and caller.key.models is not None:
+            raise Fault(403, f"{path} is of all models, and this key is not", "forbidden")
+        if path == "/admin" or path.startswith("/admin/"):
+            self._check_admin(caller, method, path)
+        elif not caller.known:
+            raise _unauthorized("an API key is needed")
+        elif self._asked and caller.admin and method not in _READING:
+            raise Fault(403, "the admin key only reads here: use an API key", "forbidden")
+
+    def _check_admin(self, caller: Caller, method: str, path: str) -> None:
+        if self._admin:
+            if caller.admin:
+                return
+            if caller.key is not None:
+                raise Fault(403, "this needs the admin key", "forbidden")
+            raise _unauthorized("the admin key is needed")
+        if not (path == "/admin/state" and method in _READING):
+            why = "no admin key is configured, so there are no admin routes"
+            raise Fault(404, f"{method} {path:.200}: {why}", "not_found")
+        if not caller.known:
+            raise _unauthorized("an API key is needed")
+
+
+class Guard:
+    """ASGI middleware: lets in who may come in, and notes who it is."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        caller = self._keys.caller(presented(scope["headers"]))
+        request_context.current().caller = caller
+        try:
+            self._keys.check(caller, scope["method"], scope["path"])
+        except Fault as fault:
+            await fault.response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def warn_of_keys(server: ServerSettings, known: Iterable[str]) -> None:
+    """Keys may list models that are added later; more often, a name is misspelt."""
+    there = set(known)
+    for key in server.keys:
+        unknown = [name for name in key.models or () if name not in there]
+        if unknown:
+            log.warning("the key %r is for models that there are not: %s", key.name, unknown)
+
+
+def presented(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """The key that a request shows: `Authorization: Bearer KEY`, else `x-api-key: KEY`."""
+    told = dict(headers)
+    scheme, _, key = told.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() == b"bearer" and key.strip():
+        return key.strip()
+    return told.get(b"x-api-key")
+
+
+def _digest(key: bytes) -> bytes:
+    """All of one length, so that comparing them tells nothing of the key's."""
+    return sha256(key).digest()
+
+
+def _unauthorized(why: str) -> Fault:
+    how = "send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+    return Fault(401, f"{why}, and no valid one was given; {how}", "invalid_api_key")

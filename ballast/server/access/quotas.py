@@ -1,0 +1,120 @@
+"""What each API key may use: requests and tokens per minute, and requests open at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ballast.core.clock import Clock
+from ballast.core.settings import KeySettings
+from ballast.server.http.faults import Fault
+
+OPEN_RETRY_SECONDS = 1.0
+"""`Retry-After` where a request must end first: nobody knows when."""
+
+
+class TokenBucket:
+    """Holds a minute's worth at most, and refills steadily.
+
+    More can be spent than is there: the next one who wants something waits for the debt too.
+    """
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self._per_minute = per_minute
+        self._level = float(per_minute)
+        self._at = now
+
+    def level(self, per_minute: int, now: float) -> float:
+        """What is there, when the limit is (by now) `per_minute`."""
+        filled = self._level + (now - self._at) * self._per_minute / 60
+        self._level, self._at = min(filled, per_minute), now
+        self._per_minute = per_minute
+        return self._level
+
+    def wait(self, n: int, per_minute: int, now: float) -> float:
+        """Seconds until `n` are there; for more than it ever holds, until it is full."""
+        missing = min(n, per_minute) - self.level(per_minute, now)
+        return max(0.0, missing * 60 / per_minute)
+
+    def spend(self, n: int) -> None:
+        self._level -= n
+
+
+class KeyQuotas:
+    """The books of all keys, by their names; limits are those that a key has when it asks."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._open: dict[str, int] = {}
+        self._buckets: dict[tuple[str, str], TokenBucket] = {}
+
+    @contextmanager
+    def request(self, key: KeySettings | None) -> Iterator[None]:
+        """Counts one request, open meanwhile. Raises Fault (429) where it is one too many."""
+        if key is None:
+            yield
+            return
+        already = self._open.get(key.name, 0)
+        if key.concurrent is not None and already >= key.concurrent:
+            what = f"{already} requests of the key {key.name!r} are open"
+            raise _exceeded(f"{what}, the most it may have", OPEN_RETRY_SECONDS)
+        self._spend(key, "requests", 1)
+        self._open[key.name] = already + 1
+        try:
+            yield
+        finally:
+            self._open[key.name] -= 1
+
+    def prompt(self, key: KeySettings | None, tokens: int) -> None:
+        """Charges a prompt before it is computed. Raises Fault (429) where it is too much."""
+        if key is not None:
+            self._spend(key, "tokens", tokens)
+
+    def output(self, key: KeySettings | None, tokens: int) -> None:
+        """Charges tokens that came; what is too much is waited for by the next prompt."""
+        if key is not None and key.tokens_per_minute is not None:
+            self._bucket(key, "tokens", key.tokens_per_minute).spend(tokens)
+
+    def headers(self, key: KeySettings | None) -> list[tuple[bytes, bytes]]:
+        """OpenAI's headers about what is left."""
+        told: list[tuple[bytes, bytes]] = []
+        if key is None:
+            return told
+        now = self._clock.now()
+        for kind, limit in _limits(key).items():
+            if limit is not None:
+                bucket = self._bucket(key, kind, limit)
+                left = max(0, int(bucket.level(limit, now)))
+                reset = bucket.wait(limit, limit, now)
+                for what, value in (
+                    ("limit", limit),
+                    ("remaining", left),
+                    ("reset", f"{reset:.3f}s"),
+                ):
+                    told.append((f"x-ratelimit-{what}-{kind}".encode(), str(value).encode()))
+        return told
+
+    def _spend(self, key: KeySettings, kind: str, n: int) -> None:
+        limit = _limits(key)[kind]
+        if limit is None:
+            return
+        bucket = self._bucket(key, kind, limit)
+        wait = bucket.wait(n, limit, self._clock.now())
+        if wait > 0:
+            what = f"the key {key.name!r} may use {limit} {kind} per minute"
+            raise _exceeded(f"{what}; this needs {n}, in {wait:.1f} seconds", wait)
+        bucket.spend(n)
+
+    def _bucket(self, key: KeySettings, kind: str, limit: int) -> TokenBucket:
+        made = self._buckets.get((key.name, kind))
+        if made is None:
+            made = self._buckets[key.name, kind] = TokenBucket(limit, self._clock.now())
+        return made
+
+
+def _limits(key: KeySettings) -> dict[str, int | None]:
+    return {"requests": key.requests_per_minute, "tokens": key.tokens_per_minute}
+
+
+def _exceeded(what: str, wait: float) -> Fault:
+    return Fault(429, what, "rate_limit_exceeded", retry_after=wait)

@@ -1,0 +1,363 @@
+"""Changes of what is served, by operators' requests or by their fleet file, each kept for good."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Container, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from ballast.cluster.pending_orders import names_of, refusal
+from ballast.core.command import Add, Order, Outcome, Remove
+from ballast.core.errors import (
+    BallastError,
+    CheckpointError,
+    ConfigError,
+    InvalidRequest,
+    NotKept,
+    Unavailable,
+    UnknownModel,
+)
+from ballast.core.settings import AdapterSettings, FleetSettings, ModelSettings
+from ballast.fleet.changes import Changes
+from ballast.fleet.difference import Difference, difference
+from ballast.fleet.file import entry_settings
+from ballast.fleet.levels import Levels, change_to, foreign, with_levels
+from ballast.fleet.schema import NamedModelKeys
+from ballast.fleet.source import Reading, Source
+from ballast.server.access.keys import warn_of_keys
+from ballast.server.http.faults import Fault
+from ballast.server.service import Service
+from ballast.server.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 30.0
+"""Seconds that open requests of a model that is removed have to end."""
+POLL_SECONDS = 0.1
+AGAIN = 1
+"""How often the fleet file is followed once more where a worker died of it, or meanwhile."""
+_STATUS = {"refused": 409, "invalid": 400, "unavailable": 503}
+"""By code of `Outcome`; any other is 500."""
+
+
+class AdminService:
+    """The one path by which the fleet changes.
+
+    What was answered with success survives a restart; what was not may have been done or not. An
+    addition is recorded once the model serves, so that one that kills the server is not tried
+    again at every start; what cannot be taken back, a removal, is recorded first.
+    """
+
+    def __init__(self, service: Service, source: Source, reading: Reading) -> None:
+        self._service = service
+        self._controller = service.controller
+        self._source = source
+        self._file = reading.names
+        self._models = asyncio.Lock()
+        """Held while models come and go, which may take minutes."""
+        self._records = asyncio.Lock()
+        """Held while changes are recorded, and by whatever depends on nobody else doing so.
+        Taken after `_models`."""
+        self._died = False
+        """No worker was there for something that the fleet file asked for."""
+        warn_of_keys(reading.fleet.server, _all_names(reading.fleet))
+
+    @property
+    def changes(self) -> Changes:
+        """What operators have changed of the fleet file, as far as it counts."""
+        return self._source.changes
+
+    async def order(self, wanted: Order, device: str | None = None) -> Outcome:
+        """Have it done by the devices that it concerns, or by one. Raises Fault or Unavailable."""
+        return _done(await self._controller.command(wanted, device))
+
+    async def place(self, name: str, device: str) -> None:
+        """One more device serves a model. Raises Fault, Unavailable or NotKept."""
+        async with self._models:
+            homes = self._controller.homes(name)
+            _done(await self._controller.place(name, device))
+            try:
+                await self._keep_homes(name, [*homes, device])
+            except NotKept:
+                undoing = self._withdraw(name, device, 0.0)
+                await self._try(f"withdrawing {name}, which cannot be kept", undoing)
+                raise
+
+    async def withdraw(self, name: str, device: str, patience: float) -> None:
+        """A device serves a model no more. Raises Fault, Unavailable or NotKept."""
+        async with self._models:
+            homes = self._controller.homes(name)
+            if device not in homes or len(homes) < 2:
+                await self._withdraw(name, device, patience)  # it says why not
+                return
+            before, model = self._source.changes, self._settings(name)
+            assert isinstance(model, ModelSettings)
+            await self._keep_homes(name, [home for home in homes if home != device])
+            try:
+                await self._withdraw(name, device, patience)
+            except BaseException:
+                async with self._records:
+                    await self._restore({name}, self._source.changes.homed_as(name, before))
+                self._controller.name_homes(name, model.devices)
+                raise
+
+    async def _withdraw(self, name: str, device: str, patience: float) -> None:
+        _done(await self._controller.withdraw_model(name, device, patience))
+
+    async def drain(self, device: str) -> None:
+        """Models and requests of a device go to others. Raises Fault or Unavailable."""
+        async with self._models:
+            _done(await self._controller.drain(device))
+
+    async def uncordon(self, device: str) -> None:
+        """It takes requests again. Raises Fault."""
+        _done(await self._controller.uncordon(device))
+
+    async def lend(self, lender: str, borrower: str, n_bytes: int) -> None:
+        """A device lends another one memory, until one of them is started anew. Raises Fault or
+        Unavailable."""
+        _done(await self._controller.lend(lender, borrower, n_bytes))
+
+    async def recall(self, lender: str, borrower: str, n_bytes: int | None, seconds: float) -> None:
+        """It wants so much back, or all. Raises Fault or Unavailable."""
+        _done(await self._controller.recall(lender, borrower, n_bytes, seconds))
+
+    async def _keep_homes(self, name: str, devices: list[str]) -> None:
+        """Where a model is from now on; one that the fleet's policy moves is its affair. Raises
+        NotKept."""
+        model = self._settings(name)
+        assert isinstance(model, ModelSettings)
+        follows = self._controller.fleet_policy.moves
+        if model.devices or not follows:
+            async with self._records:
+                await self._keep(self._source.changes.homing(model, devices))
+            self._controller.name_homes(name, devices)
+
+    async def add(self, entry: NamedModelKeys) -> str:
+        """A model more; its name. Raises Fault, Unavailable or NotKept."""
+        home = Path(self._controller.fleet.home)
+        settings = await asyncio.to_thread(_prepared, entry, home)
+        async with self._models:
+            instead = self._names(settings.name) & self._file
+            # First the order: the device tries the tokenizer out, where it can do no harm.
+            await self.order(Add(settings))
+            try:
+                tokenizer = await self._tokenizer(settings)
+                async with self._records:
+                    await self._keep(self._source.changes.adding(entry, instead))
+            except (NotKept, Fault):  # no client can know it yet
+                undoing = self.order(Remove(settings.name, 0.0))
+                await self._try(f"removing {settings.name}, which cannot be kept", undoing)
+                raise
+            self._service.learn(settings.name, tokenizer)
+        return settings.name
+
+    async def remove(self, name: str, patience: float) -> None:
+        """A model and its adapters go. Raises Fault, Unavailable or NotKept."""
+        async with self._models:
+            wanted = Remove(name, patience)
+            if isinstance(self._settings(name), AdapterSettings):
+                raise Fault(409, f"{name} is an adapter: it goes with its base", "refused")
+            names = self._names(name)
+            refused = refusal(self._controller.fleet, self._controller.specs, wanted)
+            if refused is not None:
+                raise Fault(409, refused, "refused")
+            async with self._records:
+                before = self._source.changes
+                await self._keep(before.removing(names, self._file))
+            try:
+                await self.order(wanted)
+            except BaseException:
+                async with self._records:
+                    await self._undo(names, before)
+                raise
+            self._service.forget(names)
+
+    async def change(self, name: str, values: Levels) -> None:
+        """Other levels for a model or an adapter. Raises Fault, RequestError, Unavailable or
+        NotKept."""
+        async with self._records:
+            model = self._settings(name)
+            if isinstance(model, AdapterSettings) and (base := foreign(values)):
+                why = f"{base[0]}: {name} is an adapter, and takes this from its base"
+                raise InvalidRequest(why, base[0].partition(".")[0])
+            before = self._source.changes
+            await self._keep(before.changing(model, values))
+            try:
+                await self.order(change_to(with_levels(model, values)))
+            except BaseException:
+                await self._undo({name}, before)
+                raise
+
+    # -- the fleet file again ---------------------------------------------------------------------
+
+    async def reload(self) -> None:
+        """Read the fleet file, and do what it says by now; the log tells what cannot be done."""
+        for _ in range(1 + AGAIN):
+            while self._controller.replacing:
+                await asyncio.sleep(POLL_SECONDS)  # a worker is being replaced
+            self._died = False
+            await self._follow()
+            if not self._died:
+                return
+
+    async def _follow(self) -> None:
+        async with self._models:
+            async with self._records:
+                try:
+                    reading = await asyncio.to_thread(self._source.read)
+                except BallastError as error:
+                    log.error("the fleet file is not followed, all stays as it was: %s", error)
+                    return
+                await asyncio.to_thread(self._source.settle, reading)
+                self._file = reading.names
+                self.configure(reading.fleet)
+                found = difference(self._controller.fleet, reading.fleet)
+                failed = set(self._controller.failed)
+                for model in found.levels:
+                    if model.name not in failed:
+                        what = f"changing the levels of {model.name}"
+                        await self._try(what, self.order(change_to(model)))
+            # First they come, and then they go: one is always there. An alias that moves goes
+            # over once its new model serves, unless it is that model's own name.
+            self._controller.name_aliases(_without(self._controller.fleet, names_of(reading.fleet)))
+            for new in reading.fleet.models:
+                if new in found.added or new.name in failed:
+                    await self._try(f"adding {new.name}", self._load(new))
+            self._controller.name_aliases(reading.fleet.aliases)
+            await self._drop(found.removed)
+        self._tell(found, failed)
+
+    async def _drop(self, removed: Iterable[str]) -> None:
+        for name in removed:
+            names = self._names(name)
+            if await self._try(f"removing {name}", self.order(Remove(name, PATIENCE))):
+                self._service.forget(names)
+
+    async def _load(self, model: ModelSettings) -> None:
+        adding = model.name not in self._controller.specs
+        if adding:
+            adapters = tuple(replace(a, aliases=()) for a in model.adapters)
+            await self.order(Add(replace(model, aliases=(), adapters=adapters)))
+        try:
+            tokenizer = await self._tokenizer(model)
+        except Fault:
+            if adding:
+                await self.order(Remove(model.name, 0.0))
+            raise
+        for name in (model.name, *(a.name for a in model.adapters)):
+            self._service.learn(name, tokenizer)
+
+    async def _tokenizer(self, settings: ModelSettings) -> Tokenizer:
+        """A model's, its chat template tried. Raises Fault."""
+        tokenizer = await asyncio.to_thread(_tokenizer, settings)
+        await tokenizer.try_template(self._service.templates, settings.name)
+        return tokenizer
+
+    async def _try(self, what: str, doing: Awaitable[object]) -> bool:
+        try:
+            await doing
+        except (BallastError, Fault) as error:
+            log.error("%s was not done: %s", what, error)
+            self._died = self._died or isinstance(error, Unavailable)
+            return False
+        return True
+
+    def _tell(self, found: Difference, tried: Container[str]) -> None:
+        """What the fleet file says that was not done, and what was tried."""
+        for name, keys in found.again.items():
+            if name not in tried:
+                what = ", ".join(keys)
+                log.warning("%s: %s counts once it is added again, or at a restart", name, what)
+        if found.restart:
+            log.warning("the fleet file's %s counts at a restart", ", ".join(found.restart))
+        log.info(
+            "the fleet file was read: added %s; removed %s; changed %s",
+            *(
+                ", ".join(names) or "none"
+                for names in (
+                    [m.name for m in found.added],
+                    found.removed,
+                    [m.name for m in found.levels],
+                )
+            ),
+        )
+
+    def configure(self, fleet: FleetSettings) -> None:
+        """Keys, quotas and limits of the server; the next worker is watched by the new ones."""
+        self._service.configure(fleet.server)
+        self._controller.configure(fleet.server)
+        warn_of_keys(fleet.server, _all_names(fleet))
+
+    # -- records ----------------------------------------------------------------------------------
+
+    async def _keep(self, changes: Changes) -> None:
+        await asyncio.to_thread(self._source.keep, changes)
+
+    async def _undo(self, names: set[str], before: Changes) -> None:
+        """What was recorded about these names has not been done."""
+        await self._restore(names, self._source.changes.restoring(names, before))
+
+    async def _restore(self, names: set[str], changes: Changes) -> None:
+        try:
+            await self._keep(changes)
+        except NotKept as error:
+            log.error("%s: at the next start, %s will be as was asked", error, ", ".join(names))
+
+    def _names(self, name: str) -> set[str]:
+        """Of a model and its adapters."""
+        found = {name}
+        for model in self._controller.fleet.models:
+            if model.name == name:
+                found |= {a.name for a in model.adapters}
+        return found
+
+    def _settings(self, name: str) -> ModelSettings | AdapterSettings:
+        """Of a model or an adapter. Raises UnknownModel."""
+        for model in self._controller.fleet.models:
+            if model.name == name:
+                return model
+            for adapter in model.adapters:
+                if adapter.name == name:
+                    return adapter
+        raise UnknownModel(f"there is no model {name!r}")
+
+
+def _done(outcome: Outcome) -> Outcome:
+    """Raises Fault where it was not."""
+    if outcome.code is not None:
+        raise Fault(_STATUS.get(outcome.code, 500), outcome.reason, outcome.code)
+    return outcome
+
+
+def _all_names(fleet: FleetSettings) -> set[str]:
+    """Every name, own or alias, by which clients may ask for a model of the fleet."""
+    return {name for model in fleet.models for name in model.names}
+
+
+def _without(fleet: FleetSettings, names: set[str]) -> dict[str, tuple[str, ...]]:
+    """The aliases of a fleet except `names`."""
+    return {
+        name: tuple(alias for alias in aliases if alias not in names)
+        for name, aliases in fleet.aliases.items()
+    }
+
+
+def _prepared(entry: NamedModelKeys, home: Path) -> ModelSettings:
+    """May take long: fetching from a hub. Raises Fault."""
+    try:
+        return entry_settings(entry, home)
+    except ConfigError as error:
+        raise Fault(400, str(error), "invalid_request", error.key) from error
+
+
+def _tokenizer(settings: ModelSettings) -> Tokenizer:
+    """Raises Fault."""
+    try:
+        return Tokenizer.load(settings.path, settings.tool_parser)
+    except ConfigError as error:
+        raise Fault(400, str(error), "invalid_request", error.key) from error
+    except CheckpointError as error:
+        raise Fault(400, str(error), "invalid_request", "path") from error

@@ -1,0 +1,130 @@
+"""One choice of an answer: tokens of one request in the worker, turned into text as they come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ballast.core.event import Finished, TokenOut
+from ballast.server.generate.echo import Echo
+from ballast.server.text.detokenize import Detokenizer
+from ballast.server.text.pieces import OutputPiece, Scored
+from ballast.server.text.stop_strings import StopScanner
+from ballast.server.tools.delta import Content
+from ballast.server.tools.parser import ToolParser
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopConditions:
+    """What ends an output before its last token."""
+
+    strings: tuple[str, ...] = ()
+    """To be found in the text."""
+    tokens: tuple[int, ...] = ()
+    """That the client named; they have no text."""
+    eos: tuple[int, ...] = ()
+    """The model's own; none if they are to be ignored."""
+    min_tokens: int = 0
+    """Nothing ends the output before it has so many."""
+
+    @property
+    def banned(self) -> tuple[int, ...]:
+        """Tokens that cannot be chosen before `min_tokens` are there."""
+        return tuple(sorted({*self.tokens, *self.eos})) if self.min_tokens else ()
+
+
+class Choice:
+    """Text, counts and end of one choice. Nothing is taken in once `finish_reason` is set."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt: int,
+        prompt_tokens: int,
+        detokenizer: Detokenizer,
+        stops: StopConditions,
+        *,
+        echo: Echo | None = None,
+        silent: bool = False,
+        calls: ToolParser | None = None,
+    ) -> None:
+        """`echo`: begin with the prompt. `silent`: say nothing else (`max_tokens` is 0). `calls`:
+        find calls of functions in the text."""
+        self.index = index
+        self.prompt = prompt
+        """Number of its prompt among those of the client's request."""
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = 0
+        """Up to and including the token that completed a stop string."""
+        self.cached_tokens = 0
+        self.finish_reason: str | None = None
+        self.echo = echo
+        self._silent = silent
+        self._calls = calls
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._ends = frozenset((*stops.tokens, *stops.eos))
+        self._scanner = StopScanner(stops.strings)
+        self._said = 0
+        """Characters."""
+        self._last: int | None = None
+
+    def opening(self) -> OutputPiece | None:
+        """What comes before the first token, once."""
+        if self.echo is None:
+            return None
+        piece, self.echo = self.echo.piece(self.index), None
+        self._said = len(piece.text)
+        return piece
+
+    def take(self, output: TokenOut) -> OutputPiece:
+        """One more token. It ends the choice if it completes a stop string."""
+        if self._silent:
+            return OutputPiece(self.index, "")
+        self.output_tokens += 1
+        self._last = output.token
+        text = ""
+        if output.token not in self._ends or self.output_tokens <= self._stops.min_tokens:
+            text = self._detokenizer.push(output.token)
+        if self.output_tokens > self._stops.min_tokens:
+            text = self._scanner.push(text)
+        scored: tuple[Scored, ...] = ()
+        if output.logprob is not None:
+            scored = (Scored(output.token, self._said, output.logprob, output.top),)
+        self._said += len(text)
+        if self._scanner.matched is None:
+            return self._parted(OutputPiece(self.index, text, scored))
+        return self._stopped(OutputPiece(self.index, text, scored))
+
+    def end(self, output: Finished) -> OutputPiece:
+        """The worker's last word."""
+        self.cached_tokens = output.cached_tokens
+        if self._silent:
+            self.finish_reason = "length"
+            return OutputPiece(self.index, "", finish_reason="length")
+        text = self._scanner.push(self._detokenizer.flush()) + self._scanner.flush()
+        piece = OutputPiece(self.index, text)
+        if self._scanner.matched is not None:
+            return self._stopped(piece)
+        named = output.reason == "stop" and self._last in self._stops.tokens
+        return self._last_of(piece, output.reason, self._last if named else None)
+
+    def _stopped(self, piece: OutputPiece) -> OutputPiece:
+        """By a stop string."""
+        return self._last_of(piece, "stop", self._scanner.matched)
+
+    def _last_of(self, piece: OutputPiece, reason: str, by: int | str | None) -> OutputPiece:
+        piece = self._parted(piece, last=True)
+        if reason == "stop" and self._calls is not None and self._calls.calls:
+            reason = "tool_calls"
+        self.finish_reason = reason
+        return replace(piece, finish_reason=reason, stop_reason=by)
+
+    def _parted(self, piece: OutputPiece, *, last: bool = False) -> OutputPiece:
+        """Content and calls apart, where there can be calls."""
+        if self._calls is None:
+            return piece
+        deltas = self._calls.push(piece.text)
+        if last:
+            deltas += self._calls.flush()
+        content = "".join(d.text for d in deltas if isinstance(d, Content))
+        return replace(piece, text=content, deltas=tuple(deltas))

@@ -1,0 +1,146 @@
+"""All choices of one client's request, from submission to the last token."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+
+from ballast.core.clock import Clock
+from ballast.core.event import (
+    Cancelled,
+    Failed,
+    Finished,
+    Output,
+    PromptScores,
+    TokenOut,
+)
+from ballast.server.access.meter import Meter
+from ballast.server.generate.choice import Choice
+from ballast.server.http import request_context
+from ballast.server.http.faults import Fault
+from ballast.server.observe.latency import Timing
+from ballast.server.observe.metrics import Metrics
+from ballast.server.openai.records import Usage
+from ballast.server.text.pieces import OutputPiece
+
+
+class Generation:
+    """Reads `stream`; `choices` by request id. Whoever holds it must `close` it."""
+
+    def __init__(
+        self,
+        model: str,
+        stream: Meter,
+        choices: Mapping[str, Choice],
+        arrived: float,
+        clock: Clock,
+        metrics: Metrics,
+    ) -> None:
+        self.model = model
+        self._stream = stream
+        self._choices = choices
+        self._clock = clock
+        self._metrics = metrics
+        self._timings = {i: Timing(arrived) for i in choices}
+        request_context.current().answer = self
+
+    async def batches(self, patience: float | None = None) -> AsyncIterator[list[OutputPiece]]:
+        """Pieces as they come, until every choice has ended; an empty list whenever there was
+        none for `patience` seconds. Raises Fault if a choice fails, after what came before it."""
+        while any(c.finish_reason is None for c in self._choices.values()):
+            outputs = await self._stream.take(patience)
+            pieces: list[OutputPiece] = []
+            fault = self._take(outputs, pieces)
+            if pieces or not outputs:
+                yield pieces
+            if fault is not None:
+                raise fault
+
+    async def whole(self) -> list[OutputPiece]:
+        """All of it. Raises Fault."""
+        return [piece async for batch in self.batches() for piece in batch]
+
+    def close(self) -> None:
+        """Want no more: requests still open are withdrawn, and their memory is freed."""
+        left = self._stream.open & self._choices.keys()
+        self._stream.close()
+        now = self._clock.now()
+        for request_id in left:
+            if self._choices[request_id].finish_reason is None:
+                self._count(request_id, "abort", now)
+
+    @property
+    def size(self) -> int:
+        """Number of choices."""
+        return len(self._choices)
+
+    @property
+    def timings(self) -> Sequence[Timing]:
+        """By choice."""
+        return list(self._timings.values())
+
+    @property
+    def finish_reasons(self) -> Sequence[str | None]:
+        """By choice; None where it has not ended."""
+        return [c.finish_reason for c in self._choices.values()]
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        choices = self._choices.values()
+        prompts = {c.prompt: c for c in choices}.values()  # each counts once
+        return Usage.of(
+            sum(c.prompt_tokens for c in prompts),
+            sum(c.output_tokens for c in choices),
+            sum(c.cached_tokens for c in prompts),
+        )
+
+    def _take(self, outputs: Iterable[Output], pieces: list[OutputPiece]) -> Fault | None:
+        """Append what outputs that came together add; the end of a choice joins its last token."""
+        now = self._clock.now()
+        last: dict[int, int] = {}
+        """By choice, where in `pieces` its last token is."""
+        for output in outputs:
+            choice = self._choices[output.request_id]
+            if choice.finish_reason is not None:
+                continue  # past a stop string
+            if isinstance(output, Failed | Cancelled):
+                return self._fault(output)
+            if isinstance(output, TokenOut | Finished) and (opening := choice.opening()):
+                pieces.append(opening)
+            if isinstance(output, TokenOut):
+                last[choice.index] = len(pieces)
+                pieces.append(self._token(output, choice, now))
+            elif isinstance(output, Finished):
+                end = choice.end(output)
+                at = last.get(choice.index)
+                if at is None:
+                    pieces.append(end)
+                else:
+                    pieces[at] = pieces[at].ended_by(end)
+            elif isinstance(output, PromptScores) and choice.echo is not None:
+                choice.echo.add(output)
+            self._count_end(output.request_id, choice, now)
+        return None
+
+    def _token(self, output: TokenOut, choice: Choice, now: float) -> OutputPiece:
+        piece = choice.take(output)
+        timing = self._timings[output.request_id]
+        self._metrics.token(self.model, timing, choice.prompt_tokens, now, output.queued)
+        if piece.finish_reason is not None:
+            self._stream.withdraw(output.request_id)
+        return piece
+
+    def _count_end(self, request_id: str, choice: Choice, now: float) -> None:
+        if choice.finish_reason is not None:
+            self._count(request_id, choice.finish_reason, now)
+
+    def _count(self, request_id: str, reason: str, now: float) -> None:
+        choice, timing = self._choices[request_id], self._timings[request_id]
+        tokens = (choice.prompt_tokens, choice.output_tokens)
+        self._metrics.finished(self.model, timing, *tokens, reason, now, choice.cached_tokens)
+
+    def _fault(self, output: Failed | Cancelled) -> Fault:
+        if isinstance(output, Failed):
+            self._metrics.failed(self.model, output.code)
+            return Fault.of_failed(output, self._stream.retry_after(output))
+        return Fault(500, "the request was cancelled", "cancelled")

@@ -1,0 +1,73 @@
+"""What an answer has to be, by its request: calls of functions, or text that follows a grammar."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ballast.core.errors import InvalidRequest
+from ballast.server.access.fair_thread import FairThread
+from ballast.server.http import request_context
+from ballast.server.http.off_loop import large_body, off_loop
+from ballast.server.openai.request import ChatRequest, GenerateRequest
+from ballast.server.structured.grammar import of_response_format, of_structured_outputs
+from ballast.server.text.tokenizer import Tokenizer
+from ballast.server.tools.dialect import ToolDialect
+from ballast.server.tools.parser import ToolParser
+from ballast.server.tools.request import Tools
+
+MOST_CHECKS_EACH, MOST_CHECKS = 64, 512
+"""Grammars that wait to be checked, of one API key and in all; a check takes some
+`grammarcheck.CPU_SECONDS` at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputConstraint:
+    """For one request."""
+
+    tools: Tools | None = None
+    """None: none can be called."""
+    dialect: ToolDialect | None = None
+    grammar: str = ""
+
+    def parser(self) -> ToolParser | None:
+        """For one output; None where nothing can be called."""
+        if self.tools is None or self.dialect is None:
+            return None
+        return self.dialect.parser(self.tools)
+
+
+def checks() -> FairThread:
+    """In which grammars are checked. What waits for that must not keep other work from its turn."""
+    return FairThread("grammars to be checked", MOST_CHECKS_EACH, MOST_CHECKS)
+
+
+async def constraint_of(
+    request: GenerateRequest, tokenizer: Tokenizer, checking: FairThread
+) -> OutputConstraint:
+    """Raises InvalidRequest, and Fault where too many grammars wait to be checked."""
+    tools = None
+    if isinstance(request, ChatRequest):
+        asked = (request.tools, request.tool_choice, request.parallel_tool_calls)
+        tools = await off_loop(large_body(), lambda: Tools.of(*asked))
+    dialect = tokenizer.dialect
+    if tools is not None and dialect is None:
+        raise InvalidRequest(
+            "tools: this model's chat template knows none, or no way to call them that is "
+            "known here (`tool_parser` in the fleet file names one)",
+            "tools",
+        )
+    if request.response_format is not None and request.structured_outputs is not None:
+        raise InvalidRequest("structured_outputs: there is a response_format", "structured_outputs")
+
+    def compiled() -> str:
+        if tools is not None and tools.forced and dialect is not None:
+            return dialect.grammar(tools)
+        if request.structured_outputs is not None:
+            return of_structured_outputs(request.structured_outputs)
+        return of_response_format(request.response_format)
+
+    free = request.response_format is None and request.structured_outputs is None
+    if free and (tools is None or not tools.forced):
+        return OutputConstraint(tools, dialect)
+    grammar = await checking.run(request_context.current().caller.name, compiled)
+    return OutputConstraint(tools, dialect, grammar)

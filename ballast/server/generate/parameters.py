@@ -1,0 +1,98 @@
+"""From the fields of a request to what the engine is told: sampling, and what ends the output."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection
+from typing import TypeVar
+
+from ballast.core.errors import ContextLengthExceeded, InvalidRequest
+from ballast.core.model import ModelSpec
+from ballast.core.request import Sampling
+from ballast.server.generate.choice import StopConditions
+from ballast.server.openai.request import ChatRequest, CompletionRequest, GenerateRequest
+from ballast.server.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+COMPLETION_TOKENS = 16
+"""Default `max_tokens` of completions, as OpenAI's."""
+COLDEST = 1e-5
+"""Temperatures below it are 0, as in vLLM: logits divided by them would overflow."""
+
+
+def stops_of(request: GenerateRequest, spec: ModelSpec, tokenizer: Tokenizer) -> StopConditions:
+    """Stop strings that are to be found in text, and stop tokens. Raises InvalidRequest."""
+    strings: list[str] = []
+    tokens = list(request.stop_token_ids or ())
+    check_tokens(tokens, spec, "stop_token_ids")
+    for stop in request.stop or ():
+        token = tokenizer.special_token(stop)
+        if token is None:
+            strings.append(stop)
+        else:
+            tokens.append(token)
+    return StopConditions(
+        strings=tuple(strings),
+        tokens=tuple(tokens),
+        eos=() if request.ignore_eos else spec.eos_token_ids,
+        min_tokens=request.min_tokens or 0,
+    )
+
+
+def sampling_of(request: GenerateRequest, spec: ModelSpec, stops: StopConditions) -> Sampling:
+    """Of the first choice; a missing seed is drawn here. Raises InvalidRequest."""
+    bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
+    check_tokens(bias, spec, "logit_bias")
+    temperature = _or(request.temperature, 1.0)
+    return Sampling(
+        temperature=temperature if temperature >= COLDEST else 0.0,
+        top_p=_or(request.top_p, 1.0),
+        top_k=max(0, request.top_k or 0),
+        min_p=request.min_p or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        logit_bias=tuple(sorted((token, value) for token, value in bias.items() if value)),
+        banned=stops.banned,
+        min_tokens=stops.min_tokens,
+        seed=secrets.randbits(63) if request.seed is None else request.seed,
+        logprobs=request.told_logprobs,
+    )
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def check_tokens(tokens: Collection[int], spec: ModelSpec, field: str) -> None:
+    """Raises InvalidRequest if the vocabulary lacks one."""
+    if tokens and max(tokens) >= spec.vocab:
+        raise InvalidRequest(f"{field}: token id {max(tokens)} is not below {spec.vocab}", field)
+
+
+def check_fits(spec: ModelSpec, prompt_tokens: int, output_tokens: int, field: str) -> None:
+    """Raises ContextLengthExceeded; nothing is ever truncated."""
+    needed = prompt_tokens + output_tokens
+    if needed > spec.max_model_len:
+        raise ContextLengthExceeded(
+            f"the context of {spec.name!r} is {spec.max_model_len} tokens; this request needs "
+            f"{needed}: {prompt_tokens} of the prompt and {output_tokens} to generate",
+            field,
+        )
+
+
+def most_tokens(request: GenerateRequest, spec: ModelSpec, prompt_tokens: int) -> int:
+    """Bound on the output, in tokens. Raises ContextLengthExceeded.
+
+    A request for none asks for one, which is not told: an engine without output has no step.
+    """
+    asked = request.most_tokens
+    field = "messages" if isinstance(request, ChatRequest) else "prompt"
+    left = spec.max_model_len - prompt_tokens
+    if asked is not None and request.shortens_output:
+        asked = max(1, min(asked, left))
+    check_fits(spec, prompt_tokens, asked or 1, field)
+    if asked is not None:
+        return asked or 1
+    return min(left, COMPLETION_TOKENS) if isinstance(request, CompletionRequest) else left

@@ -1,0 +1,169 @@
+"""Bounds on connections: how many there may be, and for how long one may send or read nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from ballast.server.http.file_limit import OTHER_FILES, SPARE, raise_file_limit
+
+HEAD_SECONDS = 20.0
+"""For the head of a request, from its first byte; of a connection's first one, from the start."""
+SEND_SECONDS = 60.0
+"""In which a client reads at least `LEAST_READ` of what has been written to it, or all of it."""
+LEAST_READ = 16 << 10
+"""Bytes."""
+DEAD_SECONDS = 120
+"""A peer that acknowledges nothing for so long is gone, whatever it waited for."""
+
+
+class Connections:
+    """How many connections are open, of how many there may be."""
+
+    def __init__(
+        self, most: Callable[[], int], other_files: Callable[[], int] = lambda: OTHER_FILES
+    ) -> None:
+        """`most`: what the operator wants; `other_files`: open files that are no connections."""
+        self._most, self._other_files = most, other_files
+        self._files = raise_file_limit()
+        self._idle: dict[Any, None] = {}
+        """Connections on which no request is being answered, that which is so for longest first."""
+        self.open = 0
+
+    @property
+    def most(self) -> int:
+        """What the operator wants, as far as the process may have files."""
+        return max(1, min(self._most(), self._files - SPARE - self._other_files()))
+
+    @property
+    def full(self) -> bool:
+        return self.open > self.most
+
+    @property
+    def idle(self) -> int:
+        """Connections on which no request is being answered."""
+        return len(self._idle)
+
+    def idles(self, connection: Any) -> None:
+        """No request is being answered on it from now on."""
+        self._idle[connection] = None
+
+    def works(self, connection: Any) -> None:
+        """A request is, or it is closed."""
+        self._idle.pop(connection, None)
+
+    def make_room(self) -> bool:
+        """Close the connection that is idle for longest; whether there is one."""
+        for connection in self._idle:
+            self.works(connection)
+            connection.transport.abort()
+            return True
+        return False
+
+
+def limited(
+    base: Any,
+    connections: Connections,
+    head_seconds: float = HEAD_SECONDS,
+    send_seconds: Callable[[], float] = lambda: SEND_SECONDS,
+) -> type[asyncio.Protocol]:
+    """uvicorn's protocol `base`, within bounds.
+
+    Above the most connections, those that have had their answer are closed; far above, those that
+    are idle for longest make room for new ones, so that probes are answered whoever keeps
+    connections. uvicorn's own limit would answer probes with 503 as well, and its time-outs spare
+    clients that have sent half a request.
+
+    From the moment that more is written than the transport takes (64 KiB beyond what the kernel
+    holds), the client has `send_seconds` to read the rest, or `LEAST_READ` of it, time and again;
+    otherwise its connection is aborted, and what was computed for it is given up.
+    """
+
+    class Limited(base):  # type: ignore[misc]
+        waiting: asyncio.TimerHandle | None = None
+        reading: asyncio.TimerHandle | None = None
+        unread = 0
+        """Bytes that the transport held when `reading` began."""
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            connections.open += 1
+            super().connection_made(transport)
+            if connections.open > connections.most + SPARE and not connections.make_room():
+                transport.abort()
+                return
+            connections.idles(self)
+            notice_death(transport.get_extra_info("socket"))
+            self.await_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            connections.open -= 1
+            connections.works(self)
+            self.stop_waiting()
+            self.stop_reading()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is not None and not self.cycle.response_complete:
+                connections.works(self)
+                self.stop_waiting()
+            elif self.waiting is None:
+                self.await_head()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.cycle.response_complete and not self.transport.is_closing():
+                connections.idles(self)
+            if connections.full:
+                self.transport.close()
+
+        def await_head(self) -> None:
+            self.waiting = self.loop.call_later(head_seconds, self.transport.close)
+
+        def stop_waiting(self) -> None:
+            if self.waiting is not None:
+                self.waiting.cancel()
+                self.waiting = None
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self.await_reader()
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self.stop_reading()
+
+        def await_reader(self) -> None:
+            self.unread = self.transport.get_write_buffer_size()
+            self.reading = self.loop.call_later(send_seconds(), self.check_reader)
+
+        def check_reader(self) -> None:
+            if self.transport.get_write_buffer_size() > self.unread - LEAST_READ:
+                self.transport.abort()
+            else:
+                self.await_reader()
+
+        def stop_reading(self) -> None:
+            if self.reading is not None:
+                self.reading.cancel()
+                self.reading = None
+
+    return Limited
+
+
+def notice_death(connection: Any) -> None:
+    """Have the kernel end a connection whose peer has vanished without a word."""
+    idle, between = DEAD_SECONDS // 2, DEAD_SECONDS // 8
+    options = {
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): idle,
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): between,
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): (DEAD_SECONDS - idle) // between,
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): DEAD_SECONDS * 1000,
+    }
+    with contextlib.suppress(OSError):  # it may be gone already
+        for (level, option), value in options.items():
+            connection.setsockopt(level, option, value)

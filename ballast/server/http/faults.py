@@ -1,0 +1,183 @@
+"""What went wrong, as status codes and error bodies of the OpenAI API."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+from ballast.core.errors import BallastError, NotKept, RequestError, Unavailable, UnknownModel
+from ballast.core.event import Failed
+from ballast.fleet.elsewhere import place_of
+from ballast.fleet.faults import fault_of
+from ballast.fleet.schema import Keys
+from ballast.server.http import request_context
+from ballast.server.http.json_response import (
+    Error,
+    ErrorBody,
+    MessagesError,
+    MessagesErrorBody,
+    encode,
+)
+
+_STATUS = {
+    "invalid_request": 400,
+    "context_length_exceeded": 400,
+    "insufficient_memory": 400,
+    "model_not_found": 404,
+    "queue_full": 429,
+    "queue_timeout": 429,
+    "out_of_memory": 503,
+    "unavailable": 503,
+}
+"""By code of `Failed` or `RequestError`; any other is 500."""
+
+
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Types of errors in the Messages API, by status."""
+
+
+class Fault(Exception):
+    """Ends the handling of a request with an error response.
+
+    `retry_after`: seconds after which trying again may help; told with 429 and 503 only.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str,
+        param: str | None = None,
+        retry_after: float = 1.0,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+        self.retry_after = retry_after
+
+    @classmethod
+    def of(cls, error: Exception) -> Fault:
+        """Any exception; of one that is not ours, clients are not told more than its kind."""
+        if isinstance(error, Fault):
+            return error
+        if isinstance(error, RequestError):
+            param = "model" if isinstance(error, UnknownModel) else error.param
+            return cls(_STATUS.get(error.code, 400), str(error), error.code, param)
+        if isinstance(error, Unavailable):
+            return cls(503, str(error), "unavailable")
+        if isinstance(error, NotKept):
+            return cls(507, str(error), "not_kept")
+        if isinstance(error, BallastError):
+            return cls(500, str(error), "internal_error")
+        return cls(500, f"internal error ({type(error).__name__})", "internal_error")
+
+    @classmethod
+    def of_failed(cls, failed: Failed, retry_after: float = 1.0) -> Fault:
+        """What the worker said."""
+        status = _STATUS.get(failed.code, 500)
+        return cls(status, failed.reason, failed.code, retry_after=retry_after)
+
+    @classmethod
+    def of_validation(
+        cls, errors: Sequence[Any], form: Any = None, content_type: str | None = None
+    ) -> Fault:
+        """From pydantic's list: the field at fault, and what was wrong with it.
+
+        `form`: what the body was to be; faults of settings are put as those of the fleet file are.
+        `content_type`: the request's.
+        """
+        first = errors[0]
+        # ("body", field, index or branch of a union ...): clients know the field.
+        path = [str(part) for part in first["loc"] if part != "body"]
+        if first["type"] == "json_invalid":
+            why = first.get("ctx", {}).get("error") or first["msg"]
+            return cls(400, f"the body is not JSON: {why}", "invalid_request")
+        if not path:
+            return cls(400, _of_body(first, content_type), "invalid_request")
+        param = path[0]
+        if isinstance(form, type) and issubclass(form, Keys) and first["loc"][0] == "body":
+            wrong = {**first, "loc": tuple(first["loc"][1:])}
+            return cls(400, str(fault_of(wrong, form, pointer=place_of)), "invalid_request", param)
+        reason = _reason(param, first)
+        where = "" if reason.startswith(f"{param}[") else f"{param}: "
+        return cls(400, where + reason, "invalid_request", param)
+
+    @property
+    def text(self) -> str:
+        """The message, as Unicode: what a client sent may be quoted, and be none."""
+        return self.message.encode(errors="replace").decode()
+
+    def body(self) -> bytes:
+        """As JSON, in the envelope of the API that the client speaks. Metrics, traces and the log
+        will name it."""
+        made = request_context.current()
+        made.code = self.code
+        if made.speaks_messages:
+            return self._of_messages(made.request_id)
+        kind = {
+            429: "rate_limit_error",
+            500: "server_error",
+            503: "server_error",
+            507: "server_error",
+        }
+        told = kind.get(self.status, "invalid_request_error")
+        return encode(ErrorBody(Error(self.text, told, self.param, self.code)))
+
+    def _of_messages(self, request_id: str) -> bytes:
+        """In the envelope of the Messages API, which has no place for the field at fault."""
+        message = self.text
+        if self.param is not None and not message.startswith(self.param):
+            message = f"{self.param}: {message}"
+        default = "api_error" if self.status >= 500 else "invalid_request_error"
+        kind = _MESSAGES_TYPES.get(self.status, default)
+        return encode(MessagesErrorBody(MessagesError(kind, message), request_id))
+
+    def response(self) -> Response:
+        """The whole response. Where trying again may help, it says when."""
+        headers = {}
+        if self.status in (429, 503):
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after)))
+        elif self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return Response(self.body(), self.status, headers, "application/json")
+
+
+def _of_body(error: Any, content_type: str | None) -> str:
+    """What is wrong with a body as a whole."""
+    if error["type"] == "missing":
+        return "the body is empty: send a JSON object"
+    if isinstance(error.get("input"), bytes):  # not decoded
+        header = "no Content-Type" if not content_type else f"Content-Type {content_type[:80]!r}"
+        return f"the request has {header}: send JSON, with `Content-Type: application/json`"
+    if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return "the body must be a JSON object"
+    return _in_words(error)
+
+
+def _in_words(error: Any) -> str:
+    """pydantic's message, as a sentence that goes on."""
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    message = str(error["msg"]).replace("Input should", "it should")
+    return message[:1].lower() + message[1:]
+
+
+def _reason(param: str, error: Any) -> str:
+    if param == "prompt" and error["type"] != "missing":
+        return "must be a text, a list of texts, a list of token ids or a list of such lists"
+    where = ".".join(str(part) for part in error["loc"][2:])
+    value = error.get("input")
+    if isinstance(value, str):
+        value = value[:80]  # before it is escaped: it may have megabytes
+    shown = "" if isinstance(value, dict | list) or value is None else f"; it was {value!r:.80}"
+    return f"{where + ': ' if where else ''}{_in_words(error)}{shown}"

@@ -1,0 +1,13 @@
+"""Show what the server does: metrics, traces, one log line for each request.
+
+`server` alone imports it, and `dashboard` the records of `server_state`.
+
+- `device_metrics`: `/metrics` of devices: pages, models, and the pod for gateways.
+- `latency`: Token times of one request, and recent latency quantiles.
+- `metrics`: `/metrics` of requests, under vLLM's names.
+- `request_log`: One log line for each request.
+- `request_watch`: Middleware that follows each request for metrics, traces and logs.
+- `server_state`: Records of `/admin/state`.
+- `token_metrics`: Counters of tokens and inter-token gaps, by model.
+- `tracing`: OpenTelemetry spans of requests.
+"""

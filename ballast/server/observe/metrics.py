@@ -1,0 +1,261 @@
+"""What `/metrics` tells of requests: Prometheus text, under vLLM's names where vLLM has one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.registry import Collector
+
+from ballast.core.clock import Clock
+from ballast.server.observe.latency import Recent, Timing
+from ballast.server.observe.token_metrics import TokenCollector, Tokens
+
+_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5)
+_BUCKETS_FIRST = (*_FIRST, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+_BUCKETS_TOKEN = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_BUCKETS_PREFILL = tuple(m * 10.0**e for e in range(-5, 0) for m in (1, 2, 5))
+_BUCKETS_ALL = (
+    *(0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+"""Seconds."""
+_BUCKETS_TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+_BUCKETS_CHOICES = (1, 2, 5, 10, 20, 50, 100)
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
+_ENGINE = {"engine": "0"}
+"""vLLM's label for the number of a data-parallel engine. Devices are summed: there is one."""
+_WITHOUT_ENGINE = ("vllm:lora_requests_info",)
+"""As in vLLM: gateways read it without."""
+
+
+class _WithEngine:
+    """What a registry collects, with the label `engine` where vLLM's metrics have it."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            if metric.name.startswith("vllm:") and metric.name not in _WITHOUT_ENGINE:
+                metric.samples = [s._replace(labels=s.labels | _ENGINE) for s in metric.samples]
+            yield metric
+
+
+@dataclass(slots=True)
+class _OfModel:
+    """The series of one model, found once: a token must cost next to nothing."""
+
+    prompt: Counter
+    tokens: Tokens
+    ttft: Histogram
+    recent_ttft: Recent
+    recent_tpot: Recent
+
+
+class Metrics:
+    """Counts and times of requests as this server saw them, beside what `device` collects.
+
+    Labels are names of models, routes and error codes: never what a client may choose.
+    """
+
+    def __init__(self, device: Collector, clock: Clock) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        self.registry.register(device)
+        ProcessCollector(registry=self.registry)
+        self._clock = clock
+        self._models: dict[str, _OfModel] = {}
+
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(name, help, labels, registry=self.registry)
+
+        def histogram(name: str, help: str, buckets: Iterable[float], *labels: str) -> Histogram:
+            names = labels or ("model_name",)
+            return Histogram(name, help, names, buckets=tuple(buckets), registry=self.registry)
+
+        model = "model_name"
+        self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of answered requests", model)
+        self._success = counter(
+            "vllm:request_success", "Requests that ended without error", model, "finished_reason"
+        )
+        self._failed = counter("ballast:request_failure", "Requests that failed", model, "code")
+        self._ttft = histogram(
+            "vllm:time_to_first_token_seconds", "From arrival to first token", _BUCKETS_FIRST
+        )
+        older = "vllm:time_per_output_token_seconds"
+        self._tokens = TokenCollector(
+            ("vllm:generation_tokens", "Tokens generated"),
+            (
+                ("vllm:inter_token_latency_seconds", "From token to token"),
+                (older, "The same, as vLLM called it before"),
+            ),
+            _BUCKETS_TOKEN,
+        )
+        self.registry.register(self._tokens)
+        self._tpot = histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time per output token after the first, by request",
+            _BUCKETS_TOKEN,
+        )
+        self._per_prefill_token = histogram(
+            "vllm:time_per_prefill_token_request_seconds",
+            "Time from admission to first token, per prompt token that no cached prefix had",
+            _BUCKETS_PREFILL,
+        )
+        times = {
+            "e2e_request_latency": "From arrival to last token",
+            "request_queue_time": "From arrival at the device to admission",
+            "request_prefill_time": "From admission to first token",
+            "request_decode_time": "From first to last token",
+            "request_inference_time": "From admission to last token",
+        }
+        self._times = {
+            name: histogram(f"vllm:{name}_seconds", help, _BUCKETS_ALL)
+            for name, help in times.items()
+        }
+        sizes = {
+            "request_prompt_tokens": "Tokens of a prompt",
+            "request_generation_tokens": "Tokens of an output",
+            "request_prefill_kv_computed_tokens": "Tokens of a prompt that no cached prefix had",
+            "request_params_max_tokens": "`max_tokens`, where the client named it",
+        }
+        self._sizes = {
+            name: histogram(f"vllm:{name}", help, _BUCKETS_TOKENS) for name, help in sizes.items()
+        }
+        self._n = histogram("vllm:request_params_n", "`n`", _BUCKETS_CHOICES)
+        route = ("handler", "method")
+        self._http = counter("http_requests", "HTTP requests answered", *route, "status")
+        self._http_seconds = histogram(
+            "http_request_duration_seconds", "To the end of the response", _BUCKETS_ALL, *route
+        )
+        self._errors = counter("ballast:http_errors", "Error responses", "status", "code")
+        self.open_streams = Gauge(
+            "ballast:open_streams", "Responses being streamed", registry=self.registry
+        )
+        self.connections = Gauge(
+            "ballast:open_connections", "Connections of clients", registry=self.registry
+        )
+
+    def asked(self, model: str, choices: int, max_tokens: int | None) -> None:
+        """A client's request was accepted."""
+        self._n.labels(model).observe(choices)
+        if max_tokens is not None:
+            self._sizes["request_params_max_tokens"].labels(model).observe(max_tokens)
+
+    def token(
+        self,
+        model: str,
+        timing: Timing,
+        prompt_tokens: int,
+        now: float,
+        queued: float | None = None,
+    ) -> None:
+        """A token came; the first tells how long its request was `queued`, in seconds."""
+        of = self._models.get(model) or self._of(model)
+        if timing.last is None:
+            timing.first, timing.queued = now, queued
+            of.ttft.observe(now - timing.arrived)
+            of.recent_ttft.add(now - timing.arrived)
+            of.prompt.inc(prompt_tokens)
+        else:
+            of.tokens.gap(now - timing.last)
+        timing.last = now
+        of.tokens.count += 1
+
+    def finished(
+        self,
+        model: str,
+        timing: Timing,
+        prompt_tokens: int,
+        output_tokens: int,
+        reason: str,
+        now: float,
+        cached_tokens: int = 0,
+    ) -> None:
+        """A request has ended well, or (`abort`) its client left it. `cached_tokens`: of its
+        prompt, those found in the prefix cache."""
+        self._success.labels(model, reason).inc()
+        computed = prompt_tokens - cached_tokens
+        if reason != "abort":
+            self._sizes["request_prefill_kv_computed_tokens"].labels(model).observe(computed)
+        self._sizes["request_prompt_tokens"].labels(model).observe(prompt_tokens)
+        self._sizes["request_generation_tokens"].labels(model).observe(output_tokens)
+        tpot = timing.tpot(output_tokens)
+        if tpot is not None:
+            self._tpot.labels(model).observe(tpot)
+            (self._models.get(model) or self._of(model)).recent_tpot.add(tpot)
+        self._time("e2e_request_latency", model, now - timing.arrived)
+        if timing.first is None and reason != "abort":  # answered without tokens: an embedding
+            self._prompt.labels(model).inc(prompt_tokens)
+        if timing.first is not None and timing.last is not None:
+            self._time("request_decode_time", model, timing.last - timing.first)
+            if timing.queued is not None:
+                admitted = timing.arrived + timing.queued
+                self._time("request_queue_time", model, timing.queued)
+                self._time("request_prefill_time", model, timing.first - admitted)
+                if reason != "abort" and computed > 0:
+                    each = max(0.0, timing.first - admitted) / computed
+                    self._per_prefill_token.labels(model).observe(each)
+                self._time("request_inference_time", model, timing.last - admitted)
+
+    def failed(self, model: str, code: str) -> None:
+        """A request has failed."""
+        self._failed.labels(model, code).inc()
+
+    def answered(
+        self, route: str | None, method: str, status: int, code: str | None, seconds: float
+    ) -> None:
+        """An HTTP request is over. `route` as the router writes it; `code` of an error."""
+        where = (route or "other", method if method in _METHODS else "other")
+        self._http.labels(*where, str(status)).inc()
+        self._http_seconds.labels(*where).observe(seconds)
+        if code is not None:
+            self._errors.labels(str(status), code).inc()
+
+    def generated(self, model: str) -> int:
+        """Tokens, so far. From any thread, like `recent`."""
+        of = self._models.get(model)
+        return 0 if of is None else of.tokens.count
+
+    def recent(self, model: str) -> tuple[Recent, Recent]:
+        """TTFT and TPOT of the last minute."""
+        of = self._models.get(model)
+        if of is None:
+            return Recent(self._clock), Recent(self._clock)
+        return of.recent_ttft, of.recent_tpot
+
+    def text(self) -> bytes:
+        """All of it, as Prometheus reads it. From any thread: it takes a while."""
+        return generate_latest(_WithEngine(self.registry))
+
+    def _time(self, name: str, model: str, seconds: float) -> None:
+        self._times[name].labels(model).observe(max(0.0, seconds))
+
+    def _of(self, model: str) -> _OfModel:
+        made = self._models[model] = _OfModel(
+            self._prompt.labels(model),
+            self._tokens.of(model),
+            self._ttft.labels(model),
+            Recent(self._clock),
+            Recent(self._clock),
+        )
+        return made

@@ -1,0 +1,53 @@
+"""One line in the log for each request at its end."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ballast.server.access.keys import FREE
+from ballast.server.http.request_context import RequestContext
+
+log = logging.getLogger("ballast.request")
+
+_QUIET = (*FREE, "/metrics")
+"""Asked for every few seconds by machines: logged only when debugging."""
+
+
+def log_request(context: RequestContext) -> None:
+    """A line never holds a prompt, an output or a key."""
+    level = logging.DEBUG if context.path in _QUIET and context.status < 500 else logging.INFO
+    if log.isEnabledFor(level):
+        fields = _fields(context)
+        log.log(level, "%s", _text(fields), extra={"fields": fields})
+
+
+def _fields(context: RequestContext) -> dict[str, Any]:
+    """What was found out on the way; leaves out what there is not."""
+    assert context.ended is not None  # told of at the end only
+    fields: dict[str, Any] = {
+        "request_id": context.request_id,
+        "method": context.method,
+        "path": context.path[:200],
+        "status": context.status,
+        "seconds": round(context.ended - context.began, 4),
+    }
+    if context.caller.name:
+        fields["key"] = context.caller.name
+    if context.meter is not None:
+        fields |= context.meter.fields(context.began)
+    if context.code is not None:
+        fields["error"] = context.code
+    if context.gone:
+        fields["client_gone"] = True
+    return fields
+
+
+def _text(fields: dict[str, Any]) -> str:
+    """As `key=value`; a value that is not one word is quoted."""
+    return " ".join(f"{k}={_word(v)}" for k, v in fields.items())
+
+
+def _word(value: Any) -> str:
+    text = str(value)
+    return text if text.isascii() and text.isprintable() and " " not in text else ascii(text)

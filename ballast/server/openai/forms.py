@@ -1,0 +1,302 @@
+"""Pieces as OpenAI's completions and chat completions: whole, or chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+from msgspec import UnsetType
+
+from ballast.core.clock import Clock
+from ballast.server.http.faults import Fault
+from ballast.server.http.json_response import encode
+from ballast.server.http.sse import DONE, PING, event
+from ballast.server.openai.records import (
+    UNSET,
+    CalledFunction,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessage,
+    Chunk,
+    ChunkChoice,
+    Delta,
+    StopReason,
+    TextChoice,
+    TextCompletion,
+    TextLogprobs,
+    TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
+    TopLogprob,
+    Usage,
+)
+from ballast.server.openai.request import GenerateRequest
+from ballast.server.text.pieces import OutputPiece, Scored
+from ballast.server.text.tokenizer import Tokenizer
+from ballast.server.tools.delta import Arguments, Began
+
+_Usage = Usage | UnsetType | None
+_LEAST = -9999.0
+"""The log-probability of what cannot be, as vLLM tells it."""
+
+
+class Form(Protocol):
+    """How one API writes one answer: whole, or as a stream of events."""
+
+    silence: bytes
+    """Sent when nothing else is for a while, so that nobody takes the silence for the end."""
+
+    def opening(self, choices: int, usage: Usage) -> bytes:
+        """Events that come before any token. `usage`: of the prompt, as far as it is known."""
+
+    def events(self, pieces: Iterable[OutputPiece]) -> bytes:
+        """The events of pieces that came together; may be empty."""
+
+    def closing(self, usage: Usage) -> bytes:
+        """Events that come after the last token."""
+
+    def failed(self, fault: Fault) -> bytes:
+        """Events that end a stream which cannot be completed."""
+
+    def whole(
+        self, pieces: Iterable[OutputPiece], choices: int, usage: Usage
+    ) -> msgspec.Struct: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all events of an answer have in common."""
+
+    answer_id: str
+    model: str
+    fingerprint: str
+    tokenizer: Tokenizer
+    wall: Clock
+    created: int
+    """Seconds since 1970."""
+
+
+class _Chunks:
+    """What chat and completions have in common.
+
+    Where usage is asked for, chunks say that it is still to come (null), as OpenAI's do.
+    """
+
+    silence = PING
+
+    def __init__(self, head: Head, request: GenerateRequest) -> None:
+        self._id, self._created, self._model = head.answer_id, head.created, head.model
+        self._fingerprint = head.fingerprint
+        self._tokenizer = head.tokenizer
+        self._include_usage = request.include_usage
+        self._usage: _Usage = None if request.stream and request.include_usage else UNSET
+        self._alternatives = request.told_logprobs
+        """How many are told with each token's log-probability; None: there are none."""
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+        """By choice, what is around the text in chunks that tell nothing else."""
+
+    def opening(self, choices: int, usage: Usage) -> bytes:
+        return b""
+
+    def events(self, pieces: Iterable[OutputPiece]) -> bytes:
+        return b"".join(event(self._encoded(piece)) for piece in pieces)
+
+    def closing(self, usage: Usage) -> bytes:
+        return (event(encode(self.usage(usage))) if self._include_usage else b"") + DONE
+
+    def failed(self, fault: Fault) -> bytes:
+        return event(fault.body()) + DONE
+
+    def usage(self, usage: Usage) -> Chunk:
+        """The chunk without choices that has the usage."""
+        raise NotImplementedError
+
+    def chunk(self, piece: OutputPiece) -> Chunk:
+        raise NotImplementedError
+
+    def _encoded(self, piece: OutputPiece) -> bytes:
+        """Its chunk as JSON. Most differ by their text alone."""
+        if piece.finish_reason is not None or piece.calls or self._alternatives is not None:
+            return encode(self.chunk(piece))
+        around = self._around.get(piece.choice)
+        if around is None:
+            # Nothing that follows the text is an empty string.
+            before, _, after = encode(self.chunk(OutputPiece(piece.choice, ""))).rpartition(b'""')
+            around = self._around[piece.choice] = before, after
+        return around[0] + encode(piece.text) + around[1]
+
+    def _token(self, token: int) -> str:
+        return self._tokenizer.token_text(token)[0]
+
+
+class ChatForm(_Chunks):
+    """`/v1/chat/completions`."""
+
+    def opening(self, choices: int, usage: Usage) -> bytes:
+        delta = Delta(role="assistant", content="")
+        chunks = (self._chunk([ChunkChoice(i, delta)]) for i in range(choices))
+        return b"".join(event(encode(chunk)) for chunk in chunks)
+
+    def chunk(self, piece: OutputPiece) -> Chunk:
+        says = bool(piece.text) or (piece.finish_reason is None and not piece.calls)
+        delta = Delta(content=piece.text if says else None, tool_calls=_call_deltas(piece) or None)
+        logprobs = self._logprobs([piece])
+        choice = ChunkChoice(
+            piece.choice, delta, piece.finish_reason, logprobs, _stop_reason([piece])
+        )
+        return self._chunk([choice])
+
+    def usage(self, usage: Usage) -> Chunk:
+        return self._chunk([], usage)
+
+    def whole(self, pieces: Iterable[OutputPiece], choices: int, usage: Usage) -> ChatCompletion:
+        made = [
+            ChatChoice(i, _message(own), _reason(own), self._logprobs(own), _stop_reason(own))
+            for i, own in enumerate(_by_choice(pieces, choices))
+        ]
+        return ChatCompletion(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            system_fingerprint=self._fingerprint,
+            choices=made,
+            usage=usage,
+        )
+
+    def _chunk(self, choices: list[ChunkChoice], usage: Usage | None = None) -> ChatChunk:
+        return ChatChunk(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            system_fingerprint=self._fingerprint,
+            choices=choices,
+            usage=self._usage if usage is None else usage,
+        )
+
+    def _logprobs(self, pieces: Iterable[OutputPiece]) -> ChatLogprobs | None:
+        if self._alternatives is None:
+            return None
+        scored = [s for piece in pieces for s in piece.scored]
+        return ChatLogprobs(token_logprobs(scored, self._alternatives, self._tokenizer))
+
+
+class TextForm(_Chunks):
+    """`/v1/completions`."""
+
+    def chunk(self, piece: OutputPiece) -> Chunk:
+        logprobs = self._logprobs([piece])
+        choice = TextChoice(
+            piece.choice, piece.text, piece.finish_reason, logprobs, _stop_reason([piece])
+        )
+        return self._completion([choice], self._usage)
+
+    def usage(self, usage: Usage) -> Chunk:
+        return self._completion([], usage)
+
+    def whole(self, pieces: Iterable[OutputPiece], choices: int, usage: Usage) -> TextCompletion:
+        made = [
+            TextChoice(i, _text(own), _reason(own), self._logprobs(own), _stop_reason(own))
+            for i, own in enumerate(_by_choice(pieces, choices))
+        ]
+        return self._completion(made, usage)
+
+    def _completion(self, choices: list[TextChoice], usage: _Usage) -> TextCompletion:
+        return TextCompletion(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            system_fingerprint=self._fingerprint,
+            choices=choices,
+            usage=usage,
+        )
+
+    def _logprobs(self, pieces: Iterable[OutputPiece]) -> TextLogprobs | None:
+        if self._alternatives is None:
+            return None
+        scored = [s for piece in pieces for s in piece.scored]
+        return TextLogprobs(
+            [self._token(s.token) for s in scored],
+            [None if s.logprob is None else _told(s.logprob) for s in scored],
+            [self._top(s) for s in scored] if self._alternatives else None,
+            [s.at for s in scored],
+        )
+
+    def _top(self, scored: Scored) -> dict[str, float] | None:
+        """Alternatives and the token itself; of tokens with equal texts, the likeliest."""
+        if scored.logprob is None:
+            return None
+        told: dict[str, float] = {}
+        for token, logprob in scored.top[: self._alternatives]:
+            told.setdefault(self._token(token), _told(logprob))
+        told.setdefault(self._token(scored.token), _told(scored.logprob))
+        return told
+
+
+def token_logprobs(
+    scored: Iterable[Scored], alternatives: int, tokenizer: Tokenizer
+) -> list[TokenLogprob]:
+    """Tokens with their log-probabilities and `alternatives`, as chat completions and responses
+    write them."""
+    found = []
+    for s in scored:
+        text, raw = tokenizer.token_text(s.token)
+        top = []
+        for token, logprob in s.top[:alternatives]:
+            other, other_raw = tokenizer.token_text(token)
+            top.append(TopLogprob(other, _told(logprob), list(other_raw)))
+        found.append(TokenLogprob(text, _told(s.logprob), list(raw), top))
+    return found
+
+
+def _call_deltas(piece: OutputPiece) -> list[ToolCallDelta]:
+    """One for each call: clients that gather deltas expect no call twice in a chunk."""
+    told: dict[int, ToolCallDelta] = {}
+    for c in piece.calls:
+        if isinstance(c, Began):
+            told[c.index] = ToolCallDelta(c.index, c.id, "function", CalledFunction(c.name, ""))
+        elif c.index not in told:
+            told[c.index] = ToolCallDelta(c.index, function=CalledFunction(arguments=c.fragment))
+        elif (function := told[c.index].function) is not None:
+            function.arguments = (function.arguments or "") + c.fragment
+    return list(told.values())
+
+
+def _message(pieces: Iterable[OutputPiece]) -> ChatMessage:
+    pieces = list(pieces)
+    deltas = [c for piece in pieces for c in piece.calls]
+    calls = [ToolCall(c.id, CalledFunction(c.name, "")) for c in deltas if isinstance(c, Began)]
+    for i, call in enumerate(calls):
+        fragments = (c.fragment for c in deltas if isinstance(c, Arguments) and c.index == i)
+        call.function.arguments = "".join(fragments)
+    text = _text(pieces)
+    if not calls:
+        return ChatMessage(text)
+    return ChatMessage(text or None, tool_calls=calls)
+
+
+def _told(logprob: float | None) -> float:
+    """JSON has no infinities."""
+    return _LEAST if logprob is None else max(logprob, _LEAST)
+
+
+def _by_choice(pieces: Iterable[OutputPiece], choices: int) -> list[list[OutputPiece]]:
+    found: list[list[OutputPiece]] = [[] for _ in range(choices)]
+    for piece in pieces:
+        found[piece.choice].append(piece)
+    return found
+
+
+def _text(pieces: Iterable[OutputPiece]) -> str:
+    return "".join(p.text for p in pieces)
+
+
+def _reason(pieces: Iterable[OutputPiece]) -> str | None:
+    return next((p.finish_reason for p in pieces if p.finish_reason is not None), None)
+
+
+def _stop_reason(pieces: Iterable[OutputPiece]) -> StopReason:
+    return next((p.stop_reason for p in pieces if p.stop_reason is not None), UNSET)

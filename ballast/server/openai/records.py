@@ -1,0 +1,241 @@
+"""Responses of the OpenAI API: plain records, encoded by msgspec."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+UNSET = msgspec.UNSET
+StopReason = str | int | msgspec.UnsetType
+"""As vLLM tells it: the stop string or token, of those that the client named, that was met."""
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Token counts. A prompt with several choices counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+    @classmethod
+    def of(cls, prompt: int, completion: int, cached: int) -> Usage:
+        return cls(prompt, completion, prompt + completion, PromptDetails(cached))
+
+
+# -- completions --------------------------------------------------------------------------------
+
+
+class TextLogprobs(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    """By the text of a token; null where no alternatives are asked for."""
+    text_offset: list[int]
+
+
+class TextChoice(msgspec.Struct):
+    index: int
+    text: str
+    finish_reason: str | None = None
+    logprobs: TextLogprobs | None = None
+    stop_reason: StopReason = UNSET
+
+
+class TextCompletion(msgspec.Struct, kw_only=True):
+    """A whole answer, or one chunk of a stream: they look alike."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    """Seconds since 1970."""
+    model: str
+    system_fingerprint: str
+    choices: list[TextChoice]
+    usage: Usage | msgspec.UnsetType | None = UNSET
+
+
+# -- chat ---------------------------------------------------------------------------------------
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CalledFunction(msgspec.Struct, omit_defaults=True):
+    name: str | None = None
+    arguments: str | None = None
+    """JSON text; in chunks, a piece of it."""
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class ToolCallDelta(msgspec.Struct, omit_defaults=True):
+    index: int
+    id: str | None = None
+    type: str | None = None
+    function: CalledFunction | None = None
+
+
+class ChatMessage(msgspec.Struct):
+    content: str | None
+    """Null where the answer is nothing but calls."""
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+    tool_calls: list[ToolCall] | msgspec.UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatMessage
+    finish_reason: str | None
+    logprobs: ChatLogprobs | None = None
+    stop_reason: StopReason = UNSET
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    """A whole answer."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(msgspec.Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ChunkChoice(msgspec.Struct):
+    index: int
+    delta: Delta
+    finish_reason: str | None = None
+    logprobs: ChatLogprobs | None = None
+    stop_reason: StopReason = UNSET
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    """One chunk of a stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    usage: Usage | msgspec.UnsetType | None = UNSET
+
+
+Chunk = TextCompletion | ChatChunk
+
+
+# -- texts --------------------------------------------------------------------------------------
+
+
+class Tokenized(msgspec.Struct, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct):
+    prompt: str
+
+
+class EmbeddingItem(msgspec.Struct, kw_only=True):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[EmbeddingItem]
+    model: str
+    usage: EmbeddingUsage
+
+
+# -- models -------------------------------------------------------------------------------------
+
+
+class ModelStatus(msgspec.Struct, omit_defaults=True):
+    value: Literal["loaded", "loading", "evicted", "failed"]
+    reason: str | None = None
+    """Of a failed one."""
+
+
+class Model(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    """When this server began to serve it."""
+    owned_by: str = "ballast"
+    root: str
+    """The model whose weights it stands on: of an adapter, the base; else itself."""
+    parent: str | None
+    """Of an adapter, the base."""
+    max_model_len: int | None
+    """Null where it could not be loaded."""
+    status: ModelStatus
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class RunningModel(msgspec.Struct, kw_only=True):
+    """A model whose weights are on a device, or on their way: an entry of llama-swap's list."""
+
+    model: str
+    state: Literal["ready", "starting", "stopping"]
+    ttl: float
+    """Seconds without a request after which it is evicted; 0: never."""
+    waiting: int
+    """Requests that wait to be admitted."""
+    running: int
+    """Requests admitted."""
+    memory: int
+    """Bytes that its weights and its KV cache take on all devices."""
+
+
+class RunningList(msgspec.Struct, kw_only=True):
+    running: list[RunningModel]
+
+
+class Version(msgspec.Struct, kw_only=True):
+    version: str

@@ -1,0 +1,99 @@
+"""Requests of other APIs than OpenAI's chat completions, which become requests of these."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from ballast.core.errors import InvalidRequest, RequestError
+from ballast.server.conversation import Message
+from ballast.server.http.faults import Fault
+from ballast.server.openai.request import ChatRequest, Sampled
+
+
+class Translated(Sampled):
+    """A request of another API. Fields for sampling are spelled as in chat completions."""
+
+    NAMES: ClassVar[Sequence[tuple[str, str]]] = ()
+    """Regular expressions for fields of chat requests, and the fields of this API that become
+    these. The first match counts."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def chat(self) -> ChatRequest:
+        """The same as a chat request. Raises InvalidRequest, in the words of this API."""
+        raise NotImplementedError
+
+    def translated(self, kind: type[ChatRequest], **fields: Any) -> ChatRequest:
+        """A request of this `kind` with the fields that are spelled alike, and `fields`.
+
+        Nothing is validated twice: whatever is passed has been checked as part of this request.
+        """
+        alike = {name: getattr(self, name) for name in Translated.model_fields}
+        return kind.model_construct(**alike, **fields)
+
+    @contextmanager
+    def names(self) -> Iterator[None]:
+        """Have what is raised meanwhile about a field of the chat request name the one here."""
+        try:
+            yield
+        except RequestError as error:
+            fault = Fault.of(error)
+            ours = self._name(fault.param)
+            message = fault.message
+            if message.startswith(f"{fault.param}: "):
+                message = f"{ours}: {message.removeprefix(f'{fault.param}: ')}"
+            raise Fault(fault.status, message, fault.code, ours) from error
+
+    def _name(self, field: str | None) -> str | None:
+        for pattern, ours in self.NAMES:
+            if field is not None and re.match(pattern, field):
+                return re.sub(pattern, ours, field, count=1)
+        return field
+
+
+def turn(role: str, content: str, **more: Any) -> Message:
+    """A message of the conversation; `more` reaches the chat template."""
+    return Message.model_construct(role=role, content=content, **more)
+
+
+def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """An earlier call, as messages of chat requests have it. `arguments`: JSON."""
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def function_tool(tool: Mapping[str, Any], schema: str) -> dict[str, Any]:
+    """A function that may be called, as chat requests have it. `schema`: the key of its schema."""
+    renamed = {"name": "name", "description": "description", schema: "parameters"}
+    found = {theirs: tool[ours] for ours, theirs in renamed.items() if tool.get(ours) is not None}
+    if tool.get("strict"):
+        found["strict"] = True
+    return {"type": "function", "function": found}
+
+
+def json_schema(schema: object, name: str, *, strict: bool) -> dict[str, Any]:
+    """A `response_format` of chat requests."""
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": name, "schema": schema, "strict": strict},
+    }
+
+
+def readable(part: object, kinds: Sequence[str], what: str) -> object:
+    """`part`, unless it is content that no model here reads. Raises ValueError, for pydantic."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind not in kinds:
+        known = ", ".join(kinds)
+        raise ValueError(f"{what} of type {kind[:80]!r} cannot be read here, only {known}")
+    return part
+
+
+def refuse(field: str, why: str) -> InvalidRequest:
+    """The error for a field that is understood and not supported."""
+    return InvalidRequest(f"{field}: {why}", field)

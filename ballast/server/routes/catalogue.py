@@ -1,0 +1,117 @@
+"""The fleet's models as clients see them, and where their weights are."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ballast.core.errors import UnknownModel
+from ballast.core.model import ModelSpec
+from ballast.core.view import Residency
+from ballast.server.openai.records import Model, ModelStatus, RunningModel
+from ballast.server.service import Service
+
+_STATUS = {
+    Residency.RESIDENT: ModelStatus("loaded"),
+    Residency.ACTIVATING: ModelStatus("loading"),
+    Residency.ABSENT: ModelStatus("evicted"),
+    Residency.EVICTING: ModelStatus("evicted"),
+    Residency.FAILED: ModelStatus("failed", "its weights could not be brought in"),
+}
+
+_RUNNING: dict[Residency, Literal["ready", "starting", "stopping"]] = {
+    Residency.RESIDENT: "ready",
+    Residency.ACTIVATING: "starting",
+    Residency.EVICTING: "stopping",
+}
+"""As llama-swap names them."""
+
+
+def status_of(residency: str) -> ModelStatus:
+    """What clients are told of a value of `Residency`."""
+    return _STATUS[Residency(residency)]
+
+
+def listed(service: Service) -> list[Model]:
+    """Those that serve, in the fleet's order, each before its aliases, and then those that failed
+    to."""
+    models, aliases = service.models, service.controller.fleet.aliases
+    return [
+        *(
+            _serving(service, spec, name)
+            for spec in models.values()
+            for name in (spec.name, *aliases.get(spec.name, ()))
+            if name == spec.name or name not in models
+        ),
+        *(_failed(service, name) for name in service.failed),
+    ]
+
+
+def described(service: Service, name: str) -> Model:
+    """One of those listed. Raises UnknownModel."""
+    own = service.own_name(name)
+    spec = service.models.get(own)
+    if spec is not None:
+        return _serving(service, spec, name)
+    if own in service.failed:
+        return _failed(service, own)
+    raise UnknownModel(f"there is no model {name!r}")
+
+
+def resident(service: Service) -> list[RunningModel]:
+    """Models whose weights are on a device, or on their way there or away, in the fleet's order."""
+    report, models = service.controller.report, service.models
+    found: list[RunningModel] = []
+    for m in () if report is None else report.models:
+        spec, state = models.get(m.name), _RUNNING.get(Residency(m.residency))
+        if spec is None or state is None:
+            continue
+        found.append(
+            RunningModel(
+                model=m.name,
+                state=state,
+                ttl=0.0 if spec.pinned else spec.ttl or 0.0,
+                waiting=m.waiting,
+                running=m.running,
+                memory=_memory(service, m.name),
+            )
+        )
+    return found
+
+
+def _memory(service: Service, name: str) -> int:
+    """Bytes of a model's weights and KV cache, those that it shares included, on all devices."""
+    reports = (d.report for d in service.controller.devices.values())
+    return sum(
+        (m.weight_pages + m.kv_pages) * report.page_bytes
+        for report in reports
+        if report is not None
+        for m in report.models
+        if m.name == name
+    )
+
+
+def _serving(service: Service, spec: ModelSpec, name: str) -> Model:
+    """A model under its own name or an alias."""
+    base = spec.base or spec.name
+    report = service.controller.report
+    reports = report.models if report is not None else ()
+    where = next((m.residency for m in reports if m.name == base), Residency.ABSENT.value)
+    return Model(
+        id=name,
+        created=service.started,
+        root=base,
+        parent=spec.base,
+        max_model_len=spec.max_model_len,
+        status=status_of(where),
+    )
+
+
+def _failed(service: Service, name: str) -> Model:
+    return Model(
+        id=name,
+        created=service.started,
+        root=name,
+        parent=None,
+        max_model_len=None,
+        status=ModelStatus("failed", service.failed[name]),
+    )

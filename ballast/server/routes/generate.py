@@ -1,0 +1,127 @@
+"""Routes that generate: check, ask the service, and answer whole or as a stream.
+
+Each API has requests of its own, which become one `GenerateRequest`, and a form of its own, in
+which the pieces of the output are written. What lies between is the same for all.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Callable
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from ballast.core.errors import BallastError
+from ballast.server.generate.generation import Generation
+from ballast.server.http import request_context
+from ballast.server.http.faults import Fault
+from ballast.server.http.json_response import answered
+from ballast.server.http.off_loop import large_body, off_loop
+from ballast.server.http.sse import ClientGone, EventStream, unless_gone
+from ballast.server.messages_api.form import MessageForm
+from ballast.server.messages_api.records import Message
+from ballast.server.messages_api.request import MessagesRequest, check_version
+from ballast.server.openai.forms import ChatForm, Form, Head, TextForm
+from ballast.server.openai.records import ChatCompletion, TextCompletion
+from ballast.server.openai.request import ChatRequest, CompletionRequest, GenerateRequest
+from ballast.server.responses_api.form import ResponseForm
+from ballast.server.responses_api.records import ResponseRecord
+from ballast.server.responses_api.request import ResponsesRequest
+from ballast.server.routes.openapi_document import MESSAGES_ERRORS, responses_of
+from ballast.server.service import Service
+from ballast.server.text.pieces import OutputPiece
+
+
+def add_generating_routes(app: FastAPI, service: Service) -> None:
+    """`/v1/chat/completions`, `/v1/completions`, `/v1/messages` and `/v1/responses`."""
+
+    @app.post("/v1/chat/completions", responses=responses_of(ChatCompletion, streams=True))
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await _answer(service, body, request, "chatcmpl-", lambda h: ChatForm(h, body))
+
+    @app.post("/v1/completions", responses=responses_of(TextCompletion, streams=True))
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await _answer(service, body, request, "cmpl-", lambda h: TextForm(h, body))
+
+    @app.post("/v1/messages", responses=MESSAGES_ERRORS | responses_of(Message, streams=True))
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        check_version(request.headers)
+        service.warn(body)
+        chat = await off_loop(large_body(), body.chat)
+        with body.names():
+            return await _answer(service, chat, request, "msg_", lambda h: MessageForm(h, body))
+
+    @app.post("/v1/responses", responses=responses_of(ResponseRecord, streams=True))
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        service.warn(body)
+        chat, repeated = await off_loop(large_body(), lambda: (body.chat(), body.repeated()))
+        with body.names():
+            return await _answer(
+                service, chat, request, "resp_", lambda h: ResponseForm(h, chat, repeated)
+            )
+
+
+async def _answer(
+    service: Service,
+    asked: GenerateRequest,
+    request: Request,
+    prefix: str,
+    form_of: Callable[[Head], Form],
+) -> Response:
+    """The response to `asked`, in the form of its API. `prefix`: of the answer's id."""
+    answer_id = f"{prefix}{secrets.token_hex(12)}"
+    spec = service.model(asked.model)
+    generation = await service.generate(asked, spec, answer_id)
+    handed_on = False
+    try:
+        form = form_of(
+            Head(
+                answer_id,
+                asked.model,
+                f"ballast-{spec.fingerprint[:12]}",
+                service.tokenizer(spec.name),
+                service.wall,
+                int(service.wall.now()),
+            )
+        )
+        if not asked.stream:
+            pieces = await unless_gone(request.receive, generation.whole())
+            return answered(form.whole(pieces, generation.size, generation.usage))
+        # The status waits a while for the first token: until then, an error can be told by it.
+        batches = generation.batches(service.settings.ping_seconds)
+        first = await unless_gone(request.receive, anext(batches))
+        handed_on = True
+        return EventStream(_events(form, generation, first, batches), generation.close)
+    except ClientGone:
+        return Response(status_code=499)  # nobody reads it
+    finally:
+        if not handed_on:
+            generation.close()
+
+
+async def _events(
+    form: Form,
+    generation: Generation,
+    first: list[OutputPiece],
+    batches: AsyncIterator[list[OutputPiece]],
+) -> AsyncIterator[bytes]:
+    """The events of a stream; those of tokens that came together are sent together.
+
+    A silence (an empty batch) is filled, so that nobody takes it for the end.
+    """
+    yield form.opening(generation.size, generation.usage) + _of_batch(form, first)
+    try:
+        async for batch in batches:
+            if events := _of_batch(form, batch):
+                yield events
+    except (Fault, BallastError) as error:
+        fault = Fault.of(error)
+        request_context.current().code = fault.code
+        yield form.failed(fault)
+        return
+    yield form.closing(generation.usage)
+
+
+def _of_batch(form: Form, batch: list[OutputPiece]) -> bytes:
+    return form.events(batch) if batch else form.silence

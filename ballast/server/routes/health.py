@@ -1,0 +1,50 @@
+"""Routes for probes: whether the process lives, and whether to send it requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.responses import Response
+
+from ballast.cluster.controller import Controller
+from ballast.server.access.gate import Gate
+from ballast.server.http import request_context
+from ballast.server.http.json_response import encode
+from ballast.server.observe.server_state import Status
+from ballast.server.service import Service
+
+_ANY: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+
+
+def add_health(app: FastAPI, service: Service, gate: Gate) -> None:
+    """Add `/live` and `/health`, which any client may GET and HEAD whatever others do to the
+    server. Only clients that may know of models are shown why some failed."""
+
+    @app.head("/live", include_in_schema=False)
+    @app.get("/live")
+    async def live() -> Response:
+        return _told(200, status="live")
+
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health", responses={503: {"description": "Not now", "content": _ANY}})
+    async def health() -> Response:
+        told: dict[str, Any] = {"status": status(service.controller, gate)}
+        if service.controller.down is not None:
+            told["reason"] = service.controller.down
+        elif service.controller.missing:
+            told["missing"] = service.controller.missing
+        if request_context.current().caller.known:
+            told["failed"] = service.failed
+        return _told(200 if told["status"] == "ok" else 503, **told)
+
+
+def status(controller: Controller, gate: Gate) -> Status:
+    """Whether to send requests here, and if not, why not."""
+    if controller.down is not None:
+        return "restarting" if controller.lost is None else "lost"
+    return "draining" if gate.draining else "ok"
+
+
+def _told(status_code: int, **content: Any) -> Response:
+    return Response(encode(content), status_code, media_type="application/json")

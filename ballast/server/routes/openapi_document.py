@@ -1,0 +1,85 @@
+"""What `/openapi.json` says of answers: requests it knows from the routes' own types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+
+from ballast.server.http.json_response import ErrorBody, MessagesErrorBody
+from ballast.server.messages_api.records import InputTokens, Message
+from ballast.server.observe.server_state import ServerNow
+from ballast.server.openai.records import (
+    ChatCompletion,
+    Detokenized,
+    EmbeddingList,
+    Model,
+    ModelList,
+    RunningList,
+    TextCompletion,
+    Tokenized,
+    Version,
+)
+from ballast.server.responses_api.records import ResponseRecord
+
+Responses = dict[int | str, dict[str, Any]]
+"""As routes of FastAPI take them."""
+
+_ANSWERS = (
+    ChatCompletion,
+    TextCompletion,
+    Message,
+    InputTokens,
+    ResponseRecord,
+    EmbeddingList,
+    Tokenized,
+    Detokenized,
+    Model,
+    ModelList,
+    RunningList,
+    Version,
+    ServerNow,
+    ErrorBody,
+    MessagesErrorBody,
+)
+_REFERENCES, _COMPONENTS = msgspec.json.schema_components(
+    _ANSWERS, ref_template="#/components/schemas/{name}"
+)
+_SCHEMAS = dict(zip(_ANSWERS, _REFERENCES, strict=True))
+_EVENTS: dict[str, Any] = {"text/event-stream": {}}
+"""Without a schema: some readers take it for one of the whole text, some for one of each event."""
+
+
+def _json(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    return {"application/json": {"schema": _SCHEMAS[kind]}}
+
+
+def _errors(kind: type[msgspec.Struct]) -> Responses:
+    return {
+        "4XX": {"description": "The request cannot be served", "content": _json(kind)},
+        "5XX": {"description": "The server failed, or cannot serve now", "content": _json(kind)},
+    }
+
+
+ERRORS = _errors(ErrorBody)
+"""Of every route, unless it says otherwise."""
+MESSAGES_ERRORS = _errors(MessagesErrorBody)
+"""Of the Messages API."""
+
+
+def responses_of(kind: type[msgspec.Struct], *, streams: bool = False) -> Responses:
+    """Of a route that answers with a `kind`, or, if the request says so, with a stream."""
+    return {200: {"content": _json(kind) | (_EVENTS if streams else {})}}
+
+
+def document(app: FastAPI) -> None:
+    """Have the application's document hold what routes refer to."""
+    made = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        found = made()
+        found["components"]["schemas"] |= _COMPONENTS
+        return found
+
+    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI's documentation has it

@@ -1,0 +1,127 @@
+"""Routes that only tell: `/metrics` for Prometheus, `/admin/state` for `ballast top`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from starlette.responses import PlainTextResponse, Response
+
+from ballast import __version__
+from ballast.cluster.device import RemoteDevice
+from ballast.core.report import ModelReport
+from ballast.core.settings import Slo
+from ballast.server.access.gate import Gate
+from ballast.server.http.json_response import answered
+from ballast.server.observe.metrics import CONTENT_TYPE, Metrics
+from ballast.server.observe.server_state import DeviceNow, ModelNow, NameNow, ServerNow
+from ballast.server.routes.catalogue import status_of
+from ballast.server.routes.health import status
+from ballast.server.routes.openapi_document import responses_of
+from ballast.server.service import Service
+
+LAST_DECISIONS = 50
+"""Told by `/admin/state`; `/admin/story` knows more."""
+
+
+def add_observe_routes(app: FastAPI, service: Service, gate: Gate) -> None:
+    """Add the routes."""
+
+    # Not a coroutine: writing it all takes a while, and other threads can do it.
+    @app.get("/metrics", response_class=PlainTextResponse)
+    def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/admin/state", responses=responses_of(ServerNow))
+    async def state() -> Response:
+        # Latencies of many models are long to sort.
+        models = await asyncio.to_thread(models_now, service)
+        return answered(_server(service, gate, models))
+
+
+def models_now(service: Service) -> list[ModelNow]:
+    """The models that serve; from any thread."""
+    report = service.controller.report
+    assert report is not None
+    return [_model(service, m) for m in report.models]
+
+
+def decisions(service: Service, last: int, model: str | None = None) -> list[dict[str, Any]]:
+    """The last `last` decisions, oldest first; only those about `model`, if one is named."""
+    since = service.wall.now() - asyncio.get_running_loop().time()
+    found = [
+        {"time": round(since + moment, 3), **what}
+        for moment, what in service.controller.decisions
+        if model in (None, what.get("model"))
+    ]
+    return found[-last:] if last > 0 else []
+
+
+def _server(service: Service, gate: Gate, models: list[ModelNow]) -> ServerNow:
+    controller = service.controller
+    report = controller.report
+    assert report is not None  # there is one before any route
+    return ServerNow(
+        version=__version__,
+        time=service.wall.now(),
+        uptime=service.clock.now(),
+        preset=controller.fleet.preset,
+        status=status(controller, gate),
+        reason=controller.down,
+        restarts=controller.restarts,
+        open=controller.open_requests,
+        device=report.device,
+        page_bytes=report.page_bytes,
+        total=report.total,
+        free=report.free,
+        reclaiming=report.reclaiming,
+        owners=report.owners,
+        jobs=report.jobs,
+        models=models,
+        failed=dict(controller.failed),
+        decisions=decisions(service, LAST_DECISIONS),
+        devices=[_device(d) for d in controller.devices.values()],
+        lending=list(controller.lending),
+    )
+
+
+def _device(device: RemoteDevice) -> DeviceNow:
+    report = device.report
+    assert report is not None  # there is one before any route
+    status: Literal["ok", "restarting", "lost"] = "ok"
+    if device.down is not None:
+        status = "restarting" if device.lost is None else "lost"
+    return DeviceNow(
+        device=device.name,
+        status=status,
+        reason=device.down,
+        restarts=device.restarts,
+        open=len(device.requests),
+        page_bytes=report.page_bytes,
+        total=report.total,
+        free=report.free,
+        reclaiming=report.reclaiming,
+        owners=report.owners,
+        jobs=report.jobs,
+        models=list(report.models),
+        failed=dict(device.failed),
+        borrowed=report.borrowed,
+        moved_in=device.moved_in,
+        cordoned=device.cordoned,
+    )
+
+
+def _model(service: Service, report: ModelReport) -> ModelNow:
+    spec = service.controller.specs.get(report.name)
+    status = status_of(report.residency).value
+    if spec is None:  # it has just been removed
+        return ModelNow(status, report, [_name(service.metrics, report.name, None)], False)
+    names = [_name(service.metrics, s.name, s.slo) for s in spec.served]
+    homes = [d.name for d in service.controller.devices.values() if d.serves(report.name)]
+    return ModelNow(status, report, names, spec.pinned, homes)
+
+
+def _name(metrics: Metrics, name: str, slo: Slo | None) -> NameNow:
+    ttft, tpot = metrics.recent(name)
+    return NameNow(name, slo, metrics.generated(name), ttft.quantiles(), tpot.quantiles())

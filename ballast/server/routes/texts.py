@@ -1,0 +1,82 @@
+"""Routes about texts that generate nothing."""
+
+from __future__ import annotations
+
+import secrets
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from ballast.core.errors import InvalidRequest
+from ballast.server.generate.parameters import check_tokens
+from ballast.server.http.json_response import answered
+from ballast.server.http.off_loop import large_body, off_loop
+from ballast.server.http.sse import ClientGone, unless_gone
+from ballast.server.messages_api.records import InputTokens
+from ballast.server.messages_api.request import CountRequest, check_version
+from ballast.server.openai.records import Detokenized, EmbeddingList, Tokenized
+from ballast.server.openai.text_request import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from ballast.server.routes.openapi_document import MESSAGES_ERRORS, responses_of
+from ballast.server.service import Service
+from ballast.server.text.tokenizer import LONG_TEXT
+
+MOST_DETOKENIZED = 65_536
+"""Tokens that may be detokenized at a time, or as many as the model's context has."""
+
+
+def add_text_routes(app: FastAPI, service: Service) -> None:
+    """`/tokenize`, `/detokenize`, `/v1/messages/count_tokens` and `/v1/embeddings`."""
+
+    @app.post("/tokenize", responses=responses_of(Tokenized))
+    async def tokenize(body: TokenizeRequest) -> Response:
+        spec = service.model(body.model)
+        service.warn(body)
+        body.check()
+        if body.prompt is None:
+            tokens = await service.conversation(body, spec)
+        else:
+            special = body.add_special_tokens is not False
+            [tokens] = await service.encoded([body.prompt], spec, "prompt", special=special)
+        shown = None
+        if body.return_token_strs:
+            tokenizer = service.tokenizer(spec.name)
+            shown = await off_loop(len(tokens) > LONG_TEXT, lambda: tokenizer.spelled(tokens))
+        told = Tokenized(
+            count=len(tokens), max_model_len=spec.max_model_len, tokens=tokens, token_strs=shown
+        )
+        return answered(told)
+
+    @app.post("/detokenize", responses=responses_of(Detokenized))
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        spec = service.model(body.model)
+        service.warn(body)
+        most = max(spec.max_model_len, MOST_DETOKENIZED)
+        if len(body.tokens) > most:
+            raise InvalidRequest(f"tokens: at most {most}, not {len(body.tokens)}", "tokens")
+        check_tokens(body.tokens, spec, "tokens")
+        tokenizer = service.tokenizer(spec.name)
+        text = await off_loop(len(body.tokens) > LONG_TEXT, lambda: tokenizer.decode(body.tokens))
+        return answered(Detokenized(text))
+
+    @app.post("/v1/messages/count_tokens", responses=MESSAGES_ERRORS | responses_of(InputTokens))
+    async def count_tokens(body: CountRequest, request: Request) -> Response:
+        check_version(request.headers)
+        spec = service.model(body.model)
+        service.warn(body)
+        chat = await off_loop(large_body(), body.chat)
+        with body.names():
+            tokens = await service.conversation(chat, spec)
+        return answered(InputTokens(len(tokens)))
+
+    @app.post("/v1/embeddings", responses=responses_of(EmbeddingList))
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        embedding = await service.embed(body, f"embd-{secrets.token_hex(12)}")
+        try:
+            encoding = body.encoding_format or "float"
+            return answered(
+                await unless_gone(request.receive, embedding.whole(encoding, body.model))
+            )
+        except ClientGone:
+            return Response(status_code=499)  # nobody reads it
+        finally:
+            embedding.close()

@@ -1,0 +1,190 @@
+"""What an output must follow: JSON schemas and their like, as grammars of llguidance.
+
+Everything here waits for another process to compile what a client sent (`grammarcheck`): call it
+in a thread, and not on an event loop.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llguidance import LLMatcher
+
+from ballast.core.errors import InvalidRequest
+from ballast.server.structured.grammar_check import CHECK
+
+MOST_TEXT = 256 * 1024
+"""Characters of a schema or a grammar."""
+MOST_DEPTH = 100
+"""Nesting of a schema; llguidance reads at most 128."""
+MOST_CHOICES = 10_000
+WHITESPACE = r"[ \n\r\t]{1,20}"
+"""Between the parts of JSON, where a request allows any. Bounded: small models indent for ever
+where they may."""
+_SPACING = ("disable_any_whitespace", "whitespace_pattern")
+"""Keys of `structured_outputs` that say which white space JSON may have."""
+
+
+def of_response_format(value: object, param: str = "response_format") -> str:
+    """The grammar of OpenAI's `response_format`; empty for plain text. Raises InvalidRequest."""
+    if value is None:
+        return ""
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind == "text":
+        return ""
+    if kind == "json_object":
+        return _of_schema({"type": "object"}, param, lenient=False)
+    if kind != "json_schema" or not isinstance(value, Mapping):
+        raise InvalidRequest("its type is text, json_object or json_schema", f"{param}.type")
+    form = value.get("json_schema")
+    if not isinstance(form, Mapping):
+        raise InvalidRequest("an object with name and schema is missing", f"{param}.json_schema")
+    strict = form.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise InvalidRequest("true or false", f"{param}.json_schema.strict")
+    schema = form.get("schema")
+    return _of_schema(
+        {} if schema is None else schema, f"{param}.json_schema.schema", lenient=not strict
+    )
+
+
+def of_structured_outputs(value: object, param: str = "structured_outputs") -> str:
+    """The grammar of vLLM's `structured_outputs`, one of `json`, `json_object`, `regex`, `choice`
+    and `grammar` (Lark as llguidance knows it), and of which white space JSON may have; empty for
+    none. Raises InvalidRequest."""
+    if value is None:
+        return ""
+    if not isinstance(value, Mapping):
+        raise InvalidRequest("an object", param)
+    spacing = {k: value[k] for k in _SPACING if value.get(k) is not None}
+    given = {k: v for k, v in value.items() if v is not None and v is not False}
+    given = {k: v for k, v in given.items() if k not in _SPACING}
+    if len(given) != 1:
+        raise InvalidRequest("exactly one of json, json_object, regex, choice, grammar", param)
+    [(kind, said)] = given.items()
+    where = f"{param}.{kind}"
+    if spacing and kind not in ("json", "json_object"):
+        raise InvalidRequest(
+            "only json and json_object have white space", f"{param}.{next(iter(spacing))}"
+        )
+    whitespace = _whitespace(spacing, param)
+    match kind:
+        case "json":
+            return _of_schema(_parsed(said, where), where, lenient=True, whitespace=whitespace)
+        case "json_object":
+            return _of_schema({"type": "object"}, where, lenient=False, whitespace=whitespace)
+        case "regex":
+            return checked(LLMatcher.grammar_from_regex(_text(said, where)), where)
+        case "choice":
+            return checked(LLMatcher.grammar_from_lark(_any_of(said, where)), where)
+        case "grammar":
+            return checked(LLMatcher.grammar_from_lark(_text(said, where)), where)
+    raise InvalidRequest("one of json, json_object, regex, choice, grammar", where)
+
+
+def prepared(
+    schema: object, param: str, *, lenient: bool, whitespace: str = ""
+) -> Mapping[str, Any]:
+    """A JSON schema, within bounds, with how llguidance is to read it. Raises InvalidRequest.
+
+    `lenient`: keywords that llguidance does not know have no effect, instead of being refused.
+    `whitespace`: a pattern of what may stand between the parts of JSON; empty: nothing may.
+    """
+    if not isinstance(schema, Mapping):
+        raise InvalidRequest("a JSON schema is an object", param)
+    _bounded(schema, param)
+    spacing = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
+    return {**schema, "x-guidance": {"lenient": lenient, **spacing}}
+
+
+def of_schema(schema: Mapping[str, Any], param: str) -> str:
+    """The grammar of a `prepared` schema. Raises InvalidRequest."""
+    try:
+        grammar = str(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"not a usable JSON schema: {error}", param) from error
+    return checked(grammar, param)
+
+
+def _of_schema(schema: object, param: str, *, lenient: bool, whitespace: str = "") -> str:
+    if schema is True:
+        schema = {}
+    return of_schema(prepared(schema, param, lenient=lenient, whitespace=whitespace), param)
+
+
+def _whitespace(spacing: Mapping[str, object], param: str) -> str:
+    """The pattern that a request asks for; empty: JSON is compact. Raises InvalidRequest."""
+    compact, pattern = (spacing.get(key) for key in _SPACING)
+    if compact is not None and not isinstance(compact, bool):
+        raise InvalidRequest("true or false", f"{param}.disable_any_whitespace")
+    if pattern is None:
+        return WHITESPACE if compact is False else ""
+    if compact:
+        raise InvalidRequest("any white space is disabled", f"{param}.whitespace_pattern")
+    return _text(pattern, f"{param}.whitespace_pattern")
+
+
+def checked(grammar: str, param: str) -> str:
+    """`grammar`, if llguidance can use it. Raises InvalidRequest."""
+    try:
+        problem = CHECK.problem(grammar)
+    except UnicodeEncodeError:
+        problem = "it has half a surrogate pair"
+    if problem:
+        raise InvalidRequest(f"not usable: {problem[:500]}", param)
+    return grammar
+
+
+def _bounded(schema: object, param: str) -> None:
+    """Bounds size and depth, without recursion: the schema is not trusted with ours."""
+    level, depth, size = [schema], 0, 0
+    while level:
+        depth += 1
+        if depth > MOST_DEPTH:
+            raise InvalidRequest(f"nested deeper than {MOST_DEPTH}", param)
+        below: list[object] = []
+        for value in level:
+            if isinstance(value, Mapping):
+                below += value.values()
+                size += sum(len(key) + 4 for key in value)
+            elif isinstance(value, str):
+                size += len(value) + 2
+            elif isinstance(value, Sequence):
+                below += value
+            size += 2
+        if size > MOST_TEXT:
+            raise InvalidRequest(f"longer than {MOST_TEXT} characters", param)
+        level = below
+
+
+def _parsed(value: object, param: str) -> object:
+    """vLLM takes schemas as texts, too."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(_text(value, param))
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("not JSON", param) from error
+
+
+def _text(value: object, param: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest("a text", param)
+    if len(value) > MOST_TEXT:
+        raise InvalidRequest(f"longer than {MOST_TEXT} characters", param)
+    return value
+
+
+def _any_of(value: object, param: str) -> str:
+    if (
+        not isinstance(value, Sequence)
+        or isinstance(value, str)
+        or not 0 < len(value) <= MOST_CHOICES
+        or not all(isinstance(v, str) and v for v in value)
+        or sum(map(len, value)) > MOST_TEXT
+    ):
+        raise InvalidRequest(f"a list of 1 to {MOST_CHOICES} texts", param)
+    # One terminal: as rules, more than 2,000 are too many for a parser's row.
+    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(v) for v in value)

@@ -1,0 +1,283 @@
+"""Chat templates, rendered in processes that may be killed.
+
+A template is a program that came with a checkpoint. Jinja's sandbox keeps it from files and from
+Python's internals; nothing keeps it from loops without end or texts without bound. So it runs where
+that costs nobody anything (`chat_template_child`), with so much processor time and memory
+(docs/decisions/023-templates-in-a-child.md).
+
+::
+
+    server ── connection ──> process with transformers loaded ── fork ──> child
+    server <── conversations, texts ──> child                    killed: the next one is forked
+    server ── number of a child that nobody waits for any more ──> the same process kills it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from ballast.core.errors import InvalidRequest, Unavailable
+
+CPU_SECONDS = 2.0
+"""For one conversation; eight megabytes of them take a tenth of it."""
+WALL_SECONDS = 60.0
+"""The same, by the clock: a child that is stopped does not hold its clients for ever."""
+MEMORY_BYTES = 1 << 30
+"""Address space of a child; Python and what it has loaded take a fifth."""
+MOST_BYTES = 64 << 20
+"""Longest text that a template may make."""
+CHILDREN = 2
+"""Templates that are rendered at a time. One template has one child at most, so that a bad one
+does not take all."""
+_LENGTH = 4
+"""Bytes that say how long a message is."""
+
+FORK, KILL, NUMBER_BYTES = b"f", b"k", 8
+"""First byte of what the process that forks is sent: a connection, or a child's number, comes
+with it."""
+TEXT, REFUSED, TOO_MUCH = b"t", b"r", b"m"
+"""First byte of a reply: the text follows, or why the template refused, or nothing."""
+
+
+class TemplateJob(msgspec.Struct, frozen=True, kw_only=True):
+    """One conversation to be rendered, as `transformers` takes it."""
+
+    template: str
+    messages: list[Mapping[str, Any]]
+    tools: list[Mapping[str, Any]] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    variables: Mapping[str, Any]
+    """Special tokens, and what the client gives the template beside the messages."""
+
+
+class TemplateTooCostly(InvalidRequest):
+    """Rendering took more time or memory than it may."""
+
+
+class TemplateRenderer:
+    """Renders chat templates in child processes, which start when first needed.
+
+    To be used on one event loop.
+    """
+
+    def __init__(self, cpu_seconds: float = CPU_SECONDS, memory_bytes: int = MEMORY_BYTES) -> None:
+        self._limits = (str(cpu_seconds), str(memory_bytes))
+        self._parent: asyncio.subprocess.Process | None = None
+        """What children are forked from."""
+        self._control: socket.socket | None = None
+        """Its end of this takes connections, one for each child, and numbers of children that it
+        is to kill."""
+        self._forks = 0
+        """Children of `_parent` so far."""
+        self._starting = asyncio.Lock()
+        self._free = asyncio.Semaphore(CHILDREN)
+        self._idle: list[_Child] = []
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By template, held while it is rendered."""
+
+    async def render(self, job: TemplateJob) -> str:
+        """The text of a conversation.
+
+        Raises InvalidRequest where the template does not accept it, TemplateTooCostly, and
+        Unavailable where no child can be started.
+        """
+        try:
+            question = msgspec.json.encode(job)
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            raise _refused(error) from error
+        turn = self._turns.setdefault(job.template, asyncio.Lock())
+        async with turn, self._free:
+            reply = await self._ask(question)
+        kind, text = reply[:1], reply[1:].decode()
+        if kind == TEXT:
+            return text
+        if kind == REFUSED:
+            raise _refused(text)
+        raise _too_costly()
+
+    async def prepare(self) -> None:
+        """Begin to load what children need, which takes seconds of processor time. Raises
+        Unavailable."""
+        async with self._starting:
+            if self._control is None:
+                await self._start()
+
+    async def close(self) -> None:
+        """End all children."""
+        for child in self._idle:
+            child.close()
+        self._idle.clear()
+        await self._end()  # and with it all that still render
+
+    async def _ask(self, question: bytes) -> bytes:
+        child = await self._take()
+        try:
+            async with asyncio.timeout(WALL_SECONDS):
+                reply = await child.ask(question)
+        except (OSError, EOFError) as error:  # a TimeoutError is an OSError
+            self._kill(child)
+            await self._check_parent()
+            raise _too_costly() from error
+        except BaseException:  # the client is gone: else those who leave could fill the machine
+            self._kill(child)
+            raise
+        if reply[:1] == TOO_MUCH:
+            self._kill(child)  # what it holds is not worth keeping
+        else:
+            self._idle.append(child)
+        return reply
+
+    async def _take(self) -> _Child:
+        """A child that waits, or a new one."""
+        while self._idle:
+            child = self._idle.pop()
+            if child.lives:
+                return child
+            child.close()
+        async with self._starting:
+            if self._control is None:
+                await self._start()
+            try:
+                return await self._forked()
+            except OSError as error:
+                await self._end()
+                raise Unavailable(f"chat templates cannot be rendered now: {error}") from error
+
+    async def _forked(self) -> _Child:
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [FORK], [theirs.fileno()])
+            except OSError:
+                ours.close()
+                raise
+        self._forks += 1
+        number, parent = self._forks, self._parent
+        return _Child(number, parent, *await asyncio.open_unix_connection(sock=ours))
+
+    def _kill(self, child: _Child) -> None:
+        child.close()
+        if self._control is not None and child.parent is self._parent:
+            with suppress(OSError):  # the parent is gone, and its children with it
+                self._control.send(KILL + child.number.to_bytes(NUMBER_BYTES, "big"))
+
+    async def _start(self) -> None:
+        import ballast
+
+        root = str(Path(ballast.__file__).parents[1])
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        quiet = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONPATH": path}
+        # Messages have bounds: none is read together with the next one.
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+        with theirs:
+            fd = theirs.fileno()
+            command = ("-m", "ballast.server.text.chat_template_child", str(fd), *self._limits)
+            try:
+                self._parent = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    *command,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=(fd,),
+                    env={**os.environ, **quiet},
+                )
+            except OSError as error:
+                await self._end()
+                raise Unavailable(f"chat templates cannot be rendered now: {error}") from error
+
+    async def _check_parent(self) -> None:
+        """Raises Unavailable if a child is gone because all are."""
+        if self._parent is None:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.1):
+                code = await self._parent.wait()
+                await self._end()
+                raise Unavailable(f"what renders chat templates ended with code {code}")
+
+    async def _end(self) -> None:
+        parent, self._parent = self._parent, None
+        control, self._control = self._control, None
+        self._forks = 0
+        if control is not None:
+            control.close()
+        if parent is not None:
+            with suppress(ProcessLookupError):
+                parent.kill()
+            await parent.wait()
+
+
+class _Child:
+    """A connection to one child; `number` counts those of its `parent`, from 1."""
+
+    def __init__(
+        self,
+        number: int,
+        parent: asyncio.subprocess.Process | None,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self.number, self.parent = number, parent
+        self._reader, self._writer = reader, writer
+
+    @property
+    def lives(self) -> bool:
+        return not self._reader.at_eof()
+
+    async def ask(self, question: bytes) -> bytes:
+        """Raises OSError or EOFError where the child has ended."""
+        self._writer.write(framed(question))
+        await self._writer.drain()
+        size = int.from_bytes(await self._reader.readexactly(_LENGTH), "big")
+        return await self._reader.readexactly(size)
+
+    def close(self) -> None:
+        """Close the connection: the child ends when it is idle, or when its time is up."""
+        self._writer.close()
+
+
+def framed(message: bytes) -> bytes:
+    """A message, as it crosses a connection."""
+    return len(message).to_bytes(_LENGTH, "big") + message
+
+
+def received(connection: socket.socket) -> bytes | None:
+    """The next message; None at the end of the connection."""
+    head = _exactly(connection, _LENGTH)
+    return None if head is None else _exactly(connection, int.from_bytes(head, "big"))
+
+
+def _exactly(connection: socket.socket, n: int) -> bytes | None:
+    data = bytearray(n)
+    at = 0
+    while at < n:
+        got = connection.recv_into(memoryview(data)[at:])
+        if not got:
+            return None
+        at += got
+    return bytes(data)
+
+
+def _refused(why: object) -> InvalidRequest:
+    said = f"the model's chat template does not accept these messages: {why!s:.1000}"
+    return InvalidRequest(said, "messages")
+
+
+def _too_costly() -> TemplateTooCostly:
+    return TemplateTooCostly(
+        f"the model's chat template takes more than {CPU_SECONDS:g} seconds or "
+        f"{MEMORY_BYTES >> 20} MiB for these messages; use /v1/completions, or repair it",
+        "messages",
+    )

@@ -1,0 +1,109 @@
+"""A process that loads `transformers` once and forks a child for each connection it is handed.
+
+A child renders one conversation after the other. The kernel ends it where a template takes more
+processor time than it may; the server then reads the end of its connection. An idle child ends
+with its connection, one at work when the server asks for it, and all of them with this process,
+which ends with the server's end of `control`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import socket
+import sys
+from typing import Any
+
+import msgspec
+
+from ballast.isolation.orphan import die_with
+from ballast.server.text.chat_template import (
+    FORK,
+    KILL,
+    MOST_BYTES,
+    NUMBER_BYTES,
+    REFUSED,
+    TEXT,
+    TOO_MUCH,
+    TemplateJob,
+    framed,
+    received,
+)
+
+_DECODER = msgspec.json.Decoder(TemplateJob)
+
+
+def main(control_fd: int, cpu_seconds: float, memory_bytes: int) -> None:
+    """Serve until the server is gone."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the server
+    gc.freeze()  # shared by all children: what a collection touches would be copied
+    parent, forks = os.getpid(), 0
+    children: dict[int, int] = {}
+    """Process ids by number. They cannot be another process's: nobody else has waited for them."""
+    with socket.socket(fileno=control_fd) as control:
+        while True:
+            message, fds, _, _ = socket.recv_fds(control, len(KILL) + NUMBER_BYTES, 1)
+            if not message:
+                return
+            if message[:1] == FORK:
+                forks += 1
+                children[forks] = os.fork()
+                if children[forks] == 0:
+                    die_with(parent)
+                    control.close()
+                    _limit(memory_bytes)
+                    _answer(socket.socket(fileno=fds[0]), render_jinja_template, cpu_seconds)
+                    os._exit(0)
+                os.close(fds[0])
+            elif pid := children.get(int.from_bytes(message[1:], "big")):
+                os.kill(pid, signal.SIGKILL)
+            children = {n: pid for n, pid in children.items() if not _ended(pid)}
+
+
+def _ended(pid: int) -> bool:
+    """Whether a child has ended; it is waited for if so."""
+    return os.waitpid(pid, os.WNOHANG)[0] == pid
+
+
+def _limit(memory_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    for nothing in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
+        resource.setrlimit(nothing, (0, 0))
+
+
+def _answer(connection: socket.socket, render: Any, cpu_seconds: float) -> None:
+    try:
+        while (question := received(connection)) is not None:
+            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # SIGPROF ends the process
+            reply = _reply(question, render)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            connection.sendall(framed(reply))
+    except OSError:
+        pass  # the server is gone, or does not wait any more
+
+
+def _reply(question: bytes, render: Any) -> bytes:
+    try:
+        job = _DECODER.decode(question)
+        [text], _ = render(
+            conversations=[job.messages],
+            tools=job.tools,
+            chat_template=job.template,
+            add_generation_prompt=job.add_generation_prompt,
+            continue_final_message=job.continue_final_message,
+            **job.variables,
+        )
+        data = text.encode()
+    except MemoryError:
+        return TOO_MUCH
+    except Exception as error:  # noqa: BLE001  a template is code, and may raise anything
+        return REFUSED + str(error)[:1000].encode(errors="replace")
+    return TEXT + data if len(data) <= MOST_BYTES else TOO_MUCH
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))

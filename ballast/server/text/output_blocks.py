@@ -1,0 +1,108 @@
+"""The pieces of one choice, grouped into blocks: runs of text, and calls of functions.
+
+Chat completions have one text and a list of calls; the Messages and Responses APIs have a list of
+blocks in the order of the output, each opened, grown and closed in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ballast.server.text.pieces import OutputPiece, Scored
+from ballast.server.tools.delta import Arguments, Began, Content
+
+
+@dataclass(slots=True, eq=False)
+class OutputBlock:
+    """A run of text, or one call."""
+
+    index: int
+    """Among the blocks of its output, from 0."""
+    call: Began | None
+    """None: text."""
+    fragments: list[str] = field(default_factory=list)
+    """Of the text, or of the call's arguments (JSON)."""
+    scored: list[Scored] = field(default_factory=list)
+    """Tokens of the text, where log-probabilities are asked for."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.fragments)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    block: OutputBlock
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    block: OutputBlock
+    fragment: str
+    """May be empty where tokens are scored."""
+    scored: tuple[Scored, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    block: OutputBlock
+    last: bool
+    """The output ends with it."""
+
+
+Step = Opened | Grown | Closed
+
+
+class OutputBlocks:
+    """Groups the pieces of one output. At most one block is open: the last."""
+
+    def __init__(self) -> None:
+        self.blocks: list[OutputBlock] = []
+        self.ended = False
+        self._open: OutputBlock | None = None
+        self._scored: tuple[Scored, ...] = ()
+        """Tokens of text that is still held back: they come with the text."""
+
+    def push(self, piece: OutputPiece) -> Iterator[Step]:
+        """Yield what a piece does to the blocks, which are then as after that step. A piece with a
+        `finish_reason` leaves none open, and at least one."""
+        self._scored += piece.scored
+        for part in piece.parts:
+            if isinstance(part, Content):
+                if self._open is None or self._open.call is not None:
+                    yield from self._next(None)
+                yield from self._grow(part.text)
+            elif isinstance(part, Began):
+                yield from self._next(part)
+            elif isinstance(part, Arguments):
+                yield from self._grow(part.fragment)
+        if piece.finish_reason is None:
+            return
+        if not self.blocks:
+            yield from self._next(None)
+        if self._scored and self._open is not None and self._open.call is None:
+            yield from self._grow("")
+        self.ended = True
+        yield from self._close(last=True)
+
+    def _next(self, call: Began | None) -> Iterator[Step]:
+        yield from self._close(last=False)
+        self._open = OutputBlock(len(self.blocks), call)
+        self.blocks.append(self._open)
+        yield Opened(self._open)
+
+    def _grow(self, fragment: str) -> Iterator[Step]:
+        block = self._open
+        assert block is not None  # arguments follow the beginning of their call
+        scored, self._scored = self._scored, ()
+        if block.call is not None:
+            scored = ()  # log-probabilities are of text alone
+        block.fragments.append(fragment)
+        block.scored += scored
+        yield Grown(block, fragment, scored)
+
+    def _close(self, *, last: bool) -> Iterator[Step]:
+        block, self._open = self._open, None
+        if block is not None:
+            yield Closed(block, last)

@@ -1,0 +1,241 @@
+"""A model's tokenizer and chat template, as the server needs them."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ballast.core.errors import CheckpointError, InvalidRequest, Unavailable
+from ballast.memory.syscalls import malloc_trim
+from ballast.server.text.chat_template import TemplateJob, TemplateRenderer, TemplateTooCostly
+from ballast.server.text.detokenize import (
+    ByteDetokenizer,
+    Detokenizer,
+    WindowDetokenizer,
+    token_bytes_of,
+)
+from ballast.server.text.text_bound import text_bound
+from ballast.server.tools.dialect import ToolDialect
+
+log = logging.getLogger(__name__)
+
+
+LONG_TEXT = 1024
+"""Characters from which tokenizing takes longer (a millisecond) than other requests should wait."""
+HUGE_TEXT = 1 << 18
+"""Characters from which it takes most of a second, and memory that is worth giving back."""
+
+
+_SAMPLE = [{"role": "user", "content": "Hello"}]
+_SAMPLE_TOOLS = [
+    {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+]
+
+
+class TooManyTokens(Exception):
+    """A text has more tokens than wanted. `found` is their number, None if it was not counted."""
+
+    def __init__(self, characters: int, found: int | None) -> None:
+        super().__init__(characters, found)
+        self.characters, self.found = characters, found
+
+
+class Tokenizer:
+    """Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Any, tool_parser: str = "auto") -> None:
+        """`tokenizer` is one of `transformers`. Raises ConfigError for an unknown `tool_parser`."""
+        self._tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._lock: contextlib.AbstractContextManager[object] = (
+            threading.Lock() if self._backend is None else contextlib.nullcontext()
+        )
+        """Held while `_tokenizer` is used: only those with a backend may be shared by threads."""
+        self._bound = None
+        self.template_fault = ""
+        """Why the chat template is not used; empty: it is."""
+        special = {int(i) for i in tokenizer.all_special_ids}
+        self._token_bytes = self._all_bytes = self._marked_bytes = None
+        self.dialect = ToolDialect.of(self._tools_template, tool_parser, self.token_id)
+        """How the model calls functions; None if it does not."""
+        markers = self.dialect.marker_tokens.values() if self.dialect is not None else ()
+        self._hidden = special.difference(markers)
+        """Special tokens without those that stand around calls."""
+        if self._backend is not None:
+            added = self._backend.get_added_tokens_decoder()
+            special.update(i for i, token in added.items() if token.special)
+            self._backend.no_truncation()
+            self._backend.no_padding()
+            self._token_bytes = token_bytes_of(self._backend, special)
+            self._marked_bytes = token_bytes_of(self._backend, self._hidden)
+            self._all_bytes = token_bytes_of(self._backend, ())
+            self._bound = text_bound(self._backend)
+        self.special_ids = frozenset(special)
+        self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
+        """What a template cannot be given by the name: it means something else."""
+
+    @staticmethod
+    def prepare() -> None:
+        """Import what loading takes, which is seconds."""
+        from transformers import AutoTokenizer  # noqa: F401
+
+    @classmethod
+    def load(cls, path: str | Path, tool_parser: str = "auto") -> Tokenizer:
+        """From a checkpoint's directory; code in it is not run. Raises CheckpointError, and
+        ConfigError for an unknown `tool_parser`."""
+        from transformers import AutoTokenizer
+
+        try:
+            loaded = AutoTokenizer.from_pretrained(
+                str(path), trust_remote_code=False, local_files_only=True
+            )
+        except Exception as error:  # whatever a broken file makes the library raise
+            raise CheckpointError(str(path), None, f"no usable tokenizer: {error}") from error
+        return cls(loaded, tool_parser)
+
+    def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
+        """Token ids; `special`: with what the tokenizer puts around a text (say, its BOS).
+
+        Raises TooManyTokens where there are more than `most`, before tokenizing if the text is so
+        long that there must be. With a backend, other threads run meanwhile.
+        """
+        if most is not None and self._bound is not None and self._bound.exceeds(text, most):
+            raise TooManyTokens(len(text), None)
+        ids: list[int] | None
+        if self._backend is None:
+            with self._lock:
+                ids = list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+            found = len(ids)
+        else:
+            # `encode` would hold the interpreter lock throughout.
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=special)
+            found = len(encoding)
+            ids = list(encoding.ids) if most is None or found <= most else None
+            if len(text) > HUGE_TEXT:
+                del encoding
+                malloc_trim()
+        if ids is None or (most is not None and found > most):
+            raise TooManyTokens(len(text), found)
+        return ids
+
+    @property
+    def template(self) -> str:
+        """The chat template; empty if there is none."""
+        template = self._tokenizer.chat_template
+        if isinstance(template, Mapping):  # by name
+            template = template.get("default")
+        return str(template or "")
+
+    @property
+    def _tools_template(self) -> str:
+        """The chat template where there are tools."""
+        template = self._tokenizer.chat_template
+        if isinstance(template, Mapping) and "tool_use" in template:
+            return str(template["tool_use"])
+        return self.template
+
+    def conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        answer: bool = True,
+        continued: bool = False,
+        more: Mapping[str, Any] | None = None,
+    ) -> TemplateJob:
+        """What the chat template is to render; `more` reaches the template.
+
+        With `answer` up to where the answer begins; if `continued`, up to the end of the last
+        message, which the answer goes on with. Raises InvalidRequest if there is no chat template.
+        """
+        if not self._tokenizer.chat_template:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
+        if self.template_fault:
+            raise InvalidRequest(self.template_fault, "messages")
+        reserved = self._reserved.intersection(more or ())
+        if reserved:
+            named = ", ".join(sorted(reserved))
+            raise InvalidRequest(
+                f"chat_template_kwargs: {named} cannot be set so", "chat_template_kwargs"
+            )
+        try:
+            template = self._tokenizer.get_chat_template(None, tools or None)
+        except ValueError as error:  # several, and none of them for this
+            raise InvalidRequest(f"this model's chat templates: {error}", "messages") from error
+        return TemplateJob(
+            template=template,
+            messages=list(messages),
+            tools=list(tools) if tools else None,
+            add_generation_prompt=answer and not continued,
+            continue_final_message=continued,
+            variables={**self._tokenizer.special_tokens_map, **(more or {})},
+        )
+
+    async def try_template(self, renderer: TemplateRenderer, model: str) -> None:
+        """Render a first conversation: a chat template that does not come to an end is found here,
+        once, and not by each client. A template may refuse this one, and still be sound. `model`
+        is named in the log."""
+        for tools in (None, _SAMPLE_TOOLS):
+            try:
+                await renderer.render(self.conversation(_SAMPLE, tools=tools))
+            except TemplateTooCostly as error:
+                self.template_fault = str(error)
+                log.warning("%s answers no conversations: %s", model, error)
+                return
+            except Unavailable as error:
+                log.warning("the chat template of %s is not tried: %s", model, error)
+            except InvalidRequest:
+                pass
+
+    def detokenizer(self, *, special: bool = False, markers: bool = False) -> Detokenizer:
+        """For one output; `special`: special tokens have text, too; `markers`: those that stand
+        around calls of functions have."""
+        shown = self._marked_bytes if markers else self._token_bytes
+        token_bytes = self._all_bytes if special else shown
+        if token_bytes is not None:
+            return ByteDetokenizer(token_bytes)
+        hidden = self._hidden if markers and not special else ()
+        return WindowDetokenizer(lambda tokens: self._decode(tokens, special or markers, hidden))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Their text, special tokens included."""
+        with self._lock:
+            return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    def spelled(self, tokens: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary spells them; one that it lacks is empty."""
+        with self._lock:
+            found = self._tokenizer.convert_ids_to_tokens(list(tokens))
+        return [token or "" for token in found]
+
+    def token_text(self, token: int) -> tuple[str, bytes]:
+        """A single token as text and as bytes, for log-probabilities."""
+        if self._token_bytes is not None and token not in self.special_ids:
+            raw = self._token_bytes(token)
+            return raw.decode(errors="replace"), raw
+        with self._lock:
+            text = self._tokenizer.decode([token])
+        return text, text.encode()
+
+    def token_id(self, text: str) -> int | None:
+        """The single token that is written so, special or not, if there is one."""
+        with self._lock:
+            token = self._tokenizer.convert_tokens_to_ids(text)
+            found = token is not None and self._tokenizer.convert_ids_to_tokens(token) == text
+        return int(token) if found else None
+
+    def special_token(self, text: str) -> int | None:
+        """The special token that is written so, if any."""
+        with self._lock:
+            token = self._tokenizer.convert_tokens_to_ids(text)
+        return token if token in self.special_ids else None
+
+    def _decode(self, tokens: list[int], special: bool, hidden: Collection[int]) -> str:
+        tokens = [t for t in tokens if t not in hidden]
+        with self._lock:
+            return str(self._tokenizer.decode(tokens, skip_special_tokens=not special))

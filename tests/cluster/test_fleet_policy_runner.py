@@ -1,0 +1,160 @@
+"""Models that move between devices while requests go on, as a scripted policy says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ballast.cluster.controller import Controller
+from ballast.cluster.fleet_policy_runner import FleetPolicyRunner
+from ballast.core.command import Remove
+from ballast.core.fleet import FleetAction, FleetDecision, FleetView, Place, Withdraw
+from ballast.core.settings import ModelSettings
+from ballast.policy.base import FleetPolicy
+from tests.cluster import test_devices
+from tests.cluster.fake_device import HOLD
+from tests.cluster.test_devices import asked, kill, until, where
+from tests.cluster.test_worker import all_of, running
+
+FLEET = replace(
+    test_devices.FLEET,
+    models=(
+        ModelSettings(name="a", path="a"),
+        ModelSettings(name="b", path="b"),
+        ModelSettings(name="fixed", path="x", devices=("cpu:0",)),
+    ),
+)
+"""Of equal sizes as far as is known: a is placed on cpu:1, as cpu:0 has one already; b beside."""
+
+
+class Script(FleetPolicy):
+    """Decides on given actions, a turn of them at each question."""
+
+    def __init__(self, *turns: Sequence[FleetAction]) -> None:
+        self.turns = list(turns)
+        self.views: list[FleetView] = []
+
+    @property
+    def moves(self) -> bool:
+        return True
+
+    def __call__(self, view: FleetView, memo: object) -> FleetDecision:
+        self.views.append(view)
+        return FleetDecision(tuple(self.turns.pop(0)) if self.turns else (), memo, None)
+
+
+def told(controller: Controller) -> list[dict[str, object]]:
+    """What was decided about devices."""
+    return [what for _, what in controller.decisions if what.get("by") == "the fleet's policy"]
+
+
+def homes(controller: Controller, model: str) -> list[str]:
+    return [d.name for d in controller.devices.values() if d.serves(model)]
+
+
+def test_a_model_moves_and_its_open_requests_end_where_they_are() -> None:
+    async def scenario() -> None:
+        async with running(FLEET) as (controller, _):
+            (old,) = homes(controller, "a")
+            (new,) = set(controller.devices) - {old}
+            script = Script([Place("a", new, "a test"), Withdraw("a", old)])
+            following = FleetPolicyRunner(controller, script)
+            held = controller.submit([asked("held", "a", HOLD)])
+            await held.take()
+            await following.decide(1.0)
+            assert [m.model for m in script.views[0].needs] == ["a", "b"]
+            assert homes(controller, "a") == ["cpu:0", "cpu:1"]
+            fields = ("action", "device", "epoch", "refused")
+            assert [tuple(map(what.get, fields)) for what in told(controller)] == [
+                ("Place", new, 0, None),
+                ("Withdraw", old, 1, None),
+            ]
+            late = [controller.submit([asked(f"{i}", "a", HOLD)]) for i in range(2)]
+            assert where(controller) == {"held": old, "0": new, "1": new}
+            task = asyncio.create_task(following.run())
+            await asyncio.sleep(0)
+            assert homes(controller, "a") == ["cpu:0", "cpu:1"]
+            held.close()
+            await until(lambda: homes(controller, "a") == [new])
+            task.cancel()
+            assert list(controller.specs) == ["a", "b", "fixed"]
+            assert controller.fleet == FLEET
+            for stream in late:
+                stream.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_cannot_be_done_comes_back_with_the_reason() -> None:
+    async def scenario() -> None:
+        async with running(FLEET) as (controller, _):
+            (there,) = homes(controller, "a")
+            (elsewhere,) = set(controller.devices) - {there}
+            actions = (
+                Place("a", there),
+                Withdraw("a", there),
+                Withdraw("a", elsewhere),
+                Place("fixed", "cpu:1"),
+            )
+            await FleetPolicyRunner(controller, Script(actions)).decide(1.0)
+            assert [what["refused"] for what in told(controller)] == [
+                f"{there} serves a already",
+                f"a is served by {there}",
+                f"a is served by {there}",
+                "there is no model 'fixed'",
+            ]
+            kill(controller, elsewhere)
+            await until(lambda: elsewhere in controller.missing)
+            await FleetPolicyRunner(controller, Script([Place("a", elsewhere)])).decide(1.0)
+            assert "the worker is gone" in str(told(controller)[-1]["refused"])
+            assert homes(controller, "a") == [there]
+
+    asyncio.run(scenario())
+
+
+def test_an_action_decided_before_an_operators_order_is_refused() -> None:
+    async def scenario() -> None:
+        async with running(FLEET) as (controller, _):
+            (old,) = homes(controller, "a")
+            (new,) = set(controller.devices) - {old}
+            following = FleetPolicyRunner(controller, Script([Place("a", new)]))
+            async with controller.changing:
+                deciding = asyncio.create_task(following.decide(1.0))
+                await asyncio.sleep(0)
+                removed = await controller.devices[homes(controller, "b")[0]].command(
+                    Remove("b", 1.0)
+                )
+                assert removed.code is None
+            await deciding
+            (decision,) = told(controller)
+            assert decision["refused"] == "it was decided in epoch 0, and this is 1"
+            assert homes(controller, "a") == [old]
+
+    asyncio.run(scenario())
+
+
+def test_a_model_stays_where_it_was_to_leave_once_nobody_else_has_it() -> None:
+    async def scenario() -> None:
+        async with running(FLEET) as (controller, _):
+            (old,) = homes(controller, "a")
+            (new,) = set(controller.devices) - {old}
+            following = FleetPolicyRunner(controller, Script([Place("a", new), Withdraw("a", old)]))
+            held = controller.submit([asked("held", "a", HOLD)])
+            await following.decide(1.0)
+            kill(controller, new)
+            await until(lambda: new in controller.missing)
+            # Its next worker serves what it served; meanwhile requests wait for it.
+            waiting = controller.submit([asked("waits", "a")])
+            assert where(controller)["waits"] == new
+            assert await all_of(waiting)
+            assert homes(controller, "a") == ["cpu:0", "cpu:1"]
+            gone = controller.devices[new]
+            assert (await gone.command(Remove("a", 1.0))).code is None
+            task = asyncio.create_task(following.run())
+            await until(lambda: not controller.devices[old].leaving)
+            task.cancel()
+            assert homes(controller, "a") == [old]
+            held.close()
+
+    asyncio.run(scenario())

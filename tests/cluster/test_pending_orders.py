@@ -1,0 +1,149 @@
+"""Operators' orders: what they do to the fleet, and what becomes of them when a worker dies."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from ballast.cluster.controller import Controller
+from ballast.cluster.pending_orders import changed, refusal
+from ballast.core.actions import Activate, Change
+from ballast.core.command import Add, Remove
+from ballast.core.errors import Unavailable
+from ballast.core.event import Finished
+from ballast.core.settings import AdapterSettings, FleetSettings, ModelSettings, Slo
+from tests.cluster.test_crash import kill, until_down
+from tests.cluster.test_worker import FLEET, all_of, running, submission
+
+
+def model(name: str, path: str = "x", **more: object) -> ModelSettings:
+    return ModelSettings(name=name, path=path, **more)  # type: ignore[arg-type]
+
+
+def change(name: str, **more: object) -> Change:
+    known = {"slo": Slo(ttft=9.0), "priority": 3, "max_waiting": 5, "queue_seconds": 7.0}
+    return Change(model=name, **{**known, **more})  # type: ignore[arg-type]
+
+
+def names(fleet: FleetSettings) -> list[str]:
+    return [m.name for m in fleet.models]
+
+
+async def until_restarted(controller: Controller) -> None:
+    kill(controller)
+    await until_down(controller)
+    while controller.down is not None:
+        await asyncio.sleep(0.01)
+
+
+def test_the_fleet_follows_orders() -> None:
+    adapter = AdapterSettings(name="l", path="l")
+    fleet = replace(FLEET, models=(model("a", adapters=(adapter,)), model("b")))
+    assert names(changed(fleet, Add(model("c")))) == ["a", "b", "c"]
+    assert changed(fleet, Add(model("b", "y"))).models[1].path == "y"
+    assert names(changed(fleet, Remove("a", 1.0))) == ["b"]
+    assert changed(fleet, Activate("a")) == fleet
+    a, b = changed(fleet, change("b", pinned=True, share=2.0, max_running=4)).models
+    assert (a, b.slo.ttft, b.priority, b.share) == (fleet.models[0], 9.0, 3, 2.0)
+    assert (b.pinned, b.max_running, b.max_waiting, b.queue_seconds) == (True, 4, 5, 7.0)
+    a, b = changed(fleet, change("l")).models
+    assert (b, replace(a, adapters=(adapter,))) == (fleet.models[1], fleet.models[0])
+    assert (a.adapters[0].priority, a.adapters[0].queue_seconds) == (3, 7.0)
+
+
+def test_what_no_fleet_can_become_is_refused() -> None:
+    fleet = replace(FLEET, models=(model("a", adapters=(AdapterSettings(name="l", path="l"),)),))
+    assert "only model" in (refusal(fleet, {"a"}, Remove("a", 1.0)) or "")
+    assert "'l'" in (refusal(fleet, {"a"}, Add(model("l"))) or "")
+    assert refusal(fleet, {"a"}, Add(model("a"))) is None  # the device knows whether it is there
+    assert refusal(fleet, {"a"}, Add(model("c"))) is None
+
+
+def test_the_next_worker_serves_what_was_ordered() -> None:
+    async def scenario() -> None:
+        async with running() as (controller, _):
+            outcome = await controller.command(Add(model("c")))
+            assert (outcome.code, list(controller.specs)) == (None, ["a", "c"])
+            pinned = change("c", pinned=True)
+            assert (await controller.command(pinned)).code is None
+            assert controller.specs["c"].pinned
+            await until_restarted(controller)
+            assert list(controller.specs) == ["a", "c"]
+            assert controller.fleet.models[-1].pinned
+            assert (await controller.command(Remove("a", 1.0))).code is None
+            await until_restarted(controller)
+            assert list(controller.specs) == ["c"]
+            asked = replace(submission("1"), model="c")
+            assert isinstance((await all_of(controller.submit([asked])))[-1], Finished)
+
+    asyncio.run(scenario())
+
+
+def test_what_was_not_done_changes_nothing() -> None:
+    async def scenario() -> None:
+        async with running() as (controller, _):
+            outcome = await controller.command(Add(model("c", "broken")))
+            assert (outcome.code, outcome.reason) == ("invalid", "it is broken")
+            assert (controller.fleet, list(controller.specs)) == (FLEET, ["a"])
+
+    asyncio.run(scenario())
+
+
+def test_a_model_that_could_not_be_loaded_can_be_removed_or_replaced() -> None:
+    async def scenario() -> None:
+        async with running() as (controller, _):
+            assert list(controller.failed) == ["b"]
+            assert (await controller.command(Remove("b", 1.0))).code is None
+            assert (controller.failed, names(controller.fleet)) == ({}, ["a"])
+            assert (await controller.command(Remove("a", 1.0))).code == "refused"
+        async with running() as (controller, _):
+            assert (await controller.command(Add(model("b", "whole")))).code is None
+            assert (controller.failed, list(controller.specs)) == ({}, ["a", "b"])
+
+    asyncio.run(scenario())
+
+
+def test_of_two_models_one_stays_whoever_removes_them() -> None:
+    async def scenario() -> None:
+        async with running() as (controller, _):
+            await controller.command(Add(model("b")))
+            orders = [controller.command(Remove(name, 1.0)) for name in ("a", "b")]
+            outcomes = await asyncio.gather(*orders)
+            assert [o.code for o in outcomes] == [None, "refused"]
+            assert list(controller.specs) == ["b"]
+
+    asyncio.run(scenario())
+
+
+def test_an_order_that_a_worker_dies_of_fails_and_is_not_repeated() -> None:
+    async def scenario() -> None:
+        async with running() as (controller, _):
+            with pytest.raises(Unavailable, match=r"add was not done: .* signal 9"):
+                await controller.command(Add(model("c", "deadly")))
+            with pytest.raises(Unavailable, match="the worker is gone"):
+                await controller.command(Activate("a"))
+            while controller.down is not None:
+                await asyncio.sleep(0.01)
+            assert (controller.fleet, list(controller.specs)) == (FLEET, ["a"])
+            assert (await controller.command(Activate("a"))).code is None
+
+    asyncio.run(scenario())
+
+
+def test_decisions_outlive_the_worker_that_they_are_of() -> None:
+    async def scenario() -> None:
+        async with running() as (controller, _):
+            before = asyncio.get_running_loop().time()
+            for workers in (1, 2):
+                while len(controller.decisions) < workers:
+                    await asyncio.sleep(0.01)
+                if workers == 1:
+                    await until_restarted(controller)
+            moments = [moment for moment, _ in controller.decisions]
+            assert before <= moments[0] < moments[1] <= asyncio.get_running_loop().time()
+            told = {"action": "Activate", "model": "a", "why": "a test"}
+            assert [what for _, what in controller.decisions] == [told, told]
+
+    asyncio.run(scenario())

@@ -1,0 +1,74 @@
+"""Who can reach a server, and that strangers are let in on purpose only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ballast.cli import app
+from ballast.cluster import logs
+from ballast.core.errors import ConfigError
+from ballast.core.settings import KeySettings, ServerSettings
+from ballast.server import serve
+from ballast.server.http.address import check_closed, is_loopback
+
+OPEN = ServerSettings(admin_key="sk-admin")
+CLOSED = ServerSettings(keys=(KeySettings(name="a", key="sk-a"),))
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("192.0.2.1", False),
+    ],
+)
+def test_an_address_that_others_reach_wants_keys(host: str, expected: bool) -> None:
+    assert is_loopback(host) == expected
+    check_closed(host, CLOSED)
+    if expected:
+        check_closed(host, OPEN)
+    else:
+        with pytest.raises(ConfigError, match="BALLAST_API_KEY"):
+            check_closed(host, OPEN)
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "served"),
+    [
+        ([], {}, False),
+        (["--without-keys"], {}, True),
+        (["--api-key", "sk-x"], {}, True),
+        ([], {"BALLAST_API_KEY": "sk-x"}, True),
+        ([], {"BALLAST_WITHOUT_KEYS": "1"}, True),
+    ],
+)
+def test_serve_on_all_addresses(
+    fleet_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    environment: dict[str, str],
+    served: bool,
+) -> None:
+    """As the image does. The check is made whenever the fleet is read, at SIGHUP as well."""
+    readings: list[object] = []
+
+    def run(source: serve.Source, *_: object, **__: object) -> int:
+        readings.append(source.read())
+        return 0
+
+    monkeypatch.setattr(serve, "serve", run)
+    monkeypatch.setattr(logs, "set_up", lambda *_: None)
+    ended = CliRunner().invoke(
+        app, ["serve", str(fleet_file), "--host", "0.0.0.0", *options], env=environment
+    )
+    assert len(readings) == served
+    assert isinstance(ended.exception, SystemExit | None) == served
+    assert isinstance(ended.exception, ConfigError) != served

@@ -1,0 +1,253 @@
+"""Connections within bounds, over an app without models."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ballast.server.http.connection import protocol
+from ballast.server.http.connection_limits import LEAST_READ, Connections, limited
+from ballast.server.http.file_limit import OTHER_FILES, SPARE
+from ballast.server.serve import HttpServer
+
+REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+def hello(until: asyncio.Event | None = None) -> ASGIApp:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if until is not None:
+            await until.wait()
+        await Response("hello")(scope, receive, send)
+
+    return answer
+
+
+class Client:
+    """A connection to this machine."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    def stop_reading(self) -> None:
+        self._writer.transport.pause_reading()  # type: ignore[attr-defined]
+
+    async def ask(self) -> bytes:
+        self.say(REQUEST)
+        return await self._reader.readuntil(b"hello")
+
+    def say(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    async def closed(self) -> bool:
+        """Waits for the server to close it; whether it did so without a word."""
+        try:
+            return await asyncio.wait_for(self._reader.read(), 30) == b""
+        except ConnectionResetError:
+            return True
+
+    async def close(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+
+
+Connect = Callable[[], Awaitable[Client]]
+
+
+@asynccontextmanager
+async def serving(
+    connections: Connections,
+    head_seconds: float = 60.0,
+    base: type[asyncio.Protocol] | None = None,
+    app: ASGIApp | None = None,
+    send_seconds: float = 60.0,
+) -> AsyncIterator[Connect]:
+    """An HTTP server, of `hello` if nothing else is said: how to connect to it."""
+    config = uvicorn.Config(
+        app or hello(),
+        http=limited(base or protocol(), connections, head_seconds, lambda: send_seconds),
+        log_config=None,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=1,
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        http = HttpServer(config)
+        running = asyncio.ensure_future(http.serve(sockets=[listener]))
+        await http.up.wait()
+        clients: list[Client] = []
+
+        async def connect() -> Client:
+            port = listener.getsockname()[1]
+            clients.append(Client(*await asyncio.open_connection("127.0.0.1", port)))
+            return clients[-1]
+
+        yield connect
+        for client in clients:
+            await client.close()
+        http.should_exit = True
+        await running
+
+
+@pytest.mark.parametrize("base", [H11Protocol, protocol()])
+@pytest.mark.parametrize("said", [b"", b"GE", REQUEST + b"GET / HT"])
+def test_a_head_that_does_not_end_ends_its_connection(
+    said: bytes, base: type[asyncio.Protocol]
+) -> None:
+    async def scenario() -> None:
+        connections = Connections(lambda: 10)
+        async with serving(connections, head_seconds=1.0, base=base) as connect:
+            client = await connect()
+            if said.startswith(REQUEST):
+                assert await client.ask()
+            client.say(said.removeprefix(REQUEST))
+            assert await client.closed()
+        assert connections.open == 0
+
+    asyncio.run(scenario())
+
+
+def test_beyond_the_most_connections_are_closed_once_they_have_their_answer() -> None:
+    async def scenario() -> None:
+        connections = Connections(lambda: 1)
+        async with serving(connections) as connect:
+            first, second = await connect(), await connect()
+            assert await second.ask()
+            assert await second.closed()
+            for _ in range(2):
+                assert await first.ask()
+            assert not connections.full
+
+    asyncio.run(scenario())
+
+
+def test_far_beyond_the_most_who_is_idle_makes_room() -> None:
+    async def scenario() -> None:
+        connections = Connections(lambda: 1)
+        async with serving(connections) as connect:
+            clients = [await connect() for _ in range(1 + SPARE)]
+            late = await connect()
+            assert await clients[0].closed()
+            assert await late.ask()
+            assert connections.open <= 1 + SPARE
+            assert await clients[1].ask(), "no more was closed than needed"
+
+    asyncio.run(scenario())
+
+
+def test_where_nobody_is_idle_a_newcomer_is_not_heard() -> None:
+    async def scenario() -> None:
+        connections = Connections(lambda: 1)
+        release = asyncio.Event()
+        async with serving(connections, app=hello(release)) as connect:
+            clients = [await connect() for _ in range(1 + SPARE)]
+            for client in clients:
+                client.say(REQUEST)
+            while connections.idle:
+                await asyncio.sleep(0)
+            late = await connect()
+            late.say(REQUEST)
+            assert await late.closed()
+            release.set()
+            assert await clients[0].ask()
+
+    asyncio.run(scenario())
+
+
+def test_no_more_connections_than_files() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert Connections(lambda: 10).most == 10
+    assert Connections(lambda: 1 << 40).most == hard - OTHER_FILES - SPARE
+    assert Connections(lambda: 1 << 40, lambda: 300).most == hard - 300 - SPARE
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+
+
+class Written:
+    """uvicorn's side of a connection, with a transport that holds so many bytes, and a loop whose
+    time passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.held, self.aborted = 0, False
+        self.transport = self.loop = self
+        self.due: list[tuple[float, Callable[[], None]]] = []
+
+    def get_write_buffer_size(self) -> int:
+        return self.held
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def call_later(self, seconds: float, call: Callable[[], None]) -> Written:
+        self.due.append((seconds, call))
+        return self
+
+    def cancel(self) -> None:
+        self.due.clear()
+
+    def pass_time(self) -> None:
+        [(seconds, call)] = self.due
+        assert seconds == 7.0
+        self.due.clear()
+        call()
+
+    def pause_writing(self) -> None:
+        """uvicorn's own."""
+
+    def resume_writing(self) -> None:
+        """uvicorn's own."""
+
+
+@pytest.mark.parametrize(
+    ("held", "aborted"),
+    [
+        ([100_000], True),
+        ([100_000 - LEAST_READ + 1], True),
+        ([100_000 - LEAST_READ, 100_000 - LEAST_READ], True),
+        ([100_000 - LEAST_READ, 100_000 - 2 * LEAST_READ, 100_000 - 3 * LEAST_READ], False),
+    ],
+)
+def test_who_reads_next_to_nothing_is_disconnected(held: list[int], aborted: bool) -> None:
+    made: Any = limited(Written, Connections(lambda: 1), send_seconds=lambda: 7.0)()
+    made.held = 100_000
+    made.pause_writing()
+    for n in held:
+        assert not made.aborted
+        made.held = n
+        made.pass_time()
+    assert made.aborted == aborted
+    made.resume_writing()
+    assert made.due == []
+
+
+@pytest.mark.parametrize("base", [H11Protocol, protocol()])
+def test_an_answer_that_nobody_reads_ends_its_connection(base: type[asyncio.Protocol]) -> None:
+    async def scenario() -> None:
+        connections, gone = Connections(lambda: 10), asyncio.Event()
+
+        async def endless(scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            while not gone.is_set():  # uvicorn lets those that write to nobody go on
+                body = {"type": "http.response.body", "body": bytes(1 << 18), "more_body": True}
+                await send(body)
+                if connections.open == 0:
+                    gone.set()
+
+        async with serving(connections, base=base, app=endless, send_seconds=0.2) as connect:
+            client = await connect()
+            client.stop_reading()
+            client.say(REQUEST)
+            await asyncio.wait_for(gone.wait(), 30)
+        assert connections.open == 0
+
+    asyncio.run(scenario())

@@ -1,0 +1,165 @@
+"""Chat templates of model families, shortened to how they write calls: told apart, and what a
+template writes for an earlier call is what the parser reads."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from ballast.core.errors import InvalidRequest
+from ballast.fleet.tokenizer import train_tokenizer
+from ballast.server.tools.delta import Arguments, Began
+from ballast.server.tools.dialect import ToolDialect
+from ballast.server.tools.request import Tools
+
+SHOWN = "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+CALLS = "{% for message in messages if message.role == 'assistant' %}@"
+LOOP = "{% for call in message.tool_calls %}"
+DEEPSEEK = tuple(
+    f"<\uff5ctool\u2581{w}\uff5c>"
+    for w in ("calls\u2581begin", "call\u2581begin", "sep", "call\u2581end", "calls\u2581end")
+)
+BEGIN, CALL, SEP, CALL_END, END = DEEPSEEK
+
+TEMPLATES = {
+    "hermes": (
+        "{% if tools %}<tools>" + SHOWN + "</tools>\nwithin <tool_call></tool_call>{% endif %}"
+        + CALLS + "{{ message.content }}" + LOOP +
+        "{% set f = call.function %}\n<tool_call>\n{\"name\": \"{{ f.name }}\", \"arguments\": "
+        "{{ f.arguments | tojson }}}\n</tool_call>{% endfor %}{% endfor %}"
+    ),
+    "llama3": (
+        "{% if tools %}Environment: ipython\nRespond in the format {\"name\": function name, "
+        "\"parameters\": dictionary of argument name and its value}." + SHOWN + "{% endif %}"
+        + CALLS + "{% set f = message.tool_calls[0].function %}"
+        "{\"name\": \"{{ f.name }}\", \"parameters\": {{ f.arguments | tojson }}}{% endfor %}"
+    ),
+    "mistral": (
+        "[AVAILABLE_TOOLS]" + SHOWN + "[/AVAILABLE_TOOLS]" + CALLS + "[TOOL_CALLS] [" + LOOP +
+        "{{ call.function | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}]{% endfor %}"
+    ),
+    "mistral-args": (
+        "[AVAILABLE_TOOLS]" + SHOWN + "[/AVAILABLE_TOOLS]" + CALLS + LOOP +
+        "[TOOL_CALLS]{{ call.function.name }}[CALL_ID]{{ call.id }}[ARGS]"
+        "{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    ),
+    "granite": (
+        "{% if tools %}respond with <|tool_call|> followed by a JSON list of tools used."
+        + SHOWN + "{% endif %}" + CALLS + "<|tool_call|>[" + LOOP +
+        "{{ call.function | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}]{% endfor %}"
+    ),
+    "phi4-mini": (
+        "{% for m in messages if m.role == 'system' %}{% if 'tools' in m and m['tools'] %}"
+        "{{ m.content + '<|tool|>' + m['tools'] + '<|/tool|>' }}{% endif %}{% endfor %}"
+        + CALLS + "<|tool_call|>[" + LOOP +
+        "{{ call.function | tojson }}{% if not loop.last %}, {% endif %}"
+        "{% endfor %}]<|/tool_call|>{% endfor %}"
+    ),
+    "deepseek-v3": (
+        "{% if tools %}" + SHOWN + "{% endif %}" + CALLS + BEGIN + LOOP +
+        CALL + "{{ call.type }}" + SEP + "{{ call.function.name }}\n```json\n"
+        "{{ call.function.arguments | tojson }}\n```" + CALL_END + "{% endfor %}" + END +
+        "{% endfor %}"
+    ),
+    "deepseek-v3.1": (
+        "{% if tools %}" + SHOWN + "{% endif %}" + CALLS + BEGIN + LOOP +
+        CALL + "{{ call.function.name }}" + SEP +
+        "{{ call.function.arguments }}" + CALL_END + "{% endfor %}" + END + "{% endfor %}"
+    ),
+    "pythonic": (
+        "{% if tools %}Use exact format: [func_name1(param1=value1, param2=value2), "
+        "func_name2(...)]" + SHOWN + "{% endif %}" + CALLS + "[" + LOOP +
+        "{{ call.function.name }}({% for p in call.function.arguments %}{{ p }}="
+        "{{ call.function.arguments[p] | tojson }}{% if not loop.last %}, {% endif %}{% endfor %})"
+        "{% if not loop.last %}, {% endif %}{% endfor %}]{% endfor %}"
+    ),
+}  # fmt: skip
+OTHERS = {
+    "no tools": "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "tools of no known dialect": "{% for tool in tools %}{{ tool }}{% endfor %}",
+    "qwen 3 coder": "{% for tool in tools %}<tool_call><function=f>{% endfor %}",
+    "glm": "{% for tool in tools %}<tool_call>f<arg_key>{% endfor %}",
+}
+
+TOOLS = [{"type": "function", "function": {"name": n}} for n in ("forecast", "now")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_tokenizer(["some text"], 300, 64)
+
+
+def called(*calls: tuple[str, object]) -> dict[str, object]:
+    """What a client sends back: arguments are text."""
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": f"call{i:05}",
+                "type": "function",
+                "function": {"name": name, "arguments": json.dumps(arguments)},
+            }
+            for i, (name, arguments) in enumerate(calls)
+        ],
+    }
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_the_template_writes_is_read(tokenizer: Any, name: str) -> None:
+    dialect = ToolDialect.of(TEMPLATES[name], "auto", lambda text: None)
+    tools = Tools.of(TOOLS)
+    assert dialect is not None
+    assert dialect.name == name
+    assert tools is not None
+    calls: list[tuple[str, object]] = [("forecast", {"city": "Rom", "days": [1, 2]}), ("now", {})]
+    if name == "llama3":
+        calls = calls[:1]  # its template writes no more
+    messages: list[dict[str, object]] = [{"role": "user", "content": "?"}, called(*calls)]
+    text = tokenizer.apply_chat_template(
+        dialect.conversation(messages, TOOLS),
+        tools=TOOLS,
+        chat_template=TEMPLATES[name],
+        tokenize=False,
+    )
+    assert '"forecast"' in text.partition("@")[0]  # the tools were shown
+    parser = dialect.parser(tools)
+    deltas = [*parser.push(text.partition("@")[2]), *parser.flush()]
+    assert [d.name for d in deltas if isinstance(d, Began)] == [n for n, _ in calls]
+    found = [json.loads(d.fragment) for d in deltas if isinstance(d, Arguments)]
+    assert found == [arguments for _, arguments in calls]
+
+
+@pytest.mark.parametrize("why", OTHERS)
+def test_other_templates_have_no_dialect(why: str) -> None:
+    assert ToolDialect.of(OTHERS[why], "auto", lambda text: None) is None
+    named = ToolDialect.of(OTHERS[why], "hermes", lambda text: None)
+    assert named is not None
+    assert named.name == "hermes"
+
+
+@pytest.mark.parametrize("arguments", ["", "{", "null", {"a": 1}, None, "[" * 50_000])
+def test_any_arguments_of_earlier_calls(arguments: object) -> None:
+    """Models write what they like, and clients send it back."""
+    dialect = ToolDialect.of("", "hermes", lambda text: None)
+    assert dialect is not None
+    call = {"function": {"name": "f", "arguments": arguments}}
+    several: list[object] = [[call], [{"function": None}], [1], "x", None]
+    for calls in several:
+        message: dict[str, object] = {"role": "assistant", "tool_calls": calls}
+        [turn] = dialect.conversation([message], None)
+        assert turn["role"] == "assistant"
+
+
+def test_arguments_of_earlier_calls_are_bounded_together() -> None:
+    """They are JSON within JSON: a body of one text may hold millions of values."""
+    dialect = ToolDialect.of("", "hermes", lambda text: None)
+    assert dialect is not None
+    arguments = "[" + "{}," * 9_000 + "{}]"
+    calls = [{"function": {"name": "f", "arguments": arguments}}]
+    message: dict[str, object] = {"role": "assistant", "tool_calls": calls}
+    assert len(dialect.conversation([message], None)) == 1
+    with pytest.raises(InvalidRequest, match="too many values"):
+        dialect.conversation([message] * 10, None)
