@@ -132,6 +132,8 @@ class Setting:
     """Tokens of a model; prompt and output take half of it each at most."""
     scale: float = 1.0
     """On all service levels."""
+    warming: tuple[int, int] = (1, 2)
+    """Requests that each model is asked before what counts, and output tokens of each."""
     floor: bool = True
     """Whether levels are no shorter than the paper's."""
 
@@ -161,11 +163,17 @@ class Setting:
             )
             for r in work.requests
         ]
+        each, tokens = self.warming
         warming = [
             WorkloadRequest(
-                id=len(most) + i, at=i * WARMING, model=n, prompt_tokens=16, output_tokens=2
+                id=len(most) + i * each + k,
+                at=i * WARMING,
+                model=n,
+                prompt_tokens=16,
+                output_tokens=tokens,
             )
             for i, n in enumerate(names)
+            for k in range(each)
         ]
         return Workload.of(work.name, [*warming, *most], work.source, work.labels)
 
@@ -260,7 +268,8 @@ def measure(
     served = [replace(s, slo=slos[s.name], ttl=ttl) for s in setting.specs]
     work = setting.workload(seed)
     requests = sum(r.at >= WARM_UP for r in work.requests)
-    spare = math.floor((1 - TARGET) * requests) + len(served)  # the warm-up's may be late
+    warming = len(work.requests) - requests  # may be late
+    spare = math.floor((1 - TARGET) * requests) + warming
     late = 0
 
     def missed(model: str) -> None:
@@ -280,7 +289,7 @@ def measure(
             given=given,
         )
     except _Hopeless:
-        bound = 1 - (late - len(served)) / requests
+        bound = 1 - (late - warming) / requests
         return Result(bound, 0.0, 0.0, math.inf, requests, 0, 0, 0, complete=False)
     return result_of(ran, served, slos)
 
