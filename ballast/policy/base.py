@@ -134,8 +134,8 @@ class FleetPolicy(Policy, ABC):
 
     def decodes(self, replicas: Sequence[Replica]) -> str:
         """Return the name of the device at which a request goes on whose first token has come at
-        one that only prefills; there is one or more, and they decode. Weights are brought to another
-        once those that have them are busier."""
+        one that only prefills; there is one or more, and they decode. Those that have the weights
+        come first, unless they are busier than others."""
         able = near(replicas)
         return held_prefix([r for r in able if r.resident] or able)
 
