@@ -47,6 +47,8 @@ WARM_UP, WARMING = 60.0, 0.5
 """Seconds before the requests that count, and between two that bring one model each."""
 RUNNING = 256
 """Requests of a model that run at once at most: memory, not their number, is what is short."""
+APART = 0.01
+"""Seconds between two of them to one model."""
 CLUMP = 3.0
 """Mean requests of a clump where `clumps` is 1."""
 
@@ -167,7 +169,7 @@ class Setting:
         warming = [
             WorkloadRequest(
                 id=len(most) + i * each + k,
-                at=i * WARMING,
+                at=i * WARMING + k * APART,
                 model=n,
                 prompt_tokens=16,
                 output_tokens=tokens,
@@ -225,8 +227,8 @@ class Result:
     tpot: float
     worst: float
     """Attainment of the model served worst."""
-    mean_ttft: float
-    """Seconds, of answered requests."""
+    mean_ttft: float | None
+    """Seconds, of answered requests; None: none was."""
     requests: int
     activations: int
     preemptions: int
@@ -290,7 +292,7 @@ def measure(
         )
     except _Hopeless:
         bound = 1 - (late - warming) / requests
-        return Result(bound, 0.0, 0.0, math.inf, requests, 0, 0, 0, complete=False)
+        return Result(bound, 0.0, 0.0, None, requests, 0, 0, 0, complete=False)
     return result_of(ran, served, slos)
 
 
@@ -303,7 +305,7 @@ def result_of(ran: ClusterRun, served: Sequence[ModelSpec], slos: dict[str, Slo]
         total.attained_ttft / total.requests,
         total.attained_tpot / total.requests,
         min(of.attainment for of in by_model),
-        math.nan if total.ttft is None else total.ttft.mean,
+        None if total.ttft is None else total.ttft.mean,
         total.requests,
         ran.total("activations"),
         ran.total("preemptions"),
