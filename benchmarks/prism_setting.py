@@ -28,6 +28,7 @@ from ballast.bench.record import RequestRecord
 from ballast.bench.report import Report, Served
 from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
+from ballast.policy.migrate import LeastPressure
 from ballast.policy.presets import Preset, resolve
 from ballast.sim.catalogue import facts
 from ballast.sim.cluster import kinds_of
@@ -136,6 +137,8 @@ class Setting:
     """On all service levels."""
     warming: tuple[int, int] = (1, 2)
     """Requests that each model is asked before what counts, and output tokens of each."""
+    every: float | None = None
+    """Seconds between two looks of the controller that moves models; None: the default."""
     floor: bool = True
     """Whether levels are no shorter than the paper's."""
 
@@ -265,7 +268,9 @@ def measure(
 ) -> Result:
     """Run one row. `devices`: as `kinds_of` reads them; `ttl`: seconds after which idle models are
     evicted (None: as the row says); `cut`: stop as soon as the target cannot be met."""
-    slos = levels(setting, seed)
+    slos = levels(replace(setting, every=None), seed)
+    if row in MOVING and setting.every is not None:
+        given = replace(given, homes=LeastPressure(every=setting.every))
     ttl = IDLE if row == "prism, 45 s" else ttl
     served = [replace(s, slo=slos[s.name], ttl=ttl) for s in setting.specs]
     work = setting.workload(seed)

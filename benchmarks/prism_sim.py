@@ -12,7 +12,7 @@
   models that nobody has asked for 45 s, beside by need, as the paper does; `prism, by weights`
   leaves models where they are.
 - `sensitivity` (appendix A.4): the same models under other idle thresholds, other windows in which
-  rates are measured, and other gains above which a model migrates.
+  rates are measured, other gains above which a model migrates, and other rounds of the controller.
 
 A run that cannot attain 99 % any more is cut short in searches. Virtual time: equal options give
 equal results.
@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -57,6 +58,8 @@ IDLES = (5.0, 15.0, 45.0, 120.0, None)
 """Seconds; None: by need alone."""
 WINDOWS = (10.0, 60.0, 240.0)
 GAINS = (0.0, 0.2, 0.5)
+ROUNDS = (2.0, 10.0, 30.0)
+"""Seconds between two looks of the controller."""
 
 
 @dataclass(frozen=True)
@@ -191,11 +194,15 @@ def curves(
 
 
 def under(
-    setting: Setting, seed: int, idle: float | None, window: float, gain: float | None
+    setting: Setting,
+    seed: int,
+    idle: float | None,
+    window: float,
+    moving: Mapping[str, float] = MappingProxyType({}),
 ) -> Result:
-    """`prism` with another idle threshold, another window of rates and another gain above which a
-    model migrates (None: the default)."""
-    given = NOTHING if gain is None else Given(homes=LeastPressure(threshold=gain))
+    """`prism` with another idle threshold, another window of rates, and other settings of what
+    moves models (`LeastPressure`)."""
+    given = Given(homes=LeastPressure(**moving)) if moving else NOTHING
     with patch.object(traffic, "WINDOW", window):
         return measure(setting, "prism", whole(2), seed, ttl=idle, given=given)
 
@@ -204,10 +211,11 @@ def sensitivity(
     setting: Setting, seeds: Sequence[int], pool: Executor
 ) -> tuple[dict[str, Any], RenderableType]:
     """A.4's parameters, one at a time."""
-    variants: dict[str, tuple[float | None, float, float | None]] = {
-        **{f"idle {'by need' if i is None else f'{i:g} s'}": (i, 60.0, None) for i in IDLES},
-        **{f"window {w:g} s": (None, w, None) for w in WINDOWS},
-        **{f"gain {g:.0%}": (None, 60.0, g) for g in GAINS},
+    variants: dict[str, tuple[float | None, float, dict[str, float]]] = {
+        **{f"idle {'by need' if i is None else f'{i:g} s'}": (i, 60.0, {}) for i in IDLES},
+        **{f"window {w:g} s": (None, w, {}) for w in WINDOWS},
+        **{f"gain {g:.0%}": (None, 60.0, {"threshold": g}) for g in GAINS},
+        **{f"round {r:g} s": (None, 60.0, {"every": r}) for r in ROUNDS},
     }
     coming = {
         name: [pool.submit(under, setting, s, *variant) for s in seeds]
@@ -236,13 +244,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument("--seeds", type=int, help="default 3, quick 1")
         parser.add_argument("--clumps", type=float, help="requests of a clump, times 3")
         parser.add_argument("--scale", type=float, default=1.0, help="of all service levels")
+        parser.add_argument("--every", type=float, help="seconds between rounds of migration")
         parser.add_argument("--no-floor", action="store_true", help="levels shorter than Prism's")
         parser.add_argument("--processes", type=int, default=2)
 
     args = options(__doc__, argv, extra)
     seconds = args.seconds or (30.0 if args.quick else 60.0)
     seeds = range(args.seeds or (1 if args.quick else 3))
-    terms = {"seconds": seconds, "scale": args.scale, "floor": not args.no_floor}
+    terms: dict[str, Any] = {"seconds": seconds, "scale": args.scale, "every": args.every}
+    terms["floor"] = not args.no_floor
     if args.clumps is not None:
         terms["clumps"] = args.clumps
     eight = replace(Setting(EIGHT, seconds, clumps=8.0), **terms)
