@@ -67,7 +67,7 @@ RUNS = (
     Run("mux_live"),
     Run("placement"),
     Run("prism_sim"),
-    Run("prism_roles", ("--seconds", "30")),
+    Run("prism_roles"),
     Run("activation"),
     Run("migration"),
     Run("prism_live", ("--rounds", "2")),

@@ -37,10 +37,10 @@ ROWS = {
     "2 prefill, 2 decode": f"2x{DEVICE}:prefill,2x{DEVICE}:decode",
 }
 SETTING = Setting(
-    ("Llama-3-8b", "Qwen3-8b"), seconds=60.0, longer=4.0, context=8192, warming=(24, 200)
+    ("Llama-3-8b", "Qwen3-8b"), seconds=20.0, longer=4.0, context=8192, warming=(24, 200)
 )
 """All devices are asked for both models before what counts."""
-CLUMPS = (4.0, 16.0)
+CLUMPS = (16.0, 64.0)
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,11 @@ def measure(setting: Setting, row: str, seed: int) -> Result:
 
 def main(argv: Sequence[str] | None = None) -> None:
     def extra(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--seconds", type=float, help="of requests; default 60, quick 20")
+        parser.add_argument("--seconds", type=float, help="of requests; default 20, quick 10")
         parser.add_argument("--seeds", type=int, help="default 2, quick 1")
 
     args = options(__doc__, argv, extra)
-    seconds = args.seconds or (20.0 if args.quick else 60.0)
+    seconds = args.seconds or (10.0 if args.quick else 20.0)
     seeds = range(args.seeds or (1 if args.quick else 2))
     table = Table("", "clumps", "TTFT in time", "TPOT in time", "P95 TTFT", "P95 TPOT", "moved")
     result: dict[str, Any] = {"seconds": seconds, "seeds": len(seeds)}

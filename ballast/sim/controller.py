@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from ballast.cluster.fleet import FleetBook
@@ -14,6 +15,7 @@ from ballast.engine.report import report
 from ballast.policy.route import Replica
 from ballast.sim.device import SimDevice
 from ballast.sim.handover import Handover, replica_of
+from ballast.sim.lending import WAY
 from ballast.sim.migration import Movers
 
 SETTLING = 0.1
@@ -70,11 +72,13 @@ class Controller:
 
     def settle(self, now: float) -> float:
         """Go on until no request will move from one device to another any more; when that is."""
+        for device in self.devices.values() if self._movers else ():
+            device.advance(math.nextafter(now, math.inf))  # what arrives now has arrived
         while any(movers.busy for movers in self._movers) or self.handover.busy:
             now += SETTLING
             for device in self.devices.values():
                 device.advance(now)
-        return now
+        return now + 2 * WAY if self._movers else now  # what has just left arrives within `WAY`
 
     @property
     def moved(self) -> int:

@@ -12,8 +12,10 @@ from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.settings import Role
 from ballast.policy.presets import resolve
+from ballast.sim import controller
 from ballast.sim.cluster import Cluster, kinds_of
 from ballast.sim.given import Given, GivenHomes
+from ballast.sim.lending import WAY
 from ballast.sim.topology import APART, Joints, Peers
 from tests.sim.test_cluster import spec
 
@@ -151,3 +153,23 @@ def test_roles_that_no_request_could_follow_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         Run(devices, joints)
+
+
+def test_a_request_that_is_on_its_way_when_the_last_has_arrived_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(controller, "SETTLING", WAY / 4)
+    warming, last = (
+        Submission(
+            id=f"{at:g}",
+            model="m",
+            prompt=tuple(range(1, 200)),
+            max_tokens=OUTPUT,
+            arrival=at,
+            ignore_eos=True,
+        )
+        for at in (0.0, 5.0)
+    )
+    ran = Run(wanted=[warming, last])
+    ran.validate()
+    assert {device for _, _, device in ran.tokens[last.id]} > {ran.tokens[last.id][0][2]}
