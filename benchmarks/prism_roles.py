@@ -36,9 +36,7 @@ ROWS = {
     "1 prefills, 3 decode": f"1x{DEVICE}:prefill,3x{DEVICE}:decode",
     "2 prefill, 2 decode": f"2x{DEVICE}:prefill,2x{DEVICE}:decode",
 }
-SETTING = Setting(
-    ("Llama-3-8b", "Qwen3-8b"), seconds=20.0, longer=4.0, context=8192, warming=(24, 200)
-)
+SETTING = Setting(("Llama-3-8b", "Qwen3-8b"), seconds=20.0, longer=4.0, context=8192, warming=24)
 """All devices are asked for both models before what counts."""
 CLUMPS = (16.0, 64.0)
 

@@ -50,6 +50,8 @@ RUNNING = 256
 """Requests of a model that run at once at most: memory, not their number, is what is short."""
 APART = 0.01
 """Seconds between two of them to one model."""
+ARENA_PROMPT, ARENA_OUTPUT = 143, 239
+"""Tokens of each, the Arena's means: policies learn lengths from requests that have ended."""
 CLUMP = 3.0
 """Mean requests of a clump where `clumps` is 1."""
 
@@ -135,8 +137,8 @@ class Setting:
     """Tokens of a model; prompt and output take half of it each at most."""
     scale: float = 1.0
     """On all service levels."""
-    warming: tuple[int, int] = (1, 2)
-    """Requests that each model is asked before what counts, and output tokens of each."""
+    warming: int = 1
+    """Requests that each model is asked before what counts."""
     every: float | None = None
     """Seconds between two looks of the controller that moves models; None: the default."""
     floor: bool = True
@@ -168,14 +170,14 @@ class Setting:
             )
             for r in work.requests
         ]
-        each, tokens = self.warming
+        each = self.warming
         warming = [
             WorkloadRequest(
                 id=len(most) + i * each + k,
                 at=i * WARMING + k * APART,
                 model=n,
-                prompt_tokens=16,
-                output_tokens=tokens,
+                prompt_tokens=ARENA_PROMPT,
+                output_tokens=ARENA_OUTPUT,
             )
             for i, n in enumerate(names)
             for k in range(each)

@@ -67,7 +67,7 @@ def test_every_model_is_asked_before_what_counts() -> None:
     assert sorted(r.model for r in warming) == sorted(s.name for s in setting.specs)
     assert work == setting.workload(seed=1)
     assert len(replace(setting, clumps=4.0).workload(1).requests) > len(work.requests)
-    thrice = replace(setting, warming=(3, 9)).workload(1).requests
+    thrice = replace(setting, warming=3).workload(1).requests
     assert len(thrice) == len(work.requests) + 2 * len(EIGHT)
     assert len({r.id for r in thrice}) == len(thrice)
 
