@@ -102,7 +102,7 @@ SEARCHES = {
     ),
     "fiftyeight": Search(
         "58 models",
-        Setting(by_size(), seconds=60.0, clumps=2.0),
+        Setting(by_size(), seconds=60.0),
         GROUPED,
         {"prism": "16", "muxserve": "32", "static": "over 32", "swap": "over 32"},
     ),
@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument("--part", choices=parts, nargs="+", default=parts)
         parser.add_argument("--rows", choices=SEARCHED, nargs="+", default=SEARCHED)
         parser.add_argument("--seconds", type=float, help="of requests; default 60, quick 30")
-        parser.add_argument("--seeds", type=int, help="default 3, quick 1")
+        parser.add_argument("--seeds", type=int, help="default 2, quick 1")
         parser.add_argument("--clumps", type=float, help="requests of a clump, times 3")
         parser.add_argument("--scale", type=float, default=1.0, help="of all service levels")
         parser.add_argument("--every", type=float, help="seconds between rounds of migration")
@@ -250,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     args = options(__doc__, argv, extra)
     seconds = args.seconds or (30.0 if args.quick else 60.0)
-    seeds = range(args.seeds or (1 if args.quick else 3))
+    seeds = range(args.seeds or (1 if args.quick else 2))
     terms: dict[str, Any] = {"seconds": seconds, "scale": args.scale, "every": args.every}
     terms["floor"] = not args.no_floor
     if args.clumps is not None:
