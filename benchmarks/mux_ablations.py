@@ -28,7 +28,8 @@ from rich.console import Group
 from rich.table import Table
 
 from ballast.policy.mux_estimate import Tenant, estimate
-from ballast.policy.mux_placement import Device, mesh_groups
+from ballast.policy.mux_placement import mesh_groups
+from ballast.policy.placement_problem import Device
 from ballast.workload.generators import power_law
 from benchmarks.common import finish, options
 from benchmarks.contenders import Comparison, Contender

@@ -28,7 +28,7 @@ import numpy as np
 
 from ballast.policy.kvpr import Claim, Filling, greedy, max_pressure, moved
 from ballast.policy.kvpr_optimal import GAP, optimal
-from ballast.policy.mux_placement import Device
+from ballast.policy.placement_problem import Device
 from benchmarks.common import finish, options, verdict
 
 SMALL, LARGE, PUBLISHED = 200, 20, 50

@@ -40,6 +40,8 @@ class ClusterRun:
     moves: tuple[dict[str, Any], ...]
     """What the fleet's policy asked for, in order: when, what, and why it was refused, if it was.
     """
+    moved: int = 0
+    """Requests that went on at another device with their KV."""
 
     @property
     def placed(self) -> int:
@@ -157,7 +159,8 @@ def run_cluster(
         workload=workload.describe(),
     )
     placement = preset.placement if given.homes is None else "given"
-    return ClusterRun(report, _did(cluster), cluster.jobs, placement, tuple(moves))
+    moved = cluster.controller.moved
+    return ClusterRun(report, _did(cluster), cluster.jobs, placement, tuple(moves), moved)
 
 
 BUSIEST_SECONDS = 10.0

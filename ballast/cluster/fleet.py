@@ -15,7 +15,7 @@ from ballast.core.fleet import (
 )
 from ballast.core.report import DeviceReport
 from ballast.policy.base import FleetPolicy
-from ballast.policy.route import Replica
+from ballast.policy.route import Replica, for_prefill
 from ballast.policy.stay import Stay
 
 LookAt = Callable[[str], Replica]
@@ -41,7 +41,7 @@ class FleetBook:
         self.epoch = 0
         self.wake_at = 0.0 if policy.moves else None
         """When the policy wishes to be asked."""
-        self._policy, self._needs, self._rooms = policy, tuple(needs), tuple(rooms)
+        self.policy, self._needs, self._rooms = policy, tuple(needs), tuple(rooms)
         self._memo: object = None
         self._seen: dict[tuple[str, str], float] = {}
         """By device and model, seconds of the lane, as of the view before."""
@@ -50,15 +50,15 @@ class FleetBook:
     def choose(self, model: str, look_at: LookAt) -> str:
         """The device for a request; `look_at` is asked only where there are several."""
         homes = self.homes[model]
-        return (
-            homes[0] if len(homes) == 1 else self._policy.route([look_at(name) for name in homes])
-        )
+        if len(homes) == 1:
+            return homes[0]
+        return self.policy.route(for_prefill([look_at(name) for name in homes]))
 
     def decide(self, now: float, reports: Mapping[str, DeviceReport]) -> tuple[FleetAction, ...]:
         """What the policy wants done now. `reports`: by device, all as of `now`."""
-        if not self._policy.moves:
+        if not self.policy.moves:
             return ()
-        decision = self._policy(self._view(now, reports), self._memo)
+        decision = self.policy(self._view(now, reports), self._memo)
         self._memo, self.wake_at = decision.memo, decision.wake_at
         return decision.actions
 

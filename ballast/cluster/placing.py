@@ -12,6 +12,7 @@ from ballast.core.model import ModelSpec, weight_pages
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings, Role
 from ballast.core.units import ceil_div, format_bytes
 from ballast.engine.build import set_aside
+from ballast.policy.base import FleetPolicy
 from ballast.policy.presets import preset_of
 from ballast.weights.stored import served_bytes
 
@@ -66,13 +67,20 @@ def placed(
         Room(name, max(device.page_bytes, device.budget_bytes - taken[name]))
         for name, (device, _) in devices.items()
     ]
-    policy = preset_of(fleet).fleet
-    if all(device.role is Role.BOTH for device, _ in devices.values()):
+    roles = {name: device.role for name, (device, _) in devices.items()}
+    return placed_by_role(preset_of(fleet).fleet, needs, rooms, roles)
+
+
+def placed_by_role(
+    policy: FleetPolicy, needs: Sequence[Need], rooms: Sequence[Room], roles: Mapping[str, Role]
+) -> dict[str, list[str]]:
+    """By model, its devices: as the policy places it, on some that prefill and on some that decode,
+    which may be the same. `roles`: by device. Raises ConfigError."""
+    if all(role is Role.BOTH for role in roles.values()):
         return policy.place(needs, rooms)
-    # Each on one that prefills and one that decodes, which may be the same.
     found: dict[str, list[str]] = {}
     for role in (Role.PREFILL, Role.DECODE):
-        able = [r for r in rooms if devices[r.device][0].role in (role, Role.BOTH)]
+        able = [r for r in rooms if roles[r.device] in (role, Role.BOTH)]
         for name, at in policy.place(needs, able).items():
             found[name] = list(dict.fromkeys([*found.get(name, ()), *at]))
     return found

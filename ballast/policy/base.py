@@ -14,7 +14,7 @@ from ballast.policy.home import caches_for
 from ballast.policy.lending import LendAnswer
 from ballast.policy.placement import spread
 from ballast.policy.requirements import Requirements
-from ballast.policy.route import Replica, held_prefix
+from ballast.policy.route import Replica, held_prefix, near
 from ballast.policy.stuck import last_resort
 from ballast.policy.ttl import Expiry, expire
 
@@ -134,8 +134,10 @@ class FleetPolicy(Policy, ABC):
 
     def decodes(self, replicas: Sequence[Replica]) -> str:
         """Return the name of the device at which a request goes on whose first token has come at
-        one that only prefills; there is one or more, and they decode."""
-        return held_prefix([r for r in replicas if r.resident] or replicas)
+        one that only prefills; there is one or more, and they decode. Those that have the weights
+        come first, unless they are busier than others."""
+        able = near(replicas)
+        return held_prefix([r for r in able if r.resident] or able)
 
     @abstractmethod
     def __call__(self, view: FleetView, memo: object) -> FleetDecision:

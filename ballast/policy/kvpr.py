@@ -11,15 +11,12 @@ counts as so many parts (appendix A.2.2), no two of which may be on one device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ballast.core.errors import ConfigError
 from ballast.core.units import format_bytes
-from ballast.policy.mux_placement import Device
-
-Homes = Mapping[str, tuple[str, ...]]
-"""By model, its devices: one for each of its parts."""
+from ballast.policy.placement_problem import Device, Homes
 
 
 @dataclass(frozen=True, slots=True)

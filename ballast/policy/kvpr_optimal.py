@@ -19,8 +19,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ballast.core.errors import ConfigError
-from ballast.policy.kvpr import Claim, Filling, Homes, greedy, max_pressure
-from ballast.policy.mux_placement import Device
+from ballast.policy.kvpr import Claim, Filling, greedy, max_pressure
+from ballast.policy.placement_problem import Device, Homes
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model

@@ -19,8 +19,8 @@ from ballast.core.fleet import (
 )
 from ballast.policy.base import FleetPolicy
 from ballast.policy.kvpr import Claim, Filling
-from ballast.policy.mux_placement import Device
 from ballast.policy.placement import spread
+from ballast.policy.placement_problem import Device
 from ballast.policy.requirements import Requirements
 from ballast.policy.route import Replica, held_prefix
 

@@ -19,20 +19,12 @@ from itertools import combinations_with_replacement, product
 from ballast.core.errors import ConfigError
 from ballast.core.units import format_bytes
 from ballast.policy.mux_estimate import Estimate, Tenant, estimate
+from ballast.policy.placement_problem import Device
 
 SHARES = tuple(n / 10 for n in range(1, 11))
 """Of a mesh's compute, that Algorithm 2 tries for a model's decode steps."""
 ENOUGH = 1 - 1e-6
 """Of its rate: served, but for rounding."""
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """A device that may be part of a mesh."""
-
-    name: str
-    memory: float
-    """Bytes for weights and KV."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,11 +35,15 @@ def for_decode(replicas: Sequence[Replica]) -> Sequence[Replica]:
     return [r for r in replicas if r.role is not Role.PREFILL]
 
 
+def near(replicas: Sequence[Replica]) -> Sequence[Replica]:
+    """Those about as busy as the least busy."""
+    most = min(r.open_requests for r in replicas) + SLACK
+    return [r for r in replicas if r.open_requests <= most]
+
+
 def held_prefix(replicas: Sequence[Replica]) -> str:
     """Of the devices about as busy as the least busy, the one that holds most of the prompt.
 
     Of equals, that with the fewest open requests; of these the first.
     """
-    most = min(r.open_requests for r in replicas) + SLACK
-    near = [r for r in replicas if r.open_requests <= most]
-    return min(near, key=lambda r: (-r.cached_tokens, r.open_requests)).device
+    return min(near(replicas), key=lambda r: (-r.cached_tokens, r.open_requests)).device

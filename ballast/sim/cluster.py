@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ballast.cluster.fleet import FleetBook
-from ballast.cluster.placing import need_of
+from ballast.cluster.placing import need_of, placed_by_role
 from ballast.core.cost import StepCosts, Traffic
 from ballast.core.entries import Sink
 from ballast.core.errors import ConfigError
@@ -17,20 +17,21 @@ from ballast.core.fleet import Room
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
-from ballast.core.settings import DeviceSettings
+from ballast.core.settings import DeviceSettings, Role
 from ballast.core.units import MiB
 from ballast.engine.state import DeviceState
 from ballast.policy.presets import Preset
 from ballast.sim.controller import Controller, Told
 from ballast.sim.device import Profile, SimDevice, Steps
 from ballast.sim.given import NOTHING, Given
+from ballast.sim.handover import check_roles
 from ballast.sim.lending import carry_out
 from ballast.sim.migration import movers_of
 from ballast.sim.modelled import ALL, Modelled
 from ballast.sim.profile import DeviceProfile, device_profile
 from ballast.sim.runner import OnParts, unmeasured
 from ballast.sim.simulate import simulate_devices
-from ballast.sim.topology import Place, places
+from ballast.sim.topology import Peers, Place, places
 
 USABLE = 0.9
 """Share of a device's memory that is the pool's; an assumption, as of common engines' defaults."""
@@ -59,6 +60,7 @@ class Kind:
     share the link."""
     modelled: Modelled = ALL
     """What of its profile counts."""
+    role: Role = Role.BOTH
 
     def costs(self, spec: ModelSpec) -> StepCosts:
         """What jobs cost on one of these. Raises ConfigError where nobody measured it."""
@@ -88,18 +90,29 @@ def kinds_of(
     those count that are `modelled`.
 
     `2xH100-80G:tp4` are two tensor-parallel groups of four, `2xA100-80G:slices2` two devices cut
-    into two slices each. Raises ConfigError, which lists the known names.
+    into two slices each, `1xH100-80G:prefill` one that computes prompts alone, `:decode` one that
+    goes on with them. Raises ConfigError, which lists the known names.
     """
     kinds = []
     for part in text.split(","):
         found = re.fullmatch(
-            r"\s*(?:(\d+)\s*x\s*)?(\S+?)(?::(?:tp([1-9]\d*)|slices([1-9]\d?)))?\s*", part
+            r"\s*(?:(\d+)\s*x\s*)?(\S+?)(?::(?:tp([1-9]\d*)|slices([1-9]\d?)))?"
+            r"(?::(prefill|decode))?\s*",
+            part,
         )
         if found is None or (found[1] is not None and int(found[1]) < 1):
             raise ConfigError("devices", text, "write NUMBERxDEVICE, as in 4xH100-80G,2xA100-80G")
-        number, name, ranks, slices = found.groups(default="1")
+        number, name, ranks, slices, role = found.groups(default="")
         profile = device_profile(name, engine)
-        kind = Kind(int(number), profile, lanes, int(ranks), int(slices), modelled)
+        kind = Kind(
+            int(number or 1),
+            profile,
+            lanes,
+            int(ranks or 1),
+            int(slices or 1),
+            modelled,
+            Role(role or Role.BOTH),
+        )
         kinds.append(kind)
     return kinds
 
@@ -147,12 +160,20 @@ class Cluster:
         """Measured profiles may have the same name and not be equally fast."""
         rooms = [Room(n, settings[n].budget_bytes, numbers[id(k)]) for n, k in kind_of.items()]
         by_kind = {numbers[id(kind)]: kind for kind in kinds}
-        kept = dict.fromkeys(replace(s, name="", budget_bytes=0) for s in settings.values())
+        kept = dict.fromkeys(
+            replace(s, name="", budget_bytes=0, role=Role.BOTH) for s in settings.values()
+        )
         needs = [
             need_of(s, kept, *(_work(s, by_kind, asked or {}) for asked in (traffic, busiest)))
             for s in specs
         ]
-        at = policy.place(needs, rooms)
+        roles = {name: kind.role for name, kind in kind_of.items()}
+        check_roles(roles, given.joints.peers is not Peers.NONE)
+        prefilling = Role.PREFILL in roles.values()
+        if given.homes is None:
+            at = placed_by_role(policy, needs, rooms, roles)
+        else:  # which device does what is up to whoever names them
+            at = policy.place(needs, rooms)
         self.devices: dict[str, SimDevice] = {}
         """By name, those that serve or may come to serve any model."""
         for room in rooms:
@@ -161,7 +182,7 @@ class Cluster:
             if not own and not policy.moves:
                 continue
             observe = None if watch is None else functools.partial(watch, name)
-            said = functools.partial(heard, name)
+            said = functools.partial(self._heard if prefilling else heard, name)
             self.devices[name] = SimDevice(
                 settings[name],
                 own,
@@ -179,7 +200,8 @@ class Cluster:
             raise ConfigError("orders", preset.name, allowed)
         there = {name: (device, place_of[name]) for name, device in self.devices.items()}
         carry_out(given.orders, there, list(kind_of))
-        movers = movers_of(there) if policy.moves else []
+        movers = movers_of(there) if policy.moves or prefilling else []
+        self._told_clients = heard
         self.controller = Controller(
             self.devices,
             FleetBook(at, needs, rooms, policy),
@@ -188,6 +210,11 @@ class Cluster:
             told,
             movers,
         )
+
+    def _heard(self, device: str, at: float, output: Output) -> None:
+        """Tell clients, and let requests that have been prefilled go on elsewhere."""
+        self._told_clients(device, at, output)
+        self.controller.handover.heard(device, output)
 
     @property
     def jobs(self) -> int:
@@ -211,7 +238,7 @@ def _settings(kind: Kind, served: DeviceSettings, name: str) -> DeviceSettings:
             allowed = "whole devices: its profile was measured on one"
             raise ConfigError("devices", profile.device, allowed)
         own = profile.served.model_dump()
-        return replace(served, name=name, lanes=kind.lanes, **own)
+        return replace(served, name=name, lanes=kind.lanes, role=kind.role, **own)
     if profile.hardware is None:
         raise ConfigError(
             "devices", profile.device, "its profile has neither `hardware` nor `served`: no memory"
@@ -221,7 +248,7 @@ def _settings(kind: Kind, served: DeviceSettings, name: str) -> DeviceSettings:
     page *= kind.ranks
     budget = pages * page
     parts = PARTS_PER_LANE * kind.lanes if kind.lanes > 1 else None
-    own_settings = replace(served, name=name, lanes=kind.lanes, threads=parts)
+    own_settings = replace(served, name=name, lanes=kind.lanes, threads=parts, role=kind.role)
     return replace(own_settings, page_bytes=page, budget_bytes=budget)
 
 

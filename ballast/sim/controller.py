@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from ballast.cluster.fleet import FleetBook
@@ -13,6 +14,8 @@ from ballast.core.request import Submission
 from ballast.engine.report import report
 from ballast.policy.route import Replica
 from ballast.sim.device import SimDevice
+from ballast.sim.handover import Handover, replica_of
+from ballast.sim.lending import WAY
 from ballast.sim.migration import Movers
 
 SETTLING = 0.1
@@ -43,6 +46,7 @@ class Controller:
         """By model or adapter, the model."""
         self._costs, self._told = costs, told
         self._movers = tuple(movers)
+        self.handover = Handover(devices, movers, self._homes, book.policy)
 
     def choose(self, submission: Submission) -> str:
         """The device for a request that arrives now; those that serve its model go on till then."""
@@ -50,8 +54,7 @@ class Controller:
         def look_at(name: str) -> Replica:
             device = self.devices[name]
             device.advance(submission.arrival)
-            held, resident = device.held_tokens(submission), device.has_weights(submission.model)
-            return Replica(name, device.open_requests, held, resident)
+            return replica_of(name, device, submission)
 
         return self.book.choose(self._bases[submission.model], look_at)
 
@@ -68,17 +71,23 @@ class Controller:
             self._told(now, action, refused)
 
     def settle(self, now: float) -> float:
-        """Go on until no request is on its way from one device to another; when that is."""
-        while any(movers.busy for movers in self._movers):
+        """Go on until no request will move from one device to another any more; when that is."""
+        for device in self.devices.values() if self._movers else ():
+            device.advance(math.nextafter(now, math.inf))  # what arrives now has arrived
+        while any(movers.busy for movers in self._movers) or self.handover.busy:
             now += SETTLING
             for device in self.devices.values():
                 device.advance(now)
-        return now
+        return now + 2 * WAY if self._movers else now  # what has just left arrives within `WAY`
 
     @property
     def moved(self) -> int:
         """Requests that have moved with their KV."""
         return sum(movers.moved for movers in self._movers)
+
+    def _homes(self, served: str) -> Sequence[str]:
+        """Devices of a model or adapter."""
+        return self.book.homes[self._bases[served]]
 
     def _do(self, now: float, action: FleetAction) -> str | None:
         """Why it was not done, if it was not."""

@@ -125,8 +125,8 @@ class Given:
     """All of it."""
 
     joints: Joints = APART
-    homes: GivenHomes | None = None
-    """None: as the preset's fleet policy places models."""
+    homes: FleetPolicy | None = None
+    """What places models in place of the preset's fleet policy; None: that policy does."""
     orders: tuple[Order, ...] = ()
 
 
@@ -138,7 +138,7 @@ def given(links: Path | None, placement: str | None, orders: Path | None) -> Giv
 
     Raises ConfigError for a file that cannot be read or has a fault.
     """
-    homes = None
+    homes: GivenHomes | None = None
     if placement is not None and placement.endswith(".toml"):
         homes = GivenHomes(placement, read_keys(Path(placement), _Homes).homes)
     read = () if orders is None else tuple(read_keys(orders, _Orders).orders)

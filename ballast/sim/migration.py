@@ -56,6 +56,8 @@ class Movers:
         self._waiting: dict[str, deque[_Move]] = {name: deque() for name in devices}
         self.moved = 0
         """Requests that have gone with their KV."""
+        self.any_time = False
+        """Whether moves begin whenever a device turns, not only when a controller decides."""
         for name, (device, place) in devices.items():
             streams = {}
             for other, (_, there) in devices.items():
@@ -72,6 +74,12 @@ class Movers:
             device.unsaid = self._moves
         (world,) = {place.host.world for _, place in devices.values()}
         world.reaching.append(self)
+        self.agenda = world.agenda
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The devices."""
+        return tuple(self._devices)
 
     @property
     def busy(self) -> bool:
@@ -89,9 +97,14 @@ class Movers:
             self._waiting[source].append(_Move(request, source, able[i % len(able)]))
         self._begin(now, source)
 
+    def move(self, now: float, request: Request, source: str, target: str) -> None:
+        """Let one request go on at a device that has the weights of its model."""
+        self._waiting[source].append(_Move(request, source, target))
+        self._begin(now, source)
+
     def horizon(self, now: float, near: float) -> float:
         """Before when no device is reached by a word that is not said yet."""
-        return near + WAY if self._moves else float("inf")
+        return near + WAY if self._moves or self.any_time else float("inf")
 
     def _has(self, name: str, model: str) -> bool:
         m = self._devices[name].state.models.get(model)

@@ -21,7 +21,8 @@ from ballast.fleet.schema import Keys, Positive
 from ballast.policy.kvpr import Claim, greedy, max_pressure, moved
 from ballast.policy.kvpr_optimal import lower_bound, optimal
 from ballast.policy.mux_estimate import Tenant
-from ballast.policy.mux_placement import Device, place
+from ballast.policy.mux_placement import place
+from ballast.policy.placement_problem import Device
 from ballast.sim.profile import DeviceProfile
 from ballast.sim.toml_file import NotNegative
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ballast.core.errors import ConfigError
 from ballast.policy.kvpr import Claim, greedy, max_pressure, moved
 from ballast.policy.kvpr_optimal import GAP, lower_bound, optimal
-from ballast.policy.mux_placement import Device
+from ballast.policy.placement_problem import Device
 
 TWO = [Device("a", 80.0), Device("b", 80.0)]
 

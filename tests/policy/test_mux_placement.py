@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from ballast.core.cost import StepCosts, Traffic
 from ballast.core.errors import ConfigError
 from ballast.policy.mux_estimate import Tenant, estimate
-from ballast.policy.mux_placement import SHARES, Device, Mesh, _Search, mesh_groups, place
+from ballast.policy.mux_placement import SHARES, Mesh, _Search, mesh_groups, place
+from ballast.policy.placement_problem import Device
 
 GB = 1e9
 

@@ -1,0 +1,18 @@
+"""The vocabulary of placement problems: what models are placed on, and where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Homes = Mapping[str, tuple[str, ...]]
+"""By model, its devices: one for each of its parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device on which models, or parts of them, may be placed."""
+
+    name: str
+    memory: float
+    """Bytes for weights and KV."""
