@@ -12,6 +12,7 @@ The command line may import it. It imports everything but `dashboard`.
 - `doctor`: `ballast doctor`: is this machine fit for this fleet?
 - `doctor_fleet`: Doctor's checks of a fleet file.
 - `doctor_gpus`: Doctor's checks of GPUs.
+- `doctor_huge`: Doctor's check of huge pages, and what they bring here.
 - `doctor_machine`: Doctor's checks of software, processor and limits.
 - `doctor_memory`: Doctor's checks of memory and mappings.
 - `fairness`: Fairness of KV memory between models (MuxServe, Equation 2).

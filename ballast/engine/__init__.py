@@ -14,6 +14,7 @@ Packages from `cluster` up may import it. It imports `models` and what is below;
 - `device`: `LiveDevice`: memory, host tier, models and loop behind five methods.
 - `events`: How each event changes the device's state.
 - `grammarbook`: Which grammars are needed, compiled, or next.
+- `head_start`: When a model's first job may begin while its weights still arrive.
 - `inbox`: The live clock and the inbox of events.
 - `jobs`: The end of a job: its tokens, KV, and what waited for it.
 - `lanes`: Jobs that run at once, and each one's share of compute.

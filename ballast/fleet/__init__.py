@@ -20,4 +20,5 @@ do. It imports `core` only.
 - `text`: Training text for small models.
 - `tokenizer`: A byte-level BPE tokenizer with a chat template, trained in place.
 - `train`: A plain next-token training loop on CPU.
+- `whole`: Replace a file as a whole, under a lock.
 """

@@ -6,6 +6,9 @@ in PyTorch's own operations.
 
 - `attention_code`: Compiled part of paged attention: what one thread computes.
 - `binding_code`: Compiled part of `team.bind`: pins a thread to one CPU.
+- `choice_file`: The file in which these choices are kept.
+- `choices`: From how many rows oneDNN multiplies a matrix: measured once per machine.
+- `contest`: Time our linear kernel against oneDNN's on one matrix.
 - `device_attention`: Choice of the attention backend of a GPU: Triton or plain PyTorch.
 - `device_batch`: A job's sequences as GPU tensors at stable addresses; the twin of `PagedBatch`.
 - `device_kv`: A model's KV cache on a GPU as kernels index it.
@@ -13,6 +16,8 @@ in PyTorch's own operations.
 - `device_lora`: Which rows of a job use which adapter, as GPU tables.
 - `device_plan`: Work items of paged attention on a GPU, planned on the host.
 - `device_sampling`: Sampling from logits on a GPU, equal to `sampling.sample`.
+- `experts`: A mixture's router and experts: tables of the kernels in `experts_code`.
+- `experts_code`: Compiled router, and the sum of a row's experts.
 - `intrinsics`: Numba intrinsics: addresses as arrays, atomics, bfloat16, calls by address.
 - `layer`: Operation tables of the kernels in `layer_code`.
 - `layer_code`: Compiled embedding, norms, rotary position, and KV writes.

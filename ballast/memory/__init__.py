@@ -19,6 +19,7 @@ does what it is asked and chooses nothing. Modules `cuda_*`, `vm_cuda` and `link
 - `cuda_probe`: Discovery of GPUs in a child process.
 - `cuda_tensor`: Tensors over GPU addresses, without a copy.
 - `host_memory`: Installed and available memory of this machine.
+- `huge_pages`: Transparent huge pages of shared memory: are they allowed, ask for them.
 - `ledger`: Owner, holders and promises of each page.
 - `lend`: The lender's side of lending: leases, recalls and deadlines.
 - `link_cuda`: The link to a GPU: copies on streams, one in each direction.

@@ -12,6 +12,9 @@ Packages from `engine` up may import it; `engine`, `cluster` and `bench` do. It 
 - `device_parallel`: A tensor-parallel rank on a GPU.
 - `fused`: The fused path on CPU: a job is one program of all threads.
 - `fused_adapters`: LoRA of a fused model.
+- `fused_angles`: Cosines and sines of a job's positions.
+- `fused_experts`: A fused model's layers of experts.
+- `fused_workspace`: Where a fused model's activations lie in its lane's workspace.
 - `gloo`: Collectives on CPU by gloo.
 - `grammar`: Grammar-constrained decoding by llguidance: token masks from tokens so far.
 - `graphs`: CUDA graphs of decode steps, by bucket.
@@ -22,6 +25,7 @@ Packages from `engine` up may import it; `engine`, `cluster` and `bench` do. It 
 - `on_cpu`: The executor of a model on CPU.
 - `on_device`: Executors on a GPU: their common part, and any `transformers` decoder.
 - `parallel`: A tensor-parallel rank of a fused model.
+- `passes`: A forward pass as programs, and what is due between them.
 - `profile_run`: Activation memory of a model's jobs, measured when it is loaded.
 - `recording`: Forward passes recorded in pieces, with stops between them.
 - `served`: What all executors share: logits, then sampling.

@@ -32,6 +32,7 @@ touch what it decides about.
 - `offers`: Sources of offers: cached prefixes, idle models, younger requests, lent pages.
 - `order`: Compute orders without deadlines: round robin, and first come first served.
 - `placement`: Initial placement of models over devices by size and load.
+- `placement_problem`: The vocabulary of placement problems: devices, and homes of models.
 - `presets`: Named combinations of policies, and their options.
 - `quotas`: KV quotas of models that follow demand (MuxServe).
 - `recompute`: Preset `recompute`: fixed weights, preemption by recomputation (vLLM).

@@ -15,6 +15,7 @@ it cannot see `server`. Costs come from profiles (`profiles/*.toml`) or a calibr
 - `fitting`: Robust fits of the cost formulas to measurements.
 - `fluid`: Max-min fair flows over a graph of links.
 - `given`: Placement, links and lending of a simulated cluster, from files.
+- `handover`: Roles of devices: prompts computed on some, decoded on others.
 - `heap`: The event heap, in a total order.
 - `in_service`: Costs of jobs and of the loop, derived from a story.
 - `lanes`: Jobs of several lanes that share compute and memory bandwidth.

@@ -10,6 +10,7 @@ cannot see `kv`.
 - `buffers`: Buffers that checkpoints lack, such as rotary frequencies.
 - `checkpoint`: From a checkpoint's directory to a model in the host tier.
 - `config`: `config.json`, the generation config, and end-of-sequence tokens.
+- `decoder_recipe`: How a Llama-like decoder's layers are computed, by features.
 - `default_dtype`: PyTorch's default dtype, set for one thread.
 - `event_rotor`: Rotating layers on a GPU, ordered by CUDA events.
 - `host`: The host tier: weights packed in sealed memory, shared by all workers.
@@ -18,8 +19,12 @@ cannot see `kv`.
 - `module_pattern`: Linear-time patterns of module paths.
 - `origin`: The identity of a segment's bytes, without reading them.
 - `packing`: Memory layout of each tensor of a segment: as stored, or panel-packed.
+- `packing_experts`: Memory layout of a layer's experts.
+- `page_size`: The page size that a fleet's models suggest.
 - `pooling`: Detection of embedding models by their sentence-transformers files.
 - `probe`: What a decoder requires of attention, learned on the meta device.
+- `recipe_agreement`: Check that a module computes what its recipe says.
+- `recipe_search`: Find a decoder's recipe from its tensors and parts.
 - `residency`: The weights of one model on one device: absent, loading, resident.
 - `rotor`: The protocol that brings rotating layers to their slots (MIRAGE, 4.1, 5.4).
 - `sealed`: A host-tier segment: a memfd that is filled, sealed, and mapped read only.
