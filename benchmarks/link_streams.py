@@ -23,7 +23,7 @@ from ballast.memory.copies import Copy
 from ballast.memory.transfer import ACTIVATIONS
 from ballast.sim.catalogue import facts
 from ballast.sim.heap import EventHeap
-from ballast.sim.link import SimLink, Watch
+from ballast.sim.link import LandingWatch, SimLink
 from ballast.sim.profile import device_profile
 from ballast.workload.workload import Workload
 from benchmarks.common import finish, options
@@ -50,7 +50,7 @@ class Apart(SimLink):
         copies: Sequence[Copy],
         stream: str = ACTIVATIONS,
         direction: Direction = Direction.TO_DEVICE,
-        watch: Watch | None = None,
+        watch: LandingWatch | None = None,
     ) -> None:
         super().start(transfer_id, copies, f"{stream}:{transfer_id}", direction, watch)
 

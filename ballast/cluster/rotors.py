@@ -15,7 +15,7 @@ from ballast.memory.copies import Copy
 from ballast.memory.transfer import HostLink
 from ballast.transport.ranks import Forget, RankConnection, Settle, Turn
 from ballast.weights.link_rotor import LinkRotor
-from ballast.weights.rotor import NOBODY, Coming
+from ballast.weights.rotor import NOBODY, ArrivalPlan
 
 
 class GroupRotor(LinkRotor):
@@ -64,7 +64,7 @@ class GroupRotor(LinkRotor):
             other.ask(Forget(self._model))
         super().forget()
 
-    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: Coming) -> bool:
+    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
         """The others do not tell how far their parts have come."""
         return False
 

@@ -80,7 +80,7 @@ class TransferDone:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class FirstJobReady:
     """So much of a transfer's weights has landed that the model's first job may begin: it waits for
     each layer that is still on its way."""
 
@@ -128,7 +128,7 @@ Event = (
     | JobDone
     | JobFailed
     | TransferDone
-    | Opened
+    | FirstJobReady
     | Settled
     | Timer
     | Drain

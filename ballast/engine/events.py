@@ -13,10 +13,10 @@ from ballast.core.event import (
     Event,
     Failed,
     Finished,
+    FirstJobReady,
     GrammarReady,
     JobDone,
     JobFailed,
-    Opened,
     Output,
     Pause,
     Resume,
@@ -135,7 +135,7 @@ def _transfer_done(state: DeviceState, event: TransferDone) -> list[Output]:
     return []
 
 
-def _opened(state: DeviceState, event: Opened) -> list[Output]:
+def _opened(state: DeviceState, event: FirstJobReady) -> list[Output]:
     """A model's first job may begin; nothing, where its load has ended meanwhile."""
     for m in state.models.values():
         if m.life.transfer_id == event.transfer_id:
@@ -214,7 +214,7 @@ _HANDLERS: dict[type, Callable[[DeviceState, Any], list[Output]]] = {
     JobDone: jobs.done,
     JobFailed: jobs.failed,
     TransferDone: _transfer_done,
-    Opened: _opened,
+    FirstJobReady: _opened,
     Settled: turning.settled,
     Timer: _timer,
     ExportKv: _export_kv,

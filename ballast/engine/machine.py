@@ -10,7 +10,7 @@ import torch
 from ballast.core.capability import Reach
 from ballast.core.clock import Clock
 from ballast.core.errors import ConfigError
-from ballast.core.event import Event, Opened, Settled
+from ballast.core.event import Event, FirstJobReady, Settled
 from ballast.core.model import ModelSpec
 from ballast.core.report import GraphReport
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
@@ -196,7 +196,7 @@ class CpuMachine(OnCpu):
 
     def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
         def opened(transfer_id: int) -> None:
-            post(Opened(transfer_id))
+            post(FirstJobReady(transfer_id))
 
         tell = opened if self.copies_beside_jobs else None
 

@@ -39,7 +39,7 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Choice(_Part):
+class KernelChoice(_Part):
     """What was measured for one matrix, and what follows."""
 
     from_rows: Annotated[int, Field(ge=1)] | None
@@ -54,7 +54,7 @@ class MachineChoices(_Part):
     cpu: str
     torch: str
     threads: int
-    choices: dict[str, Choice] = {}
+    choices: dict[str, KernelChoice] = {}
     """By shape, as `choices.py` names it."""
 
 
@@ -78,12 +78,14 @@ class ChoiceFile:
         named = os.environ.get(VARIABLE)
         return None if named == "" else cls(_default_path() if named is None else Path(named))
 
-    def find(self, shape: str) -> Choice | None:
+    def find(self, shape: str) -> KernelChoice | None:
         """What is kept for a shape and as many threads as the calling thread may use."""
         found = self._read().machines.get(_key(_machine()))
         return None if found is None else found.choices.get(shape)
 
-    def keep(self, shape: str, choice: Choice, instead_of: Choice | None = None) -> Choice:
+    def keep(
+        self, shape: str, choice: KernelChoice, instead_of: KernelChoice | None = None
+    ) -> KernelChoice:
         """Keep it, unless another process has kept one meanwhile: what is kept, or `choice` where
         that fails. After a failure nothing more is written.
 
@@ -121,7 +123,9 @@ class ChoiceFile:
             log.warning("choices of kernels in %s are ignored: %s", self._path, error)
             return _Content()
 
-    def _merge(self, path: Path, shape: str, choice: Choice, instead_of: Choice | None) -> Choice:
+    def _merge(
+        self, path: Path, shape: str, choice: KernelChoice, instead_of: KernelChoice | None
+    ) -> KernelChoice:
         machine = _machine()
         key = _key(machine)
         machines = dict(self._read().machines)

@@ -19,8 +19,8 @@ from collections.abc import Mapping
 import torch
 
 from ballast.kernels import contest, onednn
-from ballast.kernels.choice_file import Choice, ChoiceFile
-from ballast.kernels.contest import Shape, Timer
+from ballast.kernels.choice_file import ChoiceFile, KernelChoice
+from ballast.kernels.contest import MatrixShape, Timer
 
 log = logging.getLogger(__name__)
 
@@ -68,12 +68,12 @@ class Choices:
     def __init__(self, file: ChoiceFile | None, timer: Timer = contest.seconds) -> None:
         """Without a file nothing is measured, and `UNMEASURED` holds."""
         self._file, self._timer = file, timer
-        self._made: dict[Shape, int | None] = {}
+        self._made: dict[MatrixShape, int | None] = {}
         self._spent = 0.0
         """Seconds of measuring, by the wall clock."""
         self._lock = threading.Lock()
 
-    def from_rows(self, shape: Shape) -> int | None:
+    def from_rows(self, shape: MatrixShape) -> int | None:
         """Rows from which oneDNN multiplies such a matrix; None: our kernel always does.
 
         Measures what is not known yet, with as many threads as the calling one may use, which takes
@@ -84,7 +84,7 @@ class Choices:
                 self._made[shape] = self._choose(shape)
             return self._made[shape]
 
-    def _choose(self, shape: Shape) -> int | None:
+    def _choose(self, shape: MatrixShape) -> int | None:
         described = onednn.describe(shape.n, shape.k, shape.dtype)
         if described is None or not described.panels:
             return None
@@ -108,13 +108,13 @@ class Choices:
             log.warning("%s: this machine is too busy to measure the faster kernel", name)
             return UNMEASURED[shape.dtype]
         texts = {str(rows): round(ratio, 4) for rows, ratio in ratios.items()}
-        chosen = Choice(from_rows=decide(ratios), ratios=texts)
+        chosen = KernelChoice(from_rows=decide(ratios), ratios=texts)
         chosen = self._file.keep(name, chosen, instead_of=kept)
         log.info("%s: oneDNN from %s rows on", name, chosen.from_rows)
         return chosen.from_rows if _allowed(chosen, shape) else None
 
 
-def name_of(shape: Shape) -> str:
+def name_of(shape: MatrixShape) -> str:
     """As the file has it."""
     kind = str(shape.dtype).removeprefix("torch.")
     return f"{kind} {shape.n}x{shape.k}" + (" gated" if shape.gated else "")
@@ -125,7 +125,7 @@ def from_rows(n: int, k: int, dtype: torch.dtype, *, gated: bool = False) -> int
 
     `NEVER` where our kernel always does.
     """
-    found = _choices().from_rows(Shape(n, k, dtype, gated))
+    found = _choices().from_rows(MatrixShape(n, k, dtype, gated))
     return NEVER if found is None else found
 
 
@@ -137,6 +137,6 @@ def _choices() -> Choices:
     return Choices(ChoiceFile.of_user())
 
 
-def _allowed(choice: Choice, shape: Shape) -> bool:
+def _allowed(choice: KernelChoice, shape: MatrixShape) -> bool:
     """Whether it may have been made for such a matrix: files can be edited."""
     return choice.from_rows is None or choice.from_rows in ROWS[shape.dtype]

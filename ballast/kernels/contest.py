@@ -45,7 +45,7 @@ then there are more rounds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class MatrixShape:
     """A matrix: n outputs as stored, k inputs. `gated`: gates and ups, half a panel in turns."""
 
     n: int
@@ -61,7 +61,7 @@ def seconds(call: Call) -> float:
     return time.perf_counter() - begin
 
 
-def ratios(shape: Shape, rows: Sequence[int], timer: Timer = seconds) -> dict[int, float]:
+def ratios(shape: MatrixShape, rows: Sequence[int], timer: Timer = seconds) -> dict[int, float]:
     """oneDNN's time over ours, for each of these numbers of rows: each the least of its rounds, as
     whatever else a machine does can only add to it.
 
@@ -110,7 +110,7 @@ def _settled(took: Sequence[float]) -> bool:
 class _Sides:
     """Both ways to multiply `rows` rows by the next of many equal matrices, into `out`."""
 
-    def __init__(self, shape: Shape, rows: int, memory: Workspace) -> None:
+    def __init__(self, shape: MatrixShape, rows: int, memory: Workspace) -> None:
         dtype, k = shape.dtype, shape.k
         self.rows = rows
         n, described = _part(shape, rows)
@@ -135,7 +135,7 @@ class _Sides:
         self._next = 0
 
     def _operations_after(
-        self, shape: Shape, rows: int, x: tuple[int, int], out: tuple[int, int]
+        self, shape: MatrixShape, rows: int, x: tuple[int, int], out: tuple[int, int]
     ) -> team.Program:
         """The product stored or gated; the inputs of the next call narrowed."""
         item_rows = ceil_div(rows, 4 * torch.get_num_threads())
@@ -177,7 +177,7 @@ class _Sides:
         return self._next
 
 
-def _part(shape: Shape, rows: int) -> tuple[int, onednn.Descriptor]:
+def _part(shape: MatrixShape, rows: int) -> tuple[int, onednn.Descriptor]:
     """Outputs of the part of a matrix that is multiplied, all or whole panels, and how it lies."""
     quick = _MOST_PRODUCTS // (rows * shape.k * PANEL)
     busy = _PANELS_PER_THREAD * torch.get_num_threads()

@@ -36,7 +36,7 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
-class Buffers:
+class ExpertBuffers:
     """Addresses of what a job's rows need, `pairs` = rows * top_k; all layers use the same."""
 
     x: int
@@ -56,7 +56,7 @@ class Buffers:
 
 
 def sizes(rows: int, top_k: int, width: int, inner: int) -> tuple[int, ...]:
-    """Bytes of each of `Buffers`, from `gated` on."""
+    """Bytes of each of `ExpertBuffers`, from `gated` on."""
     pairs = rows * top_k
     return (
         4 * pairs * inner,
@@ -80,7 +80,7 @@ class Experts:
         inner: int,
         routing: Routing,
         dtype: torch.dtype,
-        buffers: Buffers,
+        buffers: ExpertBuffers,
         most_rows: int,
     ) -> None:
         """Addresses int64: `routers` (layers,), of (experts, width); `gate_ups` (layers, experts),

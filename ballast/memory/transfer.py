@@ -65,7 +65,7 @@ class Link(Protocol):
 OnDone = Callable[[TransferDone], None]
 
 
-class Watch(Protocol):
+class TransferWatch(Protocol):
     """Follows one transfer while it lands; called in the link's thread."""
 
     def landed(self, n_bytes: int) -> None:
@@ -84,7 +84,7 @@ class Transfer:
         stream: str,
         batches: Iterator[list[Copy]],
         on_done: OnDone | None = None,
-        watch: Watch | None = None,
+        watch: TransferWatch | None = None,
     ) -> None:
         self.id, self.stream, self.on_done, self.watch = transfer_id, stream, on_done, watch
         self._batches = batches
@@ -160,7 +160,7 @@ class HostLink:
         stream: str = ACTIVATIONS,
         direction: Direction = Direction.TO_DEVICE,
         on_done: OnDone | None = None,
-        watch: Watch | None = None,
+        watch: TransferWatch | None = None,
     ) -> None:
         """As `Link.start`; its end is told to `on_done` alone, in the link's thread, if given.
 

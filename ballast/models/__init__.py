@@ -14,6 +14,7 @@ Packages from `engine` up may import it; `engine`, `cluster` and `bench` do. It 
 - `fused_adapters`: LoRA of a fused model.
 - `fused_angles`: Cosines and sines of a job's positions.
 - `fused_experts`: A fused model's layers of experts.
+- `fused_tables`: Operation tables of a fused model that are made once.
 - `fused_workspace`: Where a fused model's activations lie in its lane's workspace.
 - `gloo`: Collectives on CPU by gloo.
 - `grammar`: Grammar-constrained decoding by llguidance: token masks from tokens so far.

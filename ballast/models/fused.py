@@ -33,13 +33,20 @@ from ballast.memory.tensor import array_at, tensor_at
 from ballast.models.fused_adapters import AdaptedRows, FusedAdapters
 from ballast.models.fused_angles import Angles
 from ballast.models.fused_experts import FusedExperts, layers_of_experts
-from ballast.models.fused_workspace import Buffers, Place, angle_bytes, gate_up_width, qkv_width
+from ballast.models.fused_tables import FusedTables, Roles
+from ballast.models.fused_workspace import (
+    ActivationBuffers,
+    MatrixPlace,
+    angle_bytes,
+    gate_up_width,
+    qkv_width,
+)
 from ballast.models.library import Library
-from ballast.models.passes import Due, End, Pass, Stop
+from ballast.models.passes import Due, End, PassStop, PlannedPass
 from ballast.models.served import Rows, Served
 from ballast.weights.decoder_recipe import GELU, GELU_TANH, LLAMA, POST, SILU
 from ballast.weights.host import HostModel
-from ballast.weights.packing import GATED, MATRICES, PANELS
+from ballast.weights.packing import GATED, MATRICES
 from ballast.weights.segment import PackedTensor
 
 Array = np.ndarray[Any, Any]
@@ -76,7 +83,7 @@ class FusedModel(Served):
         super().__init__(host, kv_base, layout)
         spec = self.spec
         self._recipe = recipe = host.recipe or LLAMA
-        self._buffers = b = Buffers.of(spec, workspace, max_rows, max_sampled, recipe)
+        self._buffers = b = ActivationBuffers.of(spec, workspace, max_rows, max_sampled, recipe)
         self._workspace = workspace  # its memory goes with it
         self._max_rows, self._max_sampled = max_rows, max_sampled
         angles = (b.cosine, b.sine, angle_bytes(spec, max_rows))
@@ -95,10 +102,11 @@ class FusedModel(Served):
         last = weights[-1] if len(weights) > 1 + spec.n_layers else first
         last = {**last, "head": self._head_of(*last["head"])}
         epsilon = layer.bits_of(host.config.get_text_config().rms_norm_eps)
-        self._embed = self._embedding(*first["embeddings"])
-        self._norms = self._norm_tables([*layers, last], epsilon)
-        self._lands = self._land_tables(layers, epsilon)
-        self._rotary = self._rotary_tables(layers, epsilon)
+        tables = FusedTables(spec, recipe, b, self.dtype, epsilon)
+        self._embed = tables.embedding(*first["embeddings"], self._embedding_scale)
+        self._norms = tables.norms([*layers, last])
+        self._lands = tables.lands(layers)
+        self._rotary = tables.rotary(layers, self._angles, self._kv)
         self._linears = {role: self._linear_tables(role, layers) for role in MATRICES}
         self._linears["head"] = self._linear_tables("head", [last])
         self.experts: FusedExperts | None = None
@@ -119,7 +127,7 @@ class FusedModel(Served):
         linear.place(self._gate, 0, (b.gate_up, gate_up_width(spec)), (b.gated, spec.intermediate))
         addresses = segment_addresses[len(host.segments) :]
         self._adapters = FusedAdapters(host, addresses, self.dtype, interleaved=interleaved)
-        self._passes: dict[tuple[frozenset[str], bool], Pass] = {}
+        self._passes: dict[tuple[frozenset[str], bool], PlannedPass] = {}
         self._product: Tensor | None = None
         """The library's last one: read by the operations after it."""
 
@@ -168,7 +176,7 @@ class FusedModel(Served):
         planned.run(end, torch.get_num_threads(), stops, meet)
         self._product = None
 
-    def _meet(self, n: int, sampled: int, adapted: AdaptedRows | None, stop: Stop) -> None:
+    def _meet(self, n: int, sampled: int, adapted: AdaptedRows | None, stop: PassStop) -> None:
         """Do what is due at a stop of a job of n rows."""
         barriers = self.barriers
         if stop.due is Due.LIBRARY:
@@ -193,15 +201,15 @@ class FusedModel(Served):
 
     # -- the order of operations ------------------------------------------------------------------
 
-    def _pass_of(self, by_library: frozenset[str], *, adapted: bool) -> Pass:
+    def _pass_of(self, by_library: frozenset[str], *, adapted: bool) -> PlannedPass:
         """The pass in which a library multiplies the matrices of these roles, and adapters add."""
         key = by_library, adapted
         if key not in self._passes:
             self._passes[key] = self._describe(by_library, adapted=adapted)
         return self._passes[key]
 
-    def _describe(self, by_library: frozenset[str], *, adapted: bool) -> Pass:
-        planned, dtype, recipe = Pass(), self.dtype, self._recipe
+    def _describe(self, by_library: frozenset[str], *, adapted: bool) -> PlannedPass:
+        planned, dtype, recipe = PlannedPass(), self.dtype, self._recipe
         norm = layer.kernel("norm", self._norm_dtype)
         land = layer.kernel("land", self._norm_dtype) if recipe.lands_apart else 0
         rotary = layer.kernel("rotary_wide" if recipe.norm_offset else "rotary", dtype)
@@ -234,7 +242,7 @@ class FusedModel(Served):
         return planned
 
     def _multiply(
-        self, planned: Pass, by_library: frozenset[str], role: str, i: int, *, adapted: bool
+        self, planned: PlannedPass, by_library: frozenset[str], role: str, i: int, *, adapted: bool
     ) -> None:
         """Put the matrix `role` of layer i into a pass, and what follows it."""
         if role in by_library:
@@ -262,7 +270,7 @@ class FusedModel(Served):
         this rank's part; called only with `SUMS`."""
         raise NotImplementedError
 
-    def _place(self, role: str) -> Place:
+    def _place(self, role: str) -> MatrixPlace:
         """What a matrix reads and writes."""
         b, spec = self._buffers, self.spec
         h, q, inner = spec.hidden, spec.n_heads * spec.head_dim, spec.intermediate
@@ -271,36 +279,20 @@ class FusedModel(Served):
         # What a norm wrote was read before attention, or the MLP, gets to its last matrix.
         landing, mode = (b.normed, linear.STORE) if recipe.lands_apart else (b.hidden, linear.ADD)
         return {
-            "qkv": Place(qkv_width(spec), h, source, b.qkv, qkv_width(spec)),
-            "o": Place(h, q, b.attended, landing, h, mode),
-            "gate_up": Place(2 * inner, h, source, b.gated, inner, _GATED[recipe.activation]),
-            "down": Place(h, inner, b.gated, landing, h, mode),
-            "head": Place(spec.vocab, h, b.normed, b.logits, spec.vocab),
+            "qkv": MatrixPlace(qkv_width(spec), h, source, b.qkv, qkv_width(spec)),
+            "o": MatrixPlace(h, q, b.attended, landing, h, mode),
+            "gate_up": MatrixPlace(2 * inner, h, source, b.gated, inner, _GATED[recipe.activation]),
+            "down": MatrixPlace(h, inner, b.gated, landing, h, mode),
+            "head": MatrixPlace(spec.vocab, h, b.normed, b.logits, spec.vocab),
         }[role]
 
-    def _opened(self) -> Place:
+    def _opened(self) -> MatrixPlace:
         """The matrix of gate and up where these are not gated at once."""
         b, spec = self._buffers, self.spec
         width = gate_up_width(spec)
-        return Place(width, spec.hidden, self._place("gate_up").source, b.gate_up, width)
+        return MatrixPlace(width, spec.hidden, self._place("gate_up").source, b.gate_up, width)
 
     # -- tables, made once ------------------------------------------------------------------------
-
-    def _embedding(self, packed: PackedTensor, address: int) -> Array:
-        b, spec = self._buffers, self.spec
-        panels = packed.layout == PANELS
-        _, steps, _, group = (*linear.packed_shape(spec.vocab, spec.hidden, self.dtype), 1)[:4]
-        return layer.tables(
-            1,
-            width=spec.hidden,
-            source=address,
-            source_row=steps * group if panels else spec.hidden,
-            target=b.hidden,
-            target_row=spec.hidden,
-            index=b.tokens,
-            panel_group=group if panels else 0,
-            scale=layer.bits_of(self._embedding_scale),
-        )
 
     @property
     def _embedding_scale(self) -> float:
@@ -309,68 +301,8 @@ class FusedModel(Served):
             scale = float(torch.tensor(scale, dtype=self.dtype))
         return scale
 
-    def _norm_tables(self, weights: Sequence[_Roles], epsilon: int) -> Array:
-        """Of each layer those before its matrices, and the last: the sampled rows alone."""
-        b, spec = self._buffers, self.spec
-        roles = ("input_norm", "post_norm") if self._recipe.norms_before else ()
-        addresses = [w[role][1] for w in weights[:-1] for role in roles]
-        tables = layer.tables(
-            len(addresses) + 1,
-            width=spec.hidden,
-            source=b.hidden,
-            source_row=spec.hidden,
-            target=b.normed,
-            target_row=spec.hidden,
-            weight=np.array([*addresses, weights[-1]["norm"][1]]),
-            epsilon=epsilon,
-        )
-        tables[-1, layer_code.INDEX] = b.sampled
-        return tables
-
-    def _land_tables(self, weights: Sequence[_Roles], epsilon: int) -> Array:
-        """Two of each layer, where it has any."""
-        b, spec = self._buffers, self.spec
-        if not self._recipe.lands_apart:
-            return layer.tables(0)
-        norms = [w.get(role) for w in weights for role in ("o_norm", "down_norm")]
-        return layer.tables(
-            len(norms),
-            width=spec.hidden,
-            source=b.normed,
-            source_row=spec.hidden,
-            target=b.hidden,
-            target_row=spec.hidden,
-            weight=np.array([0 if norm is None else norm[1] for norm in norms]),
-            epsilon=epsilon,
-            scale=layer.bits_of(self._recipe.residual_scale),
-        )
-
-    def _rotary_tables(self, weights: Sequence[_Roles], epsilon: int) -> Array:
-        b, spec = self._buffers, self.spec
-        normed = "q_norm" in weights[0]
-        sets = [self._recipe.rotary_of(i) for i in range(spec.n_layers)]
-        cosine, sine = np.array([self._angles.addresses(name) for name in sets]).T
-        return layer.tables(
-            spec.n_layers,
-            width=spec.head_dim,
-            source=b.qkv,
-            source_row=qkv_width(spec),
-            heads=spec.n_heads,
-            kv_heads=spec.kv_heads,
-            rotary=np.array([0 if name is None else self._angles.width for name in sets]),
-            cosine=cosine,
-            sine=sine,
-            whole=int(normed and self._recipe.whole_head_norms),
-            weight=np.array([w["q_norm"][1] for w in weights]) if normed else 0,
-            key_weight=np.array([w["k_norm"][1] for w in weights]) if normed else 0,
-            epsilon=epsilon,
-            kv=self._kv.base + np.arange(spec.n_layers) * self._kv.layer_stride,
-            places=b.places,
-            values=spec.block_tokens * spec.kv_heads * spec.head_dim,
-        )
-
     def _linear_tables(
-        self, role: str, weights: Sequence[_Roles], place: Place | None = None
+        self, role: str, weights: Sequence[Roles], place: MatrixPlace | None = None
     ) -> Array:
         place = place or self._place(role)
         bias = f"{role}.bias"
@@ -417,7 +349,3 @@ class FusedModel(Served):
             self._windows,
             self._softcap,
         )
-
-
-_Roles = dict[str, tuple[PackedTensor, int]]
-"""A segment's tensors and their device addresses, by role."""

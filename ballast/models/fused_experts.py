@@ -22,7 +22,7 @@ from ballast.core.errors import BrokenPromise
 from ballast.core.model import ModelSpec
 from ballast.core.units import ceil_div
 from ballast.kernels import experts, program_code, team
-from ballast.models.passes import Pass
+from ballast.models.passes import PlannedPass
 from ballast.weights.packing_experts import DOWN, GATE_UP, ROUTER, routing_of
 from ballast.weights.segment import PackedTensor
 
@@ -73,7 +73,7 @@ class FusedExperts:
             inner,
             routing,
             dtype,
-            experts.Buffers(*hidden, *_places(spec, rows, memory)),
+            experts.ExpertBuffers(*hidden, *_places(spec, rows, memory)),
             rows,
         )
         kernels = experts.kernels(dtype)
@@ -84,7 +84,7 @@ class FusedExperts:
         flat[..., 1] = tables[:, None]
         self._programs = team.program_tables(self._operations.reshape(-1, 2, 2))
 
-    def describe(self, into: Pass, layer: int) -> bool:
+    def describe(self, into: PlannedPass, layer: int) -> bool:
         """Put what stands for gate and up and for down of a layer into a pass; False: it has no
         experts."""
         i = self._number.get(layer)

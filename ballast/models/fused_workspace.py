@@ -18,7 +18,7 @@ from ballast.weights.sharding import Shard
 _ALIGNMENT = 64
 
 
-class Place(NamedTuple):
+class MatrixPlace(NamedTuple):
     """What a matrix of n outputs and k inputs reads and writes: addresses; `target_row`: elements
     from a row of the target to the next."""
 
@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Buffers:
+class ActivationBuffers:
     """Addresses in the workspace: float32, except for `tokens`, `sampled` and `places`: int64.
 
     `gate_up` has gates and ups, where a matrix's product is stored before it is gated, and before
@@ -66,7 +66,7 @@ class Buffers:
         rows: int,
         sampled: int,
         recipe: DecoderRecipe,
-    ) -> Buffers:
+    ) -> ActivationBuffers:
         """Raises BrokenPromise where the workspace is too small."""
         addresses = []
         at = workspace.address

@@ -19,14 +19,13 @@ from ballast.core.units import ceil_div
 from ballast.kernels import choices, layer, layer_code, linear, linear_code, onednn
 from ballast.kernels.linear_code import PANEL
 from ballast.memory.tensor import tensor_at
-from ballast.models.fused_workspace import Place
-from ballast.models.passes import Due, Pass
+from ballast.models.fused_tables import Roles
+from ballast.models.fused_workspace import MatrixPlace
+from ballast.models.passes import Due, PlannedPass
 from ballast.weights.packing import GATED, MATRICES
 from ballast.weights.segment import PLAIN, PackedTensor
 
 Array = np.ndarray[Any, Any]
-_Roles = Mapping[str, tuple[PackedTensor, int]]
-"""A segment's tensors and their device addresses, by role."""
 
 
 class Library:
@@ -34,10 +33,10 @@ class Library:
 
     def __init__(
         self,
-        layers: Sequence[_Roles],
-        last: _Roles,
+        layers: Sequence[Roles],
+        last: Roles,
         dtype: torch.dtype,
-        places: Mapping[str, Place],
+        places: Mapping[str, MatrixPlace],
         narrowed: int,
         from_rows: Mapping[str, int],
     ) -> None:
@@ -70,10 +69,10 @@ class Library:
     @classmethod
     def of(
         cls,
-        layers: Sequence[_Roles],
-        last: _Roles,
+        layers: Sequence[Roles],
+        last: Roles,
         dtype: torch.dtype,
-        places: Mapping[str, Place],
+        places: Mapping[str, MatrixPlace],
         narrowed: int,
     ) -> Library | None:
         """None where our kernels are all there is for these weights on this CPU, or the best.
@@ -113,7 +112,7 @@ class Library:
             source = place.source if self._dtype == torch.float32 else self._narrowed
             self._inputs[role] = tensor_at(source, (count, place.k), self._dtype)
 
-    def describe(self, into: Pass, role: str, i: int, *, gate: bool) -> None:
+    def describe(self, into: PlannedPass, role: str, i: int, *, gate: bool) -> None:
         """Put the matrix `role` of layer i into a pass; `gate`: gated at once, if it is of gate and
         up."""
         if self._dtype != torch.float32:
@@ -149,7 +148,7 @@ class Library:
         return product
 
 
-def _matrix(role: str, weights: _Roles, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def _matrix(role: str, weights: Roles, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """A matrix as the library takes it, and its bias."""
     tensor, address = weights[role]
     n, k = _stored_shape(tensor)
@@ -163,7 +162,7 @@ def _matrix(role: str, weights: _Roles, dtype: torch.dtype) -> tuple[Tensor, Ten
     return onednn.view(address, n, k, dtype, descriptor), bias
 
 
-def _narrowing(place: Place, narrowed: int, count: int) -> Array:
+def _narrowing(place: MatrixPlace, narrowed: int, count: int) -> Array:
     return layer.tables(
         count,
         width=place.k,
@@ -174,7 +173,7 @@ def _narrowing(place: Place, narrowed: int, count: int) -> Array:
     )
 
 
-def _storing(place: Place, count: int) -> Array:
+def _storing(place: MatrixPlace, count: int) -> Array:
     return layer.tables(count, target=place.target, target_row=place.target_row)
 
 

@@ -25,7 +25,7 @@ from ballast.core.settings import ModelSettings
 from ballast.kernels import linear
 from ballast.memory.tensor import tensor_at
 from ballast.models.fused import FusedModel
-from ballast.models.fused_workspace import Place
+from ballast.models.fused_workspace import MatrixPlace
 from ballast.models.served import Rows
 from ballast.weights.host import HostModel
 from ballast.weights.segment import PackedTensor
@@ -155,7 +155,7 @@ class ParallelModel(FusedModel):
         before = linear.packed_bytes(tokens.start, self.spec.hidden, self.dtype)
         return replace(packed, shape=(len(tokens), self.spec.hidden)), address + before
 
-    def _place(self, role: str) -> Place:
+    def _place(self, role: str) -> MatrixPlace:
         place = super()._place(role)
         if role in ("o", "down"):
             return place._replace(target=self._buffers.part, mode=linear.STORE)

@@ -49,7 +49,7 @@ class End(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class PassStop:
     """`due` before the next operation; for the matrix `role` of a layer, or for the layer."""
 
     due: Due
@@ -58,10 +58,10 @@ class Stop:
 
 
 _ATTENDED_LATER = (0, 0)
-_Step = tuple[team.Program | None, Stop | None]
+_Step = tuple[team.Program | None, PassStop | None]
 
 
-class Pass:
+class PlannedPass:
     """Operations and stops in order: first described, then run any number of times.
 
     The tables of operations have to outlive it.
@@ -69,7 +69,7 @@ class Pass:
 
     def __init__(self) -> None:
         self._described: list[tuple[int, int]] = []
-        self._stops: list[tuple[int, Stop]] = []
+        self._stops: list[tuple[int, PassStop]] = []
         """With the number of operations before each."""
         self._attention: list[int] = []
         self._ends: dict[End, tuple[int, int]] = {}
@@ -91,7 +91,7 @@ class Pass:
 
     def stop(self, due: Due, layer: int, role: str = "") -> None:
         """`WAIT` and `USED` are heeded for the layers alone that a run names."""
-        self._stops.append((len(self._described), Stop(due, layer, role)))
+        self._stops.append((len(self._described), PassStop(due, layer, role)))
 
     def end(self, end: End) -> None:
         """A run up to `end` has the operations and stops so far."""
@@ -108,7 +108,7 @@ class Pass:
         operations[self._attention, 1] = tables.ctypes.data + steps
 
     def run(
-        self, end: End, threads: int, heeded: Collection[int], meet: Callable[[Stop], None]
+        self, end: End, threads: int, heeded: Collection[int], meet: Callable[[PassStop], None]
     ) -> None:
         """Everything up to `end`, by up to `threads` threads; `meet` is called at each stop.
 
@@ -138,7 +138,7 @@ class Pass:
                 begun = stop.layer if stop.due is Due.WAIT else None
             steps.append((self._program(at, place), stop))
             at = place
-        last = None if begun is None else Stop(Due.USED, begun)
+        last = None if begun is None else PassStop(Due.USED, begun)
         if at < until or last is not None:
             steps.append((self._program(at, until), last))
         return steps

@@ -139,10 +139,7 @@ class SimDevice:
         # Layers wait for one thing or the other.
         waits = settings.rotates or (profile.early and not requires.kv_swapping)
         swappers = SimSwappers(link, requires.dirty) if requires.kv_swapping else None
-        n_pages = settings.budget_bytes // settings.page_bytes
-        vm = NullVm(settings.page_bytes, n_pages)
-        if profile.pages is not None:
-            vm = timed = TimedVm(settings.page_bytes, n_pages, profile.pages, calls)
+        vm = _memory(settings, profile, calls)
         self.state = build_state(
             settings,
             [hosted_nowhere(spec) for spec in specs],
@@ -154,8 +151,8 @@ class SimDevice:
             self._rotors.make if waits else None,
             make_swapper=None if swappers is None else swappers.make,
         )
-        if profile.pages is not None:
-            timed.owner_of = self.state.pool.owner_of
+        if isinstance(vm, TimedVm):
+            vm.owner_of = self.state.pool.owner_of
         self._specs = {s.name: s for s in specs}
         self._costs = dict(profile.costs)
         self._overhead = profile.overhead
@@ -349,3 +346,11 @@ def hosted_nowhere(spec: ModelSpec) -> Hosted:
 
 def copy_nothing(dst: int, src: int, n_bytes: int) -> None:
     """There are no bytes."""
+
+
+def _memory(settings: DeviceSettings, profile: Profile, calls: LoopTime) -> NullVm:
+    """A device's pages; mapping them is the loop's time where the profile knows what it costs."""
+    n_pages = settings.budget_bytes // settings.page_bytes
+    if profile.pages is None:
+        return NullVm(settings.page_bytes, n_pages)
+    return TimedVm(settings.page_bytes, n_pages, profile.pages, calls)

@@ -14,10 +14,10 @@ from ballast.core.event import (
     Cancel,
     Drain,
     Event,
+    FirstJobReady,
     GrammarReady,
     JobDone,
     JobFailed,
-    Opened,
     Operate,
     Pause,
     Result,
@@ -38,7 +38,7 @@ RANK: dict[type[Event], int] = {
         (JobDone, JobFailed, TransferDone, Settled, Operate, Cancel, Arrival, Timer, Drain, Stop)
     )
 }
-RANK[Opened] = RANK[TransferDone]
+RANK[FirstJobReady] = RANK[TransferDone]
 RANK |= dict.fromkeys((Pause, Resume, GrammarReady), RANK[Arrival])
 RANK |= dict.fromkeys((PeerMet, PeerGone, Lent, AskedBack, Returned), RANK[Operate])
 RANK |= dict.fromkeys((ExportKv, Depart, ImportKv, KvRead, KvTail, DropKv), RANK[Operate])

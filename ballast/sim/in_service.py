@@ -68,7 +68,7 @@ def _begun_early(entries: Sequence[Mapping[str, Any]]) -> set[int]:
     early: set[int] = set()
     for e in entries:
         event = e.get("event")
-        if event == "Opened":
+        if event == "FirstJobReady":
             opened.add(e["transfer_id"])
         elif event == "TransferDone":
             opened.discard(e["transfer_id"])

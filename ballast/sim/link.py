@@ -25,7 +25,7 @@ Path = Mapping[Direction, Sequence[Side]]
 """The sides that bytes of each direction cross, the device's own first."""
 
 
-class Watch(Protocol):
+class LandingWatch(Protocol):
     """Follows one transfer while it lands."""
 
     @property
@@ -87,7 +87,7 @@ class SimLink:
         copies: Sequence[Copy],
         stream: str = ACTIVATIONS,
         direction: Direction = Direction.TO_DEVICE,
-        watch: Watch | None = None,
+        watch: LandingWatch | None = None,
     ) -> None:
         """As `Link.start`; `watch` is told when so many bytes are there as it wants to know of."""
         n_bytes = sum(c.n_bytes for c in copies)

@@ -24,7 +24,7 @@ _FIELDS = {
     "JobFailed": ("job", "model", "reason"),
     "Leap": ("job", "model", "steps", "ends"),
     "TransferDone": ("transfer_id", "n_bytes", "seconds"),
-    "Opened": ("transfer_id",),
+    "FirstJobReady": ("transfer_id",),
     "Settled": ("model",),
     "Operate": ("id", "operation"),
     "PeerMet": ("peer", "epoch", "n_pages"),

@@ -23,7 +23,7 @@ from ballast.memory.vm import Exported
 from ballast.sim.device import copy_nothing, hosted_nowhere
 from ballast.sim.lives import Life
 from ballast.sim.standins import StandIns
-from ballast.weights.rotor import Coming, Loads
+from ballast.weights.rotor import ArrivalPlan, Loads
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ class Rotor:
     def forget(self) -> None:
         self.held = ()
 
-    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: Coming) -> bool:
+    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
         """The story tells when a job may begin, if it was before the end."""
         return False
 
@@ -148,7 +148,7 @@ class Events:
             return self._of_lease(told)
         if kind == "PeerMet":
             return self._met(told)
-        if kind in ("TransferDone", "Opened"):
+        if kind in ("TransferDone", "FirstJobReady"):
             number = told["transfer_id"]
             if all(m.life.transfer_id != number for m in self._state.models.values()):
                 raise Impossible("no such transfer is on its way")
@@ -288,7 +288,7 @@ _EVENTS: dict[str, type[Event]] = {
         event.Resume,
         event.GrammarReady,
         event.TransferDone,
-        event.Opened,
+        event.FirstJobReady,
         event.Settled,
         event.Drain,
         event.Stop,

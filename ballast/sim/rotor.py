@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ballast.core.clock import Clock
-from ballast.core.event import Opened, Settled
+from ballast.core.event import FirstJobReady, Settled
 from ballast.core.link import Direction
 from ballast.core.model import ModelSpec
 from ballast.core.rotation import WHOLE, Rotation
@@ -14,7 +14,7 @@ from ballast.memory.copies import Copy
 from ballast.sim.heap import EventHeap
 from ballast.sim.link import SimLink
 from ballast.sim.passes import Pass
-from ballast.weights.rotor import Coming, Loads
+from ballast.weights.rotor import ArrivalPlan, Loads
 
 
 class SimRotor:
@@ -82,7 +82,7 @@ class SimRotor:
     def forget(self) -> None:
         self._lay(WHOLE, ())
 
-    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: Coming) -> bool:
+    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
         if not self._early:
             return False
         self._begun(self)
@@ -92,7 +92,7 @@ class SimRotor:
 
     def let_begin(self, now: float, transfer_id: int) -> None:
         """The first job may begin."""
-        self._heap.schedule(now, Opened(transfer_id))
+        self._heap.schedule(now, FirstJobReady(transfer_id))
 
     def arrived(self, now: float, n_bytes: int) -> None:
         """So much of a load of all weights is there."""
@@ -174,9 +174,9 @@ class SimRotor:
 
 
 class _Arrival:
-    """Follows the transfer that brings all weights of a model (`sim.link.Watch`)."""
+    """Follows the transfer that brings all weights of a model (`sim.link.LandingWatch`)."""
 
-    def __init__(self, rotor: SimRotor, transfer_id: int, coming: Coming) -> None:
+    def __init__(self, rotor: SimRotor, transfer_id: int, coming: ArrivalPlan) -> None:
         self._rotor, self._id, self._coming = rotor, transfer_id, coming
         self._opened = False
         later = (n for n in coming.layers.values() if n > coming.opens)

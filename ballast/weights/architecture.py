@@ -29,7 +29,7 @@ from ballast.weights.decoder_recipe import DecoderRecipe
 from ballast.weights.default_dtype import DefaultDtype
 from ballast.weights.probe import Call, Seen, probe
 from ballast.weights.recipe_agreement import follows
-from ballast.weights.recipe_search import Sizes, candidates, find_rotary
+from ballast.weights.recipe_search import LayerSizes, candidates, find_rotary
 from ballast.weights.weightless import is_light, is_plain_linear, make_weightless, replace_linears
 
 
@@ -207,7 +207,7 @@ def _learn(config: Any, kind: str, length: int | None) -> Architecture:
     linears = _linears(module, segments, positions)
     served = min(alike, length or alike)
     _check_agreement(module, segments, seen, prefix, served, kind)
-    sizes = Sizes(
+    sizes = LayerSizes(
         heads=query[1],
         kv_heads=key[1],
         head_dim=query[3],
@@ -330,7 +330,7 @@ def _recipe(
     segments: Sequence[tuple[str, Sequence[Wanted]]],
     seen: Seen,
     prefix: str,
-    sizes: Sizes,
+    sizes: LayerSizes,
     positions: int,
 ) -> DecoderRecipe | None:
     """The recipe that a weightless, shortened module follows within `positions`, if any."""

@@ -14,7 +14,7 @@ from ballast.core.rotation import WHOLE, Rotation
 from ballast.memory.copies import Copy
 from ballast.memory.cuda_calls import Driver
 from ballast.memory.cuda_events import Events, Stalls
-from ballast.weights.rotor import NOBODY, Coming, Loads
+from ballast.weights.rotor import NOBODY, ArrivalPlan, Loads
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class EventRotor:
     def forget(self) -> None:
         self.turn(WHOLE, (), ())
 
-    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: Coming) -> bool:
+    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
         """A GPU's weights come over streams of its link, whose events this does not know."""
         return False
 

@@ -13,7 +13,7 @@ from ballast.core.job import SequenceWork
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import HostLink
-from ballast.weights.rotor import NOBODY, Coming, Loads
+from ballast.weights.rotor import NOBODY, ArrivalPlan, Loads
 
 
 class LinkRotor:
@@ -87,7 +87,7 @@ class LinkRotor:
         self._broken.clear()
         self._begin(WHOLE, (), ())
 
-    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: Coming) -> bool:
+    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
         if self._opened is None:
             return False
         arrival = _Arrival(self, transfer_id, coming)
@@ -261,9 +261,9 @@ class LinkRotor:
 
 
 class _Arrival:
-    """Follows the transfer that brings all weights of a model (`ballast.memory.transfer.Watch`)."""
+    """Follows the transfer that brings all weights of a model (`memory.transfer.TransferWatch`)."""
 
-    def __init__(self, rotor: LinkRotor, transfer_id: int, coming: Coming) -> None:
+    def __init__(self, rotor: LinkRotor, transfer_id: int, coming: ArrivalPlan) -> None:
         self.transfer_id, self.coming = transfer_id, coming
         self.missing = set(coming.layers)
         """Layers that have not landed; like what follows, changed under the rotor's lock."""

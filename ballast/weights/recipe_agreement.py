@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ballast.weights import agreement
 from ballast.weights.decoder_recipe import GELU, SILU, DecoderRecipe, matrices, vectors
-from ballast.weights.recipe_search import Sizes, frequencies, scaling
+from ballast.weights.recipe_search import LayerSizes, frequencies, scaling
 
 _TOLERANCE = 1e-3
 """Of the logits' standard deviation. Rounding makes some 1e-6 of it."""
@@ -30,7 +30,7 @@ def follows(
     path: str,
     rotary: Any,
     windows: Sequence[int | None],
-    sizes: Sizes,
+    sizes: LayerSizes,
     positions: int,
 ) -> bool:
     """Whether the logits of `module` within `positions` are those that `recipe` says.
@@ -57,7 +57,7 @@ class SpeltOut:
     path: str
     rotary: Any
     windows: Sequence[int | None]
-    sizes: Sizes
+    sizes: LayerSizes
 
     def __call__(
         self, *, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, use_cache: bool

@@ -49,7 +49,7 @@ _SAME = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class LayerSizes:
     """Of the attention and the MLP of every layer."""
 
     heads: int
@@ -71,7 +71,7 @@ def candidates(
     path: str,
     scales: Sequence[float | None],
     softcap: float | None,
-    sizes: Sizes,
+    sizes: LayerSizes,
 ) -> Iterator[DecoderRecipe]:
     """Recipes that the module may have, the likeliest first; none if it has no gated layers of
     these sizes, all alike.
@@ -130,7 +130,7 @@ def _structure(layer: Mapping[str, tuple[int, ...]], head_dim: int) -> DecoderRe
 
 
 def _expected(
-    recipe: DecoderRecipe, layer: Mapping[str, tuple[int, ...]], sizes: Sizes
+    recipe: DecoderRecipe, layer: Mapping[str, tuple[int, ...]], sizes: LayerSizes
 ) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors of a layer of that structure; biases and norms of heads, of which it
     may have some or none, where `layer` has them."""

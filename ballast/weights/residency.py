@@ -28,7 +28,7 @@ from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.transfer import Link
 from ballast.memory.vm import Vm
-from ballast.weights.rotor import Coming, MakeRotor
+from ballast.weights.rotor import ArrivalPlan, MakeRotor
 from ballast.weights.shared import SharedSegment
 from ballast.weights.slots import Place, Slots
 
@@ -126,8 +126,8 @@ class WeightsOnDevice:
     def activate(self, transfer_id: int, ahead: int = 0) -> Short | None:
         """Put pages beneath all segments and start the transfer that fills them; or do nothing.
 
-        `ahead`: how many bytes may still be on their way when the first job begins (`Opened`), if
-        its rotor can have jobs wait for the layers that these hold; 0: none.
+        `ahead`: how many bytes may still be on their way when the first job begins
+        (`FirstJobReady`), if its rotor can have jobs wait for the layers that these hold; 0: none.
 
         What another model has brought is mapped, not copied; if all of it is, `filled` holds at
         once and no transfer starts. `Short.pages` are missing in the pool. If a map or the link
@@ -216,7 +216,7 @@ class WeightsOnDevice:
             return False
         opens = max(min(there.values()), n_bytes - ahead)
         copies = [self.segments[i].copy for i in order]
-        return self.rotor.bring(transfer_id, copies, Coming(there, opens))
+        return self.rotor.bring(transfer_id, copies, ArrivalPlan(there, opens))
 
     def landed(self) -> bool:
         """The transfer has ended well; whether everything is there.

@@ -28,7 +28,7 @@ class Loads:
 
 
 @dataclass(frozen=True, slots=True)
-class Coming:
+class ArrivalPlan:
     """Weights that are brought by one transfer, layers last and in order."""
 
     layers: Mapping[int, int]
@@ -61,9 +61,9 @@ class Rotor(Protocol):
     def forget(self) -> None:
         """The weights are gone; nothing is on its way."""
 
-    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: Coming) -> bool:
-        """Start the transfer that brings the model's weights, and tell `Opened` while it goes on:
-        from then on jobs wait for the layers that they come to. The end is told as
+    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
+        """Start the transfer that brings the model's weights, and tell `FirstJobReady` while it
+        goes on: from then on jobs wait for the layers that they come to. The end is told as
         `TransferDone`, before any job can have passed the last layer, or failed for want of one.
 
         False, and nothing is started: jobs of this model wait for the whole load.

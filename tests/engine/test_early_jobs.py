@@ -14,7 +14,7 @@ import pytest
 from ballast.bench.inprocess import InProcess
 from ballast.core.clock import Clock
 from ballast.core.errors import DeviceError
-from ballast.core.event import Cancelled, Event, Failed, Opened
+from ballast.core.event import Cancelled, Event, Failed, FirstJobReady
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.core.units import KiB
@@ -72,7 +72,7 @@ class Stepwise:
     ) -> CpuMachine:
         def told(event: Event) -> None:
             waits = None
-            if isinstance(event, Opened):
+            if isinstance(event, FirstJobReady):
                 self.opened.append(event.transfer_id)
                 waits = self._waits[self._of(event.transfer_id)]
                 waits.clear()  # earlier jobs of the model have ended

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from ballast.kernels import choice_file
-from ballast.kernels.choice_file import FILE_NAME, VARIABLE, Choice, ChoiceFile
+from ballast.kernels.choice_file import FILE_NAME, VARIABLE, ChoiceFile, KernelChoice
 
-SOME = Choice(from_rows=16, ratios={"2": 1.5, "16": 0.75})
-NEVER = Choice(from_rows=None, ratios={})
+SOME = KernelChoice(from_rows=16, ratios={"2": 1.5, "16": 0.75})
+NEVER = KernelChoice(from_rows=None, ratios={})
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballast.kernels import choices, contest, onednn
-from ballast.kernels.choice_file import Choice, ChoiceFile
+from ballast.kernels.choice_file import ChoiceFile, KernelChoice
 from ballast.kernels.choices import MARGIN, ROWS, UNMEASURED, Choices, decide
-from ballast.kernels.contest import Shape
+from ballast.kernels.contest import MatrixShape
 
-BF16 = Shape(128, 64, torch.bfloat16)
-FLOAT32 = Shape(128, 64, torch.float32, gated=True)
+BF16 = MatrixShape(128, 64, torch.bfloat16)
+FLOAT32 = MatrixShape(128, 64, torch.float32, gated=True)
 _RATIOS = st.dictionaries(
     st.sampled_from(ROWS[torch.bfloat16]), st.floats(0.01, 100.0), min_size=1, max_size=9
 )
@@ -61,11 +61,11 @@ def panels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[MatrixShape]:
     """Contests that were held: oneDNN wins all of them from 32 rows, or 128, on."""
-    held: list[Shape] = []
+    held: list[MatrixShape] = []
 
-    def ratios(shape: Shape, rows: tuple[int, ...], timer: object) -> dict[int, float]:
+    def ratios(shape: MatrixShape, rows: tuple[int, ...], timer: object) -> dict[int, float]:
         held.append(shape)
         start = 32 if shape.dtype == torch.bfloat16 else 128
         return {n: 0.5 if n >= start else 2.0 for n in rows}
@@ -76,7 +76,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
 
 @pytest.mark.usefixtures("panels")
 def test_a_shape_is_measured_once_and_kept_for_later_processes(
-    tmp_path: Path, measured: list[Shape]
+    tmp_path: Path, measured: list[MatrixShape]
 ) -> None:
     path = tmp_path / "deep" / "choices.json"
     first = Choices(ChoiceFile(path))
@@ -85,13 +85,13 @@ def test_a_shape_is_measured_once_and_kept_for_later_processes(
     later = Choices(ChoiceFile(path))
     assert [later.from_rows(s) for s in (BF16, FLOAT32)] == [32, 128]
     assert measured == [BF16, FLOAT32]
-    plain = Shape(FLOAT32.n, FLOAT32.k, FLOAT32.dtype)
+    plain = MatrixShape(FLOAT32.n, FLOAT32.k, FLOAT32.dtype)
     later.from_rows(plain)
     assert measured[2:] == [plain], "gated or not is not the same"
 
 
 @pytest.mark.usefixtures("panels")
-def test_a_choice_holds_as_long_as_the_process(tmp_path: Path, measured: list[Shape]) -> None:
+def test_a_choice_holds_as_long_as_the_process(tmp_path: Path, measured: list[MatrixShape]) -> None:
     path = tmp_path / "choices.json"
     made = Choices(ChoiceFile(path))
     assert made.from_rows(BF16) == 32
@@ -109,8 +109,8 @@ def test_what_another_process_has_kept_meanwhile_holds(
 ) -> None:
     path = tmp_path / "choices.json"
 
-    def ratios(shape: Shape, rows: tuple[int, ...], timer: object) -> dict[int, float]:
-        ChoiceFile(path).keep(choices.name_of(shape), Choice(from_rows=16, ratios={}))
+    def ratios(shape: MatrixShape, rows: tuple[int, ...], timer: object) -> dict[int, float]:
+        ChoiceFile(path).keep(choices.name_of(shape), KernelChoice(from_rows=16, ratios={}))
         return dict.fromkeys(rows, 2.0)
 
     monkeypatch.setattr(contest, "ratios", ratios)
@@ -119,11 +119,11 @@ def test_what_another_process_has_kept_meanwhile_holds(
 
 @pytest.mark.usefixtures("panels")
 def test_a_number_that_would_change_tokens_is_measured_anew(
-    tmp_path: Path, measured: list[Shape]
+    tmp_path: Path, measured: list[MatrixShape]
 ) -> None:
     """Float32 below 64 rows does not depend on the rows around it, whatever a file says."""
     path = tmp_path / "choices.json"
-    ChoiceFile(path).keep(choices.name_of(FLOAT32), Choice(from_rows=2, ratios={}))
+    ChoiceFile(path).keep(choices.name_of(FLOAT32), KernelChoice(from_rows=2, ratios={}))
     assert Choices(ChoiceFile(path)).from_rows(FLOAT32) == 128
     kept = ChoiceFile(path).find(choices.name_of(FLOAT32))
     assert kept is not None
@@ -132,9 +132,9 @@ def test_a_number_that_would_change_tokens_is_measured_anew(
 
 @pytest.mark.usefixtures("panels")
 def test_a_process_measures_for_a_limited_time(
-    tmp_path: Path, measured: list[Shape], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, measured: list[MatrixShape], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = Shape(256, 64, torch.bfloat16)
+    other = MatrixShape(256, 64, torch.bfloat16)
     monkeypatch.setattr(choices, "MOST_SECONDS", 0.0)
     assert Choices(ChoiceFile(tmp_path / "c.json")).from_rows(BF16) == UNMEASURED[BF16.dtype]
     assert measured == []
@@ -146,7 +146,7 @@ def test_a_process_measures_for_a_limited_time(
 
 
 @pytest.mark.usefixtures("panels")
-def test_without_a_file_nothing_is_measured(measured: list[Shape]) -> None:
+def test_without_a_file_nothing_is_measured(measured: list[MatrixShape]) -> None:
     made = Choices(None)
     for shape in (BF16, FLOAT32):
         assert made.from_rows(shape) == UNMEASURED[shape.dtype]
@@ -163,7 +163,7 @@ def test_a_busy_machine_keeps_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("panels")
 def test_a_library_that_fails_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ratios(shape: Shape, rows: tuple[int, ...], timer: object) -> dict[int, float]:
+    def ratios(shape: MatrixShape, rows: tuple[int, ...], timer: object) -> dict[int, float]:
         raise RuntimeError("could not create a primitive")
 
     path = tmp_path / "choices.json"
@@ -177,7 +177,7 @@ def test_a_library_that_fails_is_not_used(tmp_path: Path, monkeypatch: pytest.Mo
 )
 def test_where_bytes_do_not_serve_both_there_is_nothing_to_choose(
     tmp_path: Path,
-    measured: list[Shape],
+    measured: list[MatrixShape],
     monkeypatch: pytest.MonkeyPatch,
     descriptor: onednn.Descriptor | None,
 ) -> None:
@@ -192,7 +192,7 @@ def test_every_default_may_be_chosen() -> None:
     assert min(ROWS[torch.bfloat16]) > 1
 
 
-def _needs_panels(shape: Shape) -> None:
+def _needs_panels(shape: MatrixShape) -> None:
     described = onednn.describe(shape.n, shape.k, shape.dtype)
     if described is None or not described.panels:
         pytest.skip(f"oneDNN has no such panels of {shape.dtype} on this CPU")
@@ -214,7 +214,7 @@ def by(ours: Callable[[int], float], theirs: Callable[[int], float]) -> contest.
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_real_contest_by_given_times(tmp_path: Path, dtype: torch.dtype, gated: bool) -> None:
     """Both kernels run, where this CPU has both; the numbers decide."""
-    shape = Shape(256, 96, dtype, gated)
+    shape = MatrixShape(256, 96, dtype, gated)
     _needs_panels(shape)
     timer = by(lambda rows: rows, lambda rows: 100 + rows / 2)
     found = contest.ratios(shape, ROWS[dtype], timer)
@@ -223,7 +223,7 @@ def test_a_real_contest_by_given_times(tmp_path: Path, dtype: torch.dtype, gated
 
 
 def test_times_that_never_repeat_are_left_out() -> None:
-    shape = Shape(64, 32, torch.float32)
+    shape = MatrixShape(64, 32, torch.float32)
     _needs_panels(shape)
     times = {"n": 0}
 
@@ -241,7 +241,7 @@ def test_times_that_never_repeat_are_left_out() -> None:
 @pytest.mark.parametrize("dtype", list(ROWS))
 @pytest.mark.parametrize("gated", [False, True])
 def test_both_sides_of_a_contest_compute_the_same(dtype: torch.dtype, gated: bool) -> None:
-    shape = Shape(256, 96, dtype, gated)
+    shape = MatrixShape(256, 96, dtype, gated)
     _needs_panels(shape)
     found: dict[str, torch.Tensor] = {}
 

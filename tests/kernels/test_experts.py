@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ballast.kernels import experts, linear, team
-from ballast.kernels.experts import Buffers, Experts, Routing
+from ballast.kernels.experts import ExpertBuffers, Experts, Routing
 
 DTYPES = (torch.float32, torch.bfloat16)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
@@ -57,7 +57,7 @@ class Mixture:
             self.inner,
             self.routing,
             self.dtype,
-            Buffers(x.data_ptr(), out.data_ptr(), *(m.ctypes.data for m in memory)),
+            ExpertBuffers(x.data_ptr(), out.data_ptr(), *(m.ctypes.data for m in memory)),
             rows,
         )
         layer.fill(rows, 1 if rows < 9 else 4)

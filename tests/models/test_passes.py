@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ballast.kernels import layer, layer_code
-from ballast.models.passes import Due, End, Pass, Stop
+from ballast.models.passes import Due, End, PassStop, PlannedPass
 
 LAYERS = 3
 OPERATIONS = 2 + 4 * LAYERS
@@ -26,14 +26,14 @@ class Steps:
         self.tables = layer.tables(
             OPERATIONS, width=1, rows=1, source=self.one.ctypes.data, target=targets
         )
-        self.met: list[tuple[Stop, int]] = []
+        self.met: list[tuple[PassStop, int]] = []
 
-    def meet(self, stop: Stop) -> None:
+    def meet(self, stop: PassStop) -> None:
         done = int(self.marks.sum())
         assert self.marks[:done].tolist() == [1.0] * done, "not in order, or not once"
         self.met.append((stop, done))
 
-    def run(self, planned: Pass, end: End, heeded: Collection[int] = ()) -> int:
+    def run(self, planned: PlannedPass, end: End, heeded: Collection[int] = ()) -> int:
         """Operations that ran."""
         self.marks[:] = 0
         self.tables[:, layer_code.NEXT] = 0
@@ -48,9 +48,9 @@ class Steps:
         return done
 
 
-def described(steps: Steps, *, library: bool = False) -> Pass:
+def described(steps: Steps, *, library: bool = False) -> PlannedPass:
     """As of a model of three layers whose second operation, and the last, may be a library's."""
-    planned, add = Pass(), layer.kernel("add", torch.float32)
+    planned, add = PlannedPass(), layer.kernel("add", torch.float32)
     planned.operation(add, steps.tables, 0)
     for i in range(LAYERS):
         at = 1 + 4 * i
@@ -88,13 +88,13 @@ def test_without_stops_it_is_one_program_up_to_its_end(steps: Steps) -> None:
 
 def test_a_library_is_called_between_programs(steps: Steps) -> None:
     planned = described(steps, library=True)
-    qkv = [(Stop(Due.LIBRARY, i, "qkv"), 2 + 4 * i) for i in range(LAYERS)]
+    qkv = [(PassStop(Due.LIBRARY, i, "qkv"), 2 + 4 * i) for i in range(LAYERS)]
     assert steps.run(planned, End.KV) == OPERATIONS - 3
     assert steps.met == qkv
     assert steps.run(planned, End.NORM) == OPERATIONS - 1
     assert steps.met == qkv, "the head is not due, though it stands where the pass ends"
     assert steps.run(planned, End.HEAD) == OPERATIONS
-    assert steps.met == [*qkv, (Stop(Due.LIBRARY, 0, "head"), OPERATIONS - 1)]
+    assert steps.met == [*qkv, (PassStop(Due.LIBRARY, 0, "head"), OPERATIONS - 1)]
 
 
 @pytest.mark.parametrize("library", [False, True])

@@ -65,7 +65,7 @@ def test_the_first_token_follows_the_last_layer_by_one_layers_work(step: float) 
     through = load + step / 4 if step == STEP else 3 * LAYER / RATE + step
     assert early["one"] == [pytest.approx(through)]
     kinds = [e["event"] for e in entries if "event" in e]
-    assert kinds.index("Opened") < kinds.index("TransferDone") < kinds.index("JobDone")
+    assert kinds.index("FirstJobReady") < kinds.index("TransferDone") < kinds.index("JobDone")
     (done,) = (e for e in entries if e.get("event") == "JobDone")
     assert done["seconds"] - done.get("stall", 0.0) == pytest.approx(step)
 
@@ -87,7 +87,7 @@ def test_no_lane_is_kept_from_others_for_a_whole_load() -> None:
     assert max(gaps) <= 3 * STEP
     # The other's job may have to wait for the step in flight.
     assert 1.0 + 6 * load + STEP / 4 - 1e-9 <= told["b"][0] <= 1.0 + 6 * load + 2 * STEP
-    assert any(e.get("event") == "Opened" for e in entries)
+    assert any(e.get("event") == "FirstJobReady" for e in entries)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -108,7 +108,7 @@ def test_every_preset_serves_twice_the_same_and_with_leaps_as_without(preset: st
         assert not result.state.requests
         stories.append(entries)
     assert stories[0] == stories[1]
-    opened = [[e["at"] for e in es if e.get("event") == "Opened"] for es in stories]
+    opened = [[e["at"] for e in es if e.get("event") == "FirstJobReady"] for es in stories]
     assert opened[0] == opened[2]
     assert bool(opened[0]) == (preset in ON_DEMAND)
 
@@ -132,4 +132,4 @@ def test_a_story_of_early_jobs_replays(tmp_path: Path) -> None:
     (life,) = read_lives(path)
     found = replay(life)
     assert (found.difference, found.stray) == (None, None)
-    assert sum(e.get("event") == "Opened" for e in life.entries) > 1
+    assert sum(e.get("event") == "FirstJobReady" for e in life.entries) > 1

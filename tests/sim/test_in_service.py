@@ -111,7 +111,7 @@ def test_only_jobs_that_end_count() -> None:
 def test_jobs_that_waited_for_weights_are_left_out() -> None:
     plain = story(random.Random(0), 3)
     ends = [e for e in plain if e.get("event") == "JobDone"]
-    entries: list[dict[str, object]] = [{"at": 0.0, "event": "Opened", "transfer_id": 7}]
+    entries: list[dict[str, object]] = [{"at": 0.0, "event": "FirstJobReady", "transfer_id": 7}]
     for i, end in enumerate(ends):
         entries += [{"at": 0.0, "job": i, "model": end["model"]}]
         entries += [{"at": 0.0, "event": "TransferDone", "transfer_id": 7}] * (i == 0)

@@ -15,7 +15,7 @@ from ballast.core.rotation import WHOLE, Rotation
 from ballast.engine.inbox import MonotonicClock
 from ballast.memory.copies import Copy
 from ballast.weights.link_rotor import LinkRotor
-from ballast.weights.rotor import Coming
+from ballast.weights.rotor import ArrivalPlan
 
 
 class SlowLink:
@@ -232,7 +232,7 @@ class HeldLink:
         self.watches.append(watch)
 
 
-COMING = Coming({0: 30, 1: 50, 2: 70}, 50)
+COMING = ArrivalPlan({0: 30, 1: 50, 2: 70}, 50)
 """Of weights whose embeddings take 10 bytes, and which a job may begin with after layer 1."""
 
 
@@ -293,7 +293,7 @@ def test_what_a_failed_load_has_not_brought_fails_passes_and_is_not_tried_again(
 def test_what_is_told_late_of_an_earlier_load_says_nothing_of_this_one() -> None:
     link, rotor, opened, _ = arriving()
     rotor.bring(7, [], COMING)
-    rotor.bring(8, [], Coming({2: 20}, 20))
+    rotor.bring(8, [], ArrivalPlan({2: 20}, 20))
     earlier, now = link.watches
     earlier.landed(60)
     earlier.ended(None)

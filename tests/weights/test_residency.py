@@ -24,7 +24,7 @@ from ballast.memory.transfer import HostLink
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.memory.vm_null import NullVm
 from ballast.weights.residency import WeightsOnDevice
-from ballast.weights.rotor import Coming, Loads
+from ballast.weights.rotor import ArrivalPlan, Loads
 
 SEGMENTS = (100, 64 * KiB, 64 * KiB + 1, 5)
 
@@ -105,9 +105,9 @@ class Following:
     def __init__(self, follows: bool = True) -> None:
         self.follows = follows
         self.loads, self.held = Loads(), ()
-        self.brought: list[tuple[int, list[Copy], Coming]] = []
+        self.brought: list[tuple[int, list[Copy], ArrivalPlan]] = []
 
-    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: Coming) -> bool:
+    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
         if self.follows:
             self.brought.append((transfer_id, list(copies), coming))
         return self.follows
