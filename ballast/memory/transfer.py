@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -265,8 +266,11 @@ class HostLink:
         if self._helpers is None or helping < 1:
             copy_what_is_left()
             return
-        helps = [self._helpers.submit(copy_what_is_left) for _ in range(helping)]
+        helps = []
         try:
+            with contextlib.suppress(RuntimeError):  # no thread can be started: there are fewer
+                for _ in range(helping):
+                    helps.append(self._helpers.submit(copy_what_is_left))
             copy_what_is_left()
         finally:
             wait(helps)

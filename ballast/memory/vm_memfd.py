@@ -287,8 +287,8 @@ class MemfdVm:
             else:
                 sys.fallocate(self._fd, 0, start, step)
         for page in range(first, first + n):
-            if self._book.is_mapped(page):
-                # Its page tables are where it is mapped; those here would count it twice.
+            if not self._moves or self._book.is_mapped(page):
+                # Its page tables are, or will be, where it is mapped; here they count it twice.
                 sys.madvise(self._window + page * size, size, sys.MADV_DONTNEED)
             elif sys.can_populate():
                 self._has_tables[page] = 1

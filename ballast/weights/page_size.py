@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ballast.core.errors import CheckpointError
-from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
+from ballast.core.settings import DeviceSettings, FleetSettings, KvLayout, ModelSettings
 from ballast.core.units import MiB
 from ballast.weights.stored import served_tensors
 
@@ -25,28 +25,35 @@ LEAST_PAGES = 128
 """Large pages that a device has at least: with fewer, what one model's KV cache grows by at a time
 is too much of the device."""
 
+KV_PAGES = 32
+"""Large pages that are left beside weights, for KV and activations."""
+
 
 def with_page_sizes(fleet: FleetSettings) -> FleetSettings:
     """`fleet` with large pages on all CPU devices that name no page size, if their models fit them.
 
-    The models of a device are those that name it, or all that name none. The devices get the same
-    size, as pages are lent and KV moves between equal ones only. Nothing changes where a checkpoint
-    cannot be read: loading it says what is wrong.
+    The models of a device are those that name it, or all that name none. CPU devices get the same
+    size, that of one that names its own, as pages are lent and KV moves between equal ones only.
+    Nothing changes where KV lies layer by layer, which grows by pages of all layers at once, or
+    where a checkpoint cannot be read: loading it says what is wrong.
     """
     devices = [device for device, _ in fleet.devices.values()]
     unsized = {device.name: device for device in devices if _is_unsized(device)}
-    if not unsized:
+    others = [d for d in devices if d.gpu is None and d.name not in unsized]
+    layered = any(d.kv_layout is KvLayout.PER_LAYER for d in unsized.values())
+    if not unsized or layered or any(d.page_bytes != LARGE_PAGE for d in others):
         return fleet
     sizes = {m.name: _segment_bytes(m) for m in fleet.models}
     for device in unsized.values():
-        own = [sizes[m.name] for m in fleet.models if not m.devices or device.name in m.devices]
-        if not _fit_large_pages(own, device):
+        own = [m for m in fleet.models if not m.devices or device.name in m.devices]
+        segments = [sizes[m.name] for m in own]
+        if not _fit_large_pages(segments, device) or _crowd(own, sizes, device):
             return fleet
-    first, *others = (
+    first, *rest = (
         replace(device, page_bytes=LARGE_PAGE) if device.name in unsized else device
         for device in devices
     )
-    return replace(fleet, device=first, others=tuple(others))
+    return replace(fleet, device=first, others=tuple(rest))
 
 
 def _is_unsized(device: DeviceSettings) -> bool:
@@ -62,6 +69,27 @@ def _fit_large_pages(models: Iterable[Mapping[str, int] | None], device: DeviceS
         segments is not None and waste(segments.values(), LARGE_PAGE, ranks) <= MOST_WASTE
         for segments in models
     )
+
+
+def _crowd(
+    models: Iterable[ModelSettings],
+    sizes: Mapping[str, Mapping[str, int] | None],
+    device: DeviceSettings,
+) -> bool:
+    """Whether rounding leaves too little beside the weights that have to be there together: of all
+    models, if the budget holds them at all, else of those that are pinned and the largest other."""
+    ranks = device.tensor_parallel
+    budget = device.budget_bytes // ranks - KV_PAGES * LARGE_PAGE
+    exact, rounded = {}, {}
+    for m in models:
+        parts = [n / ranks for n in (sizes[m.name] or {}).values()]
+        exact[m] = sum(parts)
+        rounded[m] = sum(math.ceil(n / LARGE_PAGE) * LARGE_PAGE for n in parts)
+    together = sum(rounded[m] for m in rounded if m.pinned)
+    together += max((rounded[m] for m in rounded if not m.pinned), default=0)
+    if sum(exact.values()) <= budget:
+        together = sum(rounded.values())
+    return together > budget
 
 
 def waste(segments: Iterable[int], page_bytes: int, ranks: int = 1) -> float:

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, ModelSettings
+from ballast.core.settings import (
+    DeviceSettings,
+    FleetSettings,
+    KvLayout,
+    LinkSettings,
+    ModelSettings,
+)
 from ballast.core.units import GiB, KiB, MiB
 from ballast.weights.page_size import LARGE_PAGE, waste, with_page_sizes
 
@@ -62,9 +68,10 @@ def test_a_page_that_was_given_stays(large: str) -> None:
     assert with_page_sizes(fleet) is fleet
 
 
-def test_a_small_budget_keeps_pages_small(large: str) -> None:
-    assert with_page_sizes(_fleet(large, budget=255 * MiB)).device.page_bytes == 256 * KiB
-    assert with_page_sizes(_fleet(large, budget=256 * MiB)).device.page_bytes == LARGE_PAGE
+def test_a_small_budget_keeps_pages_small(tmp_path: Path) -> None:
+    path = _checkpoint(tmp_path / "m", 2, 40 * MiB)
+    assert with_page_sizes(_fleet(path, budget=255 * MiB)).device.page_bytes == 256 * KiB
+    assert with_page_sizes(_fleet(path, budget=256 * MiB)).device.page_bytes == LARGE_PAGE
 
 
 def test_ranks_have_parts_of_segments_and_of_the_budget(tmp_path: Path) -> None:
@@ -85,9 +92,27 @@ def test_devices_have_pages_of_one_size(large: str, small: str) -> None:
     links = (LinkSettings(device="cpu:1"),)
     fleet = replace(fleet, models=models, others=others, other_links=links)
     assert {d.page_bytes for d, _ in with_page_sizes(fleet).devices.values()} == {256 * KiB}
-    given = replace(others[0], page_given=True, page_bytes=64 * KiB)
-    sized = with_page_sizes(replace(fleet, others=(given,)))
-    assert [d.page_bytes for d, _ in sized.devices.values()] == [LARGE_PAGE, 64 * KiB]
+    small_pages = replace(others[0], page_given=True, page_bytes=64 * KiB)
+    assert with_page_sizes(replace(fleet, others=(small_pages,))).device.page_bytes == 256 * KiB
+    large_pages = replace(small_pages, page_bytes=LARGE_PAGE)
+    sized = with_page_sizes(replace(fleet, others=(large_pages,)))
+    assert [d.page_bytes for d, _ in sized.devices.values()] == [LARGE_PAGE, LARGE_PAGE]
+
+
+def test_layer_by_layer_pages_stay_small(large: str) -> None:
+    fleet = _fleet(large, kv_layout=KvLayout.PER_LAYER)
+    assert with_page_sizes(fleet) is fleet
+
+
+def test_weights_that_just_fit_keep_pages_small(tmp_path: Path) -> None:
+    """All models, or one of them: what has to be there together has room beside it."""
+    path = _checkpoint(tmp_path / "m", 12, 41 * MiB)  # 533 MiB, rounded 546
+    assert with_page_sizes(_fleet(path, budget=605 * MiB)).device.page_bytes == 256 * KiB
+    assert with_page_sizes(_fleet(path, budget=615 * MiB)).device.page_bytes == LARGE_PAGE
+    twin = _checkpoint(tmp_path / "twin", 12, 41 * MiB)
+    assert with_page_sizes(_fleet(path, twin, budget=615 * MiB)).device.page_bytes == LARGE_PAGE
+    assert with_page_sizes(_fleet(path, twin, budget=1140 * MiB)).device.page_bytes == 256 * KiB
+    assert with_page_sizes(_fleet(path, twin, budget=1160 * MiB)).device.page_bytes == LARGE_PAGE
 
 
 def test_gpus_are_left_alone(large: str) -> None:
