@@ -15,12 +15,16 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from ballast.kernels import contest, onednn
-from ballast.kernels.choice_file import ChoiceFile, KernelChoice
 from ballast.kernels.contest import MatrixShape, Timer
+
+if TYPE_CHECKING:
+    # Where nothing is kept, as on GPUs, pydantic need not be there.
+    from ballast.kernels.choice_file import ChoiceFile, KernelChoice
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +112,8 @@ class Choices:
             log.warning("%s: this machine is too busy to measure the faster kernel", name)
             return UNMEASURED[shape.dtype]
         texts = {str(rows): round(ratio, 4) for rows, ratio in ratios.items()}
+        from ballast.kernels.choice_file import KernelChoice
+
         chosen = KernelChoice(from_rows=decide(ratios), ratios=texts)
         chosen = self._file.keep(name, chosen, instead_of=kept)
         log.info("%s: oneDNN from %s rows on", name, chosen.from_rows)
@@ -134,6 +140,8 @@ NEVER = sys.maxsize
 
 @functools.cache
 def _choices() -> Choices:
+    from ballast.kernels.choice_file import ChoiceFile
+
     return Choices(ChoiceFile.of_user())
 
 

@@ -174,13 +174,13 @@ def _shard(
     settings: ModelSettings, architecture: Architecture, dtype: str, shard: Shard
 ) -> tuple[Architecture, tuple[Segment, ...]]:
     """One rank's part. Raises ConfigError for what cannot be divided."""
+    if architecture.experts_per_token:
+        allowed = f"{settings.name} has experts, which are not divided so far"
+        raise ConfigError("tensor_parallel", shard.ranks, allowed)
     packed = settings.linear != "plain"
     divisible = architecture.recipe == LLAMA and settings.model_impl != "generic"
     if not divisible or packing.fused(architecture, dtype) is None:
         allowed = f"{settings.name} is not served by the fused path of Llama's kind"
-        raise ConfigError("tensor_parallel", shard.ranks, allowed)
-    if architecture.experts_per_token:
-        allowed = f"{settings.name} has experts, which are not divided so far"
         raise ConfigError("tensor_parallel", shard.ranks, allowed)
     if settings.adapters:
         allowed = f"{settings.name} has adapters, which are not divided so far"
