@@ -39,6 +39,7 @@ from benchmarks.single_model import SIZES, Size
 PROMPT, NEW = 16, 4
 MOVED, ANEW = "moved", "anew"
 _ANEW = """
+import sys
 if any("ballast" in a for a in sys.orig_argv):
     from ballast.memory import syscalls
     syscalls.can_move_page_tables = lambda: False

@@ -106,6 +106,9 @@ class Choices:
         except RuntimeError as error:
             log.warning("oneDNN is not used for %s: %s", name, error)
             return None
+        except (OSError, MemoryError) as error:
+            log.warning("%s: no memory to measure the faster kernel: %s", name, error)
+            return UNMEASURED[shape.dtype]
         finally:
             self._spent += time.perf_counter() - began
         if len(ratios) < len(ROWS[shape.dtype]):

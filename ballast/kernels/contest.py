@@ -70,7 +70,7 @@ def ratios(shape: MatrixShape, rows: Sequence[int], timer: Timer = seconds) -> d
     Takes up to `COLD_BYTES` of memory meanwhile. Raises BrokenPromise where oneDNN does not take
     our panels of this shape, and RuntimeError where it fails.
     """
-    one = linear.packed_bytes(shape.n, shape.k, shape.dtype)
+    one = max(linear.packed_bytes(_part(shape, n)[0], shape.k, shape.dtype) for n in rows)
     memory = Workspace(max(one, min(COLD_BYTES, _LAYERS * one)))
     # Small numbers: what has never been written is one page of zeros, however long it is.
     flat = tensor_at(memory.address, (memory.n_bytes // shape.dtype.itemsize,), shape.dtype)

@@ -55,7 +55,8 @@ def is_known(architecture: Architecture) -> bool:
     """Whether the experts of a decoder are such as `models/fused_experts.py` runs."""
     config = architecture.config.get_text_config()
     routing = routing_of(config)
-    if routing is None or config.hidden_act != "silu":
+    # A wrapper may do more with a text than its text model does: nothing here compares them.
+    if routing is None or config.hidden_act != "silu" or config is not architecture.config:
         return False
     return routing.top_k == architecture.experts_per_token > 0
 

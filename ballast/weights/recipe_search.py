@@ -119,11 +119,13 @@ def _structure(layer: Mapping[str, tuple[int, ...]], head_dim: int) -> DecoderRe
     where = _NORMS.get(tuple(norms))
     if where is None:
         return None
+    if ("self_attn.q_norm.weight" in layer) != ("self_attn.k_norm.weight" in layer):
+        return None
     whole = layer.get("self_attn.q_norm.weight", (head_dim,)) != (head_dim,)
     return DecoderRecipe(
         norms=where,
         whole_head_norms=whole,
-        mlp_bias="mlp.down_proj.bias" in layer,
+        mlp_bias=any(n.startswith("mlp.") and n.endswith(".bias") for n in layer),
         qkv_stored_whole="self_attn.qkv_proj.weight" in layer,
         gate_up_stored_whole="mlp.gate_up_proj.weight" in layer,
     )
@@ -177,10 +179,11 @@ def _activation(mlp: nn.Module) -> str | None:
     others = [part for part in mlp.children() if not isinstance(part, nn.Linear)]
     if len(others) != 1:
         return None
-    x = torch.linspace(-6, 6, 257)
+    # Some are clipped where activations of others go on.
+    x = torch.cat([torch.linspace(-6, 6, 257), torch.tensor([-1e3, -50, -11, 11, 50, 1e3])])
     made: Tensor = others[0](x.clone())
     for name, function in _ACTIVATIONS.items():
-        if torch.allclose(made, function(x), rtol=0, atol=_SAME):
+        if torch.allclose(made, function(x), rtol=1e-6, atol=_SAME):
             return name
     return None
 

@@ -188,6 +188,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "names as Llama's, neighbours rotated in pairs": ("ernie4_5", {}),
     "the same": ("helium", {}),
     "another gelu": ("llama", {"hidden_act": "quick_gelu"}),
+    "a gelu that is clipped": ("llama", {"hidden_act": "gelu_10"}),
     "not a gated MLP": ("arcee", {}),
     "norms that take the mean off": ("stablelm", {}),
     "experts beside a shared one": ("qwen2_moe", {}),
