@@ -17,6 +17,7 @@ from ballast.core.link import LinkRates
 from ballast.core.settings import DeviceSettings, KvLayout, ModelSettings
 from ballast.engine.machine import Cap, OnCpu
 from ballast.engine.runner import Executor, LaneRunner, Record
+from ballast.kernels.stream_copy import stream_copier
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.memory.copies import Copy
@@ -162,7 +163,7 @@ class CpuMember(OnCpu):
     ) -> None:
         self._device, self._shard = device, shard
         self.vm = MemfdVm(device.page_bytes, device.budget_bytes // device.page_bytes)
-        self.link = HostLink(clock, post, pace)
+        self.link = HostLink(clock, post, pace, copy_bytes=stream_copier())
         self._exchange: Exchange | None = None
 
     def meet(self, meeting: Meeting) -> None:

@@ -15,6 +15,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.report import GraphReport
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.engine.runner import CpuRunner, Executor, Keeper, LaneRunner, Record
+from ballast.kernels.stream_copy import stream_copier
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
 from ballast.kv.link_swapper import LinkSwapper
@@ -169,7 +170,7 @@ class CpuMachine(OnCpu):
             allowed = "this command takes devices of one rank"
             raise ConfigError("tensor_parallel", device.tensor_parallel, allowed)
         self.vm = MemfdVm(device.page_bytes, device.budget_bytes // device.page_bytes)
-        self.link = HostLink(clock, post, fleet.link.pace)
+        self.link = HostLink(clock, post, fleet.link.pace, copy_bytes=stream_copier())
 
     def load(self, settings: ModelSettings, tier: HostTier, threads: int = THREADS) -> HostModel:
         return measured(load_host_model(settings, tier, threads), on_cpu, self.device)

@@ -35,6 +35,8 @@ in PyTorch's own operations.
 - `program_code`: Compiled part of programs: operations separated by barriers.
 - `sampling`: The next token as a function of logits, parameters, seed and position.
 - `staging`: Device tensors at stable addresses, filled through pinned host memory.
+- `stream_copy`: Copies of weights that pass the caches by.
+- `stream_copy_code`: Compiled part of such copies: non-temporal stores.
 - `team`: Compiled kernels on PyTorch's OpenMP threads.
 - `triton_attention`: Paged attention by Triton: launch and buffers.
 - `triton_code`: Triton kernels of paged attention.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ballast.core.errors import DeviceError
@@ -38,12 +38,16 @@ def copy_now(dst: int, src: int, n_bytes: int) -> None:
     ctypes.memmove(dst, src, n_bytes)
 
 
-def copy_checked(copy: Copy) -> None:
+CopyBytes = Callable[[int, int, int], object]
+"""Copies as `ctypes.memmove` does, whose arguments it has."""
+
+
+def copy_checked(copy: Copy, copy_bytes: CopyBytes = ctypes.memmove) -> None:
     """As `copy_now`, for a target that is freshly mapped, or, by someone's fault, not mapped."""
     if copy.n_bytes < 0 or copy.dst <= 0 or copy.src <= 0:
         raise DeviceError("memmove", f"{copy.n_bytes} bytes from {copy.src:#x} to {copy.dst:#x}")
     if copy.touched or syscalls.is_present(copy.dst, copy.n_bytes):
-        ctypes.memmove(copy.dst, copy.src, copy.n_bytes)
+        copy_bytes(copy.dst, copy.src, copy.n_bytes)
         return
     for at in range(0, copy.n_bytes, _PREFAULT_BYTES):
         n = min(_PREFAULT_BYTES, copy.n_bytes - at)

@@ -16,7 +16,7 @@ from ballast.core.event import TransferDone
 from ballast.core.link import Direction, LinkRates
 from ballast.core.units import MiB
 from ballast.memory import syscalls
-from ballast.memory.copies import Copy, batches, copy_checked
+from ballast.memory.copies import Copy, CopyBytes, batches, copy_checked
 from ballast.memory.turns import Turns
 
 PRIOR_BYTES_PER_SECOND = 4e9
@@ -120,6 +120,7 @@ class HostLink:
         pace: LinkRates | None = None,
         threads: int | None = None,
         chunk_bytes: int = 4 * MiB,
+        copy_bytes: CopyBytes = ctypes.memmove,
     ) -> None:
         """`threads` copy the chunks of a batch, the link's own among them; None: one of a paced
         link, which has nothing to gain, else `copy_threads`."""
@@ -129,6 +130,7 @@ class HostLink:
             raise DeviceError("link", "threads, chunk_bytes and the pace are positive")
         self._clock, self._on_done = clock, on_done
         self._pace, self._chunk_bytes, self._threads = pace, chunk_bytes, threads
+        self._copy_bytes = copy_bytes
         self._measured = PRIOR_BYTES_PER_SECOND
         self._due = 0.0
         """Paced: when all batches so far should have been carried."""
@@ -260,7 +262,7 @@ class HostLink:
 
         def copy_what_is_left() -> None:
             for copy in left:
-                copy_checked(copy)
+                copy_checked(copy, self._copy_bytes)
 
         helping = min(self._threads, len(batch)) - 1
         if self._helpers is None or helping < 1:

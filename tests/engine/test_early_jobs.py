@@ -21,7 +21,7 @@ from ballast.core.units import KiB
 from ballast.core.view import Residency
 from ballast.engine.life import Landing
 from ballast.engine.machine import CpuMachine
-from ballast.memory.copies import Copy, copy_checked
+from ballast.memory.copies import Copy, CopyBytes, copy_checked
 from ballast.memory.transfer import HostLink
 from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
@@ -62,10 +62,10 @@ class Stepwise:
         self.broken = False
         """Copies fail."""
 
-    def _copy(self, copy: Copy) -> None:
+    def _copy(self, copy: Copy, copy_bytes: CopyBytes) -> None:
         if self.broken:
             raise DeviceError("link", "the host is gone")
-        copy_checked(copy)
+        copy_checked(copy, copy_bytes)
 
     def __call__(
         self, settings: FleetSettings, clock: Clock, post: Callable[[Event], None]

@@ -251,7 +251,7 @@ def test_nothing_of_a_failed_batch_is_written_after_its_end(
     """One thread's copy fails at once, the other's is held up: the end waits for it."""
     failed, written = threading.Event(), threading.Event()
 
-    def copy(copy: Copy) -> None:
+    def copy(copy: Copy, _: object) -> None:
         if copy.src == 1:
             failed.set()
             raise DeviceError("link", "the host is gone")
