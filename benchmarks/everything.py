@@ -47,6 +47,7 @@ RUNS = (
     Run("sim_determinism"),
     Run("sim_links"),
     Run("pool"),
+    Run("switch"),
     Run("elastic_overhead", ("--quick",)),
     Run("lending"),
     Run("join"),
