@@ -22,7 +22,7 @@ from ballast.engine.build import largest_jobs
 from ballast.engine.inbox import MonotonicClock
 from ballast.fleet.file import load_fleet
 from ballast.fleet.make import MadeFleet, make_fleet
-from ballast.kernels.choice_file import VARIABLE, Choice, ChoiceFile
+from ballast.kernels.choice_file import VARIABLE, ChoiceFile, KernelChoice
 from ballast.memory.host_memory import available
 
 
@@ -83,8 +83,8 @@ def test_kernels_that_were_chosen_are_told(tmp_path: Path, monkeypatch: pytest.M
         ("bfloat16 128x64 gated", 32),
         ("float32 1x1", None),
     ):
-        file.keep(shape, Choice(from_rows=rows, ratios={}))
-    file.keep("bfloat16 640x64", Choice(from_rows=None, ratios={}))
+        file.keep(shape, KernelChoice(from_rows=rows, ratios={}))
+    file.keep("bfloat16 640x64", KernelChoice(from_rows=None, ratios={}))
     (finding,) = doctor_machine.kernels()
     assert finding.verdict is Verdict.OK
     told = "bfloat16 by oneDNN from 8 to 32 rows on, 2 of 3 shapes; float32 by ours"
