@@ -13,9 +13,11 @@ cannot see `sim`. Its process runs without PyTorch (`without_torch`).
 - `observe`: Metrics, traces, the log of requests, records of the server's state.
 - `openai`: OpenAI's completions and chat APIs: requests, records, forms.
 - `responses_api`: OpenAI's Responses API.
+- `prompt_encoder`: From prompts and conversations to token ids.
 - `routes`: Routes by job: generating, texts, administration, state, health.
 - `serve`: A server from start to end: bind, start workers, answer, drain.
-- `service`: From a client's request to submissions: tokenize, check, submit.
+- `served_models`: The models that serve: by name or alias, each with its tokenizer.
+- `service`: A client's request on its way to the devices: check, encode, submit.
 - `structured`: Structured outputs: grammars of llguidance from JSON schemas.
 - `text`: Text and tokens: tokenizers, chat templates, detokenization.
 - `tools`: Tool calls: how model families write them, parsed and enforced.

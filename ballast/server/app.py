@@ -19,6 +19,7 @@ from ballast.server.admin.admin_service import AdminService
 from ballast.server.http.bodies import JsonRoute
 from ballast.server.http.faults import Fault
 from ballast.server.http.json_response import answered
+from ballast.server.http.request_context import context_of
 from ballast.server.openai.records import Model, ModelList, RunningList, Version
 from ballast.server.routes.admin import add_admin_routes
 from ballast.server.routes.catalogue import described, listed, resident
@@ -55,16 +56,17 @@ def _add_reading(app: FastAPI, service: Service) -> None:
     """Routes that change nothing."""
 
     @app.get("/v1/models", responses=responses_of(ModelList))
-    async def models() -> Response:
-        return answered(ModelList(data=listed(service)))
+    async def models(request: Request) -> Response:
+        return answered(ModelList(data=listed(service, context_of(request.scope).caller)))
 
     @app.get("/v1/models/{name:path}", responses=responses_of(Model))
-    async def model(name: str) -> Response:
-        return answered(described(service, name))
+    async def model(name: str, request: Request) -> Response:
+        return answered(described(service, name, context_of(request.scope).caller))
 
     @app.get("/running", responses=responses_of(RunningList))
-    async def running() -> Response:
-        return answered(RunningList(running=resident(service)))
+    async def running(request: Request) -> Response:
+        found = resident(service, context_of(request.scope).caller)
+        return answered(RunningList(running=found))
 
     @app.get("/version", responses=responses_of(Version))
     async def version() -> Response:
@@ -90,18 +92,19 @@ def _add_faults(app: FastAPI) -> None:
     """Every error leaves as OpenAI's error object."""
 
     async def ours(request: Request, error: Exception) -> Response:
-        return Fault.of(error).response()
+        return Fault.of(error).response(context_of(request.scope))
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         content_type = request.headers.get("content-type")
-        return Fault.of_validation(error.errors(), _form(request), content_type).response()
+        fault = Fault.of_validation(error.errors(), _form(request), content_type)
+        return fault.response(context_of(request.scope))
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
         what = f"{request.method} {request.url.path}: {error.detail}{_near(app, request)}"
-        return Fault(error.status_code, what, code).response()
+        return Fault(error.status_code, what, code).response(context_of(request.scope))
 
     for kind in (Fault, BallastError):
         app.add_exception_handler(kind, ours)

@@ -171,7 +171,7 @@ async def _start(
     service = Service(controller, tokenizers, clock, wall, fleet.server, templates)
     for name, why in controller.failed.items():
         tell(f"ballast: {name} is not served: {why}", sys.stderr)
-    if not service.models:
+    if not service.models.visible_to():
         raise Unavailable("no model of the fleet can be served")
     return service
 
@@ -339,5 +339,5 @@ def _announce(service: Service, host: str, port: int) -> None:
     if not is_loopback(host) and not service.keys.asked:
         log.warning("listening on %s without keys: everybody who reaches it can use it", host)
     shown = f"[{host}]" if ":" in host else host
-    names = ", ".join(service.models)
+    names = ", ".join(service.models.visible_to())
     tell(f"ballast: serving {names} at http://{shown}:{port}/v1", sys.stdout)

@@ -12,9 +12,9 @@ from ballast.core.settings import ServerSettings
 from ballast.server.access.fair_shares import FairShares
 from ballast.server.access.keys import FREE
 from ballast.server.access.quotas import KeyQuotas
-from ballast.server.http import request_context
 from ballast.server.http.bodies import MOST_WEIGHT, SMALL_BYTES, WEIGHT_BYTES, replayed, weigh
 from ballast.server.http.faults import Fault
+from ballast.server.http.request_context import Caller, context_of
 
 BODY_SECONDS = 60.0
 """For a request's body to arrive; a slower client is sent away (408)."""
@@ -77,17 +77,17 @@ class Gate:
         if not generates(scope):
             await self._bounded(scope, receive, send)
             return
-        send = self._with_quota_headers(send)
+        caller = context_of(scope).caller
+        send = self._with_quota_headers(caller, send)
         try:
-            with self._admitted():
+            with self._admitted(caller):
                 await self._bounded(scope, receive, send)
         except Fault as fault:  # of this gate: the routes answer theirs
             await _send_away(fault, scope, receive, send)
 
     @contextlib.contextmanager
-    def _admitted(self) -> Iterator[None]:
+    def _admitted(self, caller: Caller) -> Iterator[None]:
         """Count a request that generates while it is open. Raises Fault where one is too many."""
-        caller = request_context.current().caller
         if self.draining:
             why = "the server is draining; it takes no new requests"
             raise Fault(503, why, "unavailable")
@@ -107,15 +107,16 @@ class Gate:
 
     async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body, within bounds, and hand it on whole."""
+        context = context_of(scope)
         refused: Fault | None = None
-        with self._holding() as hold:
+        with self._holding(context.caller.name) as hold:
             try:
                 body = await self._read(_announced(scope), receive, hold)
             except Fault as fault:
                 refused = fault
             else:
                 if body is not None:
-                    request_context.current().body_bytes = len(body)
+                    context.body_bytes = len(body)
                     await self._app(scope, replayed(body, receive), send)
         if refused is not None:
             await _send_away(refused, scope, receive, send)
@@ -155,10 +156,10 @@ class Gate:
             raise Fault(413, f"the body is longer than {most} bytes", "body_too_large")
 
     @contextlib.contextmanager
-    def _holding(self) -> Iterator[Callable[[int], None]]:
-        """A function that takes what one body needs, in bytes, as far as that is known by now; it
-        raises Fault where there is no room. All is given back at the end."""
-        name, held = request_context.current().caller.name, 0
+    def _holding(self, name: str) -> Iterator[Callable[[int], None]]:
+        """Yield a function that holds memory for one body of a caller, by the bytes that it is
+        known to need so far; it raises Fault where there is no room. All is released at the end."""
+        held = 0
 
         def hold(needed: int) -> None:
             nonlocal held
@@ -183,9 +184,9 @@ class Gate:
     def _share_of_all(self) -> str:
         return "or this key's share of them" if self._divided else "the most there may be"
 
-    def _with_quota_headers(self, send: Send) -> Send:
-        """`send` that adds what is left of the key's quota."""
-        key = request_context.current().caller.key
+    def _with_quota_headers(self, caller: Caller, send: Send) -> Send:
+        """Wrap `send` to add headers with what is left of the key's quota."""
+        key = caller.key
         if key is None:
             return send
 
@@ -212,7 +213,7 @@ def _announced(scope: Scope) -> int:
 
 async def _send_away(fault: Fault, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer a client that may still be sending, and close its connection."""
-    response = fault.response()
+    response = fault.response(context_of(scope))
     response.headers["connection"] = "close"
 
     async def unfinished(message: Message) -> None:

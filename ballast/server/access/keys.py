@@ -10,9 +10,8 @@ from hashlib import sha256
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ballast.core.settings import ServerSettings
-from ballast.server.http import request_context
 from ballast.server.http.faults import Fault
-from ballast.server.http.request_context import ANYONE, STRANGER, Caller
+from ballast.server.http.request_context import ANYONE, STRANGER, Caller, context_of
 
 log = logging.getLogger(__name__)
 
@@ -82,19 +81,19 @@ class ApiKeys:
 
 
 class Guard:
-    """ASGI middleware: lets in who may come in, and notes who it is."""
+    """ASGI middleware that authenticates requests by key, and refuses what is not open to them."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        caller = self._keys.caller(presented(scope["headers"]))
-        request_context.current().caller = caller
+        context = context_of(scope)
+        context.caller = self._keys.caller(presented(scope["headers"]))
         try:
-            self._keys.check(caller, scope["method"], scope["path"])
+            self._keys.check(context.caller, scope["method"], scope["path"])
         except Fault as fault:
-            await fault.response()(scope, receive, send)
+            await fault.response(context)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

@@ -151,7 +151,7 @@ class AdminService:
                 undoing = self.order(Remove(settings.name, 0.0))
                 await self._try(f"removing {settings.name}, which cannot be kept", undoing)
                 raise
-            self._service.learn(settings.name, tokenizer)
+            self._service.add_model(settings.name, tokenizer)
         return settings.name
 
     async def remove(self, name: str, patience: float) -> None:
@@ -173,7 +173,7 @@ class AdminService:
                 async with self._records:
                     await self._undo(names, before)
                 raise
-            self._service.forget(names)
+            self._service.remove_models(names)
 
     async def change(self, name: str, values: Levels) -> None:
         """Other levels for a model or an adapter. Raises Fault, RequestError, Unavailable or
@@ -234,7 +234,7 @@ class AdminService:
         for name in removed:
             names = self._names(name)
             if await self._try(f"removing {name}", self.order(Remove(name, PATIENCE))):
-                self._service.forget(names)
+                self._service.remove_models(names)
 
     async def _load(self, model: ModelSettings) -> None:
         adding = model.name not in self._controller.specs
@@ -248,7 +248,7 @@ class AdminService:
                 await self.order(Remove(model.name, 0.0))
             raise
         for name in (model.name, *(a.name for a in model.adapters)):
-            self._service.learn(name, tokenizer)
+            self._service.add_model(name, tokenizer)
 
     async def _tokenizer(self, settings: ModelSettings) -> Tokenizer:
         """A model's, its chat template tried. Raises Fault."""

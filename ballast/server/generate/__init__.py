@@ -2,6 +2,7 @@
 
 `server` alone imports it.
 
+- `answer`: The answer to one request: reads its output stream, counts and times it.
 - `choice`: One choice of an answer: tokens turned into text as they come.
 - `echo`: A prompt repeated in its answer, with its log-probabilities.
 - `embedding`: Embeddings of one client's request.

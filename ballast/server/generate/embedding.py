@@ -7,37 +7,32 @@ import base64
 import sys
 from collections.abc import Sequence
 
+from ballast.cluster.output_stream import OutputStream
 from ballast.core.clock import Clock
 from ballast.core.event import Cancelled, Embedded, Failed, Finished
 from ballast.core.request import Submission
-from ballast.server.access.meter import Meter
-from ballast.server.http import request_context
-from ballast.server.http.faults import Fault
-from ballast.server.observe.latency import Timing
+from ballast.server.access.meter import RequestMeter
+from ballast.server.generate.answer import Answer
 from ballast.server.observe.metrics import Metrics
 from ballast.server.openai.records import EmbeddingItem, EmbeddingList, EmbeddingUsage, Usage
 
 
-class Embedding:
-    """Reads `stream`. Whoever holds it must `close` it."""
+class Embedding(Answer):
+    """The embeddings of all texts, one submission each."""
 
     def __init__(
         self,
         model: str,
-        stream: Meter,
         submissions: Sequence[Submission],
+        stream: OutputStream,
+        meter: RequestMeter,
         arrived: float,
         clock: Clock,
         metrics: Metrics,
     ) -> None:
-        self.model = model
-        self._stream = stream
+        super().__init__(model, (s.id for s in submissions), stream, meter, arrived, clock, metrics)
         self._submissions = submissions
-        self._timings = {s.id: Timing(arrived) for s in submissions}
-        self._reasons: dict[str, str] = {}
-        self._clock = clock
-        self._metrics = metrics
-        request_context.current().answer = self
+        self._finish_reasons: dict[str, str] = {}
 
     @property
     def usage(self) -> Usage:
@@ -45,34 +40,26 @@ class Embedding:
         return Usage.of(sum(len(s.prompt) for s in self._submissions), 0, 0)
 
     @property
-    def timings(self) -> Sequence[Timing]:
-        """By text."""
-        return list(self._timings.values())
-
-    @property
     def finish_reasons(self) -> Sequence[str | None]:
         """By text; None where it has not ended."""
-        return [self._reasons.get(s.id) for s in self._submissions]
+        return [self._finish_reasons.get(s.id) for s in self._submissions]
 
     async def whole(self, encoding: str, name: str) -> EmbeddingList:
-        """The answer, of the model under this name; `encoding` is `float` or `base64`. Raises
-        Fault."""
+        """Wait for all embeddings; `encoding` is `float` or `base64`, `name` is what the client
+        called the model. Raises Fault."""
         values: dict[str, bytes] = {}
-        while len(self._reasons) < len(self._submissions):
-            for output in await self._stream.take():
+        while len(self._finish_reasons) < len(self._submissions):
+            for output in await self._next_outputs():
                 if isinstance(output, Embedded):
                     values[output.request_id] = output.values
-                elif isinstance(output, Failed):
-                    self._metrics.failed(self.model, output.code)
-                    raise Fault.of_failed(output, self._stream.retry_after(output))
-                elif isinstance(output, Cancelled):
-                    raise Fault(500, "the request was cancelled", "cancelled")
+                elif isinstance(output, Failed | Cancelled):
+                    raise self._fault_of(output)
                 elif isinstance(output, Finished):
                     self._end(output)
         count = self.usage.prompt_tokens
         return EmbeddingList(
             data=[
-                EmbeddingItem(index=i, embedding=_told(values[s.id], encoding))
+                EmbeddingItem(index=i, embedding=_encoded(values[s.id], encoding))
                 for i, s in enumerate(self._submissions)
             ],
             model=name,
@@ -80,18 +67,14 @@ class Embedding:
         )
 
     def _end(self, output: Finished) -> None:
-        self._reasons[output.request_id] = output.reason
+        self._finish_reasons[output.request_id] = output.reason
         timing = self._timings[output.request_id]
         count, now = output.prompt_tokens, self._clock.now()
         self._metrics.finished(self.model, timing, count, 0, output.reason, now)
 
-    def close(self) -> None:
-        """Want no more."""
-        self._stream.close()
 
-
-def _told(values: bytes, encoding: str) -> list[float] | str:
-    """float32, little endian, as numbers or as they are."""
+def _encoded(values: bytes, encoding: str) -> list[float] | str:
+    """Write float32 numbers, little endian, as a list or in base64."""
     if encoding == "base64":
         return base64.b64encode(values).decode()
     numbers = array.array("f", values)

@@ -4,50 +4,39 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
+from ballast.cluster.output_stream import OutputStream
 from ballast.core.clock import Clock
-from ballast.core.event import (
-    Cancelled,
-    Failed,
-    Finished,
-    Output,
-    PromptScores,
-    TokenOut,
-)
-from ballast.server.access.meter import Meter
+from ballast.core.event import Cancelled, Failed, Finished, Output, PromptScores, TokenOut
+from ballast.server.access.meter import RequestMeter
+from ballast.server.generate.answer import Answer
 from ballast.server.generate.choice import Choice
-from ballast.server.http import request_context
 from ballast.server.http.faults import Fault
-from ballast.server.observe.latency import Timing
 from ballast.server.observe.metrics import Metrics
 from ballast.server.openai.records import Usage
 from ballast.server.text.pieces import OutputPiece
 
 
-class Generation:
-    """Reads `stream`; `choices` by request id. Whoever holds it must `close` it."""
+class Generation(Answer):
+    """Generated text of all choices, which are given by submission id."""
 
     def __init__(
         self,
         model: str,
-        stream: Meter,
         choices: Mapping[str, Choice],
+        stream: OutputStream,
+        meter: RequestMeter,
         arrived: float,
         clock: Clock,
         metrics: Metrics,
     ) -> None:
-        self.model = model
-        self._stream = stream
+        super().__init__(model, choices, stream, meter, arrived, clock, metrics)
         self._choices = choices
-        self._clock = clock
-        self._metrics = metrics
-        self._timings = {i: Timing(arrived) for i in choices}
-        request_context.current().answer = self
 
     async def batches(self, patience: float | None = None) -> AsyncIterator[list[OutputPiece]]:
         """Pieces as they come, until every choice has ended; an empty list whenever there was
         none for `patience` seconds. Raises Fault if a choice fails, after what came before it."""
         while any(c.finish_reason is None for c in self._choices.values()):
-            outputs = await self._stream.take(patience)
+            outputs = await self._next_outputs(patience)
             pieces: list[OutputPiece] = []
             fault = self._take(outputs, pieces)
             if pieces or not outputs:
@@ -60,9 +49,9 @@ class Generation:
         return [piece async for batch in self.batches() for piece in batch]
 
     def close(self) -> None:
-        """Want no more: requests still open are withdrawn, and their memory is freed."""
+        """Withdraw the submissions that are still open; their memory is freed."""
         left = self._stream.open & self._choices.keys()
-        self._stream.close()
+        super().close()
         now = self._clock.now()
         for request_id in left:
             if self._choices[request_id].finish_reason is None:
@@ -72,11 +61,6 @@ class Generation:
     def size(self) -> int:
         """Number of choices."""
         return len(self._choices)
-
-    @property
-    def timings(self) -> Sequence[Timing]:
-        """By choice."""
-        return list(self._timings.values())
 
     @property
     def finish_reasons(self) -> Sequence[str | None]:
@@ -104,7 +88,7 @@ class Generation:
             if choice.finish_reason is not None:
                 continue  # past a stop string
             if isinstance(output, Failed | Cancelled):
-                return self._fault(output)
+                return self._fault_of(output)
             if isinstance(output, TokenOut | Finished) and (opening := choice.opening()):
                 pieces.append(opening)
             if isinstance(output, TokenOut):
@@ -127,7 +111,7 @@ class Generation:
         timing = self._timings[output.request_id]
         self._metrics.token(self.model, timing, choice.prompt_tokens, now, output.queued)
         if piece.finish_reason is not None:
-            self._stream.withdraw(output.request_id)
+            self._withdraw(output.request_id)
         return piece
 
     def _count_end(self, request_id: str, choice: Choice, now: float) -> None:
@@ -138,9 +122,3 @@ class Generation:
         choice, timing = self._choices[request_id], self._timings[request_id]
         tokens = (choice.prompt_tokens, choice.output_tokens)
         self._metrics.finished(self.model, timing, *tokens, reason, now, choice.cached_tokens)
-
-    def _fault(self, output: Failed | Cancelled) -> Fault:
-        if isinstance(output, Failed):
-            self._metrics.failed(self.model, output.code)
-            return Fault.of_failed(output, self._stream.retry_after(output))
-        return Fault(500, "the request was cancelled", "cancelled")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ballast.core.errors import InvalidRequest
 from ballast.server.access.fair_thread import FairThread
-from ballast.server.http import request_context
-from ballast.server.http.off_loop import large_body, off_loop
+from ballast.server.http.off_loop import off_loop
+from ballast.server.http.request_context import RequestContext
 from ballast.server.openai.request import ChatRequest, GenerateRequest
 from ballast.server.structured.grammar import of_response_format, of_structured_outputs
 from ballast.server.text.tokenizer import Tokenizer
@@ -42,13 +42,16 @@ def checks() -> FairThread:
 
 
 async def constraint_of(
-    request: GenerateRequest, tokenizer: Tokenizer, checking: FairThread
+    request: GenerateRequest, tokenizer: Tokenizer, checking: FairThread, context: RequestContext
 ) -> OutputConstraint:
-    """Raises InvalidRequest, and Fault where too many grammars wait to be checked."""
+    """Derive what an answer has to be, its grammar checked on the thread `checking`.
+
+    Raises InvalidRequest, and Fault where too many grammars wait to be checked.
+    """
     tools = None
     if isinstance(request, ChatRequest):
         asked = (request.tools, request.tool_choice, request.parallel_tool_calls)
-        tools = await off_loop(large_body(), lambda: Tools.of(*asked))
+        tools = await off_loop(context.large_body, lambda: Tools.of(*asked))
     dialect = tokenizer.dialect
     if tools is not None and dialect is None:
         raise InvalidRequest(
@@ -69,5 +72,5 @@ async def constraint_of(
     free = request.response_format is None and request.structured_outputs is None
     if free and (tools is None or not tools.forced):
         return OutputConstraint(tools, dialect)
-    grammar = await checking.run(request_context.current().caller.name, compiled)
+    grammar = await checking.run(context.caller.name, compiled)
     return OutputConstraint(tools, dialect, grammar)

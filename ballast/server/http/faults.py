@@ -13,7 +13,6 @@ from ballast.core.event import Failed
 from ballast.fleet.elsewhere import place_of
 from ballast.fleet.faults import fault_of
 from ballast.fleet.schema import Keys
-from ballast.server.http import request_context
 from ballast.server.http.json_response import (
     Error,
     ErrorBody,
@@ -21,6 +20,7 @@ from ballast.server.http.json_response import (
     MessagesErrorBody,
     encode,
 )
+from ballast.server.http.request_context import RequestContext
 
 _STATUS = {
     "invalid_request": 400,
@@ -117,24 +117,22 @@ class Fault(Exception):
         """The message, as Unicode: what a client sent may be quoted, and be none."""
         return self.message.encode(errors="replace").decode()
 
-    def body(self) -> bytes:
-        """As JSON, in the envelope of the API that the client speaks. Metrics, traces and the log
-        will name it."""
-        made = request_context.current()
-        made.code = self.code
-        if made.speaks_messages:
-            return self._of_messages(made.request_id)
+    def openai_body(self) -> bytes:
+        """Encode the fault as JSON in the envelope of OpenAI's APIs."""
         kind = {
             429: "rate_limit_error",
             500: "server_error",
             503: "server_error",
             507: "server_error",
         }
-        told = kind.get(self.status, "invalid_request_error")
-        return encode(ErrorBody(Error(self.text, told, self.param, self.code)))
+        default = "invalid_request_error"
+        return encode(
+            ErrorBody(Error(self.text, kind.get(self.status, default), self.param, self.code))
+        )
 
-    def _of_messages(self, request_id: str) -> bytes:
-        """In the envelope of the Messages API, which has no place for the field at fault."""
+    def messages_body(self, request_id: str) -> bytes:
+        """Encode the fault as JSON in the envelope of the Messages API, which has no place for the
+        field at fault."""
         message = self.text
         if self.param is not None and not message.startswith(self.param):
             message = f"{self.param}: {message}"
@@ -142,14 +140,20 @@ class Fault(Exception):
         kind = _MESSAGES_TYPES.get(self.status, default)
         return encode(MessagesErrorBody(MessagesError(kind, message), request_id))
 
-    def response(self) -> Response:
-        """The whole response. Where trying again may help, it says when."""
+    def response(self, context: RequestContext) -> Response:
+        """Build the error response, in the envelope of the API that the client speaks; metrics,
+        traces and the log will name the fault. `Retry-After` is set where a retry may help."""
+        context.code = self.code
+        if context.speaks_messages:
+            body = self.messages_body(context.request_id)
+        else:
+            body = self.openai_body()
         headers = {}
         if self.status in (429, 503):
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after)))
         elif self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        return Response(self.body(), self.status, headers, "application/json")
+        return Response(body, self.status, headers, "application/json")
 
 
 def _of_body(error: Any, content_type: str | None) -> str:

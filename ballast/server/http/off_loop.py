@@ -7,9 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from ballast.server.http import request_context
-from ballast.server.http.bodies import SMALL_BYTES
-
 T = TypeVar("T")
 
 _LONG = ThreadPoolExecutor(2, "long")
@@ -17,11 +14,6 @@ _LONG = ThreadPoolExecutor(2, "long")
 _HUGE = ThreadPoolExecutor(1, "huge")
 """For what takes seconds, so that it holds up only its like. One: a text takes about 180 times its
 length in memory while it is tokenized."""
-
-
-def large_body() -> bool:
-    """Whether going through what the request at hand holds may take long."""
-    return request_context.current().body_bytes > SMALL_BYTES
 
 
 async def off_loop(long: bool, work: Callable[[], T], *, huge: bool = False) -> T:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.datastructures import Headers
+from starlette.types import Scope
 
 from ballast.core.settings import KeySettings
+from ballast.server.http.bodies import SMALL_BYTES
 
 if TYPE_CHECKING:
     from ballast.server.observe.latency import Timing
@@ -55,8 +56,9 @@ ANYONE = Caller()
 STRANGER = Caller(known=False)
 
 
-class Answering(Protocol):
-    """What generates an answer; `ballast.server.generate.generation.Generation` does."""
+class ObservedAnswer(Protocol):
+    """What metrics, traces and the log need of an answer; `ballast.server.generate.answer` and its
+    kinds provide it."""
 
     @property
     def model(self) -> str: ...
@@ -71,12 +73,9 @@ class Answering(Protocol):
     def finish_reasons(self) -> Sequence[str | None]:
         """By choice; None where it has not ended."""
 
-
-class Metered(Protocol):
-    """What a request has cost; `ballast.server.access.meter.Meter` is one."""
-
-    def fields(self, arrived: float) -> dict[str, Any]:
-        """For the log. `arrived`: seconds on the server's clock."""
+    def log_fields(self, arrived: float) -> dict[str, Any]:
+        """Return the fields of the log line; `arrived`: of the HTTP request, in seconds on the
+        server's clock."""
 
 
 @dataclass(slots=True, eq=False)
@@ -105,9 +104,13 @@ class RequestContext:
     """The client left before the response was complete."""
     request: GenerateRequest | None = None
     answer_id: str | None = None
-    answer: Answering | None = None
-    meter: Metered | None = None
-    """What models did for it, if they were asked."""
+    answer: ObservedAnswer | None = None
+    """What models generate for it; None: no model was asked."""
+
+    @property
+    def large_body(self) -> bool:
+        """Whether going through what the body holds may take too long for the event loop."""
+        return self.body_bytes > SMALL_BYTES
 
     @property
     def speaks_messages(self) -> bool:
@@ -116,14 +119,16 @@ class RequestContext:
         return self.path == MESSAGES or self.path.startswith(f"{MESSAGES}/")
 
 
-_context: ContextVar[RequestContext] = ContextVar("request_context")
+_KEY = "ballast.request"
 
 
-def current() -> RequestContext:
-    """That of the HTTP request being handled; outside of any, one that nobody reads."""
-    return _context.get(None) or RequestContext()
+def attach_context(scope: Scope, context: RequestContext) -> None:
+    """Make `context` the one of an ASGI scope, where every middleware and route finds it."""
+    scope[_KEY] = context
 
 
-def begin(context: RequestContext) -> None:
-    """What this task, and those it starts, do from now on belongs to `context`."""
-    _context.set(context)
+def context_of(scope: Scope) -> RequestContext:
+    """Return the context of an ASGI scope; a new one where no middleware has attached one."""
+    found = scope.setdefault(_KEY, RequestContext())
+    assert isinstance(found, RequestContext)
+    return found

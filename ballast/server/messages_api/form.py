@@ -70,7 +70,7 @@ class MessageForm:
         return _event(delta) + _event(MessageStop())
 
     def failed(self, fault: Fault) -> bytes:
-        return event(fault.body(), "error")
+        return event(fault.messages_body(self._head.request_id), "error")
 
     def whole(self, pieces: Iterable[OutputPiece], choices: int, usage: Usage) -> Message:
         for _ in self._take(pieces):

@@ -34,8 +34,8 @@ def _fields(context: RequestContext) -> dict[str, Any]:
     }
     if context.caller.name:
         fields["key"] = context.caller.name
-    if context.meter is not None:
-        fields |= context.meter.fields(context.began)
+    if context.answer is not None:
+        fields |= context.answer.log_fields(context.began)
     if context.code is not None:
         fields["error"] = context.code
     if context.gone:

@@ -10,8 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ballast.core.clock import Clock
-from ballast.server.http import request_context
-from ballast.server.http.request_context import RequestContext
+from ballast.server.http.request_context import RequestContext, attach_context
 from ballast.server.observe.metrics import Metrics
 
 HEADER = b"x-request-id"
@@ -38,20 +37,20 @@ class Watch:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        made = RequestContext(
+        context = RequestContext(
             scope["method"],
             scope["path"],
             Headers(scope=scope),
             self._clock.now(),
             request_id=request_id(dict(scope["headers"]).get(HEADER)),
         )
-        request_context.begin(made)
+        attach_context(scope, context)
         complete = False
 
         async def watched(message: Message) -> None:
             nonlocal complete
             if message["type"] == "http.response.start":
-                self._begun(made, message)
+                self._begun(context, message)
             elif not message.get("more_body", False):
                 complete = True
             await send(message)
@@ -59,35 +58,35 @@ class Watch:
         async def watching() -> Message:
             message = await receive()
             if message["type"] == "http.disconnect" and not complete:
-                made.gone = True
+                context.gone = True
             return message
 
         try:
             await self._app(scope, watching, watched)
         finally:
-            self._over(made, scope)
+            self._over(context, scope)
 
-    def _begun(self, made: RequestContext, message: Message) -> None:
-        made.status = message["status"]
+    def _begun(self, context: RequestContext, message: Message) -> None:
+        context.status = message["status"]
         headers = [*message.get("headers", ())]
         if dict(headers).get(b"content-type", b"").startswith(b"text/event-stream"):
-            made.streamed = True
+            context.streamed = True
             self._metrics.open_streams.inc()
-        headers.append((HEADER, made.request_id.encode()))
-        if made.speaks_messages:
-            headers.append((MESSAGES_HEADER, made.request_id.encode()))
+        headers.append((HEADER, context.request_id.encode()))
+        if context.speaks_messages:
+            headers.append((MESSAGES_HEADER, context.request_id.encode()))
         message["headers"] = headers
 
-    def _over(self, made: RequestContext, scope: Scope) -> None:
-        made.ended = self._clock.now()
-        made.route = getattr(scope.get("route"), "path", None)
-        if made.streamed:
+    def _over(self, context: RequestContext, scope: Scope) -> None:
+        context.ended = self._clock.now()
+        context.route = getattr(scope.get("route"), "path", None)
+        if context.streamed:
             self._metrics.open_streams.dec()
-        code = made.code if made.status >= 400 else None
-        seconds = made.ended - made.began
-        self._metrics.answered(made.route, made.method, made.status, code, seconds)
+        code = context.code if context.status >= 400 else None
+        seconds = context.ended - context.began
+        self._metrics.answered(context.route, context.method, context.status, code, seconds)
         for listener in self._listeners:
-            listener(made)
+            listener(context)
 
 
 def request_id(told: bytes | None) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ballast import __version__
 from ballast.core.clock import Clock
 from ballast.core.errors import ConfigError
-from ballast.server.http.request_context import Answering, RequestContext
+from ballast.server.http.request_context import ObservedAnswer, RequestContext
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -159,7 +159,7 @@ def _asked(context: RequestContext) -> dict[str, Value]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _answered(answer: Answering, began: float) -> dict[str, Value]:
+def _answered(answer: ObservedAnswer, began: float) -> dict[str, Value]:
     usage = answer.usage
     told: dict[str, Value] = {
         "gen_ai.response.model": answer.model,

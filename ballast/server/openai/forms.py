@@ -71,6 +71,8 @@ class Form(Protocol):
 class Head:
     """What all events of an answer have in common."""
 
+    request_id: str
+    """Of the HTTP request, which errors of the Messages API repeat."""
     answer_id: str
     model: str
     fingerprint: str
@@ -109,7 +111,7 @@ class _Chunks:
         return (event(encode(self.usage(usage))) if self._include_usage else b"") + DONE
 
     def failed(self, fault: Fault) -> bytes:
-        return event(fault.body()) + DONE
+        return event(fault.openai_body()) + DONE
 
     def usage(self, usage: Usage) -> Chunk:
         """The chunk without choices that has the usage."""

@@ -70,7 +70,7 @@ def add_admin_routes(app: FastAPI, service: Service, admin: AdminService) -> Non
 
 def _spec(service: Service, name: str) -> ModelSpec:
     """Find a model or adapter by its name or alias, whoever may use it. Raises UnknownModel."""
-    own = service.own_name(name)
+    own = service.models.own_name(name)
     for base in service.controller.specs.values():
         for served in base.served:
             if served.name == own:
@@ -104,7 +104,7 @@ def _add_model_routes(app: FastAPI, service: Service, admin: AdminService) -> No
     async def remove(
         name: str, patience: Annotated[float, Query(ge=0, le=3600)] = PATIENCE
     ) -> Response:
-        own = service.own_name(name)
+        own = service.models.own_name(name)
         await admin.remove(own if own in controller.failed else _spec(service, own).name, patience)
         return answered({"name": name, "status": "removed"})
 
@@ -206,5 +206,5 @@ def _add_story_route(app: FastAPI, service: Service) -> None:
     async def story(
         last: Annotated[int, Query(ge=0, le=10_000)] = 100, model: str | None = None
     ) -> Response:
-        own = None if model is None else service.own_name(model)
+        own = None if model is None else service.models.own_name(model)
         return answered({"decisions": decisions(service, last, own)})

@@ -7,6 +7,7 @@ from typing import Literal
 from ballast.core.errors import UnknownModel
 from ballast.core.model import ModelSpec
 from ballast.core.view import Residency
+from ballast.server.http.request_context import Caller
 from ballast.server.openai.records import Model, ModelStatus, RunningModel
 from ballast.server.service import Service
 
@@ -31,10 +32,10 @@ def status_of(residency: str) -> ModelStatus:
     return _STATUS[Residency(residency)]
 
 
-def listed(service: Service) -> list[Model]:
-    """Those that serve, in the fleet's order, each before its aliases, and then those that failed
-    to."""
-    models, aliases = service.models, service.controller.fleet.aliases
+def listed(service: Service, caller: Caller) -> list[Model]:
+    """List the models that a caller may use: those that serve, in the fleet's order, each before
+    its aliases, and then those that failed to."""
+    models, aliases = service.models.visible_to(caller), service.controller.fleet.aliases
     return [
         *(
             _serving(service, spec, name)
@@ -42,24 +43,26 @@ def listed(service: Service) -> list[Model]:
             for name in (spec.name, *aliases.get(spec.name, ()))
             if name == spec.name or name not in models
         ),
-        *(_failed(service, name) for name in service.failed),
+        *(_failed(service, name, why) for name, why in service.models.failed(caller).items()),
     ]
 
 
-def described(service: Service, name: str) -> Model:
-    """One of those listed. Raises UnknownModel."""
-    own = service.own_name(name)
-    spec = service.models.get(own)
+def described(service: Service, name: str, caller: Caller) -> Model:
+    """Describe one of the listed models. Raises UnknownModel."""
+    own = service.models.own_name(name)
+    spec = service.models.visible_to(caller).get(own)
     if spec is not None:
         return _serving(service, spec, name)
-    if own in service.failed:
-        return _failed(service, own)
+    failed = service.models.failed(caller)
+    if own in failed:
+        return _failed(service, own, failed[own])
     raise UnknownModel(f"there is no model {name!r}")
 
 
-def resident(service: Service) -> list[RunningModel]:
-    """Models whose weights are on a device, or on their way there or away, in the fleet's order."""
-    report, models = service.controller.report, service.models
+def resident(service: Service, caller: Caller) -> list[RunningModel]:
+    """List the models of a caller whose weights are on a device, or on their way there or away, in
+    the fleet's order."""
+    report, models = service.controller.report, service.models.visible_to(caller)
     found: list[RunningModel] = []
     for m in () if report is None else report.models:
         spec, state = models.get(m.name), _RUNNING.get(Residency(m.residency))
@@ -106,12 +109,12 @@ def _serving(service: Service, spec: ModelSpec, name: str) -> Model:
     )
 
 
-def _failed(service: Service, name: str) -> Model:
+def _failed(service: Service, name: str, why: str) -> Model:
     return Model(
         id=name,
         created=service.started,
         root=name,
         parent=None,
         max_model_len=None,
-        status=ModelStatus("failed", service.failed[name]),
+        status=ModelStatus("failed", why),
     )

@@ -14,10 +14,10 @@ from starlette.responses import Response
 
 from ballast.core.errors import BallastError
 from ballast.server.generate.generation import Generation
-from ballast.server.http import request_context
 from ballast.server.http.faults import Fault
 from ballast.server.http.json_response import answered
-from ballast.server.http.off_loop import large_body, off_loop
+from ballast.server.http.off_loop import off_loop
+from ballast.server.http.request_context import RequestContext, context_of
 from ballast.server.http.sse import ClientGone, EventStream, unless_gone
 from ballast.server.messages_api.form import MessageForm
 from ballast.server.messages_api.records import Message
@@ -48,14 +48,16 @@ def add_generating_routes(app: FastAPI, service: Service) -> None:
     async def messages(body: MessagesRequest, request: Request) -> Response:
         check_version(request.headers)
         service.warn(body)
-        chat = await off_loop(large_body(), body.chat)
+        context = context_of(request.scope)
+        chat = await off_loop(context.large_body, body.chat)
         with body.names():
             return await _answer(service, chat, request, "msg_", lambda h: MessageForm(h, body))
 
     @app.post("/v1/responses", responses=responses_of(ResponseRecord, streams=True))
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         service.warn(body)
-        chat, repeated = await off_loop(large_body(), lambda: (body.chat(), body.repeated()))
+        context = context_of(request.scope)
+        chat, repeated = await off_loop(context.large_body, lambda: (body.chat(), body.repeated()))
         with body.names():
             return await _answer(
                 service, chat, request, "resp_", lambda h: ResponseForm(h, chat, repeated)
@@ -69,18 +71,20 @@ async def _answer(
     prefix: str,
     form_of: Callable[[Head], Form],
 ) -> Response:
-    """The response to `asked`, in the form of its API. `prefix`: of the answer's id."""
+    """Answer a request in the form of its API; `prefix`: of the answer's id."""
+    context = context_of(request.scope)
     answer_id = f"{prefix}{secrets.token_hex(12)}"
-    spec = service.model(asked.model)
-    generation = await service.generate(asked, spec, answer_id)
+    spec = service.models.find(asked.model, context.caller)
+    generation = await service.generate(asked, spec, answer_id, context)
     handed_on = False
     try:
         form = form_of(
             Head(
+                context.request_id,
                 answer_id,
                 asked.model,
                 f"ballast-{spec.fingerprint[:12]}",
-                service.tokenizer(spec.name),
+                service.models.tokenizer(spec.name),
                 service.wall,
                 int(service.wall.now()),
             )
@@ -92,7 +96,7 @@ async def _answer(
         batches = generation.batches(service.settings.ping_seconds)
         first = await unless_gone(request.receive, anext(batches))
         handed_on = True
-        return EventStream(_events(form, generation, first, batches), generation.close)
+        return EventStream(_events(form, generation, first, batches, context), generation.close)
     except ClientGone:
         return Response(status_code=499)  # nobody reads it
     finally:
@@ -105,6 +109,7 @@ async def _events(
     generation: Generation,
     first: list[OutputPiece],
     batches: AsyncIterator[list[OutputPiece]],
+    context: RequestContext,
 ) -> AsyncIterator[bytes]:
     """The events of a stream; those of tokens that came together are sent together.
 
@@ -117,7 +122,7 @@ async def _events(
                 yield events
     except (Fault, BallastError) as error:
         fault = Fault.of(error)
-        request_context.current().code = fault.code
+        context.code = fault.code
         yield form.failed(fault)
         return
     yield form.closing(generation.usage)

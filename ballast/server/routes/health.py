@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from ballast.cluster.controller import Controller
 from ballast.server.access.gate import Gate
-from ballast.server.http import request_context
 from ballast.server.http.json_response import encode
+from ballast.server.http.request_context import context_of
 from ballast.server.observe.server_state import Status
 from ballast.server.service import Service
 
@@ -28,14 +28,15 @@ def add_health(app: FastAPI, service: Service, gate: Gate) -> None:
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={503: {"description": "Not now", "content": _ANY}})
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         told: dict[str, Any] = {"status": status(service.controller, gate)}
         if service.controller.down is not None:
             told["reason"] = service.controller.down
         elif service.controller.missing:
             told["missing"] = service.controller.missing
-        if request_context.current().caller.known:
-            told["failed"] = service.failed
+        caller = context_of(request.scope).caller
+        if caller.known:
+            told["failed"] = service.models.failed(caller)
         return _told(200 if told["status"] == "ok" else 503, **told)
 
 

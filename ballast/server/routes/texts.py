@@ -10,7 +10,8 @@ from starlette.responses import Response
 from ballast.core.errors import InvalidRequest
 from ballast.server.generate.parameters import check_tokens
 from ballast.server.http.json_response import answered
-from ballast.server.http.off_loop import large_body, off_loop
+from ballast.server.http.off_loop import off_loop
+from ballast.server.http.request_context import context_of
 from ballast.server.http.sse import ClientGone, unless_gone
 from ballast.server.messages_api.records import InputTokens
 from ballast.server.messages_api.request import CountRequest, check_version
@@ -28,18 +29,21 @@ def add_text_routes(app: FastAPI, service: Service) -> None:
     """`/tokenize`, `/detokenize`, `/v1/messages/count_tokens` and `/v1/embeddings`."""
 
     @app.post("/tokenize", responses=responses_of(Tokenized))
-    async def tokenize(body: TokenizeRequest) -> Response:
-        spec = service.model(body.model)
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+        context = context_of(request.scope)
+        spec = service.models.find(body.model, context.caller)
+        tokenizer = service.models.tokenizer(spec.name)
         service.warn(body)
         body.check()
         if body.prompt is None:
-            tokens = await service.conversation(body, spec)
+            tokens = await service.prompts.encode_conversation(body, spec, tokenizer, context)
         else:
             special = body.add_special_tokens is not False
-            [tokens] = await service.encoded([body.prompt], spec, "prompt", special=special)
+            [tokens] = await service.prompts.encode_texts(
+                [body.prompt], spec, tokenizer, "prompt", special=special
+            )
         shown = None
         if body.return_token_strs:
-            tokenizer = service.tokenizer(spec.name)
             shown = await off_loop(len(tokens) > LONG_TEXT, lambda: tokenizer.spelled(tokens))
         told = Tokenized(
             count=len(tokens), max_model_len=spec.max_model_len, tokens=tokens, token_strs=shown
@@ -47,30 +51,34 @@ def add_text_routes(app: FastAPI, service: Service) -> None:
         return answered(told)
 
     @app.post("/detokenize", responses=responses_of(Detokenized))
-    async def detokenize(body: DetokenizeRequest) -> Response:
-        spec = service.model(body.model)
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        spec = service.models.find(body.model, context_of(request.scope).caller)
         service.warn(body)
         most = max(spec.max_model_len, MOST_DETOKENIZED)
         if len(body.tokens) > most:
             raise InvalidRequest(f"tokens: at most {most}, not {len(body.tokens)}", "tokens")
         check_tokens(body.tokens, spec, "tokens")
-        tokenizer = service.tokenizer(spec.name)
+        tokenizer = service.models.tokenizer(spec.name)
         text = await off_loop(len(body.tokens) > LONG_TEXT, lambda: tokenizer.decode(body.tokens))
         return answered(Detokenized(text))
 
     @app.post("/v1/messages/count_tokens", responses=MESSAGES_ERRORS | responses_of(InputTokens))
     async def count_tokens(body: CountRequest, request: Request) -> Response:
         check_version(request.headers)
-        spec = service.model(body.model)
+        context = context_of(request.scope)
+        spec = service.models.find(body.model, context.caller)
         service.warn(body)
-        chat = await off_loop(large_body(), body.chat)
+        chat = await off_loop(context.large_body, body.chat)
         with body.names():
-            tokens = await service.conversation(chat, spec)
+            tokens = await service.prompts.encode_conversation(
+                chat, spec, service.models.tokenizer(spec.name), context
+            )
         return answered(InputTokens(len(tokens)))
 
     @app.post("/v1/embeddings", responses=responses_of(EmbeddingList))
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
-        embedding = await service.embed(body, f"embd-{secrets.token_hex(12)}")
+        context = context_of(request.scope)
+        embedding = await service.embed(body, f"embd-{secrets.token_hex(12)}", context)
         try:
             encoding = body.encoding_format or "float"
             return answered(

@@ -14,9 +14,8 @@ from ballast.core.clock import VirtualClock
 from ballast.core.settings import KeySettings, ServerSettings
 from ballast.server.access.gate import BODIES_HELD, Gate
 from ballast.server.access.quotas import KeyQuotas
-from ballast.server.http import request_context
 from ballast.server.http.bodies import SMALL_BYTES, WEIGHT_BYTES
-from ballast.server.http.request_context import Caller, RequestContext
+from ballast.server.http.request_context import Caller, RequestContext, attach_context
 
 WHOLE: Message = {"type": "http.request", "body": b"{}", "more_body": False}
 PART: Message = {"type": "http.request", "body": b"{", "more_body": True}
@@ -59,7 +58,6 @@ class Behind:
         key: KeySettings | None = None,
     ) -> list[Message]:
         """What is sent to a client that says this, and then nothing more."""
-        request_context.begin(RequestContext(caller=Caller(key)))
         to_say, sent = list(said), list[Message]()
 
         async def receive() -> Message:
@@ -72,6 +70,7 @@ class Behind:
 
         method = method or ("POST" if path.startswith("/v1") else "GET")
         scope = {"type": "http", "method": method, "path": path, "headers": []}
+        attach_context(scope, RequestContext(caller=Caller(key)))
         await self.gate(scope, receive, send)
         return sent
 

@@ -12,11 +12,12 @@ import pytest
 
 from ballast.core.errors import ContextLengthExceeded
 from ballast.fleet.tokenizer import train_tokenizer
-from ballast.server.http import bodies, request_context
+from ballast.server.http import bodies
 from ballast.server.http.bodies import SMALL_BYTES, JsonRequest, weigh
-from ballast.server.http.off_loop import large_body, off_loop
+from ballast.server.http.off_loop import off_loop
 from ballast.server.http.request_context import RequestContext
-from ballast.server.service import Service
+from ballast.server.prompt_encoder import PromptEncoder
+from ballast.server.text.chat_template import TemplateRenderer
 from ballast.server.text.tokenizer import HUGE_TEXT, LONG_TEXT, Tokenizer
 
 LOOP = threading.main_thread().name
@@ -37,9 +38,10 @@ class Recorder:
 def encoded(texts: list[str], most: int) -> tuple[list[list[int]], list[str]]:
     """Tokens, and the kinds of threads they were found in."""
     recorder = Recorder()
-    service: Any = SimpleNamespace(tokenizer=lambda name: recorder)
+    tokenizer: Any = recorder
     spec: Any = SimpleNamespace(name="m", max_model_len=most)
-    found = asyncio.run(Service.encoded(service, texts, spec, "prompt", special=True))
+    encoder = PromptEncoder(TemplateRenderer())
+    found = asyncio.run(encoder.encode_texts(texts, spec, tokenizer, "prompt", special=True))
     return found, [name.split("_")[0] for name in recorder.threads]
 
 
@@ -106,7 +108,7 @@ def test_large_bodies_are_decoded_in_a_thread(monkeypatch: pytest.MonkeyPatch, s
 @pytest.mark.parametrize("size", [SMALL_BYTES, SMALL_BYTES + 1])
 def test_what_a_large_body_holds_is_gone_through_in_a_thread(size: int) -> None:
     async def scenario() -> str:
-        request_context.begin(RequestContext(body_bytes=size))
-        return await off_loop(large_body(), lambda: threading.current_thread().name)
+        context = RequestContext(body_bytes=size)
+        return await off_loop(context.large_body, lambda: threading.current_thread().name)
 
     assert (asyncio.run(scenario()) == LOOP) == (size == SMALL_BYTES)

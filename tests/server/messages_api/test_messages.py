@@ -336,7 +336,7 @@ def test_a_stream_that_breaks_ends_with_an_error(echo: ServerProcess) -> None:
 
 def form(max_tokens: int = 9) -> MessageForm:
     request = MessagesRequest.model_validate(ASKED | {"max_tokens": max_tokens})
-    head: Any = Head("msg_1", MODEL, "f", None, None, 0)  # type: ignore[arg-type]
+    head: Any = Head("req-1", "msg_1", MODEL, "f", None, None, 0)  # type: ignore[arg-type]
     return MessageForm(head, request)
 
 

@@ -7,13 +7,12 @@ from collections.abc import AsyncIterator
 import anyio
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from starlette.responses import Response, StreamingResponse
 
 from ballast.core.clock import VirtualClock
-from ballast.server.http import request_context
 from ballast.server.http.faults import Fault
-from ballast.server.http.request_context import RequestContext
+from ballast.server.http.request_context import RequestContext, context_of
 from ballast.server.observe.request_watch import Watch
 from tests.server.observe.test_metrics import Told
 
@@ -29,11 +28,12 @@ class Watched:
         app = FastAPI()
 
         @app.get("/things/{name}")
-        async def thing(name: str) -> Response:
-            request_context.current().answer_id = name
+        async def thing(name: str, request: Request) -> Response:
+            context = context_of(request.scope)
+            context.answer_id = name
             self.clock.advance_to(7.0)
             if name == "none":
-                return Fault(429, "too many", "rate_limited").response()
+                return Fault(429, "too many", "rate_limited").response(context)
             return Response("it")
 
         @app.get("/stream")
@@ -70,7 +70,9 @@ def test_a_request_is_counted_by_its_route(watched: Watched) -> None:
     one = watched.told.one
     assert one("http_requests_total", handler="/things/{name}", method="GET", status="200") == 1
     assert one("http_request_duration_seconds_sum", handler="/things/{name}") == 2.0
-    assert request_context.current() is not made
+    watched.get("/things/18")
+    assert watched.visits[-1] is not made
+    assert made.answer_id == "17"
 
 
 def test_the_code_of_an_error_is_counted(watched: Watched) -> None:

@@ -1,0 +1,113 @@
+"""From prompts and conversations to token ids: chat templates and tokenizers, off the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ballast.core.errors import ContextLengthExceeded, InvalidRequest
+from ballast.core.model import ModelSpec
+from ballast.server.conversation import Conversation
+from ballast.server.generate.parameters import check_tokens
+from ballast.server.http.off_loop import off_loop
+from ballast.server.http.request_context import RequestContext
+from ballast.server.openai.request import ChatRequest, GenerateRequest
+from ballast.server.text.chat_template import TemplateJob, TemplateRenderer
+from ballast.server.text.tokenizer import HUGE_TEXT, LONG_TEXT, Tokenizer, TooManyTokens
+
+
+class PromptEncoder:
+    """Turns what clients write into token ids, in threads where it takes long."""
+
+    def __init__(self, templates: TemplateRenderer) -> None:
+        self._templates = templates
+
+    async def encode_request(
+        self,
+        request: GenerateRequest,
+        spec: ModelSpec,
+        tokenizer: Tokenizer,
+        context: RequestContext,
+    ) -> list[tuple[str | None, list[int]]]:
+        """Encode each prompt of a request: its text, where the client wrote text, and its token
+        ids. Raises InvalidRequest, ContextLengthExceeded, and Unavailable."""
+        if isinstance(request, ChatRequest):
+            return [(None, await self.encode_conversation(request, spec, tokenizer, context))]
+        prompts = request.prompts
+        tokens = await self.encode_prompts(prompts, spec, tokenizer, "prompt")
+        texts = (prompt if isinstance(prompt, str) else None for prompt in prompts)
+        return list(zip(texts, tokens, strict=True))
+
+    async def encode_prompts(
+        self,
+        prompts: Sequence[str | list[int]],
+        spec: ModelSpec,
+        tokenizer: Tokenizer,
+        field: str,
+    ) -> list[list[int]]:
+        """Encode prompts, each a text or token ids already: at least one token each, all of the
+        vocabulary. Raises InvalidRequest and ContextLengthExceeded, which name `field`."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(await self.encode_texts(texts, spec, tokenizer, field, special=True))
+        tokens = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+        for prompt, ids in zip(prompts, tokens, strict=True):
+            if not isinstance(prompt, str):
+                check_tokens(ids, spec, field)
+            if not ids:
+                raise InvalidRequest(f"{field}: it is empty", field)
+        return tokens
+
+    async def encode_texts(
+        self,
+        texts: Sequence[str],
+        spec: ModelSpec,
+        tokenizer: Tokenizer,
+        field: str,
+        *,
+        special: bool,
+    ) -> list[list[int]]:
+        """Encode texts; `special`: with what the tokenizer puts around a text. Raises
+        ContextLengthExceeded, before tokenizing where the length of the text tells."""
+        most = spec.max_model_len
+
+        def encode() -> list[list[int]]:
+            return [tokenizer.encode(text, special=special, most=most) for text in texts]
+
+        try:
+            size = sum(map(len, texts))
+            return await off_loop(size > LONG_TEXT, encode, huge=size > HUGE_TEXT)
+        except TooManyTokens as error:
+            found = "more" if error.found is None else error.found
+            why = f"{found} tokens in {error.characters} characters"
+            raise ContextLengthExceeded(
+                f"{field}: the context of {spec.name!r} is {most} tokens; there are {why}", field
+            ) from None
+
+    async def encode_conversation(
+        self,
+        request: Conversation,
+        spec: ModelSpec,
+        tokenizer: Tokenizer,
+        context: RequestContext,
+    ) -> list[int]:
+        """Encode a conversation by the model's chat template. Raises InvalidRequest,
+        ContextLengthExceeded, and Unavailable."""
+
+        def prepare() -> TemplateJob:
+            messages = [m.for_template() for m in request.messages or ()]
+            tools = request.shown_tools
+            if tokenizer.dialect is not None:
+                messages = tokenizer.dialect.conversation(messages, tools)
+            return tokenizer.conversation(
+                messages,
+                tools=tools,
+                answer=request.add_generation_prompt is not False,
+                continued=bool(request.continue_final_message),
+                more=request.chat_template_kwargs,
+            )
+
+        text = await self._templates.render(await off_loop(context.large_body, prepare))
+        special = bool(request.add_special_tokens)
+        [tokens] = await self.encode_texts([text], spec, tokenizer, "messages", special=special)
+        if not tokens:
+            raise InvalidRequest("messages: the chat template makes nothing of them", "messages")
+        return tokens

@@ -1,0 +1,98 @@
+"""The models that a server serves: by name or alias, each with its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ballast.cluster.controller import Controller
+from ballast.core.errors import UnknownModel
+from ballast.core.model import ModelSpec
+from ballast.server.http.request_context import ANYONE, Caller
+from ballast.server.text.tokenizer import Tokenizer
+
+_LONGEST_NAME = 200
+"""Characters of an unknown model's name that an error repeats."""
+_MOST_NAMED = 20
+"""Models that an error lists; `GET /v1/models` lists all."""
+
+
+class ServedModels:
+    """Names, specs and tokenizers of the models that serve, as each caller may see them."""
+
+    def __init__(self, controller: Controller, tokenizers: Mapping[str, Tokenizer]) -> None:
+        self._controller = controller
+        self._tokenizers = dict(tokenizers)
+
+    def visible_to(self, caller: Caller = ANYONE) -> dict[str, ModelSpec]:
+        """Return the models that serve and that `caller` may use, by own name, in the fleet's
+        order, each before its adapters."""
+        served = (spec for base in self._controller.specs.values() for spec in base.served)
+        return {
+            spec.name: spec
+            for spec in served
+            if spec.name in self._tokenizers and self._may_use(caller, spec.name)
+        }
+
+    def failed(self, caller: Caller = ANYONE) -> dict[str, str]:
+        """Return the fleet's models that do not serve and that `caller` may use, with the reason
+        of each."""
+        failed = self._controller.failed
+        return {name: why for name, why in failed.items() if self._may_use(caller, name)}
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Further names of the fleet's models and adapters, each with the own name that it stands
+        for."""
+        aliases = self._controller.fleet.aliases
+        return {alias: name for name, known in aliases.items() for alias in known}
+
+    def own_name(self, name: str) -> str:
+        """Resolve an alias; an own name, or an unknown one, is returned as it is."""
+        known = name in self._tokenizers or name in self._controller.failed
+        return name if known else self.aliases.get(name, name)
+
+    def find(self, name: str, caller: Caller) -> ModelSpec:
+        """Find a model by its own name or an alias.
+
+        Raises UnknownModel, with the reason if the fleet's model of that name could not be loaded,
+        and with the models that `caller` may use.
+        """
+        models, own = self.visible_to(caller), self.own_name(name)
+        spec = models.get(own)
+        if spec is None:
+            why = self.failed(caller).get(own)
+            more = f": it could not be loaded ({why})" if why else ""
+            is_long = len(name) > _LONGEST_NAME
+            shown = f"{name[:_LONGEST_NAME]!r}..." if is_long else f"{name!r}"
+            raise UnknownModel(f"the model {shown} is not served here{more}; {_served(models)}")
+        return spec
+
+    def tokenizer(self, name: str) -> Tokenizer:
+        """Return the tokenizer of a model that serves. Raises UnknownModel: the model may have
+        been removed meanwhile."""
+        if name not in self._tokenizers:
+            raise UnknownModel(f"the model {name!r} is not served here any more")
+        return self._tokenizers[name]
+
+    def add(self, name: str, tokenizer: Tokenizer) -> None:
+        """Serve a model from now on, with this tokenizer."""
+        self._tokenizers[name] = tokenizer
+
+    def remove(self, name: str) -> None:
+        """Serve a model or an adapter no longer."""
+        self._tokenizers.pop(name, None)
+
+    def _may_use(self, caller: Caller, name: str) -> bool:
+        """Whether a caller's key, which may list own names and aliases, is for this model."""
+        aliases = self._controller.fleet.aliases.get(name, ())
+        return caller.may_use(name) or any(map(caller.may_use, aliases))
+
+
+def _served(models: Iterable[str]) -> str:
+    """List what can be requested instead of an unknown model."""
+    names = list(models)
+    if not names:
+        return "no model is served to this key"
+    more = len(names) - _MOST_NAMED
+    rest = f" and {more} more (GET /v1/models)" if more > 0 else ""
+    return f"served: {', '.join(names[:_MOST_NAMED])}{rest}"
