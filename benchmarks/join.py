@@ -55,9 +55,9 @@ def done(outcome: Outcome) -> None:
 
 async def joined(controller: Controller) -> float:
     began = time.perf_counter()
-    done(await controller.place(MODEL, SECOND))
+    done(await controller.commands.place(MODEL, SECOND))
     seconds = time.perf_counter() - began
-    done(await controller.withdraw_model(MODEL, SECOND, 0.0))
+    done(await controller.commands.withdraw(MODEL, SECOND, 0.0))
     return seconds
 
 

@@ -59,7 +59,7 @@ class Stream:
     failed: str = ""
 
     async def run(self, server: Controller, submission: Submission) -> None:
-        output_stream = server.submit([submission])
+        output_stream = server.router.submit([submission])
         try:
             while output_stream.more:
                 for output in await output_stream.take():
@@ -126,7 +126,7 @@ class Rounds:
         devices[target].cordoned = False
         ordered, moved = time.perf_counter(), 0
         if way == "with KV":
-            moved = await self._server.migrate(devices[source], "llama")
+            moved = await self._server.relocation.move_requests(devices[source], "llama")
         elif way == "anew":
             gone = devices[source].requests.hand_over(devices[source].specs["llama"])
             devices[target].requests.take(gone)

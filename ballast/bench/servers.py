@@ -52,7 +52,7 @@ class ServersTarget:
 
     async def run(self, submission: Submission, recorder: Recorder) -> None:
         """Raises Unavailable where no worker is to be expected."""
-        stream = self._server(submission.model).submit([submission])
+        stream = self._server(submission.model).router.submit([submission])
         try:
             while stream.more:
                 outputs = await stream.take()
@@ -76,14 +76,16 @@ class ServersTarget:
         found: list[Decision] = []
         began = asyncio.get_running_loop().time() - (self._clock.now() - origin)
         for server in self._servers:
-            entries = ({"at": moment, **what} for moment, what in server.decisions)
+            entries = ({"at": moment, **what} for moment, what in server.devices.decisions)
             found += decisions_of(entries, next(iter(server.devices)), began)
         return [d for d in found if d.at >= 0]
 
     def _server(self, model: str) -> Controller:
         for server in self._servers:
             if any(
-                served.name == model for base in server.specs.values() for served in base.served
+                served.name == model
+                for base in server.devices.specs.values()
+                for served in base.served
             ):
                 return server
         raise Unavailable(f"no server has {model}")
@@ -107,13 +109,15 @@ async def run_servers(
     progress(f"{name}: starting {len(fleets)} servers", 0)
     async with serving_fleets(fleets, command) as servers:
         target = ServersTarget(servers, MonotonicClock())
-        specs = [spec for server in servers for spec in server.specs.values()]
+        specs = [spec for server in servers for spec in server.devices.specs.values()]
         prompts = prompts_of(vocabularies_of(specs))
         done = await replay(
             workload, target, prompts, timeout=timeout, progress=progress, name=name
         )
         devices = [d.report for server in servers for d in server.devices.values()]
-        moves = [what for server in servers for _, what in server.decisions if "epoch" in what]
+        moves = [
+            what for server in servers for _, what in server.devices.decisions if "epoch" in what
+        ]
     told = Report.of(
         done.records,
         slos,
@@ -136,7 +140,7 @@ async def serving_fleets(
         for server, fleet in zip(servers, fleets, strict=True):
             await server.start(replace(fleet, server=replace(fleet.server, spare_worker=False)))
         for server in servers:
-            for model, why in server.failed.items():
+            for model, why in server.devices.failed.items():
                 raise Unavailable(f"{model} is not served: {why}")
         yield servers
     finally:

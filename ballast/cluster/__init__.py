@@ -4,12 +4,13 @@ Packages from `server` and `sim` up may import it. It imports `engine`, `transpo
 below them.
 
 - `combined_report`: Sum of several devices' reports.
-- `controller`: `Controller`: routes requests and commands to the devices of one server.
+- `controller`: The parts that serve one fleet on its devices, and their start and end.
 - `device_record`: What is known of one device for routing.
 - `device`: One device as the controller sees it: a worker that is replaced when it dies.
-- `devices`: The set of a server's devices, and which serve which model.
+- `device_set`: The devices of one server, and which serve which model.
 - `fairness`: Fair order of requests between API keys.
 - `fitness`: Check of a fleet against this machine, before anything is loaded.
+- `fleet_commands`: Operators' commands, carried out over the devices that they concern.
 - `fleet_policy_runner`: Run the fleet policy while the server runs.
 - `fleet`: The book of placement, shared by the live and the simulated controller.
 - `flight`: Shared memory that records what a lane was running when its process died.
@@ -30,6 +31,7 @@ below them.
 - `placing`: Initial placement, and each worker's configuration.
 - `rank`: The process of a further tensor-parallel rank.
 - `ranks`: A tensor-parallel group as one machine.
+- `relocation`: Move running requests off a device, after their weights are elsewhere.
 - `remote_vm`: The `Vm` of another rank, by messages.
 - `remote`: A further rank as the first one sees it: its process and connections.
 - `request_router`: Choice of the device of a request, and retry when a worker dies.

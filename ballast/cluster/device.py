@@ -1,4 +1,4 @@
-"""One device as its controller knows it: a worker that is replaced when it dies, and its orders.
+"""One device as its controller sees it: a worker that is replaced when it dies, and its commands.
 
 The requests that a dead worker had go on in the next one after the tokens that their clients have.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from ballast.cluster.device_record import DeviceRecord
 from ballast.cluster.pending_orders import PendingOrders, changed, names_of
@@ -18,7 +18,7 @@ from ballast.cluster.worker_link import WorkerLink
 from ballast.core.command import Add, DeviceOrder, Outcome, Remove
 from ballast.core.errors import BallastError, Unavailable
 from ballast.core.migration import Word
-from ballast.core.settings import FleetSettings, ModelSettings, Role
+from ballast.core.settings import FleetSettings, ModelSettings
 from ballast.transport.messages import (
     Done,
     DrainDevice,
@@ -45,36 +45,38 @@ STEADY_SECONDS = 60.0
 """A worker that lived so long died of something new: the next is started at once."""
 
 
-class Neighbours(Protocol):
-    """What a device needs of its controller, which knows the other devices."""
+class DeviceObserver:
+    """Follows the workers of devices. Observers override what concerns them; each is called in the
+    order in which the device was given them."""
 
-    def take_over(self, device: RemoteDevice, in_flight: Collection[str]) -> None:
-        """Its worker has died: others may have its requests, but those that were `in_flight`."""
+    def worker_ready(self, device: RemoteDevice) -> None:
+        """A worker of the device serves now."""
 
-    def carried_out(self, device: RemoteDevice, order: DeviceOrder) -> None:
-        """It has done what was ordered."""
+    def worker_died(self, device: RemoteDevice, in_flight: Collection[str]) -> None:
+        """The device's worker has died while it ran the requests `in_flight`, or no further worker
+        is to be expected."""
 
-    def serving(self, device: RemoteDevice, pages: str) -> None:
-        """Its worker serves, and gives its memory to others at `pages`, if that is not empty."""
+    async def worker_reaped(self, device: RemoteDevice) -> None:
+        """The device's worker has been reaped; returns when another may take its place."""
 
-    def said(self, device: RemoteDevice, message: OfLease | OfPeer) -> None:
-        """Of pages that are lent."""
+    def command_done(self, device: RemoteDevice, command: DeviceOrder) -> None:
+        """The device has carried out an operator's command."""
 
-    def prefilled(self, device: RemoteDevice, request_id: str) -> None:
-        """A request has its first token at a device that only prefills."""
+    def lending_message(self, device: RemoteDevice, message: OfLease | OfPeer) -> None:
+        """The worker has sent a message about pages that are lent."""
 
-    def said_of_request(self, device: RemoteDevice, word: Word) -> None:
-        """Of a request that moves from it or to it."""
+    def migration_message(self, device: RemoteDevice, word: Word) -> None:
+        """The worker has sent a message about a request that moves from it or to it."""
 
-    async def buried(self, device: RemoteDevice) -> None:
-        """Its worker has died and been reaped; returns when another may take its place."""
+    def first_token(self, device: RemoteDevice, request_id: str) -> None:
+        """A request has its first token."""
 
-    def decided(self, device: RemoteDevice, moment: float, what: dict[str, Any]) -> None:
-        """What, and when on the event loop's clock."""
+    def decision_made(self, device: RemoteDevice, moment: float, decision: dict[str, Any]) -> None:
+        """The device's policy has decided something, at `moment` on the event loop's clock."""
 
 
 class RemoteDevice(DeviceRecord):
-    """Its worker, and what the next one is started with."""
+    """A device's worker, and what the next one is started with."""
 
     def __init__(
         self,
@@ -82,13 +84,13 @@ class RemoteDevice(DeviceRecord):
         make_worker: Callable[[], WorkerLink],
         spare: Spare[WorkerLink],
         suspicions: Suspicions,
-        neighbours: Neighbours,
+        observers: Sequence[DeviceObserver],
     ) -> None:
         super().__init__(name, suspicions)
         self._make_worker = make_worker
         self.worker = make_worker()
         self._spare = spare
-        self._neighbours = neighbours
+        self._observers = tuple(observers)
         self._orders = PendingOrders(lambda command: self.worker.send(command))
         self._supervisor: asyncio.Task[None] | None = None
         self._ending = False
@@ -133,8 +135,8 @@ class RemoteDevice(DeviceRecord):
         return await self.command(Add(settings))
 
     def _began(self, request_id: str) -> None:
-        if self.fleet.device.role is Role.PREFILL:
-            self._neighbours.prefilled(self, request_id)
+        for observer in self._observers:
+            observer.first_token(self, request_id)
 
     def _carried_out(self, order: DeviceOrder, outcome: Outcome) -> None:
         if outcome.code is not None:
@@ -148,7 +150,8 @@ class RemoteDevice(DeviceRecord):
         served = {s.name for base in self.specs.values() for s in base.served}
         failed = {**self.failed, **outcome.failed}
         self.failed = {n: why for n, why in failed.items() if n not in left | served}
-        self._neighbours.carried_out(self, order)
+        for observer in self._observers:
+            observer.command_done(self, order)
 
     async def close(self, patience: float) -> None:
         """End the worker: what is open is finished within `patience` seconds, or fails."""
@@ -192,7 +195,8 @@ class RemoteDevice(DeviceRecord):
                 if self._ending:
                     return
                 await self.worker.close()
-                await self._neighbours.buried(self)
+                for observer in self._observers:
+                    await observer.worker_reaped(self)
                 # Requests can kill only so many workers each; whatever else does may go on.
                 fresh = had_work or clock() - began > STEADY_SECONDS
                 failures = 0 if fresh else failures + 1
@@ -226,9 +230,11 @@ class RemoteDevice(DeviceRecord):
                 if order is not None:
                     self._carried_out(order, message.outcome)
             case OfLease() | OfPeer():
-                self._neighbours.said(self, message)
+                for observer in self._observers:
+                    observer.lending_message(self, message)
             case OfRequest():
-                self._neighbours.said_of_request(self, message.word)
+                for observer in self._observers:
+                    observer.migration_message(self, message.word)
             case Drained():
                 self._drained.set()
             case _:
@@ -238,8 +244,9 @@ class RemoteDevice(DeviceRecord):
         """Decisions outlive the worker, and with it the clock that they were dated by."""
         since = asyncio.get_running_loop().time() - status.report.now
         for decision in status.decisions:
-            what = {key: value for key, value in decision.items() if key != "at"}
-            self._neighbours.decided(self, since + decision["at"], what)
+            fields = {key: value for key, value in decision.items() if key != "at"}
+            for observer in self._observers:
+                observer.decision_made(self, since + decision["at"], fields)
 
     def _serve(self, ready: Ready) -> None:
         self.specs, self.failed, self.report = ready.specs, ready.failed, ready.report
@@ -247,7 +254,8 @@ class RemoteDevice(DeviceRecord):
         self.down = self.lost = None
         self._drained.clear()
         self.requests.serve(lambda message: self.worker.send(message))
-        self._neighbours.serving(self, ready.pages)
+        for observer in self._observers:
+            observer.worker_ready(self)
 
     def _mourn(self, why: str) -> None:
         """The worker has died: its requests wait for the next, or go elsewhere."""
@@ -259,7 +267,7 @@ class RemoteDevice(DeviceRecord):
         self._prefixes.clear()
         in_flight = self.requests.mourn(self.worker.in_flight())
         if not self._ending:
-            self._neighbours.take_over(self, in_flight)
+            self._notify_death(in_flight)
 
     async def _replace(self, failures: int) -> None:
         """Start a worker, again and again until one serves."""
@@ -289,5 +297,9 @@ class RemoteDevice(DeviceRecord):
     def _give_up(self, why: str) -> None:
         """No worker is to be expected: what no other device can do fails."""
         self.down = self.lost = why
-        self._neighbours.take_over(self, ())
+        self._notify_death(())
         self.requests.fail_all(WORKER_LOST, why)
+
+    def _notify_death(self, in_flight: Collection[str]) -> None:
+        for observer in self._observers:
+            observer.worker_died(self, in_flight)

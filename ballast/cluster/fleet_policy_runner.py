@@ -1,21 +1,20 @@
-"""Has the fleet's policy decide, while a server runs, which devices serve which models."""
+"""Run the fleet's policy while a server runs: which devices serve which models."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
-from typing import Any, Protocol
 
 from ballast.cluster.device import RemoteDevice
+from ballast.cluster.device_set import DeviceSet
 from ballast.cluster.fleet import FleetBook
+from ballast.cluster.fleet_commands import FleetCommands
 from ballast.cluster.placing import need_of
+from ballast.cluster.relocation import Relocation
 from ballast.core.actions import Activate
 from ballast.core.command import Remove
 from ballast.core.errors import Unavailable
 from ballast.core.fleet import FleetAction, Need, Place, Room
-from ballast.core.model import ModelSpec
-from ballast.core.settings import FleetSettings
 from ballast.policy.base import FleetPolicy
 
 log = logging.getLogger(__name__)
@@ -26,26 +25,6 @@ LEAVING_SECONDS = 30.0
 """For a model without open requests to leave a device."""
 
 
-class PolicyHost(Protocol):
-    """What there is to decide about; `ballast.cluster.controller.Controller` is one."""
-
-    @property
-    def fleet(self) -> FleetSettings: ...
-
-    @property
-    def specs(self) -> Mapping[str, ModelSpec]: ...
-
-    @property
-    def devices(self) -> Mapping[str, RemoteDevice]: ...
-
-    @property
-    def changing(self) -> asyncio.Lock: ...
-
-    async def migrate(self, device: RemoteDevice, model: str) -> int: ...
-
-    def decided(self, device: RemoteDevice | None, moment: float, what: dict[str, Any]) -> None: ...
-
-
 class FleetPolicyRunner:
     """One task; `run` it. Models whose devices the operator has named stay.
 
@@ -53,9 +32,17 @@ class FleetPolicyRunner:
     operator's order has changed who serves what.
     """
 
-    def __init__(self, host: PolicyHost, policy: FleetPolicy) -> None:
-        rooms = [Room(d.name, d.fleet.device.budget_bytes) for d in host.devices.values()]
-        self._host = host
+    def __init__(
+        self,
+        devices: DeviceSet,
+        commands: FleetCommands,
+        relocation: Relocation,
+        policy: FleetPolicy,
+    ) -> None:
+        rooms = [Room(d.name, d.fleet.device.budget_bytes) for d in devices.values()]
+        self._devices = devices
+        self._commands = commands
+        self._relocation = relocation
         self._book = FleetBook(self._homes(), self._needs(), rooms, policy)
 
     async def run(self) -> None:
@@ -75,10 +62,10 @@ class FleetPolicyRunner:
         """Ask the policy, and do what it says."""
         self._book.follow(self._homes(), self._needs())
         epoch = self._book.epoch
-        devices = [d for d in self._host.devices.values() if d.down is None and not d.cordoned]
+        devices = [d for d in self._devices.values() if d.down is None and not d.cordoned]
         reports = {d.name: d.report for d in devices if d.report is not None}
         for action in self._book.decide(now, reports):
-            async with self._host.changing:
+            async with self._commands.changing:
                 refused = await self._do(action, epoch)
             self._tell(now, action, epoch, refused)
             if refused is None:
@@ -87,17 +74,17 @@ class FleetPolicyRunner:
 
     def _homes(self) -> dict[str, list[str]]:
         """By model whose devices the operator has not named, those that take its requests."""
-        named = {m.name for m in self._host.fleet.models if m.devices}
+        named = {m.name for m in self._devices.fleet.models if m.devices}
         return {
-            model: [d.name for d in self._host.devices.values() if d.takes(model)]
-            for model in self._host.specs
+            model: [d.name for d in self._devices.values() if d.takes(model)]
+            for model in self._devices.specs
             if model not in named
         }
 
     def _needs(self) -> list[Need]:
         """What each of them asks of a device."""
-        devices = [device for device, _ in self._host.fleet.devices.values()]
-        return [need_of(self._host.specs[model], devices, {}) for model in self._homes()]
+        devices = [device for device, _ in self._devices.fleet.devices.values()]
+        return [need_of(self._devices.specs[model], devices, {}) for model in self._homes()]
 
     async def _do(self, action: FleetAction, epoch: int) -> str | None:
         """Why it was not done, if it was not."""
@@ -107,11 +94,11 @@ class FleetPolicyRunner:
         objection = self._book.objection(action)
         if objection is not None:
             return objection
-        device = self._host.devices[action.device]
+        device = self._devices[action.device]
         if not isinstance(action, Place):
             device.leaving.add(action.model)
             return None
-        settings = next(m for m in self._host.fleet.models if m.name == action.model)
+        settings = next(m for m in self._devices.fleet.models if m.name == action.model)
         try:
             outcome = await device.join(settings)
             if outcome.code is None and action.activate:
@@ -123,14 +110,14 @@ class FleetPolicyRunner:
     async def _leave(self) -> None:
         """Take models from devices that get no more of their requests: those that run go on at
         others with their KV, and what cannot be moved ends where it is."""
-        async with self._host.changing:
-            for device in self._host.devices.values():
+        async with self._commands.changing:
+            for device in self._devices.values():
                 for model in sorted(device.leaving & device.specs.keys()):
-                    others = [d for d in self._host.devices.values() if d is not device]
+                    others = [d for d in self._devices.values() if d is not device]
                     if not any(d.takes(model) and d.lost is None for d in others):
                         device.leaving.discard(model)  # nobody else can serve it by now
                         continue
-                    await self._host.migrate(device, model)
+                    await self._relocation.move_requests(device, model)
                     here = device.specs.get(model)
                     if here and device.down is None and not device.requests.of(here):
                         await self._remove(device, model)
@@ -153,4 +140,4 @@ class FleetPolicyRunner:
         if refused is not None:
             what["refused"] = refused
         log.info("%s %s: %s", what["action"], action.model, refused or action.device)
-        self._host.decided(None, now, what)
+        self._devices.decisions.append((now, what))

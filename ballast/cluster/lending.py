@@ -13,33 +13,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from ballast.core.capability import Capability
+from ballast.cluster.device import DeviceObserver, RemoteDevice
+from ballast.cluster.device_set import DeviceSet
 from ballast.core.lease import Returned
-from ballast.transport.messages import Gone, Meet, OfLease, OfPeer, ToWorker
+from ballast.transport.messages import Gone, Meet, OfLease, OfPeer
 
 log = logging.getLogger(__name__)
 
 LET_GO_SECONDS = 30.0
 """A worker that uses a dead one's memory for longer is killed, so that a successor can start."""
-
-
-class Peer(Protocol):
-    """A device; `ballast.cluster.device.RemoteDevice` is one."""
-
-    name: str
-
-    @property
-    def down(self) -> str | None: ...
-
-    def tell(self, message: ToWorker) -> None:
-        """To its present worker."""
-
-    def kill(self, why: str) -> None:
-        """End its present worker."""
 
 
 @dataclass(slots=True)
@@ -48,10 +33,10 @@ class _Pair:
     met: set[str] = field(default_factory=set)
 
 
-class Acquaintances:
-    """Of the devices of one server."""
+class Acquaintances(DeviceObserver):
+    """Introduces the workers of one server's devices to each other, and passes their messages."""
 
-    def __init__(self, devices: Mapping[str, Peer]) -> None:
+    def __init__(self, devices: DeviceSet) -> None:
         self._devices = devices
         self._epochs = itertools.count(1)
         self._pairs: dict[frozenset[str], _Pair] = {}
@@ -66,18 +51,19 @@ class Acquaintances:
         pair = self._pairs.get(frozenset((a, b)))
         return pair is not None and pair.met == {a, b}
 
-    def serving(self, device: Peer, address: str, able: Iterable[Capability]) -> None:
-        """A worker serves, and gives its memory at `address` (empty: it does not)."""
-        if not address:
+    def worker_ready(self, device: RemoteDevice) -> None:
+        """Introduce a worker that serves its memory (at `device.pages`) to those that may lend to
+        it or borrow from it."""
+        if not device.pages:
             return
-        self._addresses[device.name] = address
-        for c in able:
+        self._addresses[device.name] = device.pages
+        for c in self._devices.lending:
             pair = frozenset((c.lender, c.borrower))
             if c.means and device.name in pair and pair <= self._addresses.keys():
                 self._introduce(pair)
 
-    def said(self, device: Peer, message: OfLease | OfPeer) -> None:
-        """A worker has said something of, or to, another one."""
+    def lending_message(self, device: RemoteDevice, message: OfLease | OfPeer) -> None:
+        """Act on a worker's message about another worker, or pass it on to that one."""
         if isinstance(message, OfLease):
             self._pass_on(device, message)
             return
@@ -91,15 +77,14 @@ class Acquaintances:
         else:
             self._devices[message.peer].kill(f"{device.name} waits in vain for pages it has lent")
 
-    def died(self, device: Peer) -> None:
-        """Its worker says nothing any more; what it used of others it uses no more."""
+    def worker_died(self, device: RemoteDevice, in_flight: Collection[str]) -> None:
+        """Note that a dead worker uses nothing of others any more."""
         self._addresses.pop(device.name, None)
         for dead in list(self._holders):
             self._let_go(dead, device.name)
 
-    async def buried(self, device: Peer) -> None:
-        """Its worker has been reaped: what it had borrowed is free. Returns when nobody uses its
-        memory any more."""
+    async def worker_reaped(self, device: RemoteDevice) -> None:
+        """Free what a dead worker had borrowed. Returns when nobody uses its memory any more."""
         holders = set()
         for names in [names for names in self._pairs if device.name in names]:
             pair = self._pairs.pop(names)
@@ -128,7 +113,7 @@ class Acquaintances:
             (peer,) = names - {name}
             self._devices[name].tell(Meet(peer, epoch, self._addresses[peer]))
 
-    def _pass_on(self, device: Peer, message: OfLease) -> None:
+    def _pass_on(self, device: RemoteDevice, message: OfLease) -> None:
         lease = message.lease
         by, to = lease.lender, lease.borrower
         if isinstance(message.word, Returned):

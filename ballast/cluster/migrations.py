@@ -1,4 +1,4 @@
-"""Has running requests go on at another device, with their KV (`ballast.core.migration`).
+"""Move running requests to another device, with their KV (`ballast.core.migration`).
 
 Until a request has departed its source goes on with it, whatever becomes of the target; from then
 on it is the target's, which computes again what it has no KV of.
@@ -7,10 +7,10 @@ on it is the target's, which computes again what it has no KV of.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
-from ballast.cluster.device import RemoteDevice
+from ballast.cluster.device import DeviceObserver, RemoteDevice
 from ballast.core.migration import (
     AT_ONCE,
     Depart,
@@ -33,19 +33,19 @@ PATIENCE = 10.0
 W = TypeVar("W", KvExported, KvImported, Departed)
 
 
-class Migrations:
-    """Between the devices of one server."""
+class Migrations(DeviceObserver):
+    """Moves running requests between the devices of one server."""
 
     def __init__(self) -> None:
         self._awaited: dict[tuple[str, type, str], asyncio.Future[Word | None]] = {}
         """By device, kind of word and request."""
 
-    def said(self, device: RemoteDevice, word: Word) -> None:
-        """A device has said something of a request."""
+    def migration_message(self, device: RemoteDevice, word: Word) -> None:
+        """Hand a worker's answer to the migration that waits for it."""
         self._answer((device.name, type(word), word.request_id), word)
 
-    def died(self, device: RemoteDevice) -> None:
-        """Its worker says nothing any more."""
+    def worker_died(self, device: RemoteDevice, in_flight: Collection[str]) -> None:
+        """End the waiting for answers of a dead worker."""
         for key in [key for key in self._awaited if key[0] == device.name]:
             self._answer(key, None)
 

@@ -165,11 +165,11 @@ async def _start(
     await importing
     with contextlib.suppress(Unavailable):  # tried again when it is needed
         await preparing
-    tokenizers, failed = await _tokenizers(fleet, controller.failed, templates)
-    controller.unreadable = failed
+    tokenizers, failed = await _tokenizers(fleet, controller.devices.failed, templates)
+    controller.devices.unreadable = failed
     clock, wall = MonotonicClock(), WallClock()
     service = Service(controller, tokenizers, clock, wall, fleet.server, templates)
-    for name, why in controller.failed.items():
+    for name, why in controller.devices.failed.items():
         tell(f"ballast: {name} is not served: {why}", sys.stderr)
     if not service.models.visible_to():
         raise Unavailable("no model of the fleet can be served")
@@ -260,7 +260,9 @@ async def _answer(
             async with asyncio.timeout(service.settings.drain_seconds):
                 await _first(idle, operator.to_hurry)
         idle.cancel()
-        service.controller.fail_all("unavailable", "the server stopped before this was finished")
+        service.controller.router.fail_all(
+            "unavailable", "the server stopped before this was finished"
+        )
         http.should_exit = True
     await running
 

@@ -26,7 +26,7 @@ class ServedModels:
     def visible_to(self, caller: Caller = ANYONE) -> dict[str, ModelSpec]:
         """Return the models that serve and that `caller` may use, by own name, in the fleet's
         order, each before its adapters."""
-        served = (spec for base in self._controller.specs.values() for spec in base.served)
+        served = (spec for base in self._controller.devices.specs.values() for spec in base.served)
         return {
             spec.name: spec
             for spec in served
@@ -36,19 +36,19 @@ class ServedModels:
     def failed(self, caller: Caller = ANYONE) -> dict[str, str]:
         """Return the fleet's models that do not serve and that `caller` may use, with the reason
         of each."""
-        failed = self._controller.failed
+        failed = self._controller.devices.failed
         return {name: why for name, why in failed.items() if self._may_use(caller, name)}
 
     @property
     def aliases(self) -> dict[str, str]:
         """Further names of the fleet's models and adapters, each with the own name that it stands
         for."""
-        aliases = self._controller.fleet.aliases
+        aliases = self._controller.devices.fleet.aliases
         return {alias: name for name, known in aliases.items() for alias in known}
 
     def own_name(self, name: str) -> str:
         """Resolve an alias; an own name, or an unknown one, is returned as it is."""
-        known = name in self._tokenizers or name in self._controller.failed
+        known = name in self._tokenizers or name in self._controller.devices.failed
         return name if known else self.aliases.get(name, name)
 
     def find(self, name: str, caller: Caller) -> ModelSpec:
@@ -84,7 +84,7 @@ class ServedModels:
 
     def _may_use(self, caller: Caller, name: str) -> bool:
         """Whether a caller's key, which may list own names and aliases, is for this model."""
-        aliases = self._controller.fleet.aliases.get(name, ())
+        aliases = self._controller.devices.fleet.aliases.get(name, ())
         return caller.may_use(name) or any(map(caller.may_use, aliases))
 
 

@@ -62,7 +62,7 @@ class Service:
         self.keys = ApiKeys(settings)
         self.quotas = KeyQuotas(clock)
         self._paces: dict[str, QueuePace] = {}
-        self.metrics = Metrics(DeviceCollector(controller, wall), clock)
+        self.metrics = Metrics(DeviceCollector(controller.devices, wall), clock)
         self.wall = wall
         self.started = int(wall.now())
         self.clock = clock
@@ -78,14 +78,14 @@ class Service:
     def most_weight(self) -> int:
         """Bound of a request body's weight (`bodies.weight`): whatever its model, its longest
         prompt fits."""
-        contexts = (spec.max_model_len for spec in self.controller.specs.values())
+        contexts = (spec.max_model_len for spec in self.controller.devices.specs.values())
         return max(MOST_WEIGHT, 2 * max(contexts, default=0))
 
     def add_model(self, name: str, tokenizer: Tokenizer) -> None:
         """Serve a model that was added, with this tokenizer."""
         self.models.add(name, tokenizer)
-        unreadable = self.controller.unreadable
-        self.controller.unreadable = {n: why for n, why in unreadable.items() if n != name}
+        unreadable = self.controller.devices.unreadable
+        self.controller.devices.unreadable = {n: why for n, why in unreadable.items() if n != name}
 
     def remove_models(self, names: Iterable[str]) -> None:
         """Forget models that were removed, and their adapters."""
@@ -174,7 +174,7 @@ class Service:
         if caller.key is not None:
             key = caller.key.name
             submissions = [replace(s, salt=caller.salt, tenant=key) for s in submissions]
-        stream = self.controller.submit(
+        stream = self.controller.router.submit(
             submissions, caller.name if self.settings.several_keys else ""
         )
         meter = RequestMeter(
@@ -189,8 +189,8 @@ class Service:
 
     def _check_queue(self, spec: ModelSpec) -> None:
         """Raise Fault (429) where the model's queue is full, before anything costly is done."""
-        base = self.controller.specs.get(spec.base or spec.name)
-        if base is not None and self.controller.full(base):
+        base = self.controller.devices.specs.get(spec.base or spec.name)
+        if base is not None and self.controller.devices.full(base):
             self.metrics.failed(spec.name, "queue_full")
             seconds = self._pace(base.name).retry_after(self._waiting(base.name))
             why = f"{base.max_waiting} requests of {base.name!r} wait already"
@@ -201,7 +201,7 @@ class Service:
 
     def _waiting(self, model: str) -> int:
         """Count the requests queued for a model, as last reported."""
-        report = self.controller.report
+        report = self.controller.devices.report
         models = () if report is None else report.models
         return sum(m.waiting for m in models if m.name == model)
 

@@ -28,7 +28,7 @@ def kill(controller: Controller, number: int = signal.SIGKILL) -> None:
 
 
 async def until_down(controller: Controller) -> None:
-    while controller.down is None:
+    while controller.devices.down is None:
         await asyncio.sleep(0)
 
 
@@ -47,7 +47,7 @@ def whole(outputs: list[Output]) -> bool:
 def test_requests_go_on_in_the_next_worker_and_are_not_lost_to_two_kills() -> None:
     async def scenario() -> None:
         async with running() as (controller, first):
-            streams = [controller.submit([submission(str(i), PAUSE, 6)]) for i in range(3)]
+            streams = [controller.router.submit([submission(str(i), PAUSE, 6)]) for i in range(3)]
             outputs = [await stream.take() for stream in streams]
             for life in (1, 2):
                 kill(controller)
@@ -58,7 +58,7 @@ def test_requests_go_on_in_the_next_worker_and_are_not_lost_to_two_kills() -> No
             for stream, found in zip(streams, outputs, strict=True):
                 found += await all_of(stream)
                 assert whole(found)
-            assert (controller.restarts, controller.open_requests) == (2, 0)
+            assert (controller.devices.restarts, controller.devices.open_requests) == (2, 0)
             assert first.epitaph() == "killed by signal 9"
             assert not first.directory.exists()
 
@@ -79,7 +79,7 @@ def test_a_worker_that_hangs_is_killed(seed: int, number: int, silent: float, wh
             # The next one may have to wait for the processor.
             patient = replace(watched, silent_seconds=60.0)
             device(controller).fleet = replace(FLEET, server=patient)
-            stream = controller.submit([submission("1", seed, 6)])
+            stream = controller.router.submit([submission("1", seed, 6)])
             found = await stream.take()
             if seed == PAUSE:
                 kill(controller, number)
@@ -105,17 +105,19 @@ def test_loading_that_does_not_go_on_is_ended() -> None:
 def test_poison_fails_and_its_companions_do_not_notice() -> None:
     async def scenario() -> None:
         async with running() as (controller, _):
-            held = controller.submit([submission("old", HOLD)])
+            held = controller.router.submit([submission("old", HOLD)])
             found = await held.take()
-            poison = controller.submit([submission("poison", DIE)])
+            poison = controller.router.submit([submission("poison", DIE)])
             await until_down(controller)
-            later = controller.submit([submission("later", max_tokens=6)])
+            later = controller.router.submit([submission("later", max_tokens=6)])
             told = await all_of(poison)
             assert [o.code for o in told if isinstance(o, Failed)] == [POISON]
             assert whole(await all_of(later))
-            assert controller.restarts == 3
+            assert controller.devices.restarts == 3
             assert tokens(found) == [10, 11]
-            again = controller.submit([submission("again", DIE)])  # counts start anew for "old"
+            again = controller.router.submit(
+                [submission("again", DIE)]
+            )  # counts start anew for "old"
             assert isinstance((await all_of(again))[-1], Failed)
             assert held.open == {"old"}
             held.close()
@@ -128,13 +130,13 @@ def test_while_no_worker_serves_requests_wait_and_may_leave() -> None:
         async with running() as (controller, _):
             kill(controller)
             await until_down(controller)
-            gone = controller.submit([submission("gone", HOLD)])
-            kept = controller.submit([submission("kept", max_tokens=6)])
+            gone = controller.router.submit([submission("gone", HOLD)])
+            kept = controller.router.submit([submission("kept", max_tokens=6)])
             gone.close()
-            assert controller.open_requests == 1
+            assert controller.devices.open_requests == 1
             assert whole(await all_of(kept))
-            assert controller.report is not None
-            assert controller.report.models[0].running == 0
+            assert controller.devices.report is not None
+            assert controller.devices.report.models[0].running == 0
 
     asyncio.run(scenario())
 
@@ -142,11 +144,11 @@ def test_while_no_worker_serves_requests_wait_and_may_leave() -> None:
 def test_no_more_than_a_model_allows_wait_for_a_worker() -> None:
     async def scenario() -> None:
         async with running() as (controller, _):
-            served = controller.specs["a"]
+            served = controller.devices.specs["a"]
             device(controller).specs = {"a": replace(served, max_waiting=2)}
             kill(controller)
             await until_down(controller)
-            streams = [controller.submit([submission(str(i))]) for i in range(3)]
+            streams = [controller.router.submit([submission(str(i))]) for i in range(3)]
             ends = [(await all_of(stream))[-1] for stream in streams]
             assert [type(e) for e in ends] == [Finished, Finished, Failed]
             assert isinstance(ends[2], Failed)
@@ -164,7 +166,7 @@ def test_a_worker_that_cannot_be_replaced_is_lost_until_it_can(
 
     async def scenario() -> None:
         async with running() as (controller, _):
-            held = controller.submit([submission("1", HOLD)])
+            held = controller.router.submit([submission("1", HOLD)])
             await held.take()
             broken.touch()
             kill(controller)
@@ -172,11 +174,13 @@ def test_a_worker_that_cannot_be_replaced_is_lost_until_it_can(
             assert isinstance(end, Failed)
             assert (end.code, "no room for the pool now" in end.reason) == (WORKER_LOST, True)
             with pytest.raises(Unavailable, match="no room for the pool now"):
-                controller.submit([submission("2")])
+                controller.router.submit([submission("2")])
             broken.unlink()
-            while controller.lost is not None:
+            while controller.devices.lost is not None:
                 await asyncio.sleep(0.01)
-            assert isinstance((await all_of(controller.submit([submission("3")])))[-1], Finished)
+            assert isinstance(
+                (await all_of(controller.router.submit([submission("3")])))[-1], Finished
+            )
 
     asyncio.run(scenario())
 
@@ -184,7 +188,7 @@ def test_a_worker_that_cannot_be_replaced_is_lost_until_it_can(
 def test_a_server_can_stop_while_it_waits_for_a_worker() -> None:
     async def scenario() -> None:
         async with running() as (controller, first):
-            held = controller.submit([submission("1", HOLD)])
+            held = controller.router.submit([submission("1", HOLD)])
             await held.take()
             device(controller).fleet = replace(FLEET, options={"mute": 1.0})
             kill(controller)
@@ -204,9 +208,9 @@ def test_a_new_worker_serves_the_fleet_of_that_moment() -> None:
             more = ModelSettings(name="c", path="c")
             device(controller).fleet = replace(FLEET, models=(*FLEET.models, more))
             kill(controller)
-            while controller.restarts == 0:
+            while controller.devices.restarts == 0:
                 await asyncio.sleep(0.01)
-            assert list(controller.specs) == ["a", "c"]
-            assert controller.failed == {"b": "it is broken"}
+            assert list(controller.devices.specs) == ["a", "c"]
+            assert controller.devices.failed == {"b": "it is broken"}
 
     asyncio.run(scenario())

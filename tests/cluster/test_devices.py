@@ -69,22 +69,22 @@ async def until(holds: Callable[[], bool]) -> None:
 def test_each_device_serves_its_models_and_requests_go_to_the_least_busy() -> None:
     async def scenario() -> None:
         async with running(FLEET) as (controller, _):
-            assert list(controller.specs) == ["a", "b", "ab"]
+            assert list(controller.devices.specs) == ["a", "b", "ab"]
             assert {n: list(d.specs) for n, d in controller.devices.items()} == {
                 "cpu:0": ["a", "ab"],
                 "cpu:1": ["b", "ab"],
             }
-            held = [controller.submit([asked(m, m, HOLD)]) for m in ("a", "b")]
-            held.append(controller.submit([asked("x", "ab", HOLD), asked("y", "ab", HOLD)]))
+            held = [controller.router.submit([asked(m, m, HOLD)]) for m in ("a", "b")]
+            held.append(controller.router.submit([asked("x", "ab", HOLD), asked("y", "ab", HOLD)]))
             assert where(controller) == {"a": "cpu:0", "b": "cpu:1", "x": "cpu:0", "y": "cpu:0"}
-            held.append(controller.submit([asked("z", "ab", HOLD)]))
+            held.append(controller.router.submit([asked("z", "ab", HOLD)]))
             assert where(controller)["z"] == "cpu:1"
-            assert controller.open_requests == 5
+            assert controller.devices.open_requests == 5
             for stream in held:
                 assert tokens(await stream.take())[:2] == [10, 11]
                 stream.close()
-            assert controller.open_requests == 0
-            report = controller.report
+            assert controller.devices.open_requests == 0
+            report = controller.devices.report
             assert report is not None
             assert (report.device, report.total) == ("cpu:0, cpu:1", 200)
             assert [m.name for m in report.models] == ["a", "ab", "b"]
@@ -103,19 +103,19 @@ def test_a_conversation_goes_on_where_its_beginning_is() -> None:
     async def scenario() -> None:
         async with running(FLEET) as (controller, _):
             for i in range(2):
-                controller.submit([turn(f"{i}", 100 * i, 40)])
+                controller.router.submit([turn(f"{i}", 100 * i, 40)])
             assert where(controller) == {"0": "cpu:0", "1": "cpu:1"}
             await until(lambda: all(map(holds, controller.devices.values())))
             for i in range(2, 5):
-                controller.submit([turn(f"{i}", 100, 40 + i)])
+                controller.router.submit([turn(f"{i}", 100, 40 + i)])
             assert [where(controller)[f"{i}"] for i in range(2, 5)] == ["cpu:1"] * 3
             salted = replace(turn("other", 100, 40), salt="tenant")
-            controller.submit([salted])
+            controller.router.submit([salted])
             assert where(controller)["other"] == "cpu:0"
             kill(controller, "cpu:1")
-            await until(lambda: bool(controller.missing))
+            await until(lambda: bool(controller.devices.missing))
             assert not controller.devices["cpu:1"].held_tokens(turn("again", 100, 40))
-            controller.fail_all("unavailable", "the test is over")
+            controller.router.fail_all("unavailable", "the test is over")
 
     asyncio.run(scenario())
 
@@ -123,15 +123,15 @@ def test_a_conversation_goes_on_where_its_beginning_is() -> None:
 def test_a_death_concerns_its_own_device_alone() -> None:
     async def scenario() -> None:
         async with running(FLEET) as (controller, _):
-            mine = controller.submit([asked("1", "a", PAUSE)])
-            other = controller.submit([asked("2", "b", HOLD)])
+            mine = controller.router.submit([asked("1", "a", PAUSE)])
+            other = controller.router.submit([asked("2", "b", HOLD)])
             found = await mine.take()
             assert tokens(await other.take()) == [10, 11]
             kill(controller, "cpu:0")
-            await until(lambda: bool(controller.missing))
-            assert list(controller.missing) == ["cpu:0"]
-            assert (controller.down, controller.replacing) == (None, True)
-            there = await all_of(controller.submit([asked("3", "b")]))
+            await until(lambda: bool(controller.devices.missing))
+            assert list(controller.devices.missing) == ["cpu:0"]
+            assert (controller.devices.down, controller.devices.replacing) == (None, True)
+            there = await all_of(controller.router.submit([asked("3", "b")]))
             assert whole(there)
             found += await mine.take()
             kill(controller, "cpu:0")
@@ -147,16 +147,16 @@ def test_what_waited_goes_on_at_a_replica_and_what_may_have_killed_does_not() ->
     async def scenario() -> None:
         async with running(FLEET) as (controller, _):
             first = controller.devices["cpu:0"]
-            old = controller.submit([asked("old", "ab", PAUSE)])
+            old = controller.router.submit([asked("old", "ab", PAUSE)])
             found = await old.take()
             assert where(controller) == {"old": "cpu:0"}
             first.worker.in_flight = lambda: frozenset({"suspect"})  # type: ignore[method-assign]
-            suspect = controller.submit([asked("suspect", "a", HOLD)])
+            suspect = controller.router.submit([asked("suspect", "a", HOLD)])
             await suspect.take()
             kill(controller, "cpu:0")
             await until(lambda: where(controller).get("old") == "cpu:1")
             assert where(controller)["suspect"] == "cpu:0"
-            new = controller.submit([asked("new", "ab")])
+            new = controller.router.submit([asked("new", "ab")])
             assert whole(await all_of(new))
             found += await old.take()
             assert tokens(found) == [10, 11, 12, 10]
@@ -169,7 +169,7 @@ def test_what_waited_goes_on_at_a_replica_and_what_may_have_killed_does_not() ->
 def test_a_poisonous_request_does_not_cross_over() -> None:
     async def scenario() -> None:
         async with running(FLEET) as (controller, _):
-            poison = await all_of(controller.submit([asked("1", "ab", DIE)]))
+            poison = await all_of(controller.router.submit([asked("1", "ab", DIE)]))
             assert [o.code for o in poison if isinstance(o, Failed)] == ["poison"]
             assert [d.restarts for d in controller.devices.values()] == [2, 0]
 
@@ -185,8 +185,8 @@ def test_a_device_that_is_lost_loses_what_no_other_can_do(
 
     async def scenario() -> None:
         async with running(FLEET) as (controller, _):
-            mine = controller.submit([asked("1", "a", HOLD)])
-            shared = controller.submit([asked("2", "ab", HOLD)])
+            mine = controller.router.submit([asked("1", "a", HOLD)])
+            shared = controller.router.submit([asked("2", "ab", HOLD)])
             assert where(controller) == {"1": "cpu:0", "2": "cpu:1"}
             broken.touch()
             kill(controller, "cpu:0")
@@ -194,12 +194,14 @@ def test_a_device_that_is_lost_loses_what_no_other_can_do(
             assert isinstance(end, Failed)
             assert end.code == WORKER_LOST
             with pytest.raises(Unavailable, match="no room for the pool now"):
-                controller.submit([asked("3", "a")])
-            assert isinstance((await all_of(controller.submit([asked("4", "ab")])))[-1], Finished)
-            assert (controller.lost, shared.open) == (None, {"2"})
+                controller.router.submit([asked("3", "a")])
+            assert isinstance(
+                (await all_of(controller.router.submit([asked("4", "ab")])))[-1], Finished
+            )
+            assert (controller.devices.lost, shared.open) == (None, {"2"})
             broken.unlink()
-            await until(lambda: not controller.missing)
-            assert whole(await all_of(controller.submit([asked("5", "a")])))
+            await until(lambda: not controller.devices.missing)
+            assert whole(await all_of(controller.router.submit([asked("5", "a")])))
             shared.close()
 
     asyncio.run(scenario())
@@ -212,23 +214,23 @@ def test_orders_reach_the_devices_that_they_concern() -> None:
 
     async def scenario() -> None:
         async with running(FLEET) as (controller, _):
-            assert (await controller.command(change("ab", pinned=True))).code is None
+            assert (await controller.commands.execute(change("ab", pinned=True))).code is None
             assert all(d.specs["ab"].pinned for d in controller.devices.values())
             new = ModelSettings(name="c", path="c", devices=("cpu:1",))
-            assert (await controller.command(Add(new))).code is None
+            assert (await controller.commands.execute(Add(new))).code is None
             assert [d.serves("c") for d in controller.devices.values()] == [False, True]
-            assert (await controller.command(Remove("ab", 1.0))).code is None
-            assert list(controller.specs) == ["a", "b", "c"]
-            assert [m.name for m in controller.fleet.models] == ["a", "b", "c"]
+            assert (await controller.commands.execute(Remove("ab", 1.0))).code is None
+            assert list(controller.devices.specs) == ["a", "b", "c"]
+            assert [m.name for m in controller.devices.fleet.models] == ["a", "b", "c"]
             # The only one of its device, but not of the fleet.
-            assert (await controller.command(Remove("a", 1.0))).code is None
-            placed = await controller.command(Add(ModelSettings(name="d", path="d")))
+            assert (await controller.commands.execute(Remove("a", 1.0))).code is None
+            placed = await controller.commands.execute(Add(ModelSettings(name="d", path="d")))
             assert placed.code is None
             assert controller.devices["cpu:0"].serves("d")
-            twice = await controller.command(Add(replace(new, devices=("cpu:0",))))
+            twice = await controller.commands.execute(Add(replace(new, devices=("cpu:0",))))
             assert (twice.code, "'c' already" in twice.reason) == ("refused", True)
             nowhere = ModelSettings(name="e", path="e", devices=("cpu:2",))
-            outcome = await controller.command(Add(nowhere))
+            outcome = await controller.commands.execute(Add(nowhere))
             assert (outcome.code, "cpu:0, cpu:1" in outcome.reason) == ("invalid", True)
 
     asyncio.run(scenario())
@@ -247,14 +249,14 @@ def test_an_order_is_done_by_all_or_none() -> None:
                 return await real(order)  # type: ignore[arg-type]
 
             second.command = command  # type: ignore[method-assign, assignment]
-            outcome = await controller.command(Add(refusing))
+            outcome = await controller.commands.execute(Add(refusing))
             assert (outcome.code, outcome.reason) == ("invalid", "it is broken")
-            assert list(controller.specs) == ["a", "b", "ab"]
-            assert controller.fleet == FLEET
+            assert list(controller.devices.specs) == ["a", "b", "ab"]
+            assert controller.devices.fleet == FLEET
             kill(controller, "cpu:1")
             await until(lambda: second.down is not None)
             with pytest.raises(Unavailable, match="the worker is gone"):
-                await controller.command(Remove("ab", 1.0))
+                await controller.commands.execute(Remove("ab", 1.0))
             assert controller.devices["cpu:0"].serves("ab")
 
     asyncio.run(scenario())
@@ -271,9 +273,9 @@ def test_what_an_order_has_done_is_reported_before_its_answer() -> None:
     async def scenario() -> None:
         async with running(FLEET) as (controller, _):
             for _ in range(5):
-                assert (await controller.place("a", "cpu:1")).code is None
+                assert (await controller.commands.place("a", "cpu:1")).code is None
                 assert reported(controller) == {"a", "b", "ab"}
-                assert (await controller.withdraw_model("a", "cpu:1", 1.0)).code is None
+                assert (await controller.commands.withdraw("a", "cpu:1", 1.0)).code is None
                 assert reported(controller) == {"b", "ab"}
 
     asyncio.run(scenario())
@@ -284,21 +286,21 @@ def test_a_drained_device_hands_everything_over_and_takes_nothing() -> None:
 
     async def scenario() -> None:
         async with running(FLEET) as (controller, _):
-            alone = await all_of(controller.submit([asked("alone", "a", 3)]))
-            held = controller.submit([asked("a1", "a", HOLD), asked("x", "ab", HOLD)])
-            there = controller.submit([asked("y", "ab", HOLD)])
+            alone = await all_of(controller.router.submit([asked("alone", "a", 3)]))
+            held = controller.router.submit([asked("a1", "a", HOLD), asked("x", "ab", HOLD)])
+            there = controller.router.submit([asked("y", "ab", HOLD)])
             assert where(controller)["a1"] == "cpu:0"
-            outcome = await controller.drain("cpu:0")
+            outcome = await controller.commands.drain("cpu:0")
             assert outcome.code is None, outcome
             assert set(where(controller).values()) == {"cpu:1"}
             assert controller.devices["cpu:1"].takes("a")
             assert not controller.devices["cpu:0"].takes("a")
-            again = await all_of(controller.submit([asked("again", "a", 3)]))
+            again = await all_of(controller.router.submit([asked("again", "a", 3)]))
             assert tokens(again) == tokens(alone)
-            refused = await controller.place("b", "cpu:0")
+            refused = await controller.commands.place("b", "cpu:0")
             assert refused.code == "refused"
             assert "uncordon" in refused.reason
-            assert (await controller.uncordon("cpu:0")).code is None
+            assert (await controller.commands.uncordon("cpu:0")).code is None
             assert controller.devices["cpu:0"].takes("a")
             for stream in (held, there):
                 stream.close()
@@ -309,13 +311,13 @@ def test_a_drained_device_hands_everything_over_and_takes_nothing() -> None:
 def test_a_device_is_not_drained_where_a_model_finds_no_other() -> None:
     async def scenario() -> None:
         async with running(FLEET) as (controller, _):
-            assert (await controller.drain("cpu:7")).code == "refused"
-            assert (await controller.drain("cpu:0")).code is None
-            last = await controller.drain("cpu:1")
+            assert (await controller.commands.drain("cpu:7")).code == "refused"
+            assert (await controller.commands.drain("cpu:0")).code is None
+            last = await controller.commands.drain("cpu:1")
             assert last.code == "refused"
             assert "stays on cpu:1" in last.reason
             assert controller.devices["cpu:1"].takes("b")
-            open_request = controller.submit([asked("b1", "b", HOLD)])
+            open_request = controller.router.submit([asked("b1", "b", HOLD)])
             assert where(controller) == {"b1": "cpu:1"}
             open_request.close()
 
@@ -330,10 +332,10 @@ def test_a_drain_that_cannot_be_done_leaves_nothing_behind(path: str) -> None:
         other = ModelSettings(name="last", path="last", devices=("cpu:0",))
         async with running(replace(FLEET, models=(*FLEET.models, other))) as (controller, _):
             changed = (*FLEET.models, replace(other, path=path))
-            controller.fleet = replace(controller.fleet, models=changed)
+            controller.devices.fleet = replace(controller.devices.fleet, models=changed)
             there = controller.devices["cpu:1"]
             try:
-                outcome = await controller.drain("cpu:0")
+                outcome = await controller.commands.drain("cpu:0")
                 assert (path, outcome.code) == ("broken", "refused")
                 assert "last stays on cpu:0" in outcome.reason
             except Unavailable:
@@ -342,6 +344,6 @@ def test_a_drain_that_cannot_be_done_leaves_nothing_behind(path: str) -> None:
             if path == "broken":
                 assert not there.takes("a")
                 assert "a" not in there.leaving
-            assert controller.homes("a") == ["cpu:0"] or path == "deadly"
+            assert controller.devices.homes("a") == ["cpu:0"] or path == "deadly"
 
     asyncio.run(scenario())

@@ -44,9 +44,15 @@ class Script(FleetPolicy):
         return FleetDecision(tuple(self.turns.pop(0)) if self.turns else (), memo, None)
 
 
+def policy_runner(controller: Controller, policy: FleetPolicy) -> FleetPolicyRunner:
+    return FleetPolicyRunner(controller.devices, controller.commands, controller.relocation, policy)
+
+
 def told(controller: Controller) -> list[dict[str, object]]:
     """What was decided about devices."""
-    return [what for _, what in controller.decisions if what.get("by") == "the fleet's policy"]
+    return [
+        what for _, what in controller.devices.decisions if what.get("by") == "the fleet's policy"
+    ]
 
 
 def homes(controller: Controller, model: str) -> list[str]:
@@ -59,8 +65,8 @@ def test_a_model_moves_and_its_open_requests_end_where_they_are() -> None:
             (old,) = homes(controller, "a")
             (new,) = set(controller.devices) - {old}
             script = Script([Place("a", new, "a test"), Withdraw("a", old)])
-            following = FleetPolicyRunner(controller, script)
-            held = controller.submit([asked("held", "a", HOLD)])
+            following = policy_runner(controller, script)
+            held = controller.router.submit([asked("held", "a", HOLD)])
             await held.take()
             await following.decide(1.0)
             assert [m.model for m in script.views[0].needs] == ["a", "b"]
@@ -70,7 +76,7 @@ def test_a_model_moves_and_its_open_requests_end_where_they_are() -> None:
                 ("Place", new, 0, None),
                 ("Withdraw", old, 1, None),
             ]
-            late = [controller.submit([asked(f"{i}", "a", HOLD)]) for i in range(2)]
+            late = [controller.router.submit([asked(f"{i}", "a", HOLD)]) for i in range(2)]
             assert where(controller) == {"held": old, "0": new, "1": new}
             task = asyncio.create_task(following.run())
             await asyncio.sleep(0)
@@ -78,8 +84,8 @@ def test_a_model_moves_and_its_open_requests_end_where_they_are() -> None:
             held.close()
             await until(lambda: homes(controller, "a") == [new])
             task.cancel()
-            assert list(controller.specs) == ["a", "b", "fixed"]
-            assert controller.fleet == FLEET
+            assert list(controller.devices.specs) == ["a", "b", "fixed"]
+            assert controller.devices.fleet == FLEET
             for stream in late:
                 stream.close()
 
@@ -97,7 +103,7 @@ def test_what_cannot_be_done_comes_back_with_the_reason() -> None:
                 Withdraw("a", elsewhere),
                 Place("fixed", "cpu:1"),
             )
-            await FleetPolicyRunner(controller, Script(actions)).decide(1.0)
+            await policy_runner(controller, Script(actions)).decide(1.0)
             assert [what["refused"] for what in told(controller)] == [
                 f"{there} serves a already",
                 f"a is served by {there}",
@@ -105,8 +111,8 @@ def test_what_cannot_be_done_comes_back_with_the_reason() -> None:
                 "there is no model 'fixed'",
             ]
             kill(controller, elsewhere)
-            await until(lambda: elsewhere in controller.missing)
-            await FleetPolicyRunner(controller, Script([Place("a", elsewhere)])).decide(1.0)
+            await until(lambda: elsewhere in controller.devices.missing)
+            await policy_runner(controller, Script([Place("a", elsewhere)])).decide(1.0)
             assert "the worker is gone" in str(told(controller)[-1]["refused"])
             assert homes(controller, "a") == [there]
 
@@ -118,8 +124,8 @@ def test_an_action_decided_before_an_operators_order_is_refused() -> None:
         async with running(FLEET) as (controller, _):
             (old,) = homes(controller, "a")
             (new,) = set(controller.devices) - {old}
-            following = FleetPolicyRunner(controller, Script([Place("a", new)]))
-            async with controller.changing:
+            following = policy_runner(controller, Script([Place("a", new)]))
+            async with controller.commands.changing:
                 deciding = asyncio.create_task(following.decide(1.0))
                 await asyncio.sleep(0)
                 removed = await controller.devices[homes(controller, "b")[0]].command(
@@ -139,13 +145,13 @@ def test_a_model_stays_where_it_was_to_leave_once_nobody_else_has_it() -> None:
         async with running(FLEET) as (controller, _):
             (old,) = homes(controller, "a")
             (new,) = set(controller.devices) - {old}
-            following = FleetPolicyRunner(controller, Script([Place("a", new), Withdraw("a", old)]))
-            held = controller.submit([asked("held", "a", HOLD)])
+            following = policy_runner(controller, Script([Place("a", new), Withdraw("a", old)]))
+            held = controller.router.submit([asked("held", "a", HOLD)])
             await following.decide(1.0)
             kill(controller, new)
-            await until(lambda: new in controller.missing)
+            await until(lambda: new in controller.devices.missing)
             # Its next worker serves what it served; meanwhile requests wait for it.
-            waiting = controller.submit([asked("waits", "a")])
+            waiting = controller.router.submit([asked("waits", "a")])
             assert where(controller)["waits"] == new
             assert await all_of(waiting)
             assert homes(controller, "a") == ["cpu:0", "cpu:1"]

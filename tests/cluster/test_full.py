@@ -12,15 +12,15 @@ from tests.cluster.test_worker import device, running, submission
 def test_what_surely_is_too_much_is_known_at_once() -> None:
     async def scenario() -> None:
         async with running() as (controller, _):
-            model = replace(controller.specs["a"], max_waiting=2, max_running=1)
-            streaming = controller.submit([submission("stream", HOLD)])
+            model = replace(controller.devices.specs["a"], max_waiting=2, max_running=1)
+            streaming = controller.router.submit([submission("stream", HOLD)])
             await streaming.take()
-            waiting = [controller.submit([submission(f"{i}", SILENT)]) for i in range(2)]
-            assert not controller.full(model), "one of them may run"
-            waiting.append(controller.submit([submission("2", SILENT)]))
-            assert controller.full(model)
+            waiting = [controller.router.submit([submission(f"{i}", SILENT)]) for i in range(2)]
+            assert not controller.devices.full(model), "one of them may run"
+            waiting.append(controller.router.submit([submission("2", SILENT)]))
+            assert controller.devices.full(model)
             waiting[0].close()
-            assert not controller.full(model)
+            assert not controller.devices.full(model)
             for output_stream in (streaming, *waiting):
                 output_stream.close()
 
@@ -30,18 +30,18 @@ def test_what_surely_is_too_much_is_known_at_once() -> None:
 def test_what_the_device_reports_counts_while_as_many_wait_here() -> None:
     async def scenario() -> None:
         async with running() as (controller, _):
-            model = replace(controller.specs["a"], max_waiting=2, max_running=9)
-            report = controller.report
+            model = replace(controller.devices.specs["a"], max_waiting=2, max_running=9)
+            report = controller.devices.report
             assert report is not None
             (told,) = report.models
-            waiting = [controller.submit([submission(f"{i}", SILENT)]) for i in range(2)]
+            waiting = [controller.router.submit([submission(f"{i}", SILENT)]) for i in range(2)]
             device(controller).report = replace(report, models=(replace(told, waiting=2),))
-            assert controller.full(model)
+            assert controller.devices.full(model)
             device(controller).report = replace(report, models=(replace(told, waiting=1),))
-            assert not controller.full(model)
+            assert not controller.devices.full(model)
             device(controller).report = replace(report, models=(replace(told, waiting=2),))
             waiting[0].close()  # the report is older than that
-            assert not controller.full(model)
+            assert not controller.devices.full(model)
             waiting[1].close()
 
     asyncio.run(scenario())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ class Device:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.pages = f"at-{name}"
         self.down: str | None = None
         self.heard: list[ToWorker] = []
         self.killed: list[str] = []
@@ -36,17 +38,21 @@ class Device:
         return heard
 
 
+class Devices(dict[str, Device]):
+    lending = ABLE
+
+
 class World:
     def __init__(self) -> None:
-        self.devices = {name: Device(name) for name in "abcd"}
-        self.acquaintances = Acquaintances(self.devices)
+        self.devices = Devices({name: Device(name) for name in "abcd"})
+        self.acquaintances: Any = Acquaintances(self.devices)  # type: ignore[arg-type]
 
     def serving(self, *names: str) -> None:
         for name in names:
-            self.acquaintances.serving(self.devices[name], f"at-{name}", ABLE)
+            self.acquaintances.worker_ready(self.devices[name])
 
     def say(self, name: str, what: str, peer: str, epoch: int) -> None:
-        self.acquaintances.said(self.devices[name], OfPeer(what, peer, epoch))  # type: ignore[arg-type]
+        self.acquaintances.lending_message(self.devices[name], OfPeer(what, peer, epoch))  # type: ignore[arg-type]
 
     def meet(self, a: str, b: str) -> int:
         """Their epoch."""
@@ -60,19 +66,21 @@ class World:
 
     def die(self, name: str) -> asyncio.Task[None]:
         self.devices[name].down = "it is dead"
-        self.acquaintances.died(self.devices[name])
-        return asyncio.ensure_future(self.acquaintances.buried(self.devices[name]))
+        self.acquaintances.worker_died(self.devices[name], ())
+        return asyncio.ensure_future(self.acquaintances.worker_reaped(self.devices[name]))
 
 
 def test_all_that_can_lend_are_introduced_once() -> None:
     world = World()
     world.serving("a")
-    world.acquaintances.serving(world.devices["d"], "", ABLE)
+    world.devices["d"].pages = ""
+    world.serving("d")
     assert world.devices["a"].take() == []
     world.serving("c", "b")
     assert world.devices["a"].heard == [Meet("b", 1, "at-b")]
     assert world.devices["b"].heard == [Meet("a", 1, "at-a")]
     assert world.devices["c"].heard == world.devices["d"].heard == []
+    world.devices["d"].pages = "at-d"
     world.serving("d")
     assert world.devices["d"].heard == [Meet("a", 2, "at-a"), Meet("b", 3, "at-b")]
     assert not world.acquaintances.acquainted("a", "b")
@@ -85,14 +93,14 @@ def test_words_of_the_present_epoch_are_passed_on() -> None:
     a, b = world.devices["a"], world.devices["b"]
     lease = Lease(0, epoch, "a", "b", (1, 2))
     for word in (Lent(lease), AskedBack(lease)):
-        world.acquaintances.said(a, OfLease.of(word))
+        world.acquaintances.lending_message(a, OfLease.of(word))
         assert b.take() == [OfLease.of(word)]
-        world.acquaintances.said(b, OfLease.of(word))  # it is not the borrower's to say
+        world.acquaintances.lending_message(b, OfLease.of(word))  # it is not the borrower's to say
         assert (a.take(), b.take()) == ([], [])
-    world.acquaintances.said(b, OfLease.of(Returned(lease)))
+    world.acquaintances.lending_message(b, OfLease.of(Returned(lease)))
     assert a.take() == [OfLease.of(Returned(lease))]
-    world.acquaintances.said(a, OfLease.of(Lent(Lease(1, epoch + 1, "a", "b", (1,)))))
-    world.acquaintances.said(a, OfLease.of(Lent(Lease(1, epoch, "a", "c", (1,)))))
+    world.acquaintances.lending_message(a, OfLease.of(Lent(Lease(1, epoch + 1, "a", "b", (1,)))))
+    world.acquaintances.lending_message(a, OfLease.of(Lent(Lease(1, epoch, "a", "c", (1,)))))
     assert b.take() == world.devices["c"].take() == []
     world.say("a", "Condemned", "b", epoch + 1)
     assert b.killed == []

@@ -73,7 +73,7 @@ async def until(what: Callable[[], bool]) -> None:
 
 async def answers(controller: Controller, after: Callable[[], None] = lambda: None) -> list[int]:
     """All tokens, by request; `after`: what to do once some have come."""
-    stream = controller.submit(asked())
+    stream = controller.router.submit(asked())
     tokens: dict[str, list[int]] = {}
     while stream.more:
         for output in await stream.take():
@@ -92,7 +92,7 @@ def test_lend_recall_and_kill(tmp_path: Path) -> None:
         controller = Controller(lambda: LocalWorker(WORKER))
         try:
             await controller.start(fleet)
-            assert {c.means for c in controller.lending} == {IMPORT}
+            assert {c.means for c in controller.devices.lending} == {IMPORT}
             expected = await answers(controller)
             lender, borrower = (controller.devices[name] for name in (LENDER, BORROWER))
 
@@ -103,11 +103,11 @@ def test_lend_recall_and_kill(tmp_path: Path) -> None:
                 told = (a.owners.get(f"lent:{BORROWER}", 0), sum(b.borrowed.values()))
                 return told == (lent, borrowed)
 
-            while (await controller.lend(LENDER, BORROWER, 70 * PAGE)).code is not None:
+            while (await controller.commands.lend(LENDER, BORROWER, 70 * PAGE)).code is not None:
                 await asyncio.sleep(0.01)  # they do not know each other yet
             await until(lambda: pages(70, 70))
             assert await answers(controller) == expected
-            outcome = await controller.recall(LENDER, BORROWER, 40 * PAGE, 60.0)
+            outcome = await controller.commands.recall(LENDER, BORROWER, 40 * PAGE, 60.0)
             assert outcome.code is None
             await until(lambda: pages(30, 30))
             killed: list[str] = []
@@ -118,7 +118,7 @@ def test_lend_recall_and_kill(tmp_path: Path) -> None:
                     controller.devices[BORROWER].kill("a test")
 
             assert await answers(controller, kill) == expected
-            await until(lambda: controller.restarts == 1 and pages(0, 0))
+            await until(lambda: controller.devices.restarts == 1 and pages(0, 0))
         finally:
             await controller.close(10.0)
 

@@ -45,7 +45,7 @@ def test_a_server_asks_the_fleet_policy_that_its_fleet_names() -> None:
         async with running(fleet) as (controller, _):
             homes = {m: [d.name for d in controller.devices.values() if d.serves(m)] for m in "ab"}
             assert homes == {m: ["cpu:0", "cpu:1"] for m in "ab"}
-            streams = [controller.submit([asked(f"{i}", "a", HOLD)]) for i in range(7)]
+            streams = [controller.router.submit([asked(f"{i}", "a", HOLD)]) for i in range(7)]
             assert set(where(controller).values()) == {"cpu:1"}, "however many are open there"
             for stream in streams:
                 stream.close()

@@ -34,7 +34,7 @@ def names(fleet: FleetSettings) -> list[str]:
 async def until_restarted(controller: Controller) -> None:
     kill(controller)
     await until_down(controller)
-    while controller.down is not None:
+    while controller.devices.down is not None:
         await asyncio.sleep(0.01)
 
 
@@ -64,19 +64,19 @@ def test_what_no_fleet_can_become_is_refused() -> None:
 def test_the_next_worker_serves_what_was_ordered() -> None:
     async def scenario() -> None:
         async with running() as (controller, _):
-            outcome = await controller.command(Add(model("c")))
-            assert (outcome.code, list(controller.specs)) == (None, ["a", "c"])
+            outcome = await controller.commands.execute(Add(model("c")))
+            assert (outcome.code, list(controller.devices.specs)) == (None, ["a", "c"])
             pinned = change("c", pinned=True)
-            assert (await controller.command(pinned)).code is None
-            assert controller.specs["c"].pinned
+            assert (await controller.commands.execute(pinned)).code is None
+            assert controller.devices.specs["c"].pinned
             await until_restarted(controller)
-            assert list(controller.specs) == ["a", "c"]
-            assert controller.fleet.models[-1].pinned
-            assert (await controller.command(Remove("a", 1.0))).code is None
+            assert list(controller.devices.specs) == ["a", "c"]
+            assert controller.devices.fleet.models[-1].pinned
+            assert (await controller.commands.execute(Remove("a", 1.0))).code is None
             await until_restarted(controller)
-            assert list(controller.specs) == ["c"]
+            assert list(controller.devices.specs) == ["c"]
             asked = replace(submission("1"), model="c")
-            assert isinstance((await all_of(controller.submit([asked])))[-1], Finished)
+            assert isinstance((await all_of(controller.router.submit([asked])))[-1], Finished)
 
     asyncio.run(scenario())
 
@@ -84,9 +84,9 @@ def test_the_next_worker_serves_what_was_ordered() -> None:
 def test_what_was_not_done_changes_nothing() -> None:
     async def scenario() -> None:
         async with running() as (controller, _):
-            outcome = await controller.command(Add(model("c", "broken")))
+            outcome = await controller.commands.execute(Add(model("c", "broken")))
             assert (outcome.code, outcome.reason) == ("invalid", "it is broken")
-            assert (controller.fleet, list(controller.specs)) == (FLEET, ["a"])
+            assert (controller.devices.fleet, list(controller.devices.specs)) == (FLEET, ["a"])
 
     asyncio.run(scenario())
 
@@ -94,13 +94,13 @@ def test_what_was_not_done_changes_nothing() -> None:
 def test_a_model_that_could_not_be_loaded_can_be_removed_or_replaced() -> None:
     async def scenario() -> None:
         async with running() as (controller, _):
-            assert list(controller.failed) == ["b"]
-            assert (await controller.command(Remove("b", 1.0))).code is None
-            assert (controller.failed, names(controller.fleet)) == ({}, ["a"])
-            assert (await controller.command(Remove("a", 1.0))).code == "refused"
+            assert list(controller.devices.failed) == ["b"]
+            assert (await controller.commands.execute(Remove("b", 1.0))).code is None
+            assert (controller.devices.failed, names(controller.devices.fleet)) == ({}, ["a"])
+            assert (await controller.commands.execute(Remove("a", 1.0))).code == "refused"
         async with running() as (controller, _):
-            assert (await controller.command(Add(model("b", "whole")))).code is None
-            assert (controller.failed, list(controller.specs)) == ({}, ["a", "b"])
+            assert (await controller.commands.execute(Add(model("b", "whole")))).code is None
+            assert (controller.devices.failed, list(controller.devices.specs)) == ({}, ["a", "b"])
 
     asyncio.run(scenario())
 
@@ -108,11 +108,11 @@ def test_a_model_that_could_not_be_loaded_can_be_removed_or_replaced() -> None:
 def test_of_two_models_one_stays_whoever_removes_them() -> None:
     async def scenario() -> None:
         async with running() as (controller, _):
-            await controller.command(Add(model("b")))
-            orders = [controller.command(Remove(name, 1.0)) for name in ("a", "b")]
+            await controller.commands.execute(Add(model("b")))
+            orders = [controller.commands.execute(Remove(name, 1.0)) for name in ("a", "b")]
             outcomes = await asyncio.gather(*orders)
             assert [o.code for o in outcomes] == [None, "refused"]
-            assert list(controller.specs) == ["b"]
+            assert list(controller.devices.specs) == ["b"]
 
     asyncio.run(scenario())
 
@@ -121,13 +121,13 @@ def test_an_order_that_a_worker_dies_of_fails_and_is_not_repeated() -> None:
     async def scenario() -> None:
         async with running() as (controller, _):
             with pytest.raises(Unavailable, match=r"add was not done: .* signal 9"):
-                await controller.command(Add(model("c", "deadly")))
+                await controller.commands.execute(Add(model("c", "deadly")))
             with pytest.raises(Unavailable, match="the worker is gone"):
-                await controller.command(Activate("a"))
-            while controller.down is not None:
+                await controller.commands.execute(Activate("a"))
+            while controller.devices.down is not None:
                 await asyncio.sleep(0.01)
-            assert (controller.fleet, list(controller.specs)) == (FLEET, ["a"])
-            assert (await controller.command(Activate("a"))).code is None
+            assert (controller.devices.fleet, list(controller.devices.specs)) == (FLEET, ["a"])
+            assert (await controller.commands.execute(Activate("a"))).code is None
 
     asyncio.run(scenario())
 
@@ -137,13 +137,13 @@ def test_decisions_outlive_the_worker_that_they_are_of() -> None:
         async with running() as (controller, _):
             before = asyncio.get_running_loop().time()
             for workers in (1, 2):
-                while len(controller.decisions) < workers:
+                while len(controller.devices.decisions) < workers:
                     await asyncio.sleep(0.01)
                 if workers == 1:
                     await until_restarted(controller)
-            moments = [moment for moment, _ in controller.decisions]
+            moments = [moment for moment, _ in controller.devices.decisions]
             assert before <= moments[0] < moments[1] <= asyncio.get_running_loop().time()
             told = {"action": "Activate", "model": "a", "why": "a test"}
-            assert [what for _, what in controller.decisions] == [told, told]
+            assert [what for _, what in controller.devices.decisions] == [told, told]
 
     asyncio.run(scenario())

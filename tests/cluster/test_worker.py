@@ -81,16 +81,16 @@ def tokens(outputs: list[Output]) -> list[int]:
 def test_requests_are_answered_and_the_worker_leaves_in_peace() -> None:
     async def scenario() -> None:
         async with running() as (controller, worker):
-            assert list(controller.specs) == ["a"]
-            assert controller.failed == {"b": "it is broken"}
-            one = controller.submit([submission("1"), submission("2", max_tokens=2)])
-            two = controller.submit([submission("3", max_tokens=5)])
+            assert list(controller.devices.specs) == ["a"]
+            assert controller.devices.failed == {"b": "it is broken"}
+            one = controller.router.submit([submission("1"), submission("2", max_tokens=2)])
+            two = controller.router.submit([submission("3", max_tokens=5)])
             told = await all_of(one)
             assert {type(o) for o in told} == {TokenOut, Finished}
             assert tokens([o for o in told if o.request_id == "1"]) == [10, 11, 12, 10]
             assert tokens([o for o in told if o.request_id == "2"]) == [10, 11]
             assert tokens(await all_of(two)) == [10, 11, 12, 10, 11]
-            assert controller.open_requests == 0
+            assert controller.devices.open_requests == 0
         assert worker.epitaph() == "exit code 0"
         assert not worker.directory.exists()
 
@@ -100,9 +100,9 @@ def test_requests_are_answered_and_the_worker_leaves_in_peace() -> None:
 def test_failures_reach_their_request_only() -> None:
     async def scenario() -> None:
         async with running() as (controller, _):
-            refused = controller.submit([submission("1", REFUSE)])
-            broken = controller.submit([submission("2", BREAK)])
-            fine = controller.submit([submission("3")])
+            refused = controller.router.submit([submission("1", REFUSE)])
+            broken = controller.router.submit([submission("2", BREAK)])
+            fine = controller.router.submit([submission("3")])
             assert await all_of(refused) == [Failed("1", "queue_full", "too many wait")]
             assert isinstance((await all_of(broken))[-1], Failed)
             assert isinstance((await all_of(fine))[-1], Finished)
@@ -113,10 +113,10 @@ def test_failures_reach_their_request_only() -> None:
 def test_a_device_that_is_lost_ends_its_worker_and_requests_go_on_in_the_next() -> None:
     async def scenario() -> None:
         async with running() as (controller, worker):
-            answer = await all_of(controller.submit([submission("1", LOSE)]))
+            answer = await all_of(controller.router.submit([submission("1", LOSE)]))
             assert tokens(answer) == [10, 11, 12, 10]
             assert isinstance(answer[-1], Finished)
-            assert controller.restarts == 1
+            assert controller.devices.restarts == 1
         assert worker.epitaph() == "exit code 1"
 
     asyncio.run(scenario())
@@ -125,11 +125,11 @@ def test_a_device_that_is_lost_ends_its_worker_and_requests_go_on_in_the_next() 
 def test_withdrawn_requests_leave_the_device() -> None:
     async def scenario() -> None:
         async with running() as (controller, _):
-            stream = controller.submit([submission("1", HOLD)])
+            stream = controller.router.submit([submission("1", HOLD)])
             assert tokens(await stream.take()) == [10, 11]
             await reported(controller, running=1)
             stream.close()
-            assert controller.open_requests == 0
+            assert controller.devices.open_requests == 0
             await reported(controller, running=0)
 
     asyncio.run(scenario())
@@ -137,7 +137,9 @@ def test_withdrawn_requests_leave_the_device() -> None:
 
 async def reported(controller: Controller, running: int) -> None:
     """Returns when the device reports so; the test's deadline bounds it."""
-    while controller.report is None or controller.report.models[0].running != running:
+    while (
+        controller.devices.report is None or controller.devices.report.models[0].running != running
+    ):
         await asyncio.sleep(0.01)
 
 
@@ -145,7 +147,7 @@ def test_closing_fails_what_does_not_end() -> None:
     async def scenario() -> None:
         controller = Controller(lambda: LocalWorker(FAKE))
         await controller.start(FLEET)
-        held = controller.submit([submission("1", HOLD)])
+        held = controller.router.submit([submission("1", HOLD)])
         await held.take()
         await controller.close(0.3)
         told = await all_of(held)
@@ -240,6 +242,8 @@ def test_a_worker_ignores_the_signals_of_its_group() -> None:
         async with running() as (controller, worker):
             os.kill(worker.pid, signal.SIGINT)
             os.kill(worker.pid, signal.SIGTERM)
-            assert isinstance((await all_of(controller.submit([submission("1")])))[-1], Finished)
+            assert isinstance(
+                (await all_of(controller.router.submit([submission("1")])))[-1], Finished
+            )
 
     asyncio.run(scenario())

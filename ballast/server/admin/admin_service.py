@@ -71,13 +71,13 @@ class AdminService:
 
     async def order(self, wanted: Order, device: str | None = None) -> Outcome:
         """Have it done by the devices that it concerns, or by one. Raises Fault or Unavailable."""
-        return _done(await self._controller.command(wanted, device))
+        return _done(await self._controller.commands.execute(wanted, device))
 
     async def place(self, name: str, device: str) -> None:
         """One more device serves a model. Raises Fault, Unavailable or NotKept."""
         async with self._models:
-            homes = self._controller.homes(name)
-            _done(await self._controller.place(name, device))
+            homes = self._controller.devices.homes(name)
+            _done(await self._controller.commands.place(name, device))
             try:
                 await self._keep_homes(name, [*homes, device])
             except NotKept:
@@ -88,7 +88,7 @@ class AdminService:
     async def withdraw(self, name: str, device: str, patience: float) -> None:
         """A device serves a model no more. Raises Fault, Unavailable or NotKept."""
         async with self._models:
-            homes = self._controller.homes(name)
+            homes = self._controller.devices.homes(name)
             if device not in homes or len(homes) < 2:
                 await self._withdraw(name, device, patience)  # it says why not
                 return
@@ -100,44 +100,44 @@ class AdminService:
             except BaseException:
                 async with self._records:
                     await self._restore({name}, self._source.changes.homed_as(name, before))
-                self._controller.name_homes(name, model.devices)
+                self._controller.devices.set_homes(name, model.devices)
                 raise
 
     async def _withdraw(self, name: str, device: str, patience: float) -> None:
-        _done(await self._controller.withdraw_model(name, device, patience))
+        _done(await self._controller.commands.withdraw(name, device, patience))
 
     async def drain(self, device: str) -> None:
         """Models and requests of a device go to others. Raises Fault or Unavailable."""
         async with self._models:
-            _done(await self._controller.drain(device))
+            _done(await self._controller.commands.drain(device))
 
     async def uncordon(self, device: str) -> None:
         """It takes requests again. Raises Fault."""
-        _done(await self._controller.uncordon(device))
+        _done(await self._controller.commands.uncordon(device))
 
     async def lend(self, lender: str, borrower: str, n_bytes: int) -> None:
         """A device lends another one memory, until one of them is started anew. Raises Fault or
         Unavailable."""
-        _done(await self._controller.lend(lender, borrower, n_bytes))
+        _done(await self._controller.commands.lend(lender, borrower, n_bytes))
 
     async def recall(self, lender: str, borrower: str, n_bytes: int | None, seconds: float) -> None:
         """It wants so much back, or all. Raises Fault or Unavailable."""
-        _done(await self._controller.recall(lender, borrower, n_bytes, seconds))
+        _done(await self._controller.commands.recall(lender, borrower, n_bytes, seconds))
 
     async def _keep_homes(self, name: str, devices: list[str]) -> None:
         """Where a model is from now on; one that the fleet's policy moves is its affair. Raises
         NotKept."""
         model = self._settings(name)
         assert isinstance(model, ModelSettings)
-        follows = self._controller.fleet_policy.moves
+        follows = self._controller.devices.fleet_policy.moves
         if model.devices or not follows:
             async with self._records:
                 await self._keep(self._source.changes.homing(model, devices))
-            self._controller.name_homes(name, devices)
+            self._controller.devices.set_homes(name, devices)
 
     async def add(self, entry: NamedModelKeys) -> str:
         """A model more; its name. Raises Fault, Unavailable or NotKept."""
-        home = Path(self._controller.fleet.home)
+        home = Path(self._controller.devices.fleet.home)
         settings = await asyncio.to_thread(_prepared, entry, home)
         async with self._models:
             instead = self._names(settings.name) & self._file
@@ -161,7 +161,9 @@ class AdminService:
             if isinstance(self._settings(name), AdapterSettings):
                 raise Fault(409, f"{name} is an adapter: it goes with its base", "refused")
             names = self._names(name)
-            refused = refusal(self._controller.fleet, self._controller.specs, wanted)
+            refused = refusal(
+                self._controller.devices.fleet, self._controller.devices.specs, wanted
+            )
             if refused is not None:
                 raise Fault(409, refused, "refused")
             async with self._records:
@@ -196,7 +198,7 @@ class AdminService:
     async def reload(self) -> None:
         """Read the fleet file, and do what it says by now; the log tells what cannot be done."""
         for _ in range(1 + AGAIN):
-            while self._controller.replacing:
+            while self._controller.devices.replacing:
                 await asyncio.sleep(POLL_SECONDS)  # a worker is being replaced
             self._died = False
             await self._follow()
@@ -214,19 +216,21 @@ class AdminService:
                 await asyncio.to_thread(self._source.settle, reading)
                 self._file = reading.names
                 self.configure(reading.fleet)
-                found = difference(self._controller.fleet, reading.fleet)
-                failed = set(self._controller.failed)
+                found = difference(self._controller.devices.fleet, reading.fleet)
+                failed = set(self._controller.devices.failed)
                 for model in found.levels:
                     if model.name not in failed:
                         what = f"changing the levels of {model.name}"
                         await self._try(what, self.order(change_to(model)))
             # First they come, and then they go: one is always there. An alias that moves goes
             # over once its new model serves, unless it is that model's own name.
-            self._controller.name_aliases(_without(self._controller.fleet, names_of(reading.fleet)))
+            self._controller.devices.set_aliases(
+                _without(self._controller.devices.fleet, names_of(reading.fleet))
+            )
             for new in reading.fleet.models:
                 if new in found.added or new.name in failed:
                     await self._try(f"adding {new.name}", self._load(new))
-            self._controller.name_aliases(reading.fleet.aliases)
+            self._controller.devices.set_aliases(reading.fleet.aliases)
             await self._drop(found.removed)
         self._tell(found, failed)
 
@@ -237,7 +241,7 @@ class AdminService:
                 self._service.remove_models(names)
 
     async def _load(self, model: ModelSettings) -> None:
-        adding = model.name not in self._controller.specs
+        adding = model.name not in self._controller.devices.specs
         if adding:
             adapters = tuple(replace(a, aliases=()) for a in model.adapters)
             await self.order(Add(replace(model, aliases=(), adapters=adapters)))
@@ -309,14 +313,14 @@ class AdminService:
     def _names(self, name: str) -> set[str]:
         """Of a model and its adapters."""
         found = {name}
-        for model in self._controller.fleet.models:
+        for model in self._controller.devices.fleet.models:
             if model.name == name:
                 found |= {a.name for a in model.adapters}
         return found
 
     def _settings(self, name: str) -> ModelSettings | AdapterSettings:
         """Of a model or an adapter. Raises UnknownModel."""
-        for model in self._controller.fleet.models:
+        for model in self._controller.devices.fleet.models:
             if model.name == name:
                 return model
             for adapter in model.adapters:

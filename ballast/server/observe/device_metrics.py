@@ -45,13 +45,12 @@ class OneDevice(Protocol):
 
 
 class Facts(Protocol):
-    """What is known of all devices together, and of each.
+    """The devices by name, and what is known of them all.
 
-    `ballast.cluster.controller.Controller` knows it.
+    `ballast.cluster.device_set.DeviceSet` provides it.
     """
 
-    @property
-    def devices(self) -> Mapping[str, OneDevice]: ...
+    def items(self) -> Iterable[tuple[str, OneDevice]]: ...
 
     @property
     def report(self) -> DeviceReport | None: ...
@@ -90,7 +89,7 @@ class DeviceCollector(Collector):
         if report is None:
             return
         now = self._wall.now()
-        devices = dict(self._facts.devices)
+        devices = dict(self._facts.items())
         parts: tuple[Callable[[], Iterable[Metric]], ...] = (
             lambda: _devices(devices),
             lambda: _pool(report),

@@ -71,11 +71,11 @@ def add_admin_routes(app: FastAPI, service: Service, admin: AdminService) -> Non
 def _spec(service: Service, name: str) -> ModelSpec:
     """Find a model or adapter by its name or alias, whoever may use it. Raises UnknownModel."""
     own = service.models.own_name(name)
-    for base in service.controller.specs.values():
+    for base in service.controller.devices.specs.values():
         for served in base.served:
             if served.name == own:
                 return served
-    known = [s.name for base in service.controller.specs.values() for s in base.served]
+    known = [s.name for base in service.controller.devices.specs.values() for s in base.served]
     raise UnknownModel(f"there is no model {name!r}; {unknown(name, known)}")
 
 
@@ -87,7 +87,7 @@ def _add_model_routes(app: FastAPI, service: Service, admin: AdminService) -> No
     async def models() -> Response:
         kept = admin.changes.model_dump(mode="json", exclude_unset=True)
         now = await asyncio.to_thread(models_now, service)
-        told = {"models": now, "failed": controller.failed, "changes": kept}
+        told = {"models": now, "failed": controller.devices.failed, "changes": kept}
         return answered(told)
 
     @app.post("/admin/models", status_code=201, **CHECKED)
@@ -105,7 +105,9 @@ def _add_model_routes(app: FastAPI, service: Service, admin: AdminService) -> No
         name: str, patience: Annotated[float, Query(ge=0, le=3600)] = PATIENCE
     ) -> Response:
         own = service.models.own_name(name)
-        await admin.remove(own if own in controller.failed else _spec(service, own).name, patience)
+        await admin.remove(
+            own if own in controller.devices.failed else _spec(service, own).name, patience
+        )
         return answered({"name": name, "status": "removed"})
 
 
@@ -142,7 +144,7 @@ def _add_residency_routes(app: FastAPI, service: Service, admin: AdminService) -
 
     @app.post("/admin/models/evict", **CHECKED)
     async def evict_all() -> Response:
-        names = list(service.controller.specs)
+        names = list(service.controller.devices.specs)
         outcomes = await asyncio.gather(*map(evicted, names))
         refused = {name: why for name, why in zip(names, outcomes, strict=True) if why is not None}
         gone = [name for name in names if name not in refused]

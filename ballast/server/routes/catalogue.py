@@ -35,7 +35,7 @@ def status_of(residency: str) -> ModelStatus:
 def listed(service: Service, caller: Caller) -> list[Model]:
     """List the models that a caller may use: those that serve, in the fleet's order, each before
     its aliases, and then those that failed to."""
-    models, aliases = service.models.visible_to(caller), service.controller.fleet.aliases
+    models, aliases = service.models.visible_to(caller), service.controller.devices.fleet.aliases
     return [
         *(
             _serving(service, spec, name)
@@ -62,7 +62,7 @@ def described(service: Service, name: str, caller: Caller) -> Model:
 def resident(service: Service, caller: Caller) -> list[RunningModel]:
     """List the models of a caller whose weights are on a device, or on their way there or away, in
     the fleet's order."""
-    report, models = service.controller.report, service.models.visible_to(caller)
+    report, models = service.controller.devices.report, service.models.visible_to(caller)
     found: list[RunningModel] = []
     for m in () if report is None else report.models:
         spec, state = models.get(m.name), _RUNNING.get(Residency(m.residency))
@@ -96,7 +96,7 @@ def _memory(service: Service, name: str) -> int:
 def _serving(service: Service, spec: ModelSpec, name: str) -> Model:
     """A model under its own name or an alias."""
     base = spec.base or spec.name
-    report = service.controller.report
+    report = service.controller.devices.report
     reports = report.models if report is not None else ()
     where = next((m.residency for m in reports if m.name == base), Residency.ABSENT.value)
     return Model(

@@ -30,10 +30,10 @@ def add_health(app: FastAPI, service: Service, gate: Gate) -> None:
     @app.get("/health", responses={503: {"description": "Not now", "content": _ANY}})
     async def health(request: Request) -> Response:
         told: dict[str, Any] = {"status": status(service.controller, gate)}
-        if service.controller.down is not None:
-            told["reason"] = service.controller.down
-        elif service.controller.missing:
-            told["missing"] = service.controller.missing
+        if service.controller.devices.down is not None:
+            told["reason"] = service.controller.devices.down
+        elif service.controller.devices.missing:
+            told["missing"] = service.controller.devices.missing
         caller = context_of(request.scope).caller
         if caller.known:
             told["failed"] = service.models.failed(caller)
@@ -42,8 +42,8 @@ def add_health(app: FastAPI, service: Service, gate: Gate) -> None:
 
 def status(controller: Controller, gate: Gate) -> Status:
     """Whether to send requests here, and if not, why not."""
-    if controller.down is not None:
-        return "restarting" if controller.lost is None else "lost"
+    if controller.devices.down is not None:
+        return "restarting" if controller.devices.lost is None else "lost"
     return "draining" if gate.draining else "ok"
 
 

@@ -42,7 +42,7 @@ def add_observe_routes(app: FastAPI, service: Service, gate: Gate) -> None:
 
 def models_now(service: Service) -> list[ModelNow]:
     """The models that serve; from any thread."""
-    report = service.controller.report
+    report = service.controller.devices.report
     assert report is not None
     return [_model(service, m) for m in report.models]
 
@@ -52,7 +52,7 @@ def decisions(service: Service, last: int, model: str | None = None) -> list[dic
     since = service.wall.now() - asyncio.get_running_loop().time()
     found = [
         {"time": round(since + moment, 3), **what}
-        for moment, what in service.controller.decisions
+        for moment, what in service.controller.devices.decisions
         if model in (None, what.get("model"))
     ]
     return found[-last:] if last > 0 else []
@@ -60,17 +60,17 @@ def decisions(service: Service, last: int, model: str | None = None) -> list[dic
 
 def _server(service: Service, gate: Gate, models: list[ModelNow]) -> ServerNow:
     controller = service.controller
-    report = controller.report
+    report = controller.devices.report
     assert report is not None  # there is one before any route
     return ServerNow(
         version=__version__,
         time=service.wall.now(),
         uptime=service.clock.now(),
-        preset=controller.fleet.preset,
+        preset=controller.devices.fleet.preset,
         status=status(controller, gate),
-        reason=controller.down,
-        restarts=controller.restarts,
-        open=controller.open_requests,
+        reason=controller.devices.down,
+        restarts=controller.devices.restarts,
+        open=controller.devices.open_requests,
         device=report.device,
         page_bytes=report.page_bytes,
         total=report.total,
@@ -79,10 +79,10 @@ def _server(service: Service, gate: Gate, models: list[ModelNow]) -> ServerNow:
         owners=report.owners,
         jobs=report.jobs,
         models=models,
-        failed=dict(controller.failed),
+        failed=dict(controller.devices.failed),
         decisions=decisions(service, LAST_DECISIONS),
         devices=[_device(d) for d in controller.devices.values()],
-        lending=list(controller.lending),
+        lending=list(controller.devices.lending),
     )
 
 
@@ -113,7 +113,7 @@ def _device(device: RemoteDevice) -> DeviceNow:
 
 
 def _model(service: Service, report: ModelReport) -> ModelNow:
-    spec = service.controller.specs.get(report.name)
+    spec = service.controller.devices.specs.get(report.name)
     status = status_of(report.residency).value
     if spec is None:  # it has just been removed
         return ModelNow(status, report, [_name(service.metrics, report.name, None)], False)

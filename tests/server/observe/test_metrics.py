@@ -48,7 +48,9 @@ class Facts:
         self.down: str | None = None
         self.restarts = self.moved_in = 0
         self.requests: list[str] = []
-        self.devices = {"cpu:0": self}
+
+    def items(self) -> list[tuple[str, Facts]]:
+        return [("cpu:0", self)]
 
 
 class Told:

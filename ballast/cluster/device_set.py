@@ -1,0 +1,188 @@
+"""The devices of one server: what they have in all, and which of them serve which model."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from ballast.cluster.combined_report import combined
+from ballast.cluster.device import DeviceObserver, RemoteDevice
+from ballast.cluster.pending_orders import changed, names_of
+from ballast.core.capability import Capability
+from ballast.core.command import Add, DeviceOrder, Remove
+from ballast.core.model import ModelSpec
+from ballast.core.report import DeviceReport
+from ballast.core.settings import FleetSettings
+from ballast.policy.base import FleetPolicy
+from ballast.policy.presets import preset_of
+
+DECISIONS_KEPT = 2000
+
+
+class DeviceSet(Mapping[str, RemoteDevice], DeviceObserver):
+    """The devices by name, in the fleet's order, and the fleet that they serve."""
+
+    fleet: FleetSettings
+    """All that is served, and on what; from the controller's start on."""
+
+    def __init__(self) -> None:
+        self._devices: dict[str, RemoteDevice] = {}
+        self._reports: list[DeviceReport] = []
+        self._combined: DeviceReport | None = None
+        """The sum of `_reports`."""
+        self.unreadable: Mapping[str, str] = {}
+        """Models whose tokenizer the server could not load, with the reason."""
+        self.decisions: deque[tuple[float, dict[str, Any]]] = deque(maxlen=DECISIONS_KEPT)
+        """The last of all workers, oldest first, each with its time on the event loop's clock."""
+
+    def __getitem__(self, name: str) -> RemoteDevice:
+        return self._devices[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._devices)
+
+    def __len__(self) -> int:
+        return len(self._devices)
+
+    def add(self, device: RemoteDevice) -> None:
+        """Append a device."""
+        self._devices[device.name] = device
+
+    # -- what they have in all --------------------------------------------------------------------
+
+    @property
+    def specs(self) -> Mapping[str, ModelSpec]:
+        """The models that serve, in the fleet's order."""
+        devices = list(self._devices.values())
+        if len(devices) == 1:
+            return devices[0].specs
+        found = {name: spec for d in reversed(devices) for name, spec in d.specs.items()}
+        return {m.name: found[m.name] for m in self.fleet.models if m.name in found}
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Models of the fleet that no device serves, or no tokenizer can read, with the reason."""
+        found = {n: why for d in self._devices.values() for n, why in d.failed.items()}
+        served = {s.name for base in self.specs.values() for s in base.served}
+        return {**self.unreadable, **{n: why for n, why in found.items() if n not in served}}
+
+    @property
+    def report(self) -> DeviceReport | None:
+        """What all devices have together, as they last said; None before they have."""
+        reports = [d.report for d in self._devices.values() if d.report is not None]
+        if not reports:
+            return None
+        if [*map(id, reports)] != [*map(id, self._reports)]:
+            self._reports, self._combined = reports, combined(reports)
+        return self._combined
+
+    @cached_property
+    def fleet_policy(self) -> FleetPolicy:
+        """The fleet part of the preset, which never changes while a server runs."""
+        return preset_of(self.fleet).fleet
+
+    @property
+    def lending(self) -> tuple[Capability, ...]:
+        """Which devices can lend pages to which, as far as their workers have told."""
+        swapping = preset_of(self.fleet).requires.kv_swapping
+        return self.fleet.lending({name: d.reach for name, d in self._devices.items()}, swapping)
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that were submitted and have not ended."""
+        return sum(len(d.requests) for d in self._devices.values())
+
+    @property
+    def restarts(self) -> int:
+        """Workers that were started in place of one that died."""
+        return sum(d.restarts for d in self._devices.values())
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """Devices without a worker that serves, with the reason."""
+        return {name: d.down for name, d in self._devices.items() if d.down is not None}
+
+    @property
+    def down(self) -> str | None:
+        """Why no device serves, if none does."""
+        missing = self.missing
+        if len(missing) < len(self._devices):
+            return None
+        return next(iter(missing.values()), "the worker starts")
+
+    @property
+    def lost(self) -> str | None:
+        """Why requests fail instead of waiting for a worker, if all do."""
+        reasons = [d.lost for d in self._devices.values()]
+        return reasons[0] if reasons and None not in reasons else None
+
+    @property
+    def replacing(self) -> bool:
+        """Whether a worker is about to take the place of one that died."""
+        return any(d.down is not None and d.lost is None for d in self._devices.values())
+
+    def full(self, base: ModelSpec) -> bool:
+        """Whether every device of a model would refuse another request, as far as is known here."""
+        return all(device.full(base) for device in self.serving(base.name))
+
+    # -- where models are -------------------------------------------------------------------------
+
+    def homes(self, model: str) -> list[str]:
+        """Name the devices that are to serve a model, but for those that it leaves."""
+        return [d.name for d in self.assigned(model) if model not in d.leaving]
+
+    def serving(self, model: str) -> list[RemoteDevice]:
+        """List the devices that serve a model or an adapter; all where none does: they know why."""
+        devices = list(self._devices.values())
+        if len(devices) == 1:
+            return devices
+        here = [d for d in devices if d.serves(model)]
+        return [d for d in here if d.takes(model)] or here or devices
+
+    def assigned(self, model: str) -> list[RemoteDevice]:
+        """List the devices that are to serve a model, whether they can or not."""
+        return [d for d in self._devices.values() if any(m.name == model for m in d.fleet.models)]
+
+    def others(self, device: RemoteDevice, model: str) -> list[RemoteDevice]:
+        """List further devices that take requests of a model now."""
+        return [d for d in self.serving(model) if d is not device and d.down is None]
+
+    # -- changes of the fleet ---------------------------------------------------------------------
+
+    def set_homes(self, model: str, devices: Sequence[str]) -> None:
+        """Fix the devices of a model, as if the fleet file named them."""
+        models = (
+            replace(m, devices=tuple(devices)) if m.name == model else m for m in self.fleet.models
+        )
+        self.fleet = replace(self.fleet, models=tuple(models))
+
+    def set_aliases(self, aliases: Mapping[str, tuple[str, ...]]) -> None:
+        """Replace the aliases of all models and adapters, by own name; none where it has none."""
+        models = (
+            replace(
+                m,
+                aliases=aliases.get(m.name, ()),
+                adapters=tuple(replace(a, aliases=aliases.get(a.name, ())) for a in m.adapters),
+            )
+            for m in self.fleet.models
+        )
+        self.fleet = replace(self.fleet, models=tuple(models))
+
+    def command_done(self, device: RemoteDevice, command: DeviceOrder) -> None:
+        """Change the fleet as a device has changed."""
+        if isinstance(command, Remove) and self.assigned(command.model):
+            return
+        if isinstance(command, Add) and command.settings in self.fleet.models:
+            return  # on one more device
+        left = names_of(self.fleet)
+        self.fleet = changed(self.fleet, command)
+        left -= names_of(self.fleet)
+        self.unreadable = {n: why for n, why in self.unreadable.items() if n not in left}
+
+    def decision_made(self, device: RemoteDevice, moment: float, decision: dict[str, Any]) -> None:
+        """Keep a device's decision among the last."""
+        named = {**decision, "device": device.name} if len(self) > 1 else decision
+        self.decisions.append((moment, named))

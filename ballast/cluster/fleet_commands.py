@@ -1,0 +1,304 @@
+"""Operators' commands, carried out over the devices that they concern."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+from ballast.cluster.device import RemoteDevice
+from ballast.cluster.device_set import DeviceSet
+from ballast.cluster.lending import Acquaintances
+from ballast.cluster.pending_orders import names_of, refusal, undoing
+from ballast.cluster.placing import named, placed
+from ballast.cluster.relocation import Relocation
+from ballast.cluster.request_router import RequestRouter
+from ballast.core.actions import Evict, Lend, Recall
+from ballast.core.command import Add, Order, Outcome, Remove
+from ballast.core.errors import ConfigError, Unavailable
+from ballast.core.model import ModelSpec
+from ballast.core.settings import ModelSettings
+
+log = logging.getLogger(__name__)
+
+UNDO_SECONDS = 30.0
+"""For requests that have come to a device meanwhile, where a drain is given up."""
+
+
+class _Refused(Exception):
+    """No device takes a model; says why."""
+
+
+class FleetCommands:
+    """Changes what the devices serve, and what they lend, by operators' commands.
+
+    Every method returns the outcome, and raises Unavailable where a device that it needs does not
+    serve, or dies before it has answered.
+    """
+
+    def __init__(
+        self,
+        devices: DeviceSet,
+        router: RequestRouter,
+        relocation: Relocation,
+        acquaintances: Acquaintances,
+    ) -> None:
+        self._devices = devices
+        self._router = router
+        self._relocation = relocation
+        self._acquaintances = acquaintances
+        self.changing = asyncio.Lock()
+        """Held while a model is added, removed or moved: the next change is judged by what came of
+        it."""
+
+    # -- models -----------------------------------------------------------------------------------
+
+    async def execute(self, command: Order, device: str | None = None) -> Outcome:
+        """Carry out a command about a model on all devices that it concerns, or on none of them; or
+        on the one `device` of the model."""
+        if isinstance(command, Add | Remove):
+            async with self.changing:
+                return await self._execute(command)
+        if device is not None:
+            found = self._devices.get(device)
+            if found is None or not found.serves(command.model):
+                return Outcome("refused", f"{command.model} is not on {device!r}")
+            return await found.command(command)
+        return await self._execute(command)
+
+    async def place(self, model: str, device: str) -> Outcome:
+        """Serve a model on one more device."""
+        async with self.changing:
+            settings = next((m for m in self._devices.fleet.models if m.name == model), None)
+            found = self._devices.get(device)
+            if settings is None or found is None:
+                what = f"there is no device {device!r}" if settings else f"no model {model!r}"
+                return Outcome("refused", f"{what}; devices: {', '.join(self._devices)}")
+            if found.cordoned:
+                return Outcome("refused", f"{device} is drained; uncordon it first")
+            if found.takes(model):
+                return Outcome("refused", f"{device} serves {model} already")
+            return await found.join(settings)
+
+    async def withdraw(self, model: str, device: str, patience: float) -> Outcome:
+        """Take a model from one of its devices. Requests that run there go on at others that have
+        its weights; what stays has `patience` seconds to end."""
+        async with self.changing:
+            here = [d for d in self._devices.values() if d.takes(model)]
+            found = self._devices.get(device)
+            if found not in here:
+                return Outcome("refused", f"{model} is not on {device!r}")
+            if len(here) < 2:
+                return Outcome("refused", f"{model} is on no other device")
+            assert found is not None
+            return await self._withdraw(found, model, patience)
+
+    # -- devices ----------------------------------------------------------------------------------
+
+    async def drain(self, device: str) -> Outcome:
+        """Empty a device for maintenance, until it is `uncordon`ed.
+
+        Models that no other device serves are placed on others first, those with the least weights
+        for their budget; where none takes one, nothing changes. Then requests open there go on
+        elsewhere: running ones with their KV, once their model's weights are there, others, and
+        those whose KV cannot be had or finds no room, after the tokens that their clients have.
+        Its weights are evicted.
+        """
+        async with self.changing:
+            found = self._devices.get(device)
+            if found is None:
+                return self._unknown(device)
+            refused = await self._place_elsewhere(found)
+            if refused is not None:
+                return Outcome("refused", refused)
+            found.cordoned = True
+            await self._empty(found)
+            await self._evict_all(found)
+            return Outcome()
+
+    async def uncordon(self, device: str) -> Outcome:
+        """Send requests again to a device that was drained, of the models that it has."""
+        found = self._devices.get(device)
+        if found is None:
+            return self._unknown(device)
+        found.cordoned = False
+        return Outcome()
+
+    def _unknown(self, device: str) -> Outcome:
+        return Outcome("refused", f"no device {device!r}; devices: {', '.join(self._devices)}")
+
+    # -- lending ----------------------------------------------------------------------------------
+
+    async def lend(self, lender: str, borrower: str, n_bytes: int) -> Outcome:
+        """Have a device lend so many bytes of free pages."""
+        device = self._devices.get(lender)
+        pairs = self._devices.lending
+        way = next((c for c in pairs if (c.lender, c.borrower) == (lender, borrower)), None)
+        if device is None or way is None:
+            return Outcome("refused", f"there is no lending from {lender!r} to {borrower!r}")
+        if way.means is None:
+            return Outcome("refused", f"{lender} cannot lend to {borrower}: {way.why}")
+        if not self._acquaintances.acquainted(lender, borrower):
+            return Outcome("refused", f"{lender} and {borrower} do not know each other yet")
+        report = self._devices[borrower].report
+        assert report is not None  # the borrower has reported before it can borrow
+        pages = n_bytes // report.page_bytes
+        if pages < 1:
+            return Outcome("invalid", f"{n_bytes} bytes are less than a page")
+        if sum(report.borrowed.values()) + pages > report.total:
+            return Outcome("refused", f"{borrower} would have borrowed more than it has itself")
+        return await device.command(Lend(borrower, pages, "by an operator"))
+
+    async def recall(
+        self, lender: str, borrower: str, n_bytes: int | None, seconds: float
+    ) -> Outcome:
+        """Have a device recall what it has lent, or so many bytes of it; returns when they are
+        back, or the borrower has been killed, as it is after so many seconds."""
+        device = self._devices.get(lender)
+        report = None if device is None else device.report
+        if device is None or report is None:
+            return Outcome("refused", f"there is no device {lender!r}")
+        pages = None if n_bytes is None else max(1, n_bytes // report.page_bytes)
+        return await device.command(Recall(borrower, pages, seconds, "by an operator"))
+
+    # -- steps of a command about a model ---------------------------------------------------------
+
+    async def _execute(self, command: Order) -> Outcome:
+        """Carry out a command on all devices that it concerns; undone where one refuses."""
+        fleet, specs = self._devices.fleet, self._devices.specs
+        refused = refusal(fleet, specs, command)
+        if refused is not None:
+            return Outcome("refused", refused)
+        several = len(self._devices) > 1  # a single one knows what it serves
+        if several and isinstance(command, Add) and command.settings.name in specs:
+            return Outcome("refused", f"there is a model {command.settings.name!r} already")
+        try:
+            devices = await self._concerned(command)
+        except ConfigError as error:
+            return Outcome("invalid", str(error))
+        missing = [d.down for d in devices if d.down is not None]
+        if missing:
+            raise Unavailable(missing[0])
+        done: list[tuple[RemoteDevice, Order | None]] = []
+        outcome = Outcome()
+        try:
+            for device in devices:
+                undo = undoing(command, device.fleet)
+                outcome = await device.command(command)
+                if outcome.code is not None:
+                    break
+                done.append((device, undo))
+        finally:
+            if len(done) < len(devices):
+                await _undo(done)
+        return outcome
+
+    async def _concerned(self, command: Order) -> list[RemoteDevice]:
+        """List the devices that have to carry out a command. Raises ConfigError."""
+        match command:
+            case Add(settings):
+                return await self._homes_for(settings)
+            case Remove(name):
+                return self._devices.assigned(name) or self._devices.serving(name)[:1]
+            case _:
+                here = [d for d in self._devices.values() if d.serves(command.model)]
+                return here or self._devices.serving(command.model)
+
+    async def _homes_for(self, settings: ModelSettings) -> list[RemoteDevice]:
+        """Choose devices for one more model. Raises ConfigError."""
+        fleet = self._devices.fleet
+        homes = {m: [d.name for d in self._devices.assigned(m)] for m in names_of(fleet)}
+        names = named(settings, fleet) or homes.get(settings.name)
+        if not names:
+            found = await asyncio.to_thread(placed, [settings], fleet, homes)
+            names = found[settings.name]
+        return [self._devices[name] for name in names]
+
+    async def _withdraw(self, device: RemoteDevice, model: str, patience: float) -> Outcome:
+        """Take a model from a device that is not its only one."""
+        device.leaving.add(model)
+        try:
+            await self._relocation.move_requests(device, model)
+            outcome = await device.command(Remove(model, patience))
+        except BaseException:
+            device.leaving.discard(model)
+            raise
+        if outcome.code is not None:
+            device.leaving.discard(model)
+        return outcome
+
+    # -- steps of a drain -------------------------------------------------------------------------
+
+    async def _place_elsewhere(self, device: RemoteDevice) -> str | None:
+        """Place each model that only this device serves on another one; returns why that failed,
+        after undoing it, if it did."""
+        others = [
+            d
+            for d in self._devices.values()
+            if d is not device and d.down is None and not d.cordoned
+        ]
+        placed: list[tuple[RemoteDevice, str]] = []
+        try:
+            for model in list(device.specs):
+                if not any(d.takes(model) for d in others):
+                    placed.append((await self._place_on_any(model, others), model))
+        except BaseException as error:
+            for d, name in placed:
+                with suppress(Unavailable):
+                    await self._withdraw(d, name, UNDO_SECONDS)
+            if isinstance(error, _Refused):
+                return f"{model} stays on {device.name}: {error}"
+            raise
+        return None
+
+    async def _place_on_any(self, model: str, devices: Sequence[RemoteDevice]) -> RemoteDevice:
+        """Serve a model on one of some devices, the least filled first. Raises _Refused where none
+        takes it."""
+        settings = next(m for m in self._devices.fleet.models if m.name == model)
+        refused = "there is no other device"
+        for d in sorted(devices, key=_filled):
+            outcome = await d.join(settings)
+            if outcome.code is None:
+                return d
+            refused = f"{d.name}: {outcome.reason}"
+        raise _Refused(refused)
+
+    async def _empty(self, device: RemoteDevice) -> None:
+        """Move all open requests of a device to others."""
+        bases: list[ModelSpec] = list(device.specs.values())
+        for base in bases:
+            await self._relocation.activate_elsewhere(base, device)
+        moved = sum([await self._relocation.move_requests(device, base.name) for base in bases])
+        anew = self._router.hand_over(device)
+        text = "%s is drained: %d requests go on elsewhere, %d with their KV"
+        log.info(text, device.name, moved + anew, moved)
+
+    async def _evict_all(self, device: RemoteDevice) -> None:
+        """Evict the weights of all models of a device."""
+        with suppress(Unavailable):  # of a worker that dies no weights are left
+            for model in list(device.specs):
+                outcome = await device.command(Evict(model, "its device is drained"))
+                if outcome.code is not None:
+                    text = "%s keeps the weights of %s: %s"
+                    log.warning(text, device.name, model, outcome.reason)
+
+
+def _filled(device: RemoteDevice) -> float:
+    """Bytes of weights that a device serves, over its budget."""
+    weights = sum(sum(spec.segment_bytes) for spec in device.specs.values())
+    return weights / device.fleet.device.budget_bytes
+
+
+async def _undo(done: Iterable[tuple[RemoteDevice, Order | None]]) -> None:
+    """Carry out the commands that undo what devices did and a later device did not."""
+    for device, command in done:
+        if command is None:
+            continue
+        try:
+            outcome = await device.command(command)
+            failed = outcome.reason if outcome.code is not None else ""
+        except Unavailable as error:
+            failed = str(error)
+        if failed:
+            log.error("%s: what another device did not do stays done: %s", device.name, failed)
