@@ -22,12 +22,12 @@ from ballast.cluster.member import KvPlace, MakeMember, Meeting
 from ballast.cluster.members import member_of
 from ballast.core.errors import BallastError, BrokenPromise, DeviceError, DeviceLost
 from ballast.core.event import Event, TransferDone
-from ballast.engine.inbox import MonotonicClock
-from ballast.engine.machine import Cap
 from ballast.isolation.calls import Isolation
 from ballast.isolation.orphan import die_with
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
+from ballast.live.inbox import MonotonicClock
+from ballast.live.machine import Cap
 from ballast.memory.arena import confine_allocator
 from ballast.memory.copies import Copy
 from ballast.memory.cuda_calls import WhenLost

@@ -25,7 +25,7 @@ from ballast.core.link import LinkRates
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import ceil_div
 from ballast.engine.build import largest_jobs
-from ballast.engine.inbox import MonotonicClock
+from ballast.live.inbox import MonotonicClock
 from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
 from ballast.transport.ranks import (
