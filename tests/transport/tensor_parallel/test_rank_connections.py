@@ -15,31 +15,33 @@ from ballast.core.job import Scoring, SequenceWork
 from ballast.core.link import LinkRates
 from ballast.core.request import Sampling
 from ballast.core.settings import DeviceSettings, ModelSettings
-from ballast.transport.messages import MalformedMessage
-from ballast.transport.ranks import (
-    Compute,
+from ballast.transport.decoding import MalformedMessage
+from ballast.transport.tensor_parallel.rank_connections import (
     FromRank,
-    JoinGroup,
-    Landed,
     LeaderConnection,
-    Load,
-    Map,
-    Meet,
-    Ok,
     RankConnection,
     RankGone,
-    Refused,
+)
+from ballast.transport.tensor_parallel.rank_messages import (
+    DoneReply,
+    JoinGroupMsg,
+    LoadModelMsg,
+    MapPagesMsg,
+    MeetRanksMsg,
+    RefusedReply,
+    RunJobMsg,
     ToRank,
-    Unmap,
+    TransferLandedEvent,
+    UnmapPagesMsg,
 )
 
 WORK = SequenceWork("a", [1, 2, 3], 5, [7, 9], Sampling(), scoring=Scoring(6, [2, 3], 1))
 ASKED: list[ToRank] = [
-    JoinGroup(1, DeviceSettings(budget_bytes=1 << 20, tensor_parallel=2), LinkRates.even(1e9)),
-    Meet(None),
-    Load(ModelSettings(name="m", path="p"), 2),
-    Map(1 << 40, 3, [5, 6], True, False),
-    Compute("m", (WORK, WORK), True),
+    JoinGroupMsg(1, DeviceSettings(budget_bytes=1 << 20, tensor_parallel=2), LinkRates.even(1e9)),
+    MeetRanksMsg(None),
+    LoadModelMsg(ModelSettings(name="m", path="p"), 2),
+    MapPagesMsg(1 << 40, 3, [5, 6], True, False),
+    RunJobMsg("m", (WORK, WORK), True),
 ]
 
 Pair = tuple[RankConnection, LeaderConnection]
@@ -57,11 +59,11 @@ def pair() -> Iterator[Pair]:
 @pytest.mark.parametrize("asked", ASKED, ids=lambda m: type(m).__name__)
 def test_messages_arrive_as_they_were(pair: Pair, asked: ToRank) -> None:
     here, there = pair
-    here.tell(asked)
-    assert there.next() == asked
-    said: FromRank = Landed(TransferDone(4, 10, 0.5, "torn"))
-    there.say(said)
-    assert here.answer() == said
+    here.send(asked)
+    assert there.receive() == asked
+    said: FromRank = TransferLandedEvent(TransferDone(4, 10, 0.5, "torn"))
+    there.send(said)
+    assert here.receive() == said
 
 
 def test_a_refusal_is_raised_where_it_was_asked(pair: Pair) -> None:
@@ -69,41 +71,41 @@ def test_a_refusal_is_raised_where_it_was_asked(pair: Pair) -> None:
 
     def refuse() -> None:
         for call in ("mmap", None):
-            there.next()
-            there.say(Refused(call, "no room"))
+            there.receive()
+            there.send(RefusedReply(call, "no room"))
 
     thread = threading.Thread(target=refuse)
     thread.start()
     with pytest.raises(DeviceError, match="mmap: no room"):
-        here.ask(Unmap(0, 0, 1))
+        here.call(UnmapPagesMsg(0, 0, 1))
     with pytest.raises(BrokenPromise, match="no room"):
-        here.ask(Unmap(0, 0, 1))
+        here.call(UnmapPagesMsg(0, 0, 1))
     thread.join()
 
 
 def test_a_descriptor_comes_between_messages(pair: Pair) -> None:
     here, there = pair
     read, write = os.pipe()
-    here.tell(Unmap(1, 2, 3))
-    here.give(write)
+    here.send(UnmapPagesMsg(1, 2, 3))
+    here.send_descriptor(write)
     os.close(write)
-    here.tell(Unmap(4, 5, 6))
-    assert there.next() == Unmap(1, 2, 3)
-    os.write(taken := there.take(), b"x")
+    here.send(UnmapPagesMsg(4, 5, 6))
+    assert there.receive() == UnmapPagesMsg(1, 2, 3)
+    os.write(taken := there.receive_descriptor(), b"x")
     assert os.read(read, 1) == b"x"
-    assert there.next() == Unmap(4, 5, 6)
+    assert there.receive() == UnmapPagesMsg(4, 5, 6)
     os.close(taken)
     os.close(read)
 
 
 def test_an_end_is_noticed_at_the_other(pair: Pair) -> None:
     here, there = pair
-    there.say(Ok())
+    there.send(DoneReply())
     here.close()
     with pytest.raises(RankGone):
-        there.next()
+        there.receive()
     with pytest.raises(RankGone):
-        there.say(Ok())
+        there.send(DoneReply())
 
 
 def test_what_follows_no_schema_is_refused() -> None:
@@ -111,6 +113,6 @@ def test_what_follows_no_schema_is_refused() -> None:
     connection = RankConnection(ours)
     theirs.sendall(b"\0\0\0\x01\x90")
     with pytest.raises(MalformedMessage):
-        connection.answer()
+        connection.receive()
     connection.close()
     theirs.close()

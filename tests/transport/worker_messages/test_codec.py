@@ -16,30 +16,35 @@ from ballast.core.event import Cancelled, Failed, Finished, TokenOut
 from ballast.core.report import DeviceReport, ModelReport
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, ModelSettings, Slo
-from ballast.transport.messages import (
-    Command,
-    Configure,
-    Done,
-    DrainDevice,
-    Drained,
-    Flow,
-    Gone,
-    Hello,
-    MalformedMessage,
-    Meet,
-    NotReady,
-    OfPeer,
-    Outputs,
-    Ready,
-    Status,
-    StopDevice,
-    Submit,
+from ballast.transport.decoding import MalformedMessage
+from ballast.transport.worker_messages.admin_messages import CommandDoneMsg, CommandMsg
+from ballast.transport.worker_messages.codec import (
     ToServer,
     ToWorker,
-    Withdraw,
     decode_to_server,
     decode_to_worker,
     encode,
+)
+from ballast.transport.worker_messages.lending_messages import (
+    MeetPeerMsg,
+    PeerEndedMsg,
+    PeerReportMsg,
+)
+from ballast.transport.worker_messages.lifecycle_messages import (
+    ConfigureMsg,
+    DrainedMsg,
+    DrainMsg,
+    HelloMsg,
+    NotReadyMsg,
+    ReadyMsg,
+    StatusMsg,
+    StopMsg,
+)
+from ballast.transport.worker_messages.request_messages import (
+    FlowControlMsg,
+    OutputsMsg,
+    SubmitMsg,
+    WithdrawMsg,
 )
 from tests.cluster.fake_device import spec
 
@@ -111,15 +116,15 @@ OUTPUTS = [
 @pytest.mark.parametrize(
     "message",
     [
-        Configure(FLEET, 10),
-        Submit.of((SUBMISSION,)),
-        Withdraw(("r-0", "r-1")),
-        Flow(paused=("r-0",)),
-        Flow(resumed=("r-0", "r-1")),
-        DrainDevice(),
-        StopDevice("why"),
-        Meet("cpu:1", 2, "ballast-pages-0"),
-        Gone("cpu:1", 2),
+        ConfigureMsg(FLEET, 10),
+        SubmitMsg.of((SUBMISSION,)),
+        WithdrawMsg(("r-0", "r-1")),
+        FlowControlMsg(paused=("r-0",)),
+        FlowControlMsg(resumed=("r-0", "r-1")),
+        DrainMsg(),
+        StopMsg("why"),
+        MeetPeerMsg("cpu:1", 2, "ballast-pages-0"),
+        PeerEndedMsg("cpu:1", 2),
     ],
 )
 def test_messages_to_the_worker_arrive_as_sent(message: ToWorker) -> None:
@@ -133,24 +138,24 @@ def test_what_choices_share_crosses_once() -> None:
     choices = [
         replace(one, id=f"c{i}", sampling=replace(one.sampling, choice=i)) for i in range(128)
     ]
-    sent = encode(Submit.of([*choices, other]))
-    assert len(sent) < len(encode(Submit.of([one, other]))) + 128 * 500
+    sent = encode(SubmitMsg.of([*choices, other]))
+    assert len(sent) < len(encode(SubmitMsg.of([one, other]))) + 128 * 500
     received = decode_to_worker(sent)
-    assert isinstance(received, Submit)
+    assert isinstance(received, SubmitMsg)
     found = received.unwrap()
     assert found == [*choices, other]
     assert len({id(s.prompt) for s in found}) == len({id(s.sampling.grammar) for s in found}) == 2
 
 
 def test_requests_without_what_they_name_are_refused() -> None:
-    sent = Submit.of([SUBMISSION])
+    sent = SubmitMsg.of([SUBMISSION])
     for wrong in (
         msgspec.structs.replace(sent, prompt_of=(1,)),
         msgspec.structs.replace(sent, grammar_of=(5,)),
         msgspec.structs.replace(sent, prompt_of=()),
     ):
         received = decode_to_worker(encode(wrong))
-        assert isinstance(received, Submit)
+        assert isinstance(received, SubmitMsg)
         with pytest.raises(MalformedMessage):
             received.unwrap()
 
@@ -158,13 +163,13 @@ def test_requests_without_what_they_name_are_refused() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Hello(123),
-        Ready({"a": spec("a")}, {"b": "why"}, REPORT),
-        NotReady("why"),
-        Status(REPORT, ({"at": 1.5, "action": "Evict", "model": "a", "pages": None},)),
-        Outputs.of(OUTPUTS),
-        Drained(),
-        OfPeer("LetGo", "cpu:1", 2),
+        HelloMsg(123),
+        ReadyMsg({"a": spec("a")}, {"b": "why"}, REPORT),
+        NotReadyMsg("why"),
+        StatusMsg(REPORT, ({"at": 1.5, "action": "Evict", "model": "a", "pages": None},)),
+        OutputsMsg.of(OUTPUTS),
+        DrainedMsg(),
+        PeerReportMsg("released", "cpu:1", 2),
     ],
 )
 def test_messages_to_the_server_arrive_as_sent(message: ToServer) -> None:
@@ -187,22 +192,22 @@ CHANGE = Change(model="a", slo=Slo(), priority=1, max_waiting=5, queue_seconds=2
     ],
 )
 def test_orders_and_what_came_of_them_arrive_as_sent(order: DeviceOrder) -> None:
-    arrived = decode_to_worker(encode(Command.of(7, order)))
-    assert isinstance(arrived, Command)
+    arrived = decode_to_worker(encode(CommandMsg.of(7, order)))
+    assert isinstance(arrived, CommandMsg)
     assert (arrived.id, arrived.order) == (7, order)
-    done = Done(7, Outcome("refused", "why", {"a": spec("a")}, {"b": "c"}))
+    done = CommandDoneMsg(7, Outcome("refused", "why", {"a": spec("a")}, {"b": "c"}))
     assert decode_to_server(encode(done)) == done
 
 
 def test_a_command_has_one_order() -> None:
-    for command in (Command(1), Command(1, activate=Activate("a"), evict=Evict("a"))):
+    for command in (CommandMsg(1), CommandMsg(1, activate=Activate("a"), evict=Evict("a"))):
         with pytest.raises(MalformedMessage, match="orders"):
             assert command.order
 
 
 def test_outputs_keep_their_kind_and_order() -> None:
-    arrived = decode_to_server(encode(Outputs.of(OUTPUTS)))
-    assert isinstance(arrived, Outputs)
+    arrived = decode_to_server(encode(OutputsMsg.of(OUTPUTS)))
+    assert isinstance(arrived, OutputsMsg)
     assert arrived.unwrap() == OUTPUTS
 
 
@@ -212,10 +217,10 @@ def test_outputs_keep_their_kind_and_order() -> None:
         b"",
         b"\xc1",
         msgspec.msgpack.encode({"type": "Nonsense"}),
-        msgspec.msgpack.encode({"type": "Withdraw", "request_ids": [1]}),
-        msgspec.msgpack.encode({"type": "Withdraw"}),
-        msgspec.msgpack.encode({"type": "DrainDevice", "more": 1}),
-        encode(Status(REPORT)),
+        msgspec.msgpack.encode({"type": "WithdrawMsg", "request_ids": [1]}),
+        msgspec.msgpack.encode({"type": "WithdrawMsg"}),
+        msgspec.msgpack.encode({"type": "DrainMsg", "more": 1}),
+        encode(StatusMsg(REPORT)),
     ],
 )
 def test_what_breaks_the_schema_is_refused(data: bytes) -> None:

@@ -1,5 +1,5 @@
-"""Two processes lend to each other, over the messages and the socket of `transport.lending`: CPUs,
-and GPUs over the stand-in of the driver, each process with one of its own."""
+"""Two processes lend pages to each other, through `transport.page_descriptors`: CPUs, and GPUs over
+the stand-in of the driver, each process with one of its own."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from ballast.memory.tensor import array_at
 from ballast.memory.vm import Exported, Vm
 from ballast.memory.vm_cuda import CudaVm
 from ballast.memory.vm_memfd import MemfdVm
-from ballast.transport.lending import (
+from ballast.transport.page_descriptors import (
     PAGES_AT_ONCE,
     PagesSocket,
     fetch_lease,
     fetch_pages,
     serve,
 )
-from ballast.transport.messages import OfLease, decode_to_server, decode_to_worker, encode
+from ballast.transport.worker_messages.codec import decode_to_server, decode_to_worker, encode
+from ballast.transport.worker_messages.lending_messages import LeaseMsg
 from tests.memory.fake_cuda import FakeDriver
 
 PAGE = 64 * KiB
@@ -48,8 +49,9 @@ from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.vm_cuda import CudaVm
 from ballast.memory.vm_memfd import MemfdVm
-from ballast.transport.lending import fetch_lease, fetch_pages
-from ballast.transport.messages import OfLease, decode_to_worker, encode
+from ballast.transport.page_descriptors import fetch_lease, fetch_pages
+from ballast.transport.worker_messages.codec import decode_to_worker, encode
+from ballast.transport.worker_messages.lending_messages import LeaseMsg
 from tests.memory.fake_cuda import FakeDriver
 
 pipe = Connection(int(sys.argv[1]))
@@ -62,12 +64,12 @@ borrower.meet("cpu:0", 1, fetch_pages(sys.argv[2]))
 kv = BackedRange(pool, vm, "kv", 128 * size)
 assert kv.back(0, 1) is None
 while True:
-    message = decode_to_worker(pipe.recv_bytes()).word
+    message = decode_to_worker(pipe.recv_bytes()).event
     if isinstance(message, AskedBack):
         for place in borrower.recall(message.lease):
             borrower.release(kv, place.at, 1)
         for part in borrower.settle():
-            pipe.send_bytes(encode(OfLease.of(Returned(part))))
+            pipe.send_bytes(encode(LeaseMsg.of(Returned(part))))
     else:
         n = len(message.lease.pages)
         opened = []
@@ -139,17 +141,17 @@ def test_lend_recall_and_kill(kind: str) -> None:
             lease = lender.lend("cpu:1", 3 + PAGES_AT_ONCE)
             assert isinstance(lease, Lease)
             offered["cpu:1", 1, lease.id] = lease.pages
-            ours.send_bytes(encode(OfLease.of(Lent(lease))))
+            ours.send_bytes(encode(LeaseMsg.of(Lent(lease))))
             assert ours.recv_bytes() == b"used"
             driver.exclusive = False
             assert {contents(vm, page) for page in lease.pages} == {bytes([42]) * PAGE}
         driver.exclusive = True
         asked = lender.recall(lease.part(lease.pages[:2]), due=1.0)
         assert asked is not None
-        ours.send_bytes(encode(OfLease.of(AskedBack(asked))))
+        ours.send_bytes(encode(LeaseMsg.of(AskedBack(asked))))
         told = decode_to_server(ours.recv_bytes())
-        assert isinstance(told, OfLease)
-        assert isinstance(told.word, Returned)
+        assert isinstance(told, LeaseMsg)
+        assert isinstance(told.event, Returned)
         assert lender.returned(told.lease) is None
         assert (pool.free, pool.lent(OWNER)) == (10, {"cpu:1": 68})
         lender.recall(lease, due=2.0)
@@ -186,11 +188,11 @@ def test_a_lease_that_is_over_is_not_given() -> None:
 
 @pytest.mark.parametrize("word", [Lent(LEASE), AskedBack(LEASE), Returned(LEASE)])
 def test_words_arrive_as_they_were(word: Lent | AskedBack | Returned) -> None:
-    data = encode(OfLease.of(word))
+    data = encode(LeaseMsg.of(word))
     for decode in (decode_to_worker, decode_to_server):
         message = decode(data)
-        assert isinstance(message, OfLease)
-        assert message.word == word
+        assert isinstance(message, LeaseMsg)
+        assert message.event == word
 
 
 def test_nobody_asks_and_nobody_serves() -> None:

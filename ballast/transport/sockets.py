@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 
 from ballast.core.errors import DeviceError
-from ballast.transport.messages import (
+from ballast.transport.worker_messages.codec import (
     ToServer,
     ToWorker,
     decode_to_server,
