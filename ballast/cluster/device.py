@@ -19,20 +19,18 @@ from ballast.core.command import Add, DeviceOrder, Outcome, Remove
 from ballast.core.errors import BallastError, Unavailable
 from ballast.core.migration import Word
 from ballast.core.settings import FleetSettings, ModelSettings
-from ballast.transport.messages import (
-    Done,
-    DrainDevice,
-    Drained,
-    OfLease,
-    OfPeer,
-    OfRequest,
-    Outputs,
-    Ready,
-    Status,
-    StopDevice,
-    ToServer,
-    ToWorker,
+from ballast.transport.worker_messages.admin_messages import CommandDoneMsg
+from ballast.transport.worker_messages.codec import ToServer, ToWorker
+from ballast.transport.worker_messages.lending_messages import LeaseMsg, PeerReportMsg
+from ballast.transport.worker_messages.lifecycle_messages import (
+    DrainedMsg,
+    DrainMsg,
+    ReadyMsg,
+    StatusMsg,
+    StopMsg,
 )
+from ballast.transport.worker_messages.migration_messages import MigrationAnswerMsg
+from ballast.transport.worker_messages.request_messages import OutputsMsg
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +60,7 @@ class DeviceObserver:
     def command_done(self, device: RemoteDevice, command: DeviceOrder) -> None:
         """The device has carried out an operator's command."""
 
-    def lending_message(self, device: RemoteDevice, message: OfLease | OfPeer) -> None:
+    def lending_message(self, device: RemoteDevice, message: LeaseMsg | PeerReportMsg) -> None:
         """The worker has sent a message about pages that are lent."""
 
     def migration_message(self, device: RemoteDevice, word: Word) -> None:
@@ -161,10 +159,10 @@ class RemoteDevice(DeviceRecord):
             await self.worker.close()
             return
         if self.down is None:
-            self.worker.send(DrainDevice())
+            self.worker.send(DrainMsg())
             await self._wait_until_drained(patience)
         if self.down is None and not self._drained.is_set():
-            self.worker.send(StopDevice("the server is stopping"))
+            self.worker.send(StopMsg("the server is stopping"))
             await self._wait_until_drained(patience)
         self.requests.fail_all("unavailable", "the server is stopping")
         self._orders.fail("the server is stopping")
@@ -218,29 +216,29 @@ class RemoteDevice(DeviceRecord):
 
     def _handle(self, message: ToServer) -> None:
         match message:
-            case Outputs():
+            case OutputsMsg():
                 for output in message.unwrap():
                     self.requests.deliver(output)
                 self.requests.dispatch()
-            case Status():
+            case StatusMsg():
                 self.report = message.report
                 self._remember(message)
-            case Done():
+            case CommandDoneMsg():
                 order = self._orders.done(message)
                 if order is not None:
                     self._carried_out(order, message.outcome)
-            case OfLease() | OfPeer():
+            case LeaseMsg() | PeerReportMsg():
                 for observer in self._observers:
                     observer.lending_message(self, message)
-            case OfRequest():
+            case MigrationAnswerMsg():
                 for observer in self._observers:
-                    observer.migration_message(self, message.word)
-            case Drained():
+                    observer.migration_message(self, message.answer)
+            case DrainedMsg():
                 self._drained.set()
             case _:
                 log.warning("unexpected message %s", type(message).__name__)
 
-    def _remember(self, status: Status) -> None:
+    def _remember(self, status: StatusMsg) -> None:
         """Decisions outlive the worker, and with it the clock that they were dated by."""
         since = asyncio.get_running_loop().time() - status.report.now
         for decision in status.decisions:
@@ -248,7 +246,7 @@ class RemoteDevice(DeviceRecord):
             for observer in self._observers:
                 observer.decision_made(self, since + decision["at"], fields)
 
-    def _serve(self, ready: Ready) -> None:
+    def _serve(self, ready: ReadyMsg) -> None:
         self.specs, self.failed, self.report = ready.specs, ready.failed, ready.report
         self.reach, self.pages = ready.reach, ready.pages
         self.down = self.lost = None
