@@ -25,6 +25,7 @@ from ballast.core.errors import CheckpointError, Unavailable
 from ballast.core.settings import FleetSettings
 from ballast.fleet.source import Reading, Source
 from ballast.live.inbox import MonotonicClock
+from ballast.server.access.gate import Gate
 from ballast.server.access.keys import Guard
 from ballast.server.admin.admin_service import AdminService
 from ballast.server.app import create_app
@@ -35,7 +36,7 @@ from ballast.server.http.cors import Cors
 from ballast.server.http.file_limit import OTHER_FILES, check_files
 from ballast.server.http.watchdog import Watchdog
 from ballast.server.observe.request_log import log_request
-from ballast.server.observe.request_watch import Watch
+from ballast.server.observe.request_watch import Listener, Watch
 from ballast.server.observe.tracing import Tracing, tracing
 from ballast.server.service import Service
 from ballast.server.text.chat_template import TemplateRenderer
@@ -218,27 +219,7 @@ async def _answer(
     gate = create_app(service, admin)
     gate.crowded = lambda: connections.full
     service.metrics.connections.set_function(lambda: connections.open)
-    http = HttpServer(
-        uvicorn.Config(
-            Watch(
-                Cors(Guard(gate, service.keys), lambda: service.settings),
-                service.metrics,
-                service.clock,
-                [log_request] if tracer is None else [log_request, tracer],
-            ),
-            http=limited(
-                protocol(), connections, send_seconds=lambda: service.settings.send_seconds
-            ),
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=int(LAST_SECONDS),
-        )
-    )
+    http = _http_server(service, gate, tracer, connections)
     host, port = listener.getsockname()[:2]
     running = asyncio.ensure_future(http.serve(sockets=[listener]))
     if await _first(running, http.up):
@@ -253,18 +234,50 @@ async def _answer(
     reloading.cancel()
     if not stopped:
         watchdog.end_within(service.settings.drain_seconds + STOP_SECONDS)
-        gate.draining = True
-        log.warning("draining: %d requests are open", gate.open)
-        idle = asyncio.ensure_future(gate.idle.wait())
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(service.settings.drain_seconds):
-                await _first(idle, operator.to_hurry)
-        idle.cancel()
-        service.controller.router.fail_all(
-            "unavailable", "the server stopped before this was finished"
-        )
+        await _drain(service, gate, operator)
         http.should_exit = True
     await running
+
+
+def _http_server(
+    service: Service, gate: Gate, tracer: Tracing | None, connections: Connections
+) -> HttpServer:
+    """Build the HTTP server: the application behind its gate, keys, CORS and watch."""
+    listeners: list[Listener] = [log_request] if tracer is None else [log_request, tracer]
+    app = Watch(
+        Cors(Guard(gate, service.keys), lambda: service.settings),
+        service.metrics,
+        service.clock,
+        listeners,
+    )
+    return HttpServer(
+        uvicorn.Config(
+            app,
+            http=limited(
+                protocol(), connections, send_seconds=lambda: service.settings.send_seconds
+            ),
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=int(LAST_SECONDS),
+        )
+    )
+
+
+async def _drain(service: Service, gate: Gate, operator: OperatorSignals) -> None:
+    """Accept no new requests, wait for those that are open, and fail what is left."""
+    gate.draining = True
+    log.warning("draining: %d requests are open", gate.open)
+    idle = asyncio.ensure_future(gate.idle.wait())
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(service.settings.drain_seconds):
+            await _first(idle, operator.to_hurry)
+    idle.cancel()
+    service.controller.router.fail_all("unavailable", "the server stopped before this was finished")
 
 
 async def _reload(operator: OperatorSignals, admin: AdminService) -> None:

@@ -14,7 +14,7 @@ from ballast.server.observe.latency import Timing
 from ballast.server.observe.metrics import Metrics
 
 
-class Answer:
+class RequestAnswer:
     """Reads the outputs of a client's submissions and counts them. Its holder must `close` it."""
 
     def __init__(

@@ -12,12 +12,12 @@ from ballast.core.clock import Clock
 from ballast.core.event import Cancelled, Embedded, Failed, Finished
 from ballast.core.request import Submission
 from ballast.server.access.meter import RequestMeter
-from ballast.server.generate.answer import Answer
+from ballast.server.generate.answer import RequestAnswer
 from ballast.server.observe.metrics import Metrics
 from ballast.server.openai.records import EmbeddingItem, EmbeddingList, EmbeddingUsage, Usage
 
 
-class Embedding(Answer):
+class Embedding(RequestAnswer):
     """The embeddings of all texts, one submission each."""
 
     def __init__(

@@ -8,7 +8,7 @@ from ballast.cluster.output_stream import OutputStream
 from ballast.core.clock import Clock
 from ballast.core.event import Cancelled, Failed, Finished, Output, PromptScores, TokenOut
 from ballast.server.access.meter import RequestMeter
-from ballast.server.generate.answer import Answer
+from ballast.server.generate.answer import RequestAnswer
 from ballast.server.generate.choice import Choice
 from ballast.server.http.faults import Fault
 from ballast.server.observe.metrics import Metrics
@@ -16,7 +16,7 @@ from ballast.server.openai.records import Usage
 from ballast.server.text.pieces import OutputPiece
 
 
-class Generation(Answer):
+class Generation(RequestAnswer):
     """Generated text of all choices, which are given by submission id."""
 
     def __init__(

@@ -64,13 +64,97 @@ class Connections:
         return False
 
 
+class _LimitedProtocol(asyncio.Protocol):
+    """What `limited` adds to uvicorn's protocol, whose attributes and methods it uses."""
+
+    counted: Connections
+    """Not `connections`, which is uvicorn's own."""
+    head_seconds: float
+    send_seconds: Callable[[], float]
+    cycle: Any
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+
+    waiting: asyncio.TimerHandle | None = None
+    """Closes the connection, unless a request begins before."""
+    reading: asyncio.TimerHandle | None = None
+    """Aborts the connection, unless the client reads before."""
+    unread = 0
+    """Bytes that the transport held when `reading` began."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        connections = self.counted
+        connections.open += 1
+        super().connection_made(transport)
+        if connections.open > connections.most + SPARE and not connections.make_room():
+            transport.abort()
+            return
+        connections.idles(self)
+        notice_death(transport.get_extra_info("socket"))
+        self.await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.counted.open -= 1
+        self.counted.works(self)
+        self.stop_waiting()
+        self.stop_reading()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.counted.works(self)
+            self.stop_waiting()
+        elif self.waiting is None:
+            self.await_head()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # type: ignore[misc]
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self.counted.idles(self)
+        if self.counted.full:
+            self.transport.close()
+
+    def await_head(self) -> None:
+        self.waiting = self.loop.call_later(self.head_seconds, self.transport.close)
+
+    def stop_waiting(self) -> None:
+        if self.waiting is not None:
+            self.waiting.cancel()
+            self.waiting = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.await_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.stop_reading()
+
+    def await_reader(self) -> None:
+        self.unread = self.transport.get_write_buffer_size()
+        self.reading = self.loop.call_later(self.send_seconds(), self.check_reader)
+
+    def check_reader(self) -> None:
+        if self.transport.get_write_buffer_size() > self.unread - LEAST_READ:
+            self.transport.abort()
+        else:
+            self.await_reader()
+
+    def stop_reading(self) -> None:
+        if self.reading is not None:
+            self.reading.cancel()
+            self.reading = None
+
+
 def limited(
     base: Any,
     connections: Connections,
     head_seconds: float = HEAD_SECONDS,
     send_seconds: Callable[[], float] = lambda: SEND_SECONDS,
 ) -> type[asyncio.Protocol]:
-    """uvicorn's protocol `base`, within bounds.
+    """Put bounds on uvicorn's protocol `base`.
 
     Above the most connections, those that have had their answer are closed; far above, those that
     are idle for longest make room for new ones, so that probes are answered whoever keeps
@@ -81,77 +165,12 @@ def limited(
     holds), the client has `send_seconds` to read the rest, or `LEAST_READ` of it, time and again;
     otherwise its connection is aborted, and what was computed for it is given up.
     """
-
-    class Limited(base):  # type: ignore[misc]
-        waiting: asyncio.TimerHandle | None = None
-        reading: asyncio.TimerHandle | None = None
-        unread = 0
-        """Bytes that the transport held when `reading` began."""
-
-        def connection_made(self, transport: asyncio.Transport) -> None:
-            connections.open += 1
-            super().connection_made(transport)
-            if connections.open > connections.most + SPARE and not connections.make_room():
-                transport.abort()
-                return
-            connections.idles(self)
-            notice_death(transport.get_extra_info("socket"))
-            self.await_head()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            connections.open -= 1
-            connections.works(self)
-            self.stop_waiting()
-            self.stop_reading()
-            super().connection_lost(exc)
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if self.cycle is not None and not self.cycle.response_complete:
-                connections.works(self)
-                self.stop_waiting()
-            elif self.waiting is None:
-                self.await_head()
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            if self.cycle.response_complete and not self.transport.is_closing():
-                connections.idles(self)
-            if connections.full:
-                self.transport.close()
-
-        def await_head(self) -> None:
-            self.waiting = self.loop.call_later(head_seconds, self.transport.close)
-
-        def stop_waiting(self) -> None:
-            if self.waiting is not None:
-                self.waiting.cancel()
-                self.waiting = None
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self.await_reader()
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            self.stop_reading()
-
-        def await_reader(self) -> None:
-            self.unread = self.transport.get_write_buffer_size()
-            self.reading = self.loop.call_later(send_seconds(), self.check_reader)
-
-        def check_reader(self) -> None:
-            if self.transport.get_write_buffer_size() > self.unread - LEAST_READ:
-                self.transport.abort()
-            else:
-                self.await_reader()
-
-        def stop_reading(self) -> None:
-            if self.reading is not None:
-                self.reading.cancel()
-                self.reading = None
-
-    return Limited
+    bounds = {
+        "counted": connections,
+        "head_seconds": head_seconds,
+        "send_seconds": staticmethod(send_seconds),
+    }
+    return type("Limited", (_LimitedProtocol, base), bounds)
 
 
 def notice_death(connection: Any) -> None:

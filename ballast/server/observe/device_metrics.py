@@ -174,64 +174,53 @@ def _pool(report: DeviceReport) -> Iterator[Metric]:
     yield CounterMetricFamily("ballast:jobs", "Jobs run", value=report.jobs)
 
 
+_MODEL = ("model_name",)
+
+_MODEL_GAUGES = (
+    ("vllm:num_requests_running", "Requests in the batch", "running"),
+    ("vllm:num_requests_waiting", "Requests that wait for memory or a place", "waiting"),
+    (
+        "ballast:requests_paused",
+        "Requests whose client does not read, or whose grammar is being compiled",
+        "paused",
+    ),
+    ("ballast:cached_pages", "Pages that hold cached prefixes only", "cached_pages"),
+    ("ballast:layers", "Decoder layers", "layers"),
+    ("ballast:resident_layers", "Layers on the device in memory of their own", "resident_layers"),
+    ("ballast:rotating_layers", "Layers that share slots", "rotating_layers"),
+    ("ballast:absent_layers", "Layers that are not on the device now", "absent_layers"),
+)
+"""Of each model: the metric, its help, and the field of `ModelReport`."""
+
+_MODEL_COUNTERS = (
+    ("vllm:num_preemptions", "Requests preempted", "preemptions"),
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", "prompt_tokens"),
+    ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", "cached_tokens"),
+    ("ballast:activations", "Times its weights were brought in", "activations"),
+    ("ballast:evictions", "Times its weights were evicted", "evictions"),
+    ("ballast:lane_seconds", "Seconds of compute that its jobs have taken", "lane_seconds"),
+    ("ballast:layer_loads", "Layers brought one by one, for they rotate", "loads"),
+    ("ballast:layer_loaded_bytes", "Bytes of these loads", "loaded_bytes"),
+    ("ballast:layer_copy_seconds", "Seconds of these loads on their link", "copy_seconds"),
+    ("ballast:layer_stall_seconds", "Seconds its jobs waited for layers", "stall_seconds"),
+)
+"""The same of counters."""
+
+
 def _models(report: DeviceReport) -> Iterator[Metric]:
-    label = ("model_name",)
-    for name, help, field in (
-        ("vllm:num_requests_running", "Requests in the batch", "running"),
-        ("vllm:num_requests_waiting", "Requests that wait for memory or a place", "waiting"),
-        (
-            "ballast:requests_paused",
-            "Requests whose client does not read, or whose grammar is being compiled",
-            "paused",
-        ),
-        ("ballast:cached_pages", "Pages that hold cached prefixes only", "cached_pages"),
-        ("ballast:layers", "Decoder layers", "layers"),
-        (
-            "ballast:resident_layers",
-            "Layers on the device in memory of their own",
-            "resident_layers",
-        ),
-        ("ballast:rotating_layers", "Layers that share slots", "rotating_layers"),
-        ("ballast:absent_layers", "Layers that are not on the device now", "absent_layers"),
-    ):
-        gauge = GaugeMetricFamily(name, help, labels=label)
+    for name, help, field in _MODEL_GAUGES:
+        gauge = GaugeMetricFamily(name, help, labels=_MODEL)
         for m in report.models:
             gauge.add_metric((m.name,), getattr(m, field))
         yield gauge
-    lent = GaugeMetricFamily(
-        "ballast:layers_lent_bytes", "Memory that its rotating layers have given up", labels=label
-    )
-    for m in report.models:
-        lent.add_metric((m.name,), m.lent_pages * report.page_bytes)
-    yield lent
-    usage = GaugeMetricFamily(
-        "vllm:kv_cache_usage_perc", "Of the pages it could have for KV, those in use", labels=label
-    )
-    for m in report.models:
-        usage.add_metric((m.name,), _usage(report, (m,)))
-    yield usage
-    for name, help, field in (
-        ("vllm:num_preemptions", "Requests preempted", "preemptions"),
-        (
-            "vllm:prefix_cache_queries",
-            "Prompt tokens looked up in the prefix cache",
-            "prompt_tokens",
-        ),
-        ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", "cached_tokens"),
-        ("ballast:activations", "Times its weights were brought in", "activations"),
-        ("ballast:evictions", "Times its weights were evicted", "evictions"),
-        ("ballast:lane_seconds", "Seconds of compute that its jobs have taken", "lane_seconds"),
-        ("ballast:layer_loads", "Layers brought one by one, for they rotate", "loads"),
-        ("ballast:layer_loaded_bytes", "Bytes of these loads", "loaded_bytes"),
-        ("ballast:layer_copy_seconds", "Seconds of these loads on their link", "copy_seconds"),
-        ("ballast:layer_stall_seconds", "Seconds its jobs waited for layers", "stall_seconds"),
-    ):
-        counter = CounterMetricFamily(name, help, labels=label)
+    yield from _model_memory(report)
+    for name, help, field in _MODEL_COUNTERS:
+        counter = CounterMetricFamily(name, help, labels=_MODEL)
         for m in report.models:
             counter.add_metric((m.name,), getattr(m, field))
         yield counter
     steps = HistogramMetricFamily(
-        "vllm:iteration_tokens_total", "Tokens that a job computed", labels=label
+        "vllm:iteration_tokens_total", "Tokens that a job computed", labels=_MODEL
     )
     bounds = [*map(floatToGoString, STEP_BOUNDS), "+Inf"]
     for m in report.models:
@@ -244,6 +233,22 @@ def _models(report: DeviceReport) -> Iterator[Metric]:
     for m in report.models:
         residency.add_metric((m.name, m.residency), 1)
     yield residency
+
+
+def _model_memory(report: DeviceReport) -> Iterator[Metric]:
+    given_up = GaugeMetricFamily(
+        "ballast:layers_lent_bytes", "Memory that its rotating layers have given up", labels=_MODEL
+    )
+    usage = GaugeMetricFamily(
+        "vllm:kv_cache_usage_perc",
+        "Of the pages it could have for KV, those in use",
+        labels=_MODEL,
+    )
+    for m in report.models:
+        given_up.add_metric((m.name,), m.lent_pages * report.page_bytes)
+        usage.add_metric((m.name,), _usage(report, (m,)))
+    yield given_up
+    yield usage
 
 
 def _caches(report: DeviceReport, specs: Mapping[str, ModelSpec]) -> Iterator[Metric]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import (
     CollectorRegistry,
@@ -71,6 +72,35 @@ class _OfModel:
     recent_tpot: Recent
 
 
+_TIMES = {
+    "e2e_request_latency": "From arrival to last token",
+    "request_queue_time": "From arrival at the device to admission",
+    "request_prefill_time": "From admission to first token",
+    "request_decode_time": "From first to last token",
+    "request_inference_time": "From admission to last token",
+}
+"""Histograms of a request's times in seconds, and their help."""
+
+_SIZES = {
+    "request_prompt_tokens": "Tokens of a prompt",
+    "request_generation_tokens": "Tokens of an output",
+    "request_prefill_kv_computed_tokens": "Tokens of a prompt that no cached prefix had",
+    "request_params_max_tokens": "`max_tokens`, where the client named it",
+}
+"""Histograms of a request's sizes in tokens, and their help."""
+
+
+def _counter(registry: CollectorRegistry, name: str, help: str, *labels: str) -> Counter:
+    return Counter(name, help, labels, registry=registry)
+
+
+def _histogram(
+    registry: CollectorRegistry, name: str, help: str, buckets: Iterable[float], *labels: str
+) -> Histogram:
+    names = labels or ("model_name",)
+    return Histogram(name, help, names, buckets=tuple(buckets), registry=registry)
+
+
 class Metrics:
     """Counts and times of requests as this server saw them, beside what `device` collects.
 
@@ -84,14 +114,7 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         self._clock = clock
         self._models: dict[str, _OfModel] = {}
-
-        def counter(name: str, help: str, *labels: str) -> Counter:
-            return Counter(name, help, labels, registry=self.registry)
-
-        def histogram(name: str, help: str, buckets: Iterable[float], *labels: str) -> Histogram:
-            names = labels or ("model_name",)
-            return Histogram(name, help, names, buckets=tuple(buckets), registry=self.registry)
-
+        counter, histogram = partial(_counter, self.registry), partial(_histogram, self.registry)
         model = "model_name"
         self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of answered requests", model)
         self._success = counter(
@@ -121,25 +144,12 @@ class Metrics:
             "Time from admission to first token, per prompt token that no cached prefix had",
             _BUCKETS_PREFILL,
         )
-        times = {
-            "e2e_request_latency": "From arrival to last token",
-            "request_queue_time": "From arrival at the device to admission",
-            "request_prefill_time": "From admission to first token",
-            "request_decode_time": "From first to last token",
-            "request_inference_time": "From admission to last token",
-        }
         self._times = {
             name: histogram(f"vllm:{name}_seconds", help, _BUCKETS_ALL)
-            for name, help in times.items()
-        }
-        sizes = {
-            "request_prompt_tokens": "Tokens of a prompt",
-            "request_generation_tokens": "Tokens of an output",
-            "request_prefill_kv_computed_tokens": "Tokens of a prompt that no cached prefix had",
-            "request_params_max_tokens": "`max_tokens`, where the client named it",
+            for name, help in _TIMES.items()
         }
         self._sizes = {
-            name: histogram(f"vllm:{name}", help, _BUCKETS_TOKENS) for name, help in sizes.items()
+            name: histogram(f"vllm:{name}", help, _BUCKETS_TOKENS) for name, help in _SIZES.items()
         }
         self._n = histogram("vllm:request_params_n", "`n`", _BUCKETS_CHOICES)
         route = ("handler", "method")

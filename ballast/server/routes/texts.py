@@ -26,7 +26,13 @@ MOST_DETOKENIZED = 65_536
 
 
 def add_text_routes(app: FastAPI, service: Service) -> None:
-    """`/tokenize`, `/detokenize`, `/v1/messages/count_tokens` and `/v1/embeddings`."""
+    """Add `/tokenize`, `/detokenize`, `/v1/messages/count_tokens` and `/v1/embeddings`."""
+    _add_token_routes(app, service)
+    _add_embedding_route(app, service)
+
+
+def _add_token_routes(app: FastAPI, service: Service) -> None:
+    """Tokens of texts and conversations, and texts of tokens."""
 
     @app.post("/tokenize", responses=responses_of(Tokenized))
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
@@ -74,6 +80,10 @@ def add_text_routes(app: FastAPI, service: Service) -> None:
                 chat, spec, service.models.tokenizer(spec.name), context
             )
         return answered(InputTokens(len(tokens)))
+
+
+def _add_embedding_route(app: FastAPI, service: Service) -> None:
+    """Embeddings of texts."""
 
     @app.post("/v1/embeddings", responses=responses_of(EmbeddingList))
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
