@@ -14,7 +14,7 @@ from ballast.bench.report import Report
 from ballast.bench.sample import Decision, decisions_of
 from ballast.bench.stories import SinkOf
 from ballast.core.cost import Traffic
-from ballast.core.event import Failed, Output
+from ballast.core.event import FailedOutput, Output
 from ballast.core.fleet import FleetAction, Place, Withdraw
 from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.request import Submission
@@ -107,7 +107,7 @@ def run_cluster(
         request = silent.pop(output.request_id, None)
         if request is None or missed is None:
             return
-        if isinstance(output, Failed) or at - request.at > slos[request.model].ttft:
+        if isinstance(output, FailedOutput) or at - request.at > slos[request.model].ttft:
             missed(request.model)
 
     moves: list[dict[str, Any]] = []

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from ballast import __version__
-from ballast.core.entries import Entry
+from ballast.core.entries import StoryEntry
 from ballast.sim.lives import Life
 from ballast.sim.replay import Difference, Replayed
 
@@ -43,5 +43,5 @@ def _shown(life: Life, d: Difference) -> Iterator[str]:
         yield f"  {d.why}"
 
 
-def _json(entry: Entry | None) -> str:
+def _json(entry: StoryEntry | None) -> str:
     return "nothing" if entry is None else msgspec.json.encode(entry).decode()

@@ -21,7 +21,7 @@ from ballast.cluster.logs import FORMAT_VARIABLE, set_up
 from ballast.cluster.member import KvPlace, MakeMember, Meeting
 from ballast.cluster.members import member_of
 from ballast.core.errors import BallastError, BrokenPromise, DeviceError, DeviceLost
-from ballast.core.event import Event, TransferDone
+from ballast.core.event import Event, TransferDoneEvent
 from ballast.isolation.calls import Isolation
 from ballast.isolation.orphan import die_with
 from ballast.kernels.workspace import Workspace
@@ -293,7 +293,7 @@ def _join(
     """What it is told to be, once it has met the others; else the process ends."""
 
     def landed(done: Event) -> None:
-        assert isinstance(done, TransferDone)
+        assert isinstance(done, TransferDoneEvent)
         events.send(TransferLandedEvent(done))
 
     try:

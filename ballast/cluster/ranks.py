@@ -28,10 +28,10 @@ from ballast.cluster.members import member_of
 from ballast.cluster.remote import RemoteRank
 from ballast.cluster.remote_vm import RemoteVm
 from ballast.cluster.rotors import GroupRotor
-from ballast.core.capability import Reach
+from ballast.core.capability import GpuReach
 from ballast.core.clock import Clock
 from ballast.core.errors import BallastError, BrokenPromise, DeviceError
-from ballast.core.event import Event, Settled, TransferDone
+from ballast.core.event import Event, RotationSettledEvent, TransferDoneEvent
 from ballast.core.job import SequenceWork
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
@@ -81,7 +81,7 @@ class GroupMachine:
     graphs: GraphReport | None = None
     copies_beside_jobs = False
     """Its rotors do not follow the links (`GroupRotor.bring`)."""
-    reach: Reach | None = None
+    reach: GpuReach | None = None
     """It lends no memory, and borrows none."""
 
     def __init__(
@@ -218,7 +218,7 @@ class GroupMachine:
             return None
 
         def make(spec: ModelSpec, copies: Sequence[Copy]) -> GroupRotor:
-            settled = Settled(spec.name)
+            settled = RotationSettledEvent(spec.name)
             link = self._own.link
             assert isinstance(link, HostLink)
             others = [other.memory for other in self._ranks]
@@ -282,7 +282,7 @@ class GroupMachine:
 
     def _landed(self, done: Event) -> None:
         """On some rank."""
-        assert isinstance(done, TransferDone)
+        assert isinstance(done, TransferDoneEvent)
         self.link.landed(done)
 
     def _quiet(self, told: LayersSettledEvent) -> None:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.settings import FleetSettings
 from ballast.transport.tensor_parallel.rank_connections import RankConnection, RankGone
 from ballast.transport.tensor_parallel.rank_messages import LayersSettledEvent, TransferLandedEvent
@@ -37,7 +37,7 @@ class RemoteRank:
         """Starts it. It ends with the thread that does so."""
         self.rank = rank
         self._lost: Callable[[RemoteRank], None] | None = None
-        self._landed: Callable[[TransferDone], None] | None = None
+        self._landed: Callable[[TransferDoneEvent], None] | None = None
         self._quiet: Callable[[LayersSettledEvent], None] | None = None
         with ExitStack() as theirs:
             pairs = {name: socket.socketpair() for name in _CONNECTIONS}
@@ -59,7 +59,7 @@ class RemoteRank:
 
     def listen(
         self,
-        landed: Callable[[TransferDone], None],
+        landed: Callable[[TransferDoneEvent], None],
         quiet: Callable[[LayersSettledEvent], None],
         lost: Callable[[RemoteRank], None],
     ) -> None:

@@ -10,14 +10,14 @@ from ballast.core.actions import Action, Refuse
 from ballast.core.clock import Clock
 from ballast.core.compute import ComputeDecision
 from ballast.core.errors import BrokenPromise
-from ballast.core.event import Event, Operate, Output, Timer
+from ballast.core.event import CommandEvent, Event, Output, TimerEvent
 from ballast.core.job import Job, SequenceWork
-from ballast.core.request import Request, State
+from ballast.core.request import Request, RequestState
 from ballast.core.story import Story
 from ballast.core.traffic import TrafficStats
 from ballast.core.view import DeviceView
 from ballast.engine.apply import apply
-from ballast.engine.commands import Answered, Operations
+from ballast.engine.commands import CommandEnded, CommandHandler
 from ballast.engine.compute_view import Looked, compute_view, could_run, runnable
 from ballast.engine.events import handle
 from ballast.engine.life import Landing
@@ -72,9 +72,9 @@ class Loop:
         clock: Clock,
         outbox: Callable[[list[Output]], None],
         story: Story,
-        answered: Answered | None = None,
+        command_ended: CommandEnded | None = None,
     ) -> None:
-        """`answered` is told how operations end."""
+        """`command_ended` receives the result of each command."""
         self.state = state
         self.preset = preset
         self.inbox = inbox
@@ -82,7 +82,7 @@ class Loop:
         self.clock = clock
         self.outbox = outbox
         self.story = story
-        self.operations = Operations(state, preset.memory, story, answered)
+        self.commands = CommandHandler(state, preset.memory, story, command_ended)
         self.turn_since: float | None = None
         """When the present turn began, on the clock; None while it waits for events."""
         self.choice: ComputeDecision | None = None
@@ -107,7 +107,7 @@ class Loop:
         """Leases that the machine had no memory for, of which the story has been told."""
 
     def run(self) -> None:
-        """Turn until drained or stopped; every request accepted has been answered then."""
+        """Turn until drained or stopped; every request accepted has been command_ended then."""
         self.begin()
         try:
             while not self.state.over:
@@ -129,13 +129,13 @@ class Loop:
         self._tell(outputs)
 
     def end(self) -> None:
-        """After the last turn: what is open is told that it will not be answered."""
+        """After the last turn: what is open is told that it will not be command_ended."""
         outputs: list[Output] = []
         for m in self.state.models.values():
             reason = self.state.stopped or "the device has drained"
             outputs += self.state.fail_all(m, "unavailable", reason)
         why = self.state.stopped or "the device has drained"
-        self.operations.give_up(why)
+        self.commands.give_up(why)
         if outputs:
             self.outbox(outputs)
         self.story.ends(self.state.now, why, outputs)
@@ -229,19 +229,19 @@ class Loop:
         self.turn_since = self.state.now = now = self.clock.now()
         self.state.link_bytes_per_second = self.state.link.bytes_per_second
         if not events or (until is not None and now >= until):
-            events = [*events, Timer()]
+            events = [*events, TimerEvent()]
         self.story.link(now, self.state.link_bytes_per_second)
         for event in events:
             self.story.event(now, event)
-            if isinstance(event, Operate):
-                self.operations.begin(event, outputs)
+            if isinstance(event, CommandEvent):
+                self.commands.begin(event, outputs)
             else:
                 said = handle(self.state, event)
                 self.story.said(said)
                 outputs += said
         heard = len(outputs)
-        if self.operations.pending:
-            self.operations.settle(outputs)
+        if self.commands.pending:
+            self.commands.settle(outputs)
         lending = self.state.lending
         if not lending.alone and lending.borrower.wanted():
             vacate(self.state, self.story, self.preset.memory)
@@ -460,7 +460,7 @@ class Loop:
 
 def _may_run(request: Request) -> bool:
     """Whether memory and a lane are all that a request lacks."""
-    return request.state is not State.PAUSED
+    return request.state is not RequestState.PAUSED
 
 
 def _earliest(*moments: float | None) -> float | None:

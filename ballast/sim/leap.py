@@ -44,7 +44,7 @@ def leap(
     leap in which bytes move does not go beyond it, any other leap does.
     """
     state = loop.state
-    if state.asking or loop.operations.pending or state.lending.borrower.wanted():
+    if state.asking or loop.commands.pending or state.lending.borrower.wanted():
         return 0
     if state.migration.departing:
         return 0  # a request leaves when a block of it has filled

@@ -127,7 +127,8 @@ class WeightsOnDevice:
         """Put pages beneath all segments and start the transfer that fills them; or do nothing.
 
         `ahead`: how many bytes may still be on their way when the first job begins
-        (`FirstJobReady`), if its rotor can have jobs wait for the layers that these hold; 0: none.
+        (`FirstJobReadyEvent`), if its rotor can have jobs wait for the layers that these hold; 0:
+        none.
 
         What another model has brought is mapped, not copied; if all of it is, `filled` holds at
         once and no transfer starts. `Short.pages` are missing in the pool. If a map or the link
@@ -170,7 +171,7 @@ class WeightsOnDevice:
 
         All of them are of one stream of the link, which serves it in order: when this one has
         ended, so have those before it that bring shared segments. It tells its end as
-        `TransferDone`; then comes `landed`.
+        `TransferDoneEvent`; then comes `landed`.
         """
         wanted: list[int] = []
         brought: list[SharedSegment] = []

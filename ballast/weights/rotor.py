@@ -48,8 +48,9 @@ class Rotor(Protocol):
         """By slot of the rotation in force, the layer whose bytes are there; while settled."""
 
     def settle(self) -> None:
-        """Bring nothing more for a job to come; as soon as nothing is on its way, a `Settled` is
-        told. No job of the model runs or begins until `turn` or `forget`."""
+        """Bring nothing more for a job to come; as soon as nothing is on its way, a
+        `RotationSettledEvent` is posted. No job of the model runs or begins until `turn` or
+        `forget`."""
 
     def turn(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
         """`rotation` is in force, and its slots mapped beneath its layers.
@@ -62,9 +63,10 @@ class Rotor(Protocol):
         """The weights are gone; nothing is on its way."""
 
     def bring(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
-        """Start the transfer that brings the model's weights, and tell `FirstJobReady` while it
-        goes on: from then on jobs wait for the layers that they come to. The end is told as
-        `TransferDone`, before any job can have passed the last layer, or failed for want of one.
+        """Start the transfer that brings the model's weights, and post `FirstJobReadyEvent` while
+        it goes on: from then on jobs wait for the layers that they come to. Its end is posted as
+        `TransferDoneEvent`, before any job can have passed the last layer, or failed for want of
+        one.
 
         False, and nothing is started: jobs of this model wait for the whole load.
         """

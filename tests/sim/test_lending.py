@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ballast.core.actions import Lend, Recall
-from ballast.core.event import Failed, Finished, Output
+from ballast.core.event import FailedOutput, FinishedOutput, Output
 from ballast.core.link import LinkRates
 from ballast.engine.state import DeviceState
 from ballast.engine.story_file import StoryFile
@@ -63,8 +63,8 @@ class Pair(Neighbours):
         self.meet()
 
     def _said(self, now: float, output: Output) -> None:
-        self.ends["finished"] += isinstance(output, Finished)
-        self.ends["failed"] += isinstance(output, Failed)
+        self.ends["finished"] += isinstance(output, FinishedOutput)
+        self.ends["failed"] += isinstance(output, FailedOutput)
 
     def _observe(self, now: float, state: DeviceState) -> None:
         state.validate()
