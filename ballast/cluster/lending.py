@@ -2,10 +2,11 @@
 
 ::
 
-    serving ─MeetPeerMsg─> both ─HasMet─>   acquainted, in an epoch of their own
+    serving ─MeetPeerMsg─> both ─PeerMetReport─>   acquainted, in an epoch of their own
     LeaseMsg                         passed on, in order, while the epoch lasts
-    Condemned                        the borrower is killed
-    died, buried ─PeerEndedMsg─> the other ─LetGo─>   only then is the dead one's successor started
+    PeerOverdueReport                the borrower is killed
+    died, buried ─PeerEndedMsg─> the other ─PeerReleasedReport─>
+                                     only then is the dead one's successor started
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def _arrives(state: DeviceState, event: ArrivalEvent) -> list[Output]:
         state.grammars.prepare(request)
     seconds = m.queue_seconds(adapter)
     if seconds is not None and not s.resumed:
-        state.patience.begin(request, seconds)
+        state.queue_deadlines.begin(request, seconds)
     m.last_used = s.arrival if s.resumed is None else max(m.last_used, s.arrival)
     if s.resumed is None:
         m.traffic = m.traffic.arrived(s.arrival)
@@ -160,7 +160,7 @@ def _timer(state: DeviceState, event: TimerEvent) -> list[Output]:
     state.lending.check(state.now)
     state.news.n += 1  # a moment has come that somebody waited for
     reason = "it was not admitted in the time that its model gives requests to wait"
-    overdue = state.patience.over(state.now)
+    overdue = state.queue_deadlines.over(state.now)
     return [state.fail(request, "queue_timeout", reason) for request in overdue]
 
 

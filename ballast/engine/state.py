@@ -94,7 +94,7 @@ class DeviceState:
         self.activation_rate = ActivationRate()
         self.arena, self.graphs = arena, graphs
         self.requests: dict[str, Request] = {}
-        self.patience = QueueDeadlines(self.requests)
+        self.queue_deadlines = QueueDeadlines(self.requests)
         self.lanes = Lanes(settings)
         self.draining = False
         self.stopped: str | None = None

@@ -73,8 +73,8 @@ def _leap_alone(
     if turns is None:
         return []
     agenda = heap.agenda
-    if not loop.preset.compute.in_turns and loop.choice is not None:
-        until = min(until, loop.choice.until)
+    if not loop.preset.compute.in_turns and loop.dispatcher.choice is not None:
+        until = min(until, loop.dispatcher.choice.until)
     moves = runner.moves(turn.m.spec.name for turn in turns)
     if moves:
         until = min(until, near)
@@ -121,7 +121,7 @@ def _leap_alone(
         return []
     for batch in turns:
         batch.write()
-    loop.leapt(job, turns[0].m, len(steps))
+    loop.leaps.finish_alone(job, turns[0].m, len(steps))
     return steps
 
 
@@ -139,9 +139,8 @@ def _turns(loop: Loop, job: Job) -> deque[Batch] | None:
     following = _following(loop, job)
     if following is None:
         return None
-    prompts = (  # models in turn are asked about anew
-        loop.preset.compute.in_turns or loop.choice is None or loop.choice.computes_prompts
-    )
+    choice = loop.dispatcher.choice  # models in turn are asked about anew
+    prompts = loop.preset.compute.in_turns or choice is None or choice.computes_prompts
     turns: deque[Batch] = deque()
     for m in (state.models[job.model], *following):
         batch = batch_of(m, state, prompts)
@@ -158,6 +157,6 @@ def _following(loop: Loop, job: Job) -> list[ModelState] | None:
     if loop.preset.compute.in_turns:
         others = sorted(runnable(state), key=lambda m: m.last_run)
         return others if len(state.lanes.jobs) == 1 or not others else None
-    held = loop.choice
+    held = loop.dispatcher.choice
     alone = len(state.lanes.jobs) == 1 or not runnable(state)
     return [] if alone and held is not None and held.model == job.model else None

@@ -122,6 +122,7 @@ def test_books_agree_and_stories_replay(preset: str, tmp_path: Path) -> None:
             for entry in life.entries:
                 seen.update(entry.get("vacated", {}))
                 seen["preempted"] += entry.get("by") == "lender"
-    wanted = {"used", "Lent", "Returned", "LetGo", "home", "dropped", "preempted"}
+    messages = {"PagesLentEvent", "PagesReturnedEvent", "PeerReleasedReport"}
+    wanted = {*messages, "used", "home", "dropped", "preempted"}
     assert {name for name in wanted if not seen[name]} == set(), seen
     assert not seen["late"]

@@ -43,7 +43,7 @@ import ctypes
 import sys
 from multiprocessing.connection import Connection
 from multiprocessing import Pipe
-from ballast.core.lease import AskedBack, Returned
+from ballast.core.lease import PagesRecalledEvent, PagesReturnedEvent
 from ballast.memory.borrow import Borrower
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
@@ -65,11 +65,11 @@ kv = BackedRange(pool, vm, "kv", 128 * size)
 assert kv.back(0, 1) is None
 while True:
     message = decode_to_worker(pipe.recv_bytes()).event
-    if isinstance(message, AskedBack):
+    if isinstance(message, PagesRecalledEvent):
         for place in borrower.recall(message.lease):
             borrower.release(kv, place.at, 1)
         for part in borrower.settle():
-            pipe.send_bytes(encode(LeaseMsg.of(Returned(part))))
+            pipe.send_bytes(encode(LeaseMsg.of(PagesReturnedEvent(part))))
     else:
         n = len(message.lease.pages)
         opened = []
