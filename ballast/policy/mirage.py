@@ -41,6 +41,31 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class _Covered:
+    """How the claims of one decision are covered."""
+
+    view: DeviceView
+    """The device once rotations and limits are as decided."""
+    budget: PageBudget
+    actions: list[Action]
+    short: bool
+    """Whether a request lacked pages for its KV."""
+    promises: tuple[Promise, ...] = ()
+    wake: float | None = None
+    """When an overdue request may claim more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    """Which layers come back in one decision, and what it leaves to the next."""
+
+    actions: list[Action]
+    wake: float | None
+    """When layers come back if nothing is short of pages until then."""
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True)
 class Mirage(MemoryPolicy):
     """As `Recompute`, but layers lend pages before requests make way.
 
@@ -89,56 +114,72 @@ class Mirage(MemoryPolicy):
         view = sharing.view
         active = self._active(view, standing)
         layers = self._layers(view, standing, active)
-        claims, short_at = kv_claims(view, waiting=True, patience=PATIENCE)
-        promises: tuple[Promise, ...] = ()
+        pages = standing.division.pages
         if self.pooled:
-            absent, wake = activation_claims(view, PATIENCE)
-            absent = [
-                _before_its_layers_lend(view, layers, claim)
-                for claim in absent
-                if claim.model in standing.division.pages
-            ]
-            wake = earliest(wake, short_at)
-            if claims and layers.any_left(view):
-                claims += queue_claims(view, int(self.lookahead))
-            sources = [
-                cached_prefixes,
-                loose_blocks,
-                lent_pages,
-                *_of(layers, sharing.younger),
-                own_prefix,
-            ]
-            lacking, limited = part_limited(view, claims)
-            covered = cover(view, [*absent, *lacking], sources, by_price=bool(self.by_price))
-            after, budget = view, covered.budget
-            done, promises = covered.actions, covered.promises
-            done += cover_limited(view, limited, [own_younger_requests])
+            covered = self._cover_from_pool(view, layers, sharing.younger, pages)
         else:
-            wake = None
-            after, done = self._cover_within(view, claims, layers, standing.division.pages)
-            budget = PageBudget(_having(after, surplus(after, standing.division.pages)))
-        ended = hold(whole, standing, turns, promises, freed=bool(done))
-        standing, wake = ended.standing, earliest(wake, ended.up_at)
-        returning = before.returning | (active - before.active)
-        cached = [cached_prefixes] if self.pooled else []
-        sources = [*cached, layers.of_inactive]
-        back, returning = to_active(after, budget, layers, returning & active, sources)
-        done += back
-        since = view.now if before.calm_since is None else before.calm_since
-        calm = None if claims else since
-        if self.reversion and calm is not None and any(m.rotation.lent for m in view.models):
-            due = calm + self.cooldown
-            if view.now < due:
-                wake = earliest(wake, due)
-            elif not back:
-                done += self._revert(after, budget, layers, standing.division.pages)
-        memory = Memory(standing, active, returning, calm)
+            covered = self._cover_from_shares(view, layers, pages)
+        promises, freed = covered.promises, bool(covered.actions)
+        ended = hold(whole, standing, turns, promises, freed=freed)
+        returned = self._return_layers(covered, before, layers, ended.standing)
+        done = [*covered.actions, *returned.actions]
         settled = (
             layers.settled(view, a) if isinstance(a, Remap) else a for a in last_remaps(done)
         )
         changes = (a for a in settled if a is not None)
         actions += [*sharing.holds, *ended.holds, *changes]
-        return Decision(tuple(actions), memory, wake, ended.promises, sharing.holding)
+        wake = earliest(earliest(covered.wake, ended.up_at), returned.wake)
+        return Decision(tuple(actions), returned.memory, wake, ended.promises, sharing.holding)
+
+    def _cover_from_pool(
+        self, view: DeviceView, layers: Layers, younger: Source, pages: Mapping[str, int]
+    ) -> _Covered:
+        """Cover claims where the KV of all models comes from one pool.
+
+        `younger` offers the pages of requests that make way; `pages`: by model that has a place.
+        """
+        claims, short_at = kv_claims(view, waiting=True, patience=PATIENCE)
+        absent, absent_at = activation_claims(view, PATIENCE)
+        absent = [
+            _before_its_layers_lend(view, layers, claim) for claim in absent if claim.model in pages
+        ]
+        if claims and layers.any_left(view):
+            claims += queue_claims(view, int(self.lookahead))
+        sources = [cached_prefixes, loose_blocks, lent_pages, *_of(layers, younger), own_prefix]
+        lacking, limited = part_limited(view, claims)
+        covered = cover(view, [*absent, *lacking], sources, by_price=bool(self.by_price))
+        actions = covered.actions + cover_limited(view, limited, [own_younger_requests])
+        wake = earliest(absent_at, short_at)
+        return _Covered(view, covered.budget, actions, bool(claims), covered.promises, wake)
+
+    def _cover_from_shares(
+        self, view: DeviceView, layers: Layers, pages: Mapping[str, int]
+    ) -> _Covered:
+        """Cover claims where each model has a share of the KV `pages`."""
+        claims, _ = kv_claims(view, waiting=True, patience=PATIENCE)
+        after, actions = self._cover_within(view, claims, layers, pages)
+        budget = PageBudget(_having(after, surplus(after, pages)))
+        return _Covered(after, budget, actions, bool(claims))
+
+    def _return_layers(
+        self, covered: _Covered, before: Memory, layers: Layers, standing: Standing
+    ) -> _Returned:
+        """Return layers to models that have become active, and to all when the peak is over."""
+        view, budget, active = covered.view, covered.budget, layers.active
+        returning = before.returning | (active - before.active)
+        cached = [cached_prefixes] if self.pooled else []
+        sources = [*cached, layers.of_inactive]
+        actions, returning = to_active(view, budget, layers, returning & active, sources)
+        since = view.now if before.calm_since is None else before.calm_since
+        calm = None if covered.short else since
+        wake = None
+        if self.reversion and calm is not None and any(m.rotation.lent for m in view.models):
+            due = calm + self.cooldown
+            if view.now < due:
+                wake = due
+            elif not actions:
+                actions = self._revert(view, budget, layers, standing.division.pages)
+        return _Returned(actions, wake, Memory(standing, active, returning, calm))
 
     def _active(self, view: DeviceView, standing: Standing) -> frozenset[str]:
         """Models with requests; where there are turns, of these the one whose turn it is."""
