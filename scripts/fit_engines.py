@@ -18,7 +18,7 @@ from scipy.optimize import nnls
 from ballast.core.units import MiB
 from ballast.sim.catalogue import facts
 from ballast.sim.derating import Measured, decode_terms, fit_beside, fit_kernels
-from ballast.sim.profile import Engine
+from ballast.sim.profile_tables import Engine
 from ballast.sim.roofline import AllReduce, Derate, Hardware, Host, Reach, Sizes
 from scripts.measured import Tables, rows
 

@@ -18,7 +18,8 @@ from ballast.core.cost import StepCosts
 from ballast.sim.catalogue import CatalogueKeys, ModelFacts
 from ballast.sim.derating import GroupDerate, Measured, fit_derate, fit_group, median_derate
 from ballast.sim.fitting import errors, fit_decode, fit_prefill
-from ballast.sim.profile import CATALOGUE, Costs, DeviceProfile, Engine, Link, Pages, Row, Source
+from ballast.sim.profile import CATALOGUE, DeviceProfile
+from ballast.sim.profile_tables import Costs, Engine, Link, Pages, Row, Source
 from ballast.sim.roofline import AllReduce, Derate, Hardware, Reach, Sizes
 from ballast.sim.toml_file import as_toml
 from scripts.fit_engines import (

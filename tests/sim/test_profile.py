@@ -20,7 +20,8 @@ from ballast.sim.catalogue import catalogue, facts
 from ballast.sim.cluster import SERVED, Cluster, kinds_of
 from ballast.sim.device import Profile
 from ballast.sim.pages import PageCosts
-from ballast.sim.profile import Capacity, device_files, device_profile, profile_of
+from ballast.sim.profile import device_files, device_profile, profile_of
+from ballast.sim.profile_tables import Capacity
 from ballast.sim.simulate import simulate
 from ballast.sim.spread import Spread
 from ballast.sim.toml_file import as_toml
