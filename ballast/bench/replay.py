@@ -77,34 +77,9 @@ async def replay(
     """
     clock = target.clock
     recorder = Recorder(clock.now())
+    sender = _Sender(target, recorder, timeout, progress, name or workload.name, workload)
     samples: list[MemorySample] = []
-    ended = failed = 0
-
-    def show() -> None:
-        note = f"{failed} failed" if failed else ""
-        progress(name or workload.name, ended, len(workload.requests), note)
-
-    async def one(request: WorkloadRequest, prompt: tuple[int, ...]) -> None:
-        nonlocal ended, failed
-        submission = submission_for(request, prompt)
-        recorder.sent(request, submission.id, clock.now())
-        reason = None
-        try:
-            async with asyncio.timeout(timeout):
-                await target.run(submission, recorder)
-        except TimeoutError:
-            reason = f"no complete answer within {timeout:g} s"
-        except BrokenPromise:
-            raise
-        except BallastError as error:
-            reason = str(error)
-        if reason is not None:
-            recorder.failed(submission.id, clock.now(), reason)
-        ended += 1
-        failed += not recorder.answered(submission.id)
-        show()
-
-    show()
+    sender.show()
     watcher = asyncio.create_task(_watch(target, recorder.origin, samples, memory_every))
     try:
         async with asyncio.TaskGroup() as group:
@@ -112,7 +87,7 @@ async def replay(
                 prompt = prompts(request)
                 wait = recorder.origin + request.at - clock.now()
                 await sleep(max(0.0, wait))
-                group.create_task(one(request, prompt))
+                group.create_task(sender.send(request, prompt))
         wall_seconds = clock.now() - recorder.origin
     finally:
         watcher.cancel()
@@ -120,6 +95,54 @@ async def replay(
             await watcher
     decisions = await target.decisions(recorder.origin)
     return Replayed(recorder.records(), wall_seconds, tuple(samples), tuple(decisions))
+
+
+class _Sender:
+    """Sends requests to a target, records how they end, and shows how many have."""
+
+    def __init__(
+        self,
+        target: Target,
+        recorder: Recorder,
+        timeout: float,
+        progress: Progress,
+        name: str,
+        workload: Workload,
+    ) -> None:
+        """`timeout`: seconds for each request; `name`: of the workload, for `progress`."""
+        self._target = target
+        self._recorder = recorder
+        self._timeout = timeout
+        self._progress = progress
+        self._name = name
+        self._requests = len(workload.requests)
+        self._ended = self._failed = 0
+
+    async def send(self, request: WorkloadRequest, prompt: tuple[int, ...]) -> None:
+        """Send a request and wait for its end. Raises BrokenPromise alone."""
+        recorder, clock = self._recorder, self._target.clock
+        submission = submission_for(request, prompt)
+        recorder.sent(request, submission.id, clock.now())
+        reason = None
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._target.run(submission, recorder)
+        except TimeoutError:
+            reason = f"no complete answer within {self._timeout:g} s"
+        except BrokenPromise:
+            raise
+        except BallastError as error:
+            reason = str(error)
+        if reason is not None:
+            recorder.failed(submission.id, clock.now(), reason)
+        self._ended += 1
+        self._failed += not recorder.answered(submission.id)
+        self.show()
+
+    def show(self) -> None:
+        """Show how many requests have ended, and how many of them have failed."""
+        note = f"{self._failed} failed" if self._failed else ""
+        self._progress(self._name, self._ended, self._requests, note)
 
 
 async def _watch(target: Target, origin: float, samples: list[MemorySample], every: float) -> None:
