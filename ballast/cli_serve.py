@@ -107,7 +107,7 @@ def serve(
     from ballast.bench.progress import lines_to
     from ballast.cluster.fitness import check_machine, tight
     from ballast.cluster.logs import set_up
-    from ballast.fleet.source import Source
+    from ballast.fleet.source import FleetSource
     from ballast.policy.presets import PRESETS
     from ballast.server.http.address import check_closed
 
@@ -124,7 +124,7 @@ def serve(
         return fleet
 
     kept = None if no_changes else changes or fleet_file.with_suffix(".changes.json")
-    source = Source(fleet_file, presets=PRESETS, changes=kept, adjust=adjust)
+    source = FleetSource(fleet_file, presets=PRESETS, changes=kept, adjust=adjust)
     with lines_to(lambda line: log.info("%s", line)) as lines:
         lines.at("starting: reading the fleet file", 0)
         reading = source.read()

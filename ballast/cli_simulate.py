@@ -124,7 +124,7 @@ def simulate(
     from rich.console import Console
 
     with importing():
-        from ballast.bench.asked import Asked, Wanted
+        from ballast.bench.asked import SimulationSetup, WorkloadOptions
         from ballast.bench.show import kinds_text, runs_table, sizes_text
         from ballast.bench.simulating import simulate_presets, simulation_json
         from ballast.sim.cluster import kinds_of
@@ -134,8 +134,8 @@ def simulate(
     counted = modelled(without, job_spread, drift, seed)
     kinds = kinds_of(devices, lanes, engine, counted)
     found = given(links, placement, orders)
-    wanted = Wanted(workload, rate, seconds, most_tokens, seed, start, spread)
-    asked = Asked.of(load(fleet_file, simulated=True), preset, wanted)
+    wanted = WorkloadOptions(workload, rate, seconds, most_tokens, seed, start, spread)
+    asked = SimulationSetup.of(load(fleet_file, simulated=True), preset, wanted)
     console = Console()
     _print_plain(console, asked.described(), kinds_text(kinds))
     with arrivals(len(asked.workload.requests)) as progress:
@@ -200,7 +200,7 @@ def plan(
     from rich.console import Console
 
     with importing():
-        from ballast.bench.asked import Asked, Wanted
+        from ballast.bench.asked import SimulationSetup, WorkloadOptions
         from ballast.bench.planning import Question, plan_preset
         from ballast.bench.show import forecast_text, kinds_text, plans_table
         from ballast.sim.cluster import kinds_of
@@ -209,8 +209,8 @@ def plan(
     kinds = kinds_of(devices, lanes, engine)
     if len(kinds) > 1 or kinds[0].number > 1:
         raise ConfigError("--devices", devices, "one kind without a number, which is sought")
-    wanted = Wanted(workload, rate, seconds, most_tokens, seed, start, spread)
-    asked = Asked.of(load(fleet_file, simulated=True), preset, wanted)
+    wanted = WorkloadOptions(workload, rate, seconds, most_tokens, seed, start, spread)
+    asked = SimulationSetup.of(load(fleet_file, simulated=True), preset, wanted)
     console = Console()
     _print_plain(console, asked.described(), kinds_text(kinds))
     draws, found = asked.draws(seeds), given(links, placement, None)

@@ -9,9 +9,9 @@ from statistics import fmean
 from typing import Any
 
 from ballast.bench.gauge import Gauge
-from ballast.bench.record import Recorder, prompts_of, submission_for, vocabularies_of
+from ballast.bench.record import RequestRecorder, prompts_of, submission_for, vocabularies_of
 from ballast.bench.report import Report
-from ballast.bench.sample import Decision, decisions_of
+from ballast.bench.sample import DecisionRecord, decisions_of
 from ballast.bench.stories import SinkOf
 from ballast.core.cost import Traffic
 from ballast.core.event import Failed, Output
@@ -151,9 +151,9 @@ class _Observer:
         slos: Mapping[str, Slo],
         missed: Callable[[str], None] | None,
     ) -> None:
-        self.recorder = Recorder()
+        self.recorder = RequestRecorder()
         self.gauge = Gauge(workload.seconds)
-        self.decisions: list[Decision] = []
+        self.decisions: list[DecisionRecord] = []
         self.moves: list[dict[str, Any]] = []
         self.devices: Mapping[str, SimDevice] = {}
         """Those of the cluster, which is made with this object's methods."""

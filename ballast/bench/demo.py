@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ballast.bench.choose import slos_of
 from ballast.bench.demo_result import Compared, agreement, result_table
-from ballast.bench.demo_terms import Terms, choose_terms, simulated
+from ballast.bench.demo_terms import DemoTerms, choose_terms, simulated
 from ballast.bench.others import DISTURBED, Others
 from ballast.bench.plot import plot
 from ballast.bench.progress import Progress, shown, training
@@ -86,7 +86,7 @@ def run_demo(
     _show_results(results, parts, f"drawn: {png}; next: ballast serve {file}", console)
 
 
-def _show_terms(terms: Terms, others: Others, console: Console) -> None:
+def _show_terms(terms: DemoTerms, others: Others, console: Console) -> None:
     """Print the terms, and a warning where `others` disturbed the measurement behind them."""
     console.print(f"the same for every preset: {terms.describe()}", soft_wrap=True)
     if others.cores > DISTURBED:
@@ -111,7 +111,7 @@ def _show_results(
 def _live(
     file: Path,
     fleet: FleetSettings,
-    terms: Terms,
+    terms: DemoTerms,
     prompts: Prompts,
     progress: Progress,
     show: Callable[[str], None] | None,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ballast.bench.progress import Progress, quiet
-from ballast.bench.record import Prompts, Recorder, RequestRecord, submission_for
-from ballast.bench.sample import Decision, DeviceSample, MemorySample, decisions_of
+from ballast.bench.record import Prompts, RequestRecord, RequestRecorder, submission_for
+from ballast.bench.sample import DecisionRecord, DeviceSample, MemorySample, decisions_of
 from ballast.core.clock import Clock
 from ballast.core.entries import Entry
 from ballast.core.errors import BallastError, BrokenPromise
@@ -26,14 +26,14 @@ class TargetError(BallastError):
     """The target did not answer a request completely; says what it did instead."""
 
 
-class Target(Protocol):
+class BenchmarkTarget(Protocol):
     """Something that serves requests."""
 
     @property
     def clock(self) -> Clock:
         """Times of the records are this clock's."""
 
-    async def run(self, submission: Submission, recorder: Recorder) -> None:
+    async def run(self, submission: Submission, recorder: RequestRecorder) -> None:
         """Send it, record its tokens and its end; raise TargetError where it fails.
 
         Must give the request up when cancelled.
@@ -42,25 +42,25 @@ class Target(Protocol):
     async def memory(self) -> Mapping[str, DeviceSample]:
         """Each device now; empty where that is not known."""
 
-    async def decisions(self, origin: float) -> Sequence[Decision]:
+    async def decisions(self, origin: float) -> Sequence[DecisionRecord]:
         """Those since `origin` on its clock, with times counted from there; empty where they are
         not known."""
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class WorkloadReplay:
     """What came of a replay."""
 
     records: tuple[RequestRecord, ...]
     wall_seconds: float
     """From the start of the workload to the last answer."""
     memory: tuple[MemorySample, ...]
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[DecisionRecord, ...] = ()
 
 
 async def replay(
     workload: Workload,
-    target: Target,
+    target: BenchmarkTarget,
     prompts: Prompts,
     *,
     timeout: float = 600.0,
@@ -68,7 +68,7 @@ async def replay(
     progress: Progress = quiet,
     name: str | None = None,
     sleep: Sleep = asyncio.sleep,
-) -> Replayed:
+) -> WorkloadReplay:
     """Send every request at its time and wait for the answers, each at most `timeout` seconds.
 
     Prompts are made while waiting for their moment. A request that fails is recorded as failed,
@@ -76,7 +76,7 @@ async def replay(
     how many requests have ended, under `name`; None: the workload's.
     """
     clock = target.clock
-    recorder = Recorder(clock.now())
+    recorder = RequestRecorder(clock.now())
     sender = _Sender(target, recorder, timeout, progress, name or workload.name, workload)
     samples: list[MemorySample] = []
     sender.show()
@@ -94,7 +94,7 @@ async def replay(
         with suppress(asyncio.CancelledError):
             await watcher
     decisions = await target.decisions(recorder.origin)
-    return Replayed(recorder.records(), wall_seconds, tuple(samples), tuple(decisions))
+    return WorkloadReplay(recorder.records(), wall_seconds, tuple(samples), tuple(decisions))
 
 
 class _Sender:
@@ -102,8 +102,8 @@ class _Sender:
 
     def __init__(
         self,
-        target: Target,
-        recorder: Recorder,
+        target: BenchmarkTarget,
+        recorder: RequestRecorder,
         timeout: float,
         progress: Progress,
         name: str,
@@ -145,7 +145,9 @@ class _Sender:
         self._progress(self._name, self._ended, self._requests, note)
 
 
-async def _watch(target: Target, origin: float, samples: list[MemorySample], every: float) -> None:
+async def _watch(
+    target: BenchmarkTarget, origin: float, samples: list[MemorySample], every: float
+) -> None:
     while True:
         devices = await target.memory()
         if devices:
@@ -168,7 +170,7 @@ class EngineTarget:
         self._post: Callable[[Event], None] | None = None
         self._snapshot: Callable[[], DeviceReport] | None = None
         self._story: Sequence[Entry] = ()
-        self._open: dict[str, tuple[Recorder, asyncio.AbstractEventLoop, asyncio.Event]] = {}
+        self._open: dict[str, tuple[RequestRecorder, asyncio.AbstractEventLoop, asyncio.Event]] = {}
 
     @property
     def clock(self) -> Clock:
@@ -198,7 +200,7 @@ class EngineTarget:
                 with suppress(RuntimeError):
                     loop.call_soon_threadsafe(done.set)
 
-    async def run(self, submission: Submission, recorder: Recorder) -> None:
+    async def run(self, submission: Submission, recorder: RequestRecorder) -> None:
         """Post it and wait for the engine's last word on it."""
         if self._post is None:
             raise BrokenPromise("a replay on an engine that is not connected")
@@ -220,7 +222,7 @@ class EngineTarget:
         report = self._snapshot()
         return {report.device: DeviceSample.of(report)}
 
-    async def decisions(self, origin: float) -> Sequence[Decision]:
+    async def decisions(self, origin: float) -> Sequence[DecisionRecord]:
         """From the device's story."""
         device = "" if self._snapshot is None else self._snapshot().device
         return [d for d in decisions_of(self._story, device, origin) if d.at >= 0]

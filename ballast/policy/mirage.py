@@ -13,7 +13,7 @@ from ballast.policy.budget import PageBudget
 from ballast.policy.claims import activation_claims, earliest, kv_claims, queue_claims
 from ballast.policy.cover import cover
 from ballast.policy.fair import share_out
-from ballast.policy.layers import Layers, last_remaps, lendable
+from ballast.policy.layers import LayerOffers, last_remaps, lendable
 from ballast.policy.market import Claim, Source
 from ballast.policy.offers import (
     cached_prefixes,
@@ -29,7 +29,7 @@ from ballast.policy.static import cover_limited, part_limited, placed, recalls, 
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MirageMemo:
     """What one decision leaves to the next."""
 
     standing: Standing | None = None
@@ -62,7 +62,7 @@ class _Returned:
     actions: list[Action]
     wake: float | None
     """When layers come back if nothing is short of pages until then."""
-    memory: Memory
+    memory: MirageMemo
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Mirage(MemoryPolicy):
         return Requirements(rotation=True)
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
-        before = memo if isinstance(memo, Memory) else Memory()
+        before = memo if isinstance(memo, MirageMemo) else MirageMemo()
         turns = turns_of(self.temporal, self.quantum, self.preemptive)
         divide = self._with_layers if self.pooled else shares
         standing, actions = stand(view, before.standing, divide, turns)
@@ -132,7 +132,7 @@ class Mirage(MemoryPolicy):
         return Decision(tuple(actions), returned.memory, wake, ended.promises, sharing.holding)
 
     def _cover_from_pool(
-        self, view: DeviceView, layers: Layers, younger: Source, pages: Mapping[str, int]
+        self, view: DeviceView, layers: LayerOffers, younger: Source, pages: Mapping[str, int]
     ) -> _Covered:
         """Cover claims where the KV of all models comes from one pool.
 
@@ -153,7 +153,7 @@ class Mirage(MemoryPolicy):
         return _Covered(view, covered.budget, actions, bool(claims), covered.promises, wake)
 
     def _cover_from_shares(
-        self, view: DeviceView, layers: Layers, pages: Mapping[str, int]
+        self, view: DeviceView, layers: LayerOffers, pages: Mapping[str, int]
     ) -> _Covered:
         """Cover claims where each model has a share of the KV `pages`."""
         claims, _ = kv_claims(view, waiting=True, patience=PATIENCE)
@@ -162,7 +162,7 @@ class Mirage(MemoryPolicy):
         return _Covered(after, budget, actions, bool(claims))
 
     def _return_layers(
-        self, covered: _Covered, before: Memory, layers: Layers, standing: Standing
+        self, covered: _Covered, before: MirageMemo, layers: LayerOffers, standing: Standing
     ) -> _Returned:
         """Return layers to models that have become active, and to all when the peak is over."""
         view, budget, active = covered.view, covered.budget, layers.active
@@ -179,7 +179,7 @@ class Mirage(MemoryPolicy):
                 wake = due
             elif not actions:
                 actions = self._revert(view, budget, layers, standing.division.pages)
-        return _Returned(actions, wake, Memory(standing, active, returning, calm))
+        return _Returned(actions, wake, MirageMemo(standing, active, returning, calm))
 
     def _active(self, view: DeviceView, standing: Standing) -> frozenset[str]:
         """Models with requests; where there are turns, of these the one whose turn it is."""
@@ -188,11 +188,11 @@ class Mirage(MemoryPolicy):
             m.name for m in view.models if not m.idle and (not self.temporal or m.name == turn)
         )
 
-    def _layers(self, view: DeviceView, standing: Standing, active: frozenset[str]) -> Layers:
+    def _layers(self, view: DeviceView, standing: Standing, active: frozenset[str]) -> LayerOffers:
         turn = standing.turn
         used = sorted(view.models, key=lambda m: (m.last_used, m.name))
         recent = (*turn.past, turn.model) if turn else tuple(m.name for m in used)
-        return Layers(
+        return LayerOffers(
             active,
             recent,
             bool(self.cap),
@@ -213,7 +213,11 @@ class Mirage(MemoryPolicy):
         return {m.name: room + lent for m in models}
 
     def _cover_within(
-        self, view: DeviceView, claims: Sequence[Claim], layers: Layers, pages: Mapping[str, int]
+        self,
+        view: DeviceView,
+        claims: Sequence[Claim],
+        layers: LayerOffers,
+        pages: Mapping[str, int],
     ) -> tuple[DeviceView, list[Action]]:
         """Where each model has a share, it grows by what layers give up; the view after that."""
         actions = recalls(view, sum(s.pages for s in view.shortages if not s.limited))
@@ -233,7 +237,7 @@ class Mirage(MemoryPolicy):
         return view, actions
 
     def _revert(
-        self, view: DeviceView, budget: PageBudget, layers: Layers, pages: Mapping[str, int]
+        self, view: DeviceView, budget: PageBudget, layers: LayerOffers, pages: Mapping[str, int]
     ) -> list[Action]:
         """Layers come back as far as pages are not needed, and a reserve stays free."""
         if self.pooled:
@@ -257,7 +261,7 @@ class Mirage(MemoryPolicy):
         return [*limits, *drops, *remaps] if remaps else []
 
 
-def _before_its_layers_lend(view: DeviceView, layers: Layers, claim: Claim) -> Claim:
+def _before_its_layers_lend(view: DeviceView, layers: LayerOffers, claim: Claim) -> Claim:
     """The claim of a model that is to come, for no more than the device can have without that
     model's own layers, which lend only once all of them are there: they have to lend the rest."""
     m = view.model(claim.model)
@@ -281,7 +285,7 @@ def surplus(view: DeviceView, pages: Mapping[str, int]) -> int:
     )
 
 
-def _of(layers: Layers, youngest: Source) -> list[Source]:
+def _of(layers: LayerOffers, youngest: Source) -> list[Source]:
     """What layers give before requests make way, and, for the first of all, after that."""
     return [layers.of_inactive, layers.of_active, youngest, layers.beyond_caps]
 

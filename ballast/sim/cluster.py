@@ -22,7 +22,7 @@ from ballast.core.units import MiB
 from ballast.engine.state import DeviceState
 from ballast.policy.base import FleetPolicy
 from ballast.policy.presets import Preset
-from ballast.sim.controller import Controller, Told
+from ballast.sim.controller import SimController, Told
 from ballast.sim.device import Profile, SimDevice, Steps
 from ballast.sim.given import NOTHING, Given
 from ballast.sim.handover import check_roles
@@ -32,7 +32,7 @@ from ballast.sim.modelled import ALL, Modelled
 from ballast.sim.profile import DeviceProfile, device_profile
 from ballast.sim.runner import OnParts, unmeasured
 from ballast.sim.simulate import simulate_devices
-from ballast.sim.topology import Joints, Peers, Place, places
+from ballast.sim.topology import HostPlace, Joints, PeerLinks, places
 
 USABLE = 0.9
 """Share of a device's memory that is the pool's; an assumption, as of common engines' defaults."""
@@ -172,7 +172,7 @@ class Cluster:
         placed = {name: (device, sites[name].place) for name, device in self.devices.items()}
         _schedule_lending(given, preset, placed, list(sites))
         self._told_clients = heard
-        self.controller = Controller(
+        self.controller = SimController(
             self.devices,
             FleetBook(homes, needs, rooms, policy),
             specs,
@@ -201,7 +201,7 @@ class _Site:
     """A device that a cluster may have: of which kind, and where among the links of its host."""
 
     kind: Kind
-    place: Place
+    place: HostPlace
     settings: DeviceSettings
 
 
@@ -257,7 +257,7 @@ def _homes(
 ) -> dict[str, list[str]]:
     """Return, by model, the names of its devices at the start. Raises ConfigError."""
     roles = {name: site.kind.role for name, site in sites.items()}
-    check_roles(roles, given.joints.peers is not Peers.NONE)
+    check_roles(roles, given.joints.peers is not PeerLinks.NONE)
     if given.homes is None:
         return placed_by_role(policy, needs, rooms, roles)
     return policy.place(needs, rooms)  # which device does what is up to whoever names them
@@ -266,7 +266,7 @@ def _homes(
 def _schedule_lending(
     given: Given,
     preset: Preset,
-    placed: Mapping[str, tuple[SimDevice, Place]],
+    placed: Mapping[str, tuple[SimDevice, HostPlace]],
     names: Sequence[str],
 ) -> None:
     """Schedule the orders to lend and recall pages. Raises ConfigError."""

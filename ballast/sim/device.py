@@ -26,14 +26,14 @@ from ballast.engine.state import DeviceState
 from ballast.memory.vm_null import NullVm
 from ballast.policy.presets import Preset
 from ballast.sim.ahead import HeapAhead
-from ballast.sim.decoding import Batch, tokens_of
+from ballast.sim.decoding import DecodeBatch, tokens_of
 from ballast.sim.leap import leap
 from ballast.sim.link import Path, Route, SimLink
 from ballast.sim.pages import LoopTime, PageCosts, TimedVm
-from ballast.sim.passes import Source
+from ballast.sim.passes import LayerSource
 from ballast.sim.rotor import SimRotors
 from ballast.sim.runner import OnParts, SimRunner, unmeasured
-from ballast.sim.spread import NONE, Factors, Spread
+from ballast.sim.spread import NONE, Factors, JobSpread
 from ballast.sim.swapper import SimSwappers
 from ballast.sim.world import World
 from ballast.weights.rotor import Loads
@@ -76,7 +76,7 @@ class Profile:
     """What mapping takes of the loop; None: activations alone are slower (`page_seconds`)."""
     copies_slow: float = 0.0
     """Share by which a job takes longer that begins while bytes move over the device's link."""
-    spread: Spread = NONE
+    spread: JobSpread = NONE
     early: bool = False
     """Whether a model's first job begins while its last layers arrive (`engine.head_start`)."""
 
@@ -324,7 +324,7 @@ class SimDevice:
         """An operator orders something at `at`; nobody waits for the answer."""
         self.receive(at, Operate(id, operation))
 
-    def borrows_over(self, source: Callable[[str], Source]) -> None:
+    def borrows_over(self, source: Callable[[str], LayerSource]) -> None:
         """Jobs read KV on borrowed pages through `source`, by model."""
         self._runner.borrowed = source
 
@@ -350,7 +350,7 @@ class SimDevice:
             if not (isinstance(output, Cancelled) and output.request_id in self.unsaid):
                 self._said(self.clock.now(), output)
 
-    def _passed(self, steps: Sequence[Batch]) -> None:
+    def _passed(self, steps: Sequence[DecodeBatch]) -> None:
         """A leap has passed over these steps."""
         if self._steps is None:
             for at, token in tokens_of(steps):

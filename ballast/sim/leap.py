@@ -21,12 +21,12 @@ from ballast.core.job import Job
 from ballast.engine.compute_view import runnable
 from ballast.engine.loop import Loop
 from ballast.engine.model import ModelState
-from ballast.sim.decoding import Batch, batch_of, fit
+from ballast.sim.decoding import DecodeBatch, batch_of, fit
 from ballast.sim.heap import EventHeap
 from ballast.sim.leap_lanes import leap_on_lanes
 from ballast.sim.runner import SimRunner
 
-Passed = Callable[[Sequence[Batch]], None]
+Passed = Callable[[Sequence[DecodeBatch]], None]
 """Gets the steps of a leap, as the batch of each, in order."""
 
 
@@ -65,7 +65,7 @@ def _leap_alone(
     clock: VirtualClock,
     until: float,
     near: float,
-) -> list[Batch]:
+) -> list[DecodeBatch]:
     """Pass over steps of jobs that have the whole device, about which no policy is asked."""
     job = loop.state.lanes.alone
     if job is None or (heap.next_end is None and not runner.moves((job.model,))):
@@ -99,12 +99,12 @@ def _repeat(
     heap: EventHeap,
     runner: SimRunner,
     clock: VirtualClock,
-    turns: deque[Batch],
+    turns: deque[DecodeBatch],
     first: tuple[float, JobDone],
     until: float,
     *,
     moves: bool,
-) -> list[Batch]:
+) -> list[DecodeBatch]:
     """Repeat the steps of `turns`, each in its turn, while they end before `until`.
 
     `first`: the end of the step in flight, and when it comes; `moves`: whether bytes may move over
@@ -113,7 +113,7 @@ def _repeat(
     at, done = first
     seconds, stall = done.seconds, done.stall
     until = min(until, _next(heap))
-    agenda, pool, steps = heap.agenda, loop.state.pool, list[Batch]()
+    agenda, pool, steps = heap.agenda, loop.state.pool, list[DecodeBatch]()
     while at < until and turns[0].goes_on(runner):
         following = turns[1] if len(turns) > 1 else turns[0]
         blocks = following.blocks(len(turns) == 1)
@@ -150,7 +150,7 @@ def _next(heap: EventHeap) -> float:
     return inf if heap.next is None else heap.next
 
 
-def _turns(loop: Loop, job: Job) -> deque[Batch] | None:
+def _turns(loop: Loop, job: Job) -> deque[DecodeBatch] | None:
     """The models that run, as they will come, that of the job in flight first; None where one of
     them may do anything but repeat its step, or where it is not certain which comes next."""
     state = loop.state
@@ -162,7 +162,7 @@ def _turns(loop: Loop, job: Job) -> deque[Batch] | None:
     prompts = (  # models in turn are asked about anew
         loop.preset.compute.in_turns or loop.choice is None or loop.choice.computes_prompts
     )
-    turns: deque[Batch] = deque()
+    turns: deque[DecodeBatch] = deque()
     for m in (state.models[job.model], *following):
         batch = batch_of(m, state, prompts)
         if batch is None or not batch.rows:

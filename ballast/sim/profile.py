@@ -26,17 +26,17 @@ from ballast.fleet.schema import Keys, Name, Positive
 from ballast.sim.catalogue import catalogue, facts, shape_of
 from ballast.sim.device import Profile
 from ballast.sim.profile_tables import (
-    Capacity,
-    Costs,
-    Engine,
-    Link,
-    Pages,
-    Row,
-    Served,
-    Source,
+    CostCoefficients,
+    EngineProfile,
+    LinkProfile,
+    MeasuredCapacity,
+    MeasuredDevice,
+    MeasuredModel,
+    MeasurementSource,
+    PageCallCosts,
 )
-from ballast.sim.roofline import AllReduce, Hardware, Reach, Sizes, roofline, step_costs
-from ballast.sim.spread import Spread
+from ballast.sim.roofline import AllReduce, Hardware, KernelReach, Sizes, roofline, step_costs
+from ballast.sim.spread import JobSpread
 from ballast.sim.toml_file import NotNegative, read_keys
 
 CATALOGUE = "models.toml"
@@ -60,18 +60,18 @@ class DeviceProfile(Keys):
     """Share by which a job takes longer while bytes move over the link to the host."""
     early_jobs: bool = False
     """Whether a model's first job begins while its last layers arrive."""
-    link: Link
-    pages: Pages | None = None
+    link: LinkProfile
+    pages: PageCallCosts | None = None
     """Of `page_seconds`, what is the loop's time, and when; None: none of it."""
-    served: Served | None = None
+    served: MeasuredDevice | None = None
     """Without it, and with `hardware`, a cluster's devices are as `sim.cluster` says."""
     hardware: Hardware | None = None
-    reach: Reach | None = None
-    engines: dict[str, Engine]
-    sources: dict[str, Source] = Field(default_factory=dict)
-    measured: list[Row] = Field(default_factory=list)
+    reach: KernelReach | None = None
+    engines: dict[str, EngineProfile]
+    sources: dict[str, MeasurementSource] = Field(default_factory=dict)
+    measured: list[MeasuredModel] = Field(default_factory=list)
     all_reduce: list[AllReduce] = Field(default_factory=list)
-    capacity: list[Capacity] = Field(default_factory=list)
+    capacity: list[MeasuredCapacity] = Field(default_factory=list)
     """Where both were measured."""
 
     @property
@@ -81,7 +81,9 @@ class DeviceProfile(Keys):
 
     @field_validator("engines")
     @classmethod
-    def _serves(cls, engines: dict[str, Engine], info: ValidationInfo) -> dict[str, Engine]:
+    def _serves(
+        cls, engines: dict[str, EngineProfile], info: ValidationInfo
+    ) -> dict[str, EngineProfile]:
         engine = info.data.get("engine")
         if engine is not None and engine not in engines:
             raise ValueError(f"the engine is {engine!r}, of which nothing is here")
@@ -89,7 +91,9 @@ class DeviceProfile(Keys):
 
     @field_validator("sources")
     @classmethod
-    def _served(cls, sources: dict[str, Source], info: ValidationInfo) -> dict[str, Source]:
+    def _served(
+        cls, sources: dict[str, MeasurementSource], info: ValidationInfo
+    ) -> dict[str, MeasurementSource]:
         known = info.data.get("engines", {})
         for name, source in sources.items():
             if known and source.engine is not None and source.engine not in known:
@@ -100,7 +104,7 @@ class DeviceProfile(Keys):
 
     @field_validator("measured")
     @classmethod
-    def _sourced(cls, measured: list[Row], info: ValidationInfo) -> list[Row]:
+    def _sourced(cls, measured: list[MeasuredModel], info: ValidationInfo) -> list[MeasuredModel]:
         known = info.data.get("sources", {})
         for row in measured:
             if known and row.source not in known:
@@ -110,7 +114,7 @@ class DeviceProfile(Keys):
         return measured
 
     @property
-    def serving(self) -> Engine:
+    def serving(self) -> EngineProfile:
         """The engine that serves."""
         return self.engines[self.engine]
 
@@ -171,12 +175,12 @@ class DeviceProfile(Keys):
             ahead=0 if engine.host is None else engine.host.steps_ahead,
             pages=None if self.pages is None else self.pages.costs,
             copies_slow=self.copies_slow,
-            spread=Spread(quantiles=tuple(engine.spread)),
+            spread=JobSpread(quantiles=tuple(engine.spread)),
             early=self.early_jobs,
         )
 
     @property
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> list[MeasuredModel]:
         """Those that were measured under the engine that serves."""
         sources = {name for name, source in self.sources.items() if source.engine == self.engine}
         return [row for row in self.measured if row.source in sources]
@@ -198,7 +202,7 @@ class DeviceProfile(Keys):
         like = {m.name.lower() for m in known.values() if m.shape == shape}
         return name, like | {name.lower()}
 
-    def _complete(self, row: Row) -> StepCosts:
+    def _complete(self, row: MeasuredModel) -> StepCosts:
         """Its costs; a prefill that was not measured is the roofline's."""
         values = row.costs.model_dump()
         if row.costs.per_token is None or row.costs.per_pair is None:
@@ -228,12 +232,12 @@ class DeviceProfile(Keys):
 def profile_of(device: str, measured: Profile, settings: DeviceSettings) -> DeviceProfile:
     """What `sim.calibrate` measured on a device with `settings`. It has no peaks, and so no costs
     of other models."""
-    source = Source(
+    source = MeasurementSource(
         artifact="ballast profile, on the machine itself",
         licence="the measurer's own",
         engine=OWN,
     )
-    engine = Engine(
+    engine = EngineProfile(
         served_by=f"ballast {__version__}, on one lane",
         overhead_seconds=measured.overhead,
         wake_seconds=measured.wake,
@@ -243,7 +247,7 @@ def profile_of(device: str, measured: Profile, settings: DeviceSettings) -> Devi
     calls = measured.pages
     pages = None
     if calls is not None:
-        pages = Pages(
+        pages = PageCallCosts(
             map_seconds=calls.map,
             unmap_seconds=calls.unmap,
             beside_seconds=calls.beside,
@@ -254,15 +258,17 @@ def profile_of(device: str, measured: Profile, settings: DeviceSettings) -> Devi
         device=device,
         engine=OWN,
         engines={OWN: engine},
-        link=Link(**asdict(measured.link), source="calibrate"),
+        link=LinkProfile(**asdict(measured.link), source="calibrate"),
         page_seconds=measured.page_seconds,
         pages=pages,
         lane_reach=measured.reach,
         early_jobs=measured.early,
-        served=Served(**{key: getattr(settings, key) for key in Served.model_fields}),
+        served=MeasuredDevice(
+            **{key: getattr(settings, key) for key in MeasuredDevice.model_fields}
+        ),
         sources={"calibrate": source},
         measured=[
-            Row(model=name, source="calibrate", costs=Costs(**asdict(costs)))
+            MeasuredModel(model=name, source="calibrate", costs=CostCoefficients(**asdict(costs)))
             for name, costs in measured.costs.items()
         ],
     )

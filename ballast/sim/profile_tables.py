@@ -7,11 +7,11 @@ from pydantic import Field
 from ballast.core.link import LinkRates
 from ballast.fleet.schema import Keys, Name, Positive
 from ballast.sim.pages import PageCosts
-from ballast.sim.roofline import Derate, Host
+from ballast.sim.roofline import Derate, EngineHostCosts
 from ballast.sim.toml_file import Finite, NotNegative, Size
 
 
-class Costs(Keys):
+class CostCoefficients(Keys):
     """Coefficients of `core.cost.StepCosts`, in seconds. Without those of tokens and pairs the
     prefill was not measured."""
 
@@ -26,7 +26,7 @@ class Costs(Keys):
     hidden: Finite = 0.0
 
 
-class Row(Keys):
+class MeasuredModel(Keys):
     """One model as measured on the device."""
 
     model: Name
@@ -36,13 +36,13 @@ class Row(Keys):
     """Devices that share the model: costs are those of the group."""
     sm_percent: Size = 100
     """Share of the multiprocessors it ran on, alone on the device."""
-    costs: Costs
+    costs: CostCoefficients
     prefill_error: NotNegative | None = None
     """Mean relative error of the fit over its points, in per cent."""
     decode_error: NotNegative | None = None
 
 
-class Source(Keys):
+class MeasurementSource(Keys):
     """Where rows come from."""
 
     artifact: str
@@ -53,7 +53,7 @@ class Source(Keys):
     note: str = ""
 
 
-class Engine(Keys):
+class EngineProfile(Keys):
     """What serves models on the device. Its rows are measured; of other models, either it has a
     derate, or its host's work goes with what kernels reach (`DeviceProfile.reach`)."""
 
@@ -67,7 +67,7 @@ class Engine(Keys):
     """From a request's receipt to the loop's turn, and from a turn's begin to the client."""
     spread: list[Positive] = Field(default_factory=list)
     """Quantiles of what jobs took over what the fit says, equally likely, with a mean of 1."""
-    host: Host | None = None
+    host: EngineHostCosts | None = None
     derate: Derate | None = None
     """Device and host in one, as fits of this engine's jobs show them."""
     source: str = ""
@@ -76,7 +76,7 @@ class Engine(Keys):
     """Keys of `host` that nobody measured."""
 
 
-class Link(Keys):
+class LinkProfile(Keys):
     """What the link to the host carries, in bytes per second, as copies reach it."""
 
     to_device: Positive
@@ -94,7 +94,7 @@ class Link(Keys):
         return LinkRates(self.to_device, self.to_host, self.to_device_mixed, self.to_host_mixed)
 
 
-class Pages(Keys):
+class PageCallCosts(Keys):
     """What calls take of a page, in seconds."""
 
     map_seconds: NotNegative
@@ -114,7 +114,7 @@ class Pages(Keys):
         )
 
 
-class Served(Keys):
+class MeasuredDevice(Keys):
     """Where the profile was measured: what its device had, and how it served."""
 
     budget_bytes: Size
@@ -123,7 +123,7 @@ class Served(Keys):
     step_logits: Size
 
 
-class Capacity(Keys):
+class MeasuredCapacity(Keys):
     """The highest rate at which service levels were kept, live on the device and simulated."""
 
     preset: Name
