@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ballast.cluster.machines import machine_of_one_rank
+from ballast.cluster.machine_choice import machine_of_one_rank
 from ballast.core.actions import Short
 from ballast.core.errors import DeviceError
 from ballast.core.event import Arrival, Drain, Finished, Output, TokenOut, TransferDone
