@@ -79,7 +79,7 @@ STALE_SECONDS = 1.0
 
 
 class Device(Lends, Protocol):
-    """What a worker runs; `ballast.engine.device.LiveDevice` in earnest."""
+    """What a worker runs; `ballast.live.device.LiveDevice` in earnest."""
 
     @property
     def specs(self) -> dict[str, ModelSpec]: ...
@@ -313,7 +313,7 @@ def live_device(
     """The real thing; imported only here, so that the process answers before it has loaded."""
     ranks = start_ranks(fleet)  # first: they take as long to start as what follows
     from ballast.cluster.machine_choice import machine_of
-    from ballast.engine.device import LiveDevice
+    from ballast.live.device import LiveDevice
     from ballast.memory.peer_reader import PeerReader
     from ballast.models.tokenizer_trial import vet_tokenizer
     from ballast.weights.manifest import fork_zygote
@@ -343,7 +343,7 @@ def live_device(
 
 def rehearse_live() -> None:
     """What takes a start longest, but for large models."""
-    from ballast.engine.rehearsal import rehearse
+    from ballast.live.warmup import rehearse
 
     rehearse()
 
@@ -389,7 +389,7 @@ def main(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     set_up("worker", os.environ.get(FORMAT_VARIABLE, "text"), "warning")
-    from ballast.engine.inbox import MonotonicClock
+    from ballast.live.inbox import MonotonicClock
 
     if arguments.spare:
         _when_idle(rehearse)

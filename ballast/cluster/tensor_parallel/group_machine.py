@@ -30,11 +30,11 @@ from ballast.core.model import ModelSpec
 from ballast.core.report import GraphReport
 from ballast.core.request import Sampling
 from ballast.core.settings import DeviceSettings, ModelSettings
-from ballast.engine.machine import Cap
-from ballast.engine.runner import Executor, LaneRunner, Record
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
 from ballast.kv.swapper import MakeSwapper
+from ballast.live.machine import Cap
+from ballast.live.runner import Executor, LaneRunner, Record
 from ballast.memory.copies import Copy
 from ballast.memory.cuda_calls import WhenLost
 from ballast.memory.link_group import GroupLink, share_of
@@ -68,7 +68,7 @@ _SAMPLED = Sampling()
 
 
 class GroupMachine:
-    """Implements `ballast.engine.machine.Machine` over the processes of all ranks."""
+    """Implements `ballast.live.machine.Machine` over the processes of all ranks."""
 
     graphs: GraphReport | None = None
     copies_beside_jobs = False

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ballast.cluster.tensor_parallel.cpu_rank_machine import CpuRankMachine
 from ballast.cluster.tensor_parallel.rank_machine import RankMachine
-from ballast.cluster.tensor_parallel.rank_machine_cpu import CpuRankMachine
 from ballast.core.clock import Clock
 from ballast.core.event import Event
 from ballast.core.link import LinkRates
@@ -23,6 +23,6 @@ def rank_machine_of(
     """Build the machine of a rank, by the device's kind; a `MakeRankMachine`."""
     if device.gpu is None:
         return CpuRankMachine(device, shard, pace, clock, post)
-    from ballast.cluster.tensor_parallel.rank_machine_cuda import CudaRankMachine
+    from ballast.cluster.tensor_parallel.cuda_rank_machine import CudaRankMachine
 
     return CudaRankMachine(device, shard, pace, clock, post)

@@ -8,11 +8,11 @@ from ballast.cluster.tensor_parallel.rank_machine import KvPlace, MakeRankMachin
 from ballast.cluster.tensor_parallel.rank_machine_choice import rank_machine_of
 from ballast.core.errors import BrokenPromise
 from ballast.core.event import Event
-from ballast.engine.inbox import MonotonicClock
-from ballast.engine.machine import Cap
 from ballast.isolation.calls import Isolation
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
+from ballast.live.inbox import MonotonicClock
+from ballast.live.machine import Cap
 from ballast.memory.arena import confine_allocator
 from ballast.memory.copies import Copy
 from ballast.memory.cuda_calls import WhenLost

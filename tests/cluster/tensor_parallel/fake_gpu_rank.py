@@ -11,8 +11,8 @@ from typing import NoReturn
 import pytest
 
 from ballast.cluster.tensor_parallel import rank_process
+from ballast.cluster.tensor_parallel.cuda_rank_machine import CudaRankMachine
 from ballast.cluster.tensor_parallel.rank_machine import MakeRankMachine
-from ballast.cluster.tensor_parallel.rank_machine_cuda import CudaRankMachine
 from ballast.cluster.tensor_parallel.remote_rank import RemoteRank
 from ballast.core.clock import Clock
 from ballast.core.event import Event

@@ -10,8 +10,8 @@ import pytest
 
 from ballast.bench.inprocess import Answer, InProcess
 from ballast.cluster.machine_choice import machine_of
+from ballast.cluster.tensor_parallel.cpu_rank_machine import CpuRankMachine
 from ballast.cluster.tensor_parallel.rank_machine import settings_of_rank
-from ballast.cluster.tensor_parallel.rank_machine_cpu import CpuRankMachine
 from ballast.core.errors import ConfigError, DeviceError
 from ballast.core.event import Failed, Finished
 from ballast.core.model import ModelSpec
@@ -19,7 +19,7 @@ from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import ceil_div
 from ballast.engine.build import largest_jobs
-from ballast.engine.inbox import MonotonicClock
+from ballast.live.inbox import MonotonicClock
 from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
 from ballast.weights.host import HostTier

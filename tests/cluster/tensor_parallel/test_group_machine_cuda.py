@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from ballast.bench.inprocess import InProcess
 from ballast.cluster.tensor_parallel import rank_process, rank_server
+from ballast.cluster.tensor_parallel.cuda_rank_machine import CudaRankMachine
 from ballast.cluster.tensor_parallel.group_machine import GroupMachine
 from ballast.cluster.tensor_parallel.rank_machine import settings_of_rank
-from ballast.cluster.tensor_parallel.rank_machine_cuda import CudaRankMachine
 from ballast.core.clock import Clock
 from ballast.core.errors import ConfigError, DeviceError, DeviceLost
 from ballast.core.event import Event
@@ -25,7 +25,7 @@ from ballast.core.link import LinkRates
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import ceil_div
 from ballast.engine.build import largest_jobs
-from ballast.engine.inbox import MonotonicClock
+from ballast.live.inbox import MonotonicClock
 from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
 from ballast.transport.tensor_parallel.rank_connections import (

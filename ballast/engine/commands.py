@@ -21,13 +21,13 @@ from ballast.core.event import Operate, Output
 from ballast.core.story import Story
 from ballast.core.units import ceil_div
 from ballast.core.view import Residency
-from ballast.engine import turning
+from ballast.engine import layer_remap
 from ballast.engine.apply import apply
 from ballast.engine.build import check_room, largest_jobs
 from ballast.engine.life import Stay
 from ballast.engine.model import ModelState
-from ballast.engine.snapshot import model_told
 from ballast.engine.state import DeviceState
+from ballast.engine.story_snapshot import model_told
 from ballast.engine.views import device_view
 from ballast.policy.base import MemoryPolicy
 from ballast.weights.shared import SharedSegment
@@ -229,7 +229,7 @@ class Operations:
             return False
         if m.weights.stirred:
             if m.residency is Residency.RESIDENT:
-                turning.drive_out(state, m)
+                layer_remap.drive_out(state, m)
             return False
         if m.life.settling:
             return False

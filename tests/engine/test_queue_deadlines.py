@@ -10,7 +10,7 @@ from ballast.core.event import Failed, Finished, Output
 from ballast.core.link import LinkRates
 from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.request import Request, State, Submission
-from ballast.engine.patience import Patience
+from ballast.engine.queue_deadlines import Patience
 from ballast.sim.device import Profile
 from ballast.sim.simulate import simulate
 from tests.sim.test_simulate import COSTS, fleet, spec

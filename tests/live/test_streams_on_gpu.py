@@ -11,8 +11,8 @@ import torch
 from ballast.core.job import Job
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.units import MiB
-from ballast.engine.runner_cuda import TorchOnGpu
-from ballast.engine.streams_cuda import GreenStreams, lane_streams
+from ballast.live.cuda_runner import TorchOnGpu
+from ballast.live.cuda_streams import GreenStreams, lane_streams
 from ballast.memory.copies import Copy
 from ballast.memory.cuda_driver import CudaDriver
 from ballast.memory.cuda_pins import Pins

@@ -13,15 +13,15 @@ from ballast.core.model import ModelSpec
 from ballast.core.report import GraphReport
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import format_bytes
-from ballast.engine.machine import Cap
-from ballast.engine.runner import Executor, LaneRunner, Record
-from ballast.engine.runner_cuda import AllocatorOnDevice, Compute, CudaRunner, TorchOnGpu
-from ballast.engine.streams_cuda import lane_streams
 from ballast.kernels.device_batch import Scratch
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
 from ballast.kv.event_swapper import EventSwapper
 from ballast.kv.swapper import MakeSwapper
+from ballast.live.cuda_runner import AllocatorOnDevice, Compute, CudaRunner, TorchOnGpu
+from ballast.live.cuda_streams import lane_streams
+from ballast.live.machine import Cap
+from ballast.live.runner import Executor, LaneRunner, Record
 from ballast.memory.copies import Copy
 from ballast.memory.cuda_calls import Driver, WhenLost
 from ballast.memory.cuda_devices import reach_of

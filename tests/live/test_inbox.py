@@ -10,7 +10,7 @@ import pytest
 
 from ballast.core.event import Arrival, Cancel
 from ballast.core.request import Submission
-from ballast.engine.inbox import MonotonicClock, QueueInbox
+from ballast.live.inbox import MonotonicClock, QueueInbox
 
 ASKED = Submission(id="new", model="m", prompt=(1,), max_tokens=1)
 

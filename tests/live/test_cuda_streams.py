@@ -9,7 +9,7 @@ from ballast.core.errors import DeviceError
 from ballast.core.job import Job
 from ballast.core.settings import DeviceSettings
 from ballast.engine.lanes import Lanes
-from ballast.engine.streams_cuda import GreenStreams, PlainStreams, lane_streams
+from ballast.live.cuda_streams import GreenStreams, PlainStreams, lane_streams
 from tests.memory.fake_cuda import FakeDriver
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ballast.core.settings import AdapterSettings, DeviceSettings, FleetSettings, ModelSettings
-from ballast.engine.never_run import ADAPTERS, FEATURES, GREEN, GROUPS, SWAPPING, never_run
+from ballast.live.never_run import ADAPTERS, FEATURES, GREEN, GROUPS, SWAPPING, never_run
 from tests.engine.gpus import on_gpu, serving
-from tests.engine.test_live import fleet, paths  # noqa: F401
+from tests.live.test_live_device import fleet, paths  # noqa: F401
 from tests.memory.fake_cuda import FakeDriver
 
 ROOT = Path(__file__).parents[2]

@@ -11,17 +11,17 @@ import pytest
 from ballast.bench.inprocess import InProcess
 from ballast.core.actions import Action, Decision, SwapKv
 from ballast.core.errors import ConfigError
+from ballast.core.kv_swap import spread
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.settings import FleetSettings
-from ballast.core.swapping import spread
 from ballast.core.view import DeviceView, Residency
-from ballast.engine.device import LiveDevice
+from ballast.live.device import LiveDevice
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.kvswap import KvSwap
 from ballast.policy.presets import Preset
 from tests.engine.checkpoints import make_llama
-from tests.engine.test_live import NAMES, asked, fleet
 from tests.engine.test_rotating import with_path
+from tests.live.test_live_device import NAMES, asked, fleet
 
 
 @pytest.fixture(scope="module")

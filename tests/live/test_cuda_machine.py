@@ -19,7 +19,7 @@ from ballast.models.device_fused import DeviceFusedModel
 from ballast.models.on_device import DeviceModel
 from tests.engine.checkpoints import make_llama
 from tests.engine.gpus import OnHost, beside, on_gpu, serving
-from tests.engine.test_live import asked, fleet, need, paths  # noqa: F401
+from tests.live.test_live_device import asked, fleet, need, paths  # noqa: F401
 from tests.memory.fake_cuda import FakeDriver
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ballast.engine import storyfile
-from ballast.engine.storyfile import StoryFile, first_part_is_gone, parts
+from ballast.engine import story_file
+from ballast.engine.story_file import StoryFile, first_part_is_gone, parts
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -59,7 +59,7 @@ def test_a_disk_that_was_full_leaves_word_of_what_is_missing(
 ) -> None:
     path = tmp_path / "story"
     file = StoryFile(path, "d")
-    write = storyfile.os.write
+    write = story_file.os.write
     room = [20]
 
     def scant(fd: int, data: memoryview) -> int:
@@ -69,10 +69,10 @@ def test_a_disk_that_was_full_leaves_word_of_what_is_missing(
         room[0] -= n
         return n
 
-    monkeypatch.setattr(storyfile.os, "write", scant)
+    monkeypatch.setattr(story_file.os, "write", scant)
     file.write([{"at": 1.0}, {"at": 2.0}])
     file.write([{"at": 3.0}])
-    monkeypatch.setattr(storyfile.os, "write", write)
+    monkeypatch.setattr(story_file.os, "write", write)
     file.write([{"at": 4.0}])
     file.close()
     cut, *rest = path.read_text().splitlines()
@@ -184,7 +184,7 @@ def test_a_file_that_cannot_be_rotated_goes_on(
 
     path = tmp_path / "story"
     file = StoryFile(path, "d", most_bytes=30, parts=5)
-    monkeypatch.setattr(storyfile.os, "rename", refuse)
+    monkeypatch.setattr(story_file.os, "rename", refuse)
     with caplog.at_level(logging.ERROR):
         for i in range(10):
             file.write([{"at": i}])

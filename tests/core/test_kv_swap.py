@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ballast.core.kv_swap import spread, swapped_seconds
 from ballast.core.link import LinkRates
 from ballast.core.rotation import WHOLE, Rotation
-from ballast.core.swapping import spread, swapped_seconds
 
 RATES = LinkRates(100.0, 100.0, 50.0, 50.0)
 

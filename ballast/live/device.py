@@ -26,24 +26,25 @@ from ballast.core.report import DeviceReport
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.story import Story
 from ballast.engine.build import Hosted, build_state, check_room
-from ballast.engine.compiling import Compiling
-from ballast.engine.inbox import MonotonicClock, QueueInbox
 from ballast.engine.loop import Loop
-from ballast.engine.machine import CpuMachine, MakeMachine
 from ballast.engine.migration import MakeKvBytes
 from ballast.engine.model import ModelState
-from ballast.engine.never_run import WHERE as NEVER_RUN_WHERE
-from ballast.engine.never_run import never_run
-from ballast.engine.operator import Operator
 from ballast.engine.report import report
-from ballast.engine.runner import Executor, Record
-from ballast.engine.storyfile import StoryFile
-from ballast.engine.swapped import Swapped
+from ballast.engine.story_file import StoryFile
 from ballast.isolation.calls import Isolation
 from ballast.kernels.workspace import Workspace
 from ballast.kv.event_swapper import EventSwapper
 from ballast.kv.link_swapper import LinkSwapper
 from ballast.kv.swapper import MakeSwapper
+from ballast.live.command_executor import Operator
+from ballast.live.cpu_machine import CpuMachine
+from ballast.live.grammar_compiler import Compiling
+from ballast.live.inbox import MonotonicClock, QueueInbox
+from ballast.live.machine import MakeMachine
+from ballast.live.never_run import WHERE as NEVER_RUN_WHERE
+from ballast.live.never_run import never_run
+from ballast.live.runner import Executor, Record
+from ballast.live.swap_executor import Swapped
 from ballast.memory.arena import confine_allocator
 from ballast.memory.reserve import PopulatedReserve
 from ballast.memory.vm import Exported

@@ -19,10 +19,10 @@ from ballast.core.model import ModelSpec
 from ballast.core.settings import ModelSettings
 from ballast.engine.build import Hosted, build_newcomer
 from ballast.engine.loop import Loop
-from ballast.engine.machine import Machine
 from ballast.engine.model import ModelState
-from ballast.engine.runner import Executor
 from ballast.engine.state import DeviceState
+from ballast.live.machine import Machine
+from ballast.live.runner import Executor
 from ballast.weights.host import HostModel, HostTier
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Refused(BallastError):
 
 
 class OperatedDevice(Protocol):
-    """A live device whose models can change; `ballast.engine.device.LiveDevice` is one."""
+    """A live device whose models can change; `ballast.live.device.LiveDevice` is one."""
 
     failed: dict[str, str]
     tier: HostTier

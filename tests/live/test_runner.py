@@ -15,10 +15,10 @@ from ballast.core.clock import VirtualClock
 from ballast.core.errors import DeviceError
 from ballast.core.event import Event, JobDone, JobFailed, Result
 from ballast.core.job import Job, SequenceWork
-from ballast.engine.runner import CpuRunner
+from ballast.live.runner import CpuRunner
 from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
-from tests.engine.test_live import asked, fleet, paths  # noqa: F401
+from tests.live.test_live_device import asked, fleet, paths  # noqa: F401
 
 DEADLINE = 60.0
 """Seconds after which a wait counts as failed; no test waits so long to pass."""

@@ -13,9 +13,9 @@ from ballast.core.units import MiB
 from ballast.policy.kvswap import KvSwap
 from ballast.policy.presets import Preset
 from tests.engine.gpus import AtOnce, OnHost, on_gpu, serving
-from tests.engine.test_live import asked, fleet
+from tests.engine.test_kv_swap_live import RandomSwaps, paths, swapping  # noqa: F401
 from tests.engine.test_rotating import with_path
-from tests.engine.test_swapping import RandomSwaps, paths, swapping  # noqa: F401
+from tests.live.test_live_device import asked, fleet
 from tests.models.fake_graphs import Recorders, StaticAttention
 
 BANDWIDTH = 1e13

@@ -1,6 +1,6 @@
 """Which grammars open requests need, which of them are compiled, and which comes next.
 
-The book of `ballast.engine.compiling`: it compiles nothing and knows no thread.
+The book of `ballast.live.grammar_compiler`: it compiles nothing and knows no thread.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ballast.core.units import MiB
-from ballast.engine import grammarbook
-from ballast.engine.grammarbook import LEAST_CHARGE, Entry, GrammarBook
+from ballast.live import grammar_cache
+from ballast.live.grammar_cache import LEAST_CHARGE, Entry, GrammarBook
 from ballast.models.grammar import CompiledGrammar, Grammars
 
 NOWHERE = Path("/nonexistent")
@@ -39,7 +39,7 @@ class Book(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patch = patch.multiple(
-            grammarbook,
+            grammar_cache,
             MOST_WAITING_EACH=3,
             MOST_WAITING=5,
             MOST_BYTES_EACH=10 * MiB,
@@ -139,7 +139,7 @@ TestBook.settings = settings(max_examples=50, stateful_step_count=40, deadline=N
 
 def test_a_key_cannot_keep_the_queue_from_others() -> None:
     book = GrammarBook()
-    for i in range(grammarbook.MOST_WAITING_EACH):
+    for i in range(grammar_cache.MOST_WAITING_EACH):
         assert isinstance(book.need(f"x{i}", f"x {i}", "x", ONE), Entry)
     refused = book.need("one more", "one more", "x", ONE)
     assert refused == "grammars to be compiled: 64 of the same API key wait already"
@@ -151,7 +151,7 @@ def test_a_key_cannot_keep_the_queue_from_others() -> None:
 
 def test_what_nobody_needs_stays_while_there_is_room() -> None:
     book = GrammarBook()
-    fit = grammarbook.MOST_BYTES // LEAST_CHARGE
+    fit = grammar_cache.MOST_BYTES // LEAST_CHARGE
     for i in range(fit + 10):
         book.need(f"r{i}", f"{i}", "", ONE)
         entry = book.next()

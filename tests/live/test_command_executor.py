@@ -17,7 +17,7 @@ from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings, Slo
 from ballast.core.units import KiB, MiB, format_bytes
 from ballast.core.view import Residency
-from ballast.engine.operate import REMOVED
+from ballast.engine.commands import REMOVED
 from ballast.memory import syscalls
 from tests.engine.checkpoints import VOCAB, make_base_and_tuned, make_llama
 from tests.engine.holding import held, until

@@ -1,9 +1,8 @@
-"""What a live device is made of: its memory, its link, and what runs models there."""
+"""The parts of a live CPU device: memory in memfds, a link of copying threads, executors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 
@@ -14,18 +13,18 @@ from ballast.core.event import Event, FirstJobReady, Settled
 from ballast.core.model import ModelSpec
 from ballast.core.report import GraphReport
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
-from ballast.engine.runner import CpuRunner, Executor, Keeper, LaneRunner, Record
 from ballast.kernels.stream_copy import stream_copier
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
 from ballast.kv.link_swapper import LinkSwapper
 from ballast.kv.swapper import MakeSwapper
+from ballast.live.machine import Cap
+from ballast.live.runner import CpuRunner, Executor, LaneRunner, Record
 from ballast.memory import syscalls
 from ballast.memory.arena import AllocatorCap
 from ballast.memory.copies import Copy, copy_now
 from ballast.memory.cuda_calls import WhenLost
-from ballast.memory.transfer import HostLink, Link
-from ballast.memory.vm import Vm
+from ballast.memory.transfer import HostLink
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.models.on_cpu import on_cpu
 from ballast.models.profile_run import measured
@@ -34,96 +33,6 @@ from ballast.weights.checkpoint import THREADS, load_host_model
 from ballast.weights.host import HostModel, HostTier
 from ballast.weights.link_rotor import LinkRotor
 from ballast.weights.rotor import MakeRotor
-
-
-class Cap(Keeper, Protocol):
-    """On what jobs allocate beside pages; `ballast.memory.arena.AllocatorCap` says of each."""
-
-    @property
-    def n_bytes(self) -> int: ...
-
-    def exempt(self, n_bytes: int) -> None: ...
-
-    def pause(self) -> None: ...
-
-    def renew(self, n_bytes: int, forget: Callable[[], None]) -> None: ...
-
-
-class Machine(Protocol):
-    """Memory, link and models of one device. `close` comes last, after that of vm and link."""
-
-    @property
-    def device(self) -> DeviceSettings:
-        """As the loop is to know it."""
-
-    @property
-    def vm(self) -> Vm: ...
-
-    @property
-    def link(self) -> Link: ...
-
-    @property
-    def copies_beside_jobs(self) -> bool:
-        """Whether a model's first job begins while its last layers are still copied."""
-
-    @property
-    def graphs(self) -> GraphReport | None:
-        """CUDA graphs, now; None: it has none. From any thread."""
-
-    @property
-    def reach(self) -> Reach | None:
-        """Of a GPU."""
-
-    def load(self, settings: ModelSettings, tier: HostTier, threads: int = THREADS) -> HostModel:
-        """A model in the host tier, its jobs measured where that is possible; raises as
-        `load_host_model`."""
-
-    def unload(self, host: HostModel) -> None:
-        """Give it back. No copy from it may be on its way."""
-
-    def copy(self, dst: int, src: int, n_bytes: int) -> None:
-        """From one place of the device to another; has ended when it returns."""
-
-    def executors(
-        self,
-        host: HostModel,
-        segments: Sequence[int],
-        kv: KvCache,
-        workspaces: Sequence[Workspace],
-    ) -> tuple[Served, ...]:
-        """What runs a model on each lane, which has one of `workspaces`; `segments`: where its
-        weights are. It runs on one lane at a time, so what is not bound to one is there once."""
-
-    def cap(self, n_bytes: int) -> Cap:
-        """On what jobs allocate; made once, after the models."""
-
-    def runner(
-        self,
-        executors: Mapping[str, Sequence[Executor]],
-        post: Callable[[Event], None],
-        clock: Clock,
-        device: DeviceSettings,
-        cap: Cap,
-        record: Record | None,
-    ) -> LaneRunner: ...
-
-    def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
-        """For layers that rotate; None: none can."""
-
-    def make_swapper(self, clock: Clock, dirty: bool) -> MakeSwapper | None:
-        """For KV that is swapped layer by layer, `dirty` as `LinkSwapper` says; None: none can."""
-
-    def allow(self, n_bytes: int) -> None:
-        """What activations may take between jobs, from now on."""
-
-    def when_lost(self, call: WhenLost) -> None:
-        """Have `call` called once, by any thread, if the device cannot be used any more and the
-        process has to be replaced."""
-
-    def close(self) -> None: ...
-
-
-MakeMachine = Callable[[FleetSettings, Clock, Callable[[Event], None]], Machine]
 
 
 class OnCpu:

@@ -15,7 +15,7 @@ from typing import Any
 from ballast.core.errors import DeviceError, InvalidRequest
 from ballast.core.event import Event, GrammarReady
 from ballast.core.request import Request
-from ballast.engine.grammarbook import Entry, GrammarBook
+from ballast.live.grammar_cache import Entry, GrammarBook
 from ballast.models.grammar import CompiledGrammar, Grammars, GrammarTokenizer, compile_grammar
 
 log = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ import torch
 from ballast.core.clock import Clock
 from ballast.core.event import Event
 from ballast.core.job import Job
-from ballast.engine.runner import Coming, Executor, Keeper, LaneRunner, Record
-from ballast.engine.streams_cuda import Streams
 from ballast.kernels.device_attention import attention_kernels
 from ballast.kernels.device_batch import Attention, DeviceBatch
+from ballast.live.cuda_streams import Streams
+from ballast.live.runner import Coming, Executor, Keeper, LaneRunner, Record
 from ballast.memory.cuda_calls import Driver
 from ballast.memory.cuda_cap import CachingCap
 from ballast.memory.cuda_events import Events

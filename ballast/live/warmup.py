@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import LlamaConfig
 
-import ballast.engine.device  # noqa: F401
+import ballast.live.device  # noqa: F401
 from ballast.kernels import sampling
 from ballast.weights.architecture import learn
 

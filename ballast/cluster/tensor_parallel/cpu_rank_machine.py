@@ -11,10 +11,10 @@ from ballast.core.clock import Clock
 from ballast.core.event import Event
 from ballast.core.link import LinkRates
 from ballast.core.settings import DeviceSettings, ModelSettings
-from ballast.engine.machine import OnCpu
 from ballast.kernels.stream_copy import stream_copier
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
+from ballast.live.cpu_machine import OnCpu
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import HostLink
 from ballast.memory.vm_memfd import MemfdVm

@@ -20,12 +20,12 @@ from ballast.core.errors import InvalidRequest
 from ballast.core.event import Cancelled, Event, Failed, GrammarReady
 from ballast.core.request import Request, Sampling, Submission
 from ballast.core.settings import ModelSettings
-from ballast.engine.compiling import Compiling
+from ballast.live.grammar_compiler import Compiling
 from ballast.models.grammar import CompiledGrammar, Grammars, compile_grammar
 from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
-from tests.engine.test_operator import ordered
 from tests.engine.test_requests import GRAMMAR, asked, fleet, path  # noqa: F401
+from tests.live.test_command_executor import ordered
 from tests.policy import worlds
 
 DEADLINE = 60.0
@@ -270,7 +270,7 @@ def test_a_compiler_that_is_lost_ends_the_loop() -> None:
 
 
 def test_a_refusal_reaches_the_client(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    monkeypatch.setattr("ballast.engine.grammarbook.MOST_WAITING_EACH", 1)
+    monkeypatch.setattr("ballast.live.grammar_cache.MOST_WAITING_EACH", 1)
     with InProcess(fleet(path)) as server:
         gate = Gate(server)
         server.submit(asked("1", grammar=GRAMMAR))
