@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from ballast.bench.inprocess import InProcess
-from ballast.cluster.machines import machine_of
+from ballast.cluster.machine_choice import machine_of
 from ballast.core.event import Finished, Output
 from ballast.core.request import Submission
 from ballast.core.settings import GPU_PAGE, DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB, ceil_div
-from ballast.engine.machine import MakeMachine
+from ballast.live.machine import MakeMachine
 from benchmarks.common import finish, interleave, options
 from benchmarks.exactness import make_llama
 

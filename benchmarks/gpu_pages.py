@@ -12,7 +12,7 @@ from typing import Any
 from ballast.core.errors import DeviceError
 from ballast.core.event import TransferDone
 from ballast.core.units import GiB, KiB, MiB, ceil_div
-from ballast.engine.inbox import MonotonicClock
+from ballast.live.inbox import MonotonicClock
 from ballast.memory.cuda_calls import Driver
 from ballast.memory.cuda_pins import Pins
 from ballast.memory.link_cuda import CudaLink

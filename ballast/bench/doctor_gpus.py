@@ -9,7 +9,7 @@ from typing import Any
 from ballast.bench.finding import Finding, judged
 from ballast.core.errors import DeviceError
 from ballast.core.units import format_bytes
-from ballast.engine.never_run import FEATURES, WHERE
+from ballast.live.never_run import FEATURES, WHERE
 from ballast.memory.cuda_calls import Driver
 from ballast.memory.cuda_devices import Gpu, find_gpus
 from ballast.memory.cuda_driver import CudaDriver

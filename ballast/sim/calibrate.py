@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ballast.cluster.machines import machine_of_one_rank
+from ballast.cluster.machine_choice import machine_of_one_rank
 from ballast.core.actions import Short
 from ballast.core.errors import DeviceError
 from ballast.core.event import Arrival, Drain, Finished, Output, TokenOut, TransferDone
@@ -18,9 +18,9 @@ from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
-from ballast.engine.device import LiveDevice
-from ballast.engine.machine import MakeMachine
 from ballast.engine.model import ModelState
+from ballast.live.device import LiveDevice
+from ballast.live.machine import MakeMachine
 from ballast.sim.device import Profile
 from ballast.sim.in_service import costs_of, jobs_of, spread_of, with_loop
 from ballast.sim.measure_link import LinkMeter

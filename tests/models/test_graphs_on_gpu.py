@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ballast.core.units import GiB, MiB
-from ballast.engine.runner_cuda import TorchOnGpu
 from ballast.kernels.device_plan import Bucket
+from ballast.live.cuda_runner import TorchOnGpu
 from ballast.memory.cuda_driver import CudaDriver
 from ballast.memory.cuda_tensor import device_tensor_at
 from ballast.memory.vm_cuda import CudaVm
