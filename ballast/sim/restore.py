@@ -28,7 +28,7 @@ from ballast.engine.loop import Loop
 from ballast.memory.copies import Copy
 from ballast.memory.vm import Exported
 from ballast.sim.device import copy_nothing, hosted_nowhere
-from ballast.sim.lives import Life
+from ballast.sim.lives import DeviceStory
 from ballast.sim.standins import StandIns
 from ballast.weights.rotor import ArrivalPlan, Loads
 
@@ -43,7 +43,7 @@ class Unknown(Exception):
     """The story tells of something that this version does not know."""
 
 
-class Lanes:
+class StoryLanes:
     """A runner that ends a job when it is told to."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Lanes:
         self.jobs[job.id] = job
 
 
-class Rotor:
+class StoryRotor:
     """Of a model in a replay: layers are where the story says, when it says so."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Rotor:
         return False
 
 
-class Grammars:
+class StoryGrammars:
     """Implements `GrammarStore` for a replay: the story has the events `GrammarReady`."""
 
     def prepare(self, request: Request) -> None:
@@ -85,7 +85,7 @@ class Grammars:
         """There is none."""
 
 
-class NoBytes:
+class StoryKvBytes:
     """Implements `KvBytes` for a replay: the story has the events `KvRead`."""
 
     def start(
@@ -110,10 +110,10 @@ class NoBytes:
         """None are written."""
 
 
-class Events:
+class StoryEvents:
     """Made from a life's entries, in order, for a device that has come as far as they have."""
 
-    def __init__(self, life: Life, lanes: Lanes, loop: Loop) -> None:
+    def __init__(self, life: DeviceStory, lanes: StoryLanes, loop: Loop) -> None:
         self._lanes = lanes
         self._state = loop.state
         self._lent: dict[int, tuple[int, ...]] = {}
@@ -121,8 +121,8 @@ class Events:
         self._lent_again: dict[int, tuple[int, ...]] = {}
         """Those that the replay has lent instead."""
         loop.state.lending.say = self._hear
-        loop.state.grammars = Grammars()
-        loop.state.migration.bytes = NoBytes()
+        loop.state.grammars = StoryGrammars()
+        loop.state.migration.bytes = StoryKvBytes()
         self._ready = loop.commands.ready
         self._standins = StandIns(life.entries)
         self._numbers: dict[str, int] = {}
