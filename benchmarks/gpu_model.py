@@ -22,8 +22,9 @@ from ballast.models.device_fused import DeviceFusedModel
 from ballast.models.graphs import GraphCache
 from ballast.models.on_device import DeviceModel, OnDevice
 from ballast.weights import packing
-from ballast.weights.architecture import Architecture, learn
+from ballast.weights.architecture import Architecture
 from ballast.weights.host import HostBytes, HostModel
+from ballast.weights.inspection import inspect_model
 from ballast.weights.segment import Segment, pack
 
 
@@ -45,7 +46,7 @@ def segments_of(architecture: Architecture, dtype: str, fused: bool) -> tuple[Se
 
 def spec_of(config: Any, dtype: str = "bfloat16", fused: bool = True) -> ModelSpec:
     """Of a Llama of that configuration, in blocks of 16 tokens."""
-    architecture = learn(config)
+    architecture = inspect_model(config)
     segments = segments_of(architecture, dtype, fused)
     return ModelSpec(
         name="random",
@@ -100,7 +101,7 @@ class Random:
         or `one_row`: fused, by our own kernel where a decode is of one sequence. Raises
         DeviceError; MemoryError where pages are short."""
         self._device, self._sequences = device, sequences
-        architecture = learn(config)
+        architecture = inspect_model(config)
         fused = impl != "generic"
         segments = segments_of(architecture, "bfloat16", fused)
         self.spec = spec = spec_of(config, fused=fused)

@@ -23,8 +23,8 @@ from ballast.kernels.device_lora import Group
 from ballast.models.device_adapters import Place
 from ballast.models.fused_adapters import inputs_of, targets_by_role
 from ballast.models.on_device import OnDevice
-from ballast.weights.architecture import rotary_of
 from ballast.weights.host import HostModel
+from ballast.weights.meta_module import rotary_of
 from ballast.weights.packing import DTYPES, WIDE
 from ballast.weights.segment import PLAIN, Segment
 
