@@ -21,8 +21,8 @@ from ballast.memory.vm import Exported, Fence, Vm
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a borrowed page is in use: the page at index `at`."""
+class MappedPage:
+    """A borrowed page that is mapped at index `at` of a range."""
 
     range: BackedRange
     at: int
@@ -64,7 +64,7 @@ class Borrower:
     def __init__(self, pool: Pool, vm: Vm, device: str) -> None:
         self._pool, self._vm, self._device = pool, vm, device
         self._peers: list[_Peer] = []
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, MappedPage] = {}
         self._leaving: list[tuple[_Stretch, Fence]] = []
         """Released, but used by work in flight."""
 
@@ -151,7 +151,7 @@ class Borrower:
             raise
         for stretch in done:
             for i, page in enumerate(stretch.pages):
-                self._places[page] = Place(where, stretch.at + i)
+                self._places[page] = MappedPage(where, stretch.at + i)
         return None
 
     def release(self, where: BackedRange, at: int, n: int, fence: Fence | None = None) -> None:
@@ -159,7 +159,7 @@ class Borrower:
         then, unless they were asked back."""
         pages = where.pages(at, n)
         for i, page in enumerate(pages):
-            if self._places.get(page) != Place(where, at + i):
+            if self._places.get(page) != MappedPage(where, at + i):
                 raise BrokenPromise(f"{where.owner}: page {page} at {at + i} is not borrowed")
         for name, run in groupby(pages, key=self._pool.owner_of):
             stretch = _Stretch(where, at, tuple(run), name or "")
@@ -171,7 +171,7 @@ class Borrower:
                 del self._places[page]
             at += len(stretch.pages)
 
-    def recall(self, part: Lease) -> tuple[Place, ...]:
+    def recall(self, part: Lease) -> tuple[MappedPage, ...]:
         """The lender wants pages back. Where they are in use: copy out or drop what is there,
         `release`, and `settle` says what to answer. Pages on their way back are no matter."""
         peer = self._peer(part.lender, part.epoch)
@@ -180,7 +180,7 @@ class Borrower:
         pages = (peer.first + page for page in part.pages)
         return self._ask_back(peer, [p for p in pages if peer.lease_of.get(p) == part.id])
 
-    def wanted(self) -> tuple[Place, ...]:
+    def wanted(self) -> tuple[MappedPage, ...]:
         """Where pages are in use that are to be returned."""
         places = self._places
         return tuple(places[page] for peer in self._peers for page in peer.due if page in places)
@@ -206,7 +206,7 @@ class Borrower:
         peer.due.update(dict.fromkeys(pages))
         return len(pages)
 
-    def gone(self, lender: str, epoch: int) -> tuple[Place, ...]:
+    def gone(self, lender: str, epoch: int) -> tuple[MappedPage, ...]:
         """The lender's process has ended. Its pages, contents and all, last until they are
         released, and its memory with them: where they are in use."""
         peer = self._peer(lender, epoch)
@@ -271,7 +271,7 @@ class Borrower:
                 return peer
         return None
 
-    def _ask_back(self, peer: _Peer, pages: list[int]) -> tuple[Place, ...]:
+    def _ask_back(self, peer: _Peer, pages: list[int]) -> tuple[MappedPage, ...]:
         peer.due.update(dict.fromkeys(pages))
         unused = peer.unused.take(len(peer.unused))
         peer.unused.add([page for page in unused if page not in peer.due])

@@ -32,6 +32,7 @@ cannot see `kv`.
 - `rotor`: The protocol that brings rotating layers to their slots (MIRAGE, 4.1, 5.4).
 - `sealed`: A host-tier segment: a memfd that is filled, sealed, and mapped read only.
 - `segment`: Segments: tensors of one layer, packed one after the other.
+- `segment_table`: Places of a model's segments in its range of device addresses.
 - `sharding`: Division of each tensor over tensor-parallel ranks.
 - `shared`: Segments that several models share, on the device once.
 - `slots`: Pages that rotating layers of a model share.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise
@@ -23,35 +23,14 @@ from ballast.core.model import ModelSpec
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.units import ceil_div
 from ballast.core.version import Version
-from ballast.memory.copies import Copy
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.transfer import Link
 from ballast.memory.vm import Vm
 from ballast.weights.rotor import ArrivalPlan, MakeRotor
+from ballast.weights.segment_table import PlacedSegment, own_stretches, place_segments
 from ballast.weights.shared import SharedSegment
-from ballast.weights.slots import Place, Slots
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Where one segment lies."""
-
-    at: int
-    """First page in the model's range."""
-    n_pages: int
-    n_bytes: int
-    address: int
-    """On the device; begins at a page."""
-    host_address: int
-    """In the host tier, where its bytes stay."""
-    shared: SharedSegment | None = None
-    """Whose pages these are, if not the model's own."""
-
-    @property
-    def copy(self) -> Copy:
-        """From the host tier to the device."""
-        return Copy(self.address, self.host_address, self.n_bytes)
+from ballast.weights.slots import LayerPages, Slots
 
 
 class WeightsOnDevice:
@@ -90,7 +69,7 @@ class WeightsOnDevice:
         self._range = BackedRange(pool, vm, f"weights:{spec.name}", n_pages * vm.page_bytes)
         self.slots = Slots(spec.name, pool, self._range)
         self._rotates = make_rotor is not None
-        self._tabulate(self._table(host_addresses, shared or {}))
+        self._tabulate(place_segments(spec, self._range, host_addresses, shared or {}))
         layers = self.segments[1 : 1 + spec.n_layers]
         self.rotor = make_rotor(spec, [s.copy for s in layers]) if make_rotor else None
         self.stirred = False
@@ -337,7 +316,7 @@ class WeightsOnDevice:
             if s.shared is not None and self._backed and here != s.shared.pages:
                 raise BrokenPromise(f"{self.owner}: other pages than {s.shared.owner}'s")
 
-    def _tabulate(self, table: Sequence[Segment]) -> None:
+    def _tabulate(self, table: Sequence[PlacedSegment]) -> None:
         self.segments = tuple(table)
         self.own_pages = sum(s.n_pages for s in table if s.shared is None)
         """Pages of segments that no other model contains, whether they are here or not."""
@@ -350,11 +329,11 @@ class WeightsOnDevice:
         self.version.n += 1
         self.pages = self.own_pages + sum(s.n_pages for s in self.shared)
         """Pages all segments take when they are here, whether they are or not."""
-        self._own = self._stretches(frozenset())
+        self._own = own_stretches(self.segments)
         if self._rotates:
             layers = self.segments[1 : 1 + self.spec.n_layers]
             self.slots.tabulate(
-                [Place(s.at, s.n_pages, s.n_bytes, s.shared is None) for s in layers]
+                [LayerPages(s.at, s.n_pages, s.n_bytes, s.shared is None) for s in layers]
             )
 
     def _forget(self) -> None:
@@ -366,40 +345,12 @@ class WeightsOnDevice:
             if segment.filler == self.spec.name:
                 segment.filler = None
 
-    def _stretches(self, without: Collection[int]) -> tuple[tuple[int, int], ...]:
-        """Maximal `(at, n)` of the model's own pages in its range, `without` some layers."""
-        found: list[tuple[int, int]] = []
-        for i, s in enumerate(self.segments):
-            if s.shared is not None or i - 1 in without:
-                continue
-            if found and sum(found[-1]) == s.at:
-                found[-1] = (found[-1][0], found[-1][1] + s.n_pages)
-            else:
-                found.append((s.at, s.n_pages))
-        return tuple(found)
-
     def _drop_own(self) -> None:
         rotating = frozenset(self.slots.rotation.layers)
         if rotating:
             self.slots.dissolve()
-        for at, n in self._stretches(rotating) if rotating else self._own:
+        for at, n in own_stretches(self.segments, rotating) if rotating else self._own:
             self._range.release(at, n)
         if self.stirred and self.rotor is not None:
             self.rotor.forget()
         self.stirred = False
-
-    def _table(
-        self, host_addresses: Sequence[int], shared: Mapping[str, SharedSegment]
-    ) -> tuple[Segment, ...]:
-        page_bytes = self._range.page_bytes
-        digests = self.spec.segment_digests or [""] * len(self.spec.segment_bytes)
-        table: list[Segment] = []
-        at = 0
-        for n_bytes, host, digest in zip(
-            self.spec.segment_bytes, host_addresses, digests, strict=True
-        ):
-            n_pages = ceil_div(n_bytes, page_bytes)
-            whose = shared.get(digest)
-            table.append(Segment(at, n_pages, n_bytes, self._range.address(at), host, whose))
-            at += n_pages
-        return tuple(table)

@@ -23,8 +23,8 @@ from ballast.memory.range import BackedRange
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Of one layer in the range of its model's weights."""
+class LayerPages:
+    """A layer's pages in the range of its model's weights."""
 
     at: int
     """First page."""
@@ -52,7 +52,7 @@ class Slots:
         self.rotation = WHOLE
         """In force."""
         self._pool, self._range = pool, weights
-        self._layers: tuple[Place, ...] = ()
+        self._layers: tuple[LayerPages, ...] = ()
         self._pages: list[tuple[int, ...]] = []
         """By slot."""
         self.rotatable: tuple[int, ...] = ()
@@ -62,7 +62,7 @@ class Slots:
         self.layer_bytes = 0
         """Of the largest of them."""
 
-    def tabulate(self, layers: Sequence[Place]) -> None:
+    def tabulate(self, layers: Sequence[LayerPages]) -> None:
         """Where the layers lie; again, when some have become other models', too."""
         self._layers = tuple(layers)
         sizes = Counter(p.n_pages for p in layers if p.own)

@@ -15,7 +15,7 @@ from ballast.core.errors import BrokenPromise, DeviceError, Unavailable
 from ballast.core.lease import Lease
 from ballast.core.units import KiB
 from ballast.memory import syscalls
-from ballast.memory.borrow import Borrower, Place
+from ballast.memory.borrow import Borrower, MappedPage
 from ballast.memory.lend import OWNER, Lender
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
@@ -108,7 +108,7 @@ def test_lend_use_recall(pair: tuple[Device, Device]) -> None:
     asked = a.lender.recall(lease, due=5.0)
     assert asked == lease
     assert a.lender.recalled() == 3
-    assert b.borrower.recall(asked) == (Place(b.range, 2), Place(b.range, 3))
+    assert b.borrower.recall(asked) == (MappedPage(b.range, 2), MappedPage(b.range, 3))
     assert b.borrower.unused == 0
     (part,) = b.borrower.settle()
     assert len(part.pages) == 1
@@ -131,7 +131,7 @@ def test_contents_are_shared_and_survive_the_lender() -> None:
     a.vm.map(other, 0, lease.pages[:1], alias=True)
     assert (array_at(other.base, (PAGE,), "uint8") == 42).all()
     a.vm.close()
-    assert b.borrower.gone("a", 1) == (Place(b.range, 3), Place(b.range, 4))
+    assert b.borrower.gone("a", 1) == (MappedPage(b.range, 3), MappedPage(b.range, 4))
     assert b.borrower.settle() == []
     assert (array_at(b.range.address(3), (PAGE,), "uint8") == 42).all()
     b.borrower.release(b.range, 3, 2)
@@ -252,7 +252,7 @@ def test_returned_unasked(pair: tuple[Device, Device]) -> None:
     assert asked is not None
     assert a.lender.returned(part) is None
     assert a.pool.free == 7
-    assert b.borrower.recall(asked) == (Place(b.range, 0),)
+    assert b.borrower.recall(asked) == (MappedPage(b.range, 0),)
     b.borrower.release(b.range, 0, 1)
     (rest,) = b.borrower.settle()
     assert a.lender.returned(rest) is None
