@@ -5,6 +5,9 @@ Packages from `weights` up may import it; `weights`, `models`, `engine` and `clu
 in PyTorch's own operations.
 
 - `attention_code`: Compiled part of paged attention: what one thread computes.
+- `attention_intrinsics`: Loops over vectors held in registers, for these steps.
+- `attention_steps_code`: Compiled steps of attention: scores, softmax, values, merging.
+- `attention_table`: Fields of the table that attention's kernels read; sizes of their memory.
 - `binding_code`: Compiled part of `team.bind`: pins a thread to one CPU.
 - `choice_file`: The file in which these choices are kept.
 - `choices`: From how many rows oneDNN multiplies a matrix: measured once per machine.
@@ -47,6 +50,7 @@ in PyTorch's own operations.
 - `triton_row_code`: A Triton GEMV with fused prologue and epilogue.
 - `triton_sampling`: Gumbel-max sampling by Triton.
 - `triton_sampling_code`: Triton kernel of Gumbel-max.
+- `vector_code`: LLVM code for vectors of float32.
 - `workspace`: A grow-only activation buffer of a lane with stable addresses.
 """
 

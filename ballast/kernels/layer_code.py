@@ -2,7 +2,7 @@
 what hands rows to a library's kernels and takes them back.
 
 Kernels take the address of a table of int64 whose fields are the constants below; threads share
-work through the counter NEXT (see `attention_code.py`). Activations are float32; weights and KV are
+work through the counter NEXT (see `attention_table.py`). Activations are float32; weights and KV are
 float32 or bfloat16. An item is some rows (tokens); a row's result depends on that row alone.
 """
 

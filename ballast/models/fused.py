@@ -33,7 +33,7 @@ from ballast.memory.tensor import array_at, tensor_at
 from ballast.models.fused_adapters import AdaptedRows, FusedAdapters
 from ballast.models.fused_angles import Angles
 from ballast.models.fused_experts import FusedExperts, layers_of_experts
-from ballast.models.fused_tables import FusedTables, Roles
+from ballast.models.fused_tables import FusedTables
 from ballast.models.fused_workspace import (
     ActivationBuffers,
     MatrixPlace,
@@ -47,7 +47,7 @@ from ballast.models.served import Rows, Served
 from ballast.weights.decoder_recipe import GELU, GELU_TANH, LLAMA, POST, SILU
 from ballast.weights.host import HostModel
 from ballast.weights.packing import GATED, MATRICES
-from ballast.weights.segment import PackedTensor, Segment
+from ballast.weights.segment import PackedTensor, Segment, TensorsByRole
 
 Array = np.ndarray[Any, Any]
 
@@ -56,7 +56,7 @@ ROWS_ALONE = 8
 _GATED = {SILU: linear.GATED, GELU: linear.GATED_ERF, GELU_TANH: linear.GATED_TANH}
 
 
-def _is_interleaved(layers: Sequence[Roles]) -> bool:
+def _is_interleaved(layers: Sequence[TensorsByRole]) -> bool:
     """Whether rows of gate and up alternate in memory, in all layers that have such a matrix."""
     return all(w["gate_up"][0].layout == GATED for w in layers if "gate_up" in w)
 
@@ -281,7 +281,7 @@ class FusedModel(Served):
 
     def _weights_by_role(
         self, segments: Sequence[Segment], addresses: Sequence[int]
-    ) -> tuple[Roles, Sequence[Roles], Roles]:
+    ) -> tuple[TensorsByRole, Sequence[TensorsByRole], TensorsByRole]:
         """Tensors and their addresses, by role: of the first segment, the layers, and the last."""
         n_layers = self.spec.n_layers
         weights = [
@@ -293,7 +293,11 @@ class FusedModel(Served):
         return first, weights[1 : 1 + n_layers], {**last, "head": self._head_of(*last["head"])}
 
     def _make_operation_tables(
-        self, first: Roles, layers: Sequence[Roles], last: Roles, epsilon: int
+        self,
+        first: TensorsByRole,
+        layers: Sequence[TensorsByRole],
+        last: TensorsByRole,
+        epsilon: int,
     ) -> None:
         """Make the tables of what runs between the matrices: embedding, norms, rotary and KV."""
         tables = FusedTables(self.spec, self._recipe, self._buffers, self.dtype, epsilon)
@@ -302,7 +306,7 @@ class FusedModel(Served):
         self._lands = tables.lands(layers)
         self._rotary = tables.rotary(layers, self._angles, self._kv)
 
-    def _make_matrix_tables(self, layers: Sequence[Roles], last: Roles) -> None:
+    def _make_matrix_tables(self, layers: Sequence[TensorsByRole], last: TensorsByRole) -> None:
         """Make the tables of the matrices, by role, for our kernel and for the library's."""
         b, spec = self._buffers, self.spec
         self._linears = {role: self._linear_tables(role, layers) for role in MATRICES}
@@ -327,7 +331,7 @@ class FusedModel(Served):
         return scale
 
     def _linear_tables(
-        self, role: str, weights: Sequence[Roles], place: MatrixPlace | None = None
+        self, role: str, weights: Sequence[TensorsByRole], place: MatrixPlace | None = None
     ) -> Array:
         place = place or self._place(role)
         bias = f"{role}.bias"
