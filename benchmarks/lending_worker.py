@@ -204,7 +204,7 @@ class Worker:
             book.validate()
         shown = self._vm.os_pages(self._range.range)
         told = {at: self._range.pages(at, 1)[0] for at in self._stamps}
-        lent = sum(self._pool.owner_of(page) == OWNER for page in shown.values())
+        lent = sum(self._pool.ledger.owner_of(page) == OWNER for page in shown.values())
         wrong = sum(not self._right(at) for at in self._stamps)
         wrong += sum(not self._filled(page, stamp) for page, stamp in expected)
         budget = self._pool.total * self._vm.page_bytes
@@ -213,10 +213,10 @@ class Worker:
             "disagreements": (shown != told) + lent + (self._vm.physical_bytes() > budget),
             "strangers": self._strangers(),
             "free": self._pool.free,
-            "lent": self._pool.owned(OWNER),
-            "borrowed": self._pool.borrowed(),
+            "lent": self._pool.ledger.owned(OWNER),
+            "borrowed": self._pool.ledger.borrowed(),
             "unused": self._borrower.unused,
-            "own": self._pool.owned(self._range.owner),
+            "own": self._pool.ledger.owned(self._range.owner),
         }
 
     def cost(self, peer: str, call: str, data: bytes, n: int) -> tuple[float, bytes]:
@@ -311,7 +311,7 @@ class Worker:
     def _strangers(self) -> int:
         """Memory of others that is kept for nothing: devices on a CPU, on a GPU pages."""
         if isinstance(self._vm, CudaVm):
-            return self._vm.imported - self._pool.borrowed()
+            return self._vm.imported - self._pool.ledger.borrowed()
         return len(self._memories()) - 2
 
     def _memories(self) -> set[str]:

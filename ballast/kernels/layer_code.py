@@ -2,8 +2,8 @@
 what hands rows to a library's kernels and takes them back.
 
 Kernels take the address of a table of int64 whose fields are the constants below; threads share
-work through the counter NEXT (see `attention_table.py`). Activations are float32; weights and KV are
-float32 or bfloat16. An item is some rows (tokens); a row's result depends on that row alone.
+work through the counter NEXT (see `attention_table.py`). Activations are float32; weights and KV
+are float32 or bfloat16. An item is some rows (tokens); a row's result depends on that row alone.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"

@@ -51,7 +51,7 @@ class Arena:
             self._pages = kept
             self._pool.give_back(self.owner, gone, fence)
         elif wanted > self.pages:
-            more = self._pool.lease(self.owner, wanted - self.pages, bare=True)
+            more = self._pool.allocate(self.owner, wanted - self.pages, bare=True)
             if isinstance(more, Short):
                 self.short = more
             else:
@@ -60,7 +60,7 @@ class Arena:
 
     def validate(self) -> None:
         """Raises BrokenPromise unless the ledger says that these pages are the owner's."""
-        if any(self._pool.owner_of(page) != self.owner for page in self._pages):
+        if any(self._pool.ledger.owner_of(page) != self.owner for page in self._pages):
             raise BrokenPromise(f"{self.owner}: a page of the arena is another's")
 
     def close(self) -> None:

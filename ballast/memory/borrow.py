@@ -161,7 +161,7 @@ class Borrower:
         for i, page in enumerate(pages):
             if self._places.get(page) != MappedPage(where, at + i):
                 raise BrokenPromise(f"{where.owner}: page {page} at {at + i} is not borrowed")
-        for name, run in groupby(pages, key=self._pool.owner_of):
+        for name, run in groupby(pages, key=self._pool.ledger.owner_of):
             stretch = _Stretch(where, at, tuple(run), name or "")
             if fence is None or fence.done():
                 self._unmap(stretch)
@@ -226,9 +226,9 @@ class Borrower:
             self._leaving.remove(entry)
         told: list[Lease] = []
         for peer in list(self._peers):
-            pages = [page for page in peer.due if not self._pool.holders_of(page)]
+            pages = [page for page in peer.due if not self._pool.ledger.holders_of(page)]
             self._vm.forget(pages)
-            self._pool.restore(peer.name, pages)
+            self._pool.return_borrowed(peer.name, pages)
             by_lease: dict[int, list[int]] = {}
             for page in pages:
                 del peer.due[page]
@@ -250,8 +250,8 @@ class Borrower:
             told[peer.name] = told.get(peer.name, 0) + len(peer.lease_of)
             free = {page for first, n in peer.unused.runs() for page in range(first, first + n)}
             for page in peer.lease_of:
-                place, holders = self._places.get(page), self._pool.holders_of(page)
-                if self._pool.owner_of(page) != peer.name:
+                place, holders = self._places.get(page), self._pool.ledger.holders_of(page)
+                if self._pool.ledger.owner_of(page) != peer.name:
                     raise BrokenPromise(f"page {page} is not {peer.name}'s in the ledger")
                 if place is not None and place.range.pages(place.at, 1) != (page,):
                     raise BrokenPromise(f"page {page} is not mapped where it is used")
@@ -260,9 +260,9 @@ class Borrower:
                 if (page in free) != (not holders and page not in peer.due):
                     raise BrokenPromise(f"page {page} is unused, or due, and held by {holders}")
         for name, n in told.items():
-            if self._pool.borrowed(name) != n:
+            if self._pool.ledger.borrowed(name) != n:
                 raise BrokenPromise(f"leases of {name} have {n} pages, the ledger other")
-        if sum(told.values()) != self._pool.borrowed():
+        if sum(told.values()) != self._pool.ledger.borrowed():
             raise BrokenPromise("the ledger has borrowed pages that no lease has")
 
     def _peer(self, name: str, epoch: int | None = None) -> _Peer | None:

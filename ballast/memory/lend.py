@@ -62,10 +62,10 @@ class Lender:
             raise Unavailable(f"{self._device} cannot lend to {peer}: it is gone")
         if n < 1:
             raise BrokenPromise(f"{self._device} lends {n} pages")
-        pages = self._pool.lease(OWNER, n)
+        pages = self._pool.allocate(OWNER, n)
         if isinstance(pages, Short):
             return pages
-        self._pool.lend(OWNER, pages, peer)
+        self._pool.add_holder(OWNER, pages, peer)
         lease = Lease(self._next, found.epoch, self._device, peer, pages)
         self._next += 1
         found.leases[lease.id] = dict.fromkeys(pages, math.inf)
@@ -153,11 +153,16 @@ class Lender:
         told: dict[str, int] = {}
         for name, peer in self._peers.items():
             for page in (page for lease in peer.leases.values() for page in lease):
-                if (self._pool.owner_of(page), self._pool.holders_of(page)) != (OWNER, (name,)):
+                if (self._pool.ledger.owner_of(page), self._pool.ledger.holders_of(page)) != (
+                    OWNER,
+                    (name,),
+                ):
                     raise BrokenPromise(f"page {page} is not lent to {name} alone")
                 told[name] = told.get(name, 0) + 1
-        if told != self._pool.lent(OWNER) or sum(told.values()) != self._pool.owned(OWNER):
-            raise BrokenPromise(f"leases say {told}, the ledger {self._pool.lent(OWNER)}")
+        if told != self._pool.ledger.held_of(OWNER) or sum(
+            told.values()
+        ) != self._pool.ledger.owned(OWNER):
+            raise BrokenPromise(f"leases say {told}, the ledger {self._pool.ledger.held_of(OWNER)}")
 
     def _out(self, part: Lease) -> dict[int, float]:
         """Pages of the lease that are not back."""
@@ -167,5 +172,5 @@ class Lender:
         return found.leases.get(part.id, {})
 
     def _free(self, peer: str, pages: list[int] | tuple[int, ...]) -> None:
-        self._pool.recall(OWNER, pages, peer)
+        self._pool.remove_holder(OWNER, pages, peer)
         self._pool.give_back(OWNER, pages)

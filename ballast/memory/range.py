@@ -92,7 +92,7 @@ class BackedRange:
             return None
         first = where[0][0]
         near = self._slots[first - 1] if first else _EMPTY
-        leased = self._pool.lease(self.owner, total, near=near if near >= 0 else None)
+        leased = self._pool.allocate(self.owner, total, near=near if near >= 0 else None)
         if isinstance(leased, Short):
             return leased
         self._map_all(where, leased)
@@ -122,12 +122,12 @@ class BackedRange:
         """
         if self._check_empty(((at, len(pages)),)):
             raise BrokenPromise(f"{self.owner}: pages at {at} .. are still leaving")
-        self._pool.lend(lender, pages, self.owner)
+        self._pool.add_holder(lender, pages, self.owner)
         try:
             small = len(pages) * self.page_bytes <= _PREFAULT_BYTES
             self._vm.map(self._range, at, pages, alias=True, prefault=prefault and small)
         except DeviceError:
-            self._pool.recall(lender, pages, self.owner)
+            self._pool.remove_holder(lender, pages, self.owner)
             raise
         self._slots[at : at + len(pages)] = array("i", pages)
         self.aliased += len(pages)
@@ -135,11 +135,11 @@ class BackedRange:
     def unalias(self, at: int, n: int, lender: str) -> None:
         """Unmap `n` aliases of pages that `lender` owns. Nothing in flight may use them here."""
         pages = self.pages(at, n)
-        self._pool.recall(lender, pages, self.owner)
+        self._pool.remove_holder(lender, pages, self.owner)
         try:
             self._vm.unmap(self._range, at, n)
         except DeviceError:
-            self._pool.lend(lender, pages, self.owner)
+            self._pool.add_holder(lender, pages, self.owner)
             raise
         self._slots[at : at + n] = array("i", [_EMPTY]) * n
         self.aliased -= n
@@ -171,7 +171,7 @@ class BackedRange:
         aliases. Returns them. What runs does not notice."""
         pages = self.pages(at, n)
         self._pool.hand_over(self.owner, owner, pages)
-        self._pool.lend(owner, pages, self.owner)
+        self._pool.add_holder(owner, pages, self.owner)
         self.backed -= n
         self.aliased += n
         return pages
@@ -206,13 +206,15 @@ class BackedRange:
     def validate(self) -> None:
         """Raises BrokenPromise unless every page here is the owner's or lent to it, as counted."""
         here = [page for page in self._slots if page >= 0]
-        others = [page for page in here if self._pool.owner_of(page) != self.owner]
+        others = [page for page in here if self._pool.ledger.owner_of(page) != self.owner]
         counts = (len(here) - len(others), len(others), self._slots.count(_LEAVING))
         if counts != (self.backed, self.aliased, self.leaving):
             raise BrokenPromise(f"{self.owner}: slots say {counts}")
         for page in others:
-            if self.owner not in self._pool.holders_of(page):
-                raise BrokenPromise(f"{self.owner}: page {page} is {self._pool.owner_of(page)}'s")
+            if self.owner not in self._pool.ledger.holders_of(page):
+                raise BrokenPromise(
+                    f"{self.owner}: page {page} is {self._pool.ledger.owner_of(page)}'s"
+                )
 
     def _map_all(self, where: Sequence[tuple[int, int]], pages: tuple[int, ...]) -> None:
         done: list[tuple[int, int]] = []

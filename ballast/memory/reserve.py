@@ -44,7 +44,7 @@ class PopulatedReserve:
         if self._thread is not None or self._closing:
             return
         self._thread = threading.Thread(target=self._run, name="ballast-reserve", daemon=True)
-        self._pool.on_taken(self._wake.set)
+        self._pool.on_allocate(self._wake.set)
         self._wake.set()
         self._thread.start()
         atexit.register(self.close)
@@ -54,7 +54,7 @@ class PopulatedReserve:
         self._closing = True
         if self._thread is None:
             return
-        self._pool.on_taken(None)
+        self._pool.on_allocate(None)
         self._wake.set()
         self._thread.join()
         self._thread = None

@@ -152,7 +152,7 @@ class SimDevice:
             make_swapper=None if swappers is None else swappers.make,
         )
         if isinstance(vm, TimedVm):
-            vm.owner_of = self.state.pool.owner_of
+            vm.owner_of = self.state.pool.ledger.owner_of
         self._specs = {s.name: s for s in specs}
         self._costs = dict(profile.costs)
         self._overhead = profile.overhead

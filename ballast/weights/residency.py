@@ -121,7 +121,7 @@ class WeightsOnDevice:
             return Short(short)
         with ExitStack() as undo:
             for segment in missing:
-                lacking = segment.lease(self.owner)
+                lacking = segment.allocate(self.owner)
                 if lacking is not None:
                     return lacking
                 undo.callback(segment.free)
@@ -136,7 +136,7 @@ class WeightsOnDevice:
             self._backed, self._filled = True, not self._own
             self.version.n += 1
             for segment in self.shared:
-                segment.hold(self.spec.name)
+                segment.add_holder(self.spec.name)
             undo.callback(self._forget)
             if not self.filled:
                 self.fill(transfer_id, ahead)
@@ -255,7 +255,7 @@ class WeightsOnDevice:
         """An eviction is bound to come: others that count on shared segments lose their holder."""
         self._going = True
         for segment in self.shared:
-            segment.going(self.spec.name)
+            segment.mark_leaving(self.spec.name)
 
     def passed(self) -> None:
         """A job has run all layers: if none rotates, all are there."""
@@ -278,9 +278,9 @@ class WeightsOnDevice:
                 continue
             if self._backed:
                 whose.pages = self._range.cede(s.at, s.n_pages, whose.owner)
-                whose.hold(self.spec.name)
+                whose.add_holder(self.spec.name)
                 if self._going:
-                    whose.going(self.spec.name)
+                    whose.mark_leaving(self.spec.name)
                 whose.filled, whose.filler = (
                     (True, None) if self._filled else (False, self.spec.name)
                 )
@@ -299,8 +299,10 @@ class WeightsOnDevice:
         """Raises BrokenPromise unless the range, and who holds and owns what, agree."""
         self._range.validate()
         own = self.here_pages - self.slots.pages if self._backed else 0
-        if own != self._pool.owned(self.owner):
-            raise BrokenPromise(f"{self.owner}: owns {self._pool.owned(self.owner)}, not {own}")
+        if own != self._pool.ledger.owned(self.owner):
+            raise BrokenPromise(
+                f"{self.owner}: owns {self._pool.ledger.owned(self.owner)}, not {own}"
+            )
         self.slots.validate()
         for segment in self.shared:
             if (self.spec.name in segment.holders) != self._backed:
@@ -309,7 +311,7 @@ class WeightsOnDevice:
                 raise BrokenPromise(f"{segment.owner}: {len(segment.pages)} pages for nobody")
             if self not in segment.parts_of:
                 raise BrokenPromise(f"{segment.owner}: is no part of {self.owner}")
-            if self._pool.owned(segment.owner) != len(segment.pages):
+            if self._pool.ledger.owned(segment.owner) != len(segment.pages):
                 raise BrokenPromise(f"{segment.owner}: the pool says otherwise")
         for s in self.segments:
             here = self._range.pages(s.at, s.n_pages) if self._backed else ()
@@ -341,7 +343,7 @@ class WeightsOnDevice:
         self._backed = self._filled = self._going = False
         self.version.n += 1
         for segment in self.shared:
-            segment.drop(self.spec.name)
+            segment.remove_holder(self.spec.name)
             if segment.filler == self.spec.name:
                 segment.filler = None
 

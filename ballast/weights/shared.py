@@ -57,17 +57,17 @@ class SharedSegment:
         """Holders that are not on their way out."""
         return tuple(n for n in self.holders if n not in self._going)
 
-    def hold(self, model: str) -> None:
+    def add_holder(self, model: str) -> None:
         """A model uses it from now on."""
         self.holders[model] = None
         self._changed()
 
-    def going(self, model: str) -> None:
+    def mark_leaving(self, model: str) -> None:
         """A holder is on its way out: it uses the segment until `drop`."""
         self._going.add(model)
         self._changed()
 
-    def drop(self, model: str) -> None:
+    def remove_holder(self, model: str) -> None:
         """A model uses it no more, if it did."""
         if model in self.holders:
             del self.holders[model]
@@ -78,9 +78,9 @@ class SharedSegment:
         for model in self.parts_of:
             model.version.n += 1
 
-    def lease(self, buyer: str) -> Short | None:
+    def allocate(self, buyer: str) -> Short | None:
         """Find pages, out of what is free to the owner `buyer` and promised to it; or nothing."""
-        leased = self._pool.lease(buyer, self.n_pages)
+        leased = self._pool.allocate(buyer, self.n_pages)
         if isinstance(leased, Short):
             return leased
         self._pool.hand_over(buyer, self.owner, leased)

@@ -152,8 +152,8 @@ class Slots:
         for layer, slot in self.rotation.slot_of.items():
             if self._range.pages(*self._where(layer)) != self._pages[slot]:
                 raise BrokenPromise(f"{self.owner}: layer {layer} is not in slot {slot}")
-        if self._pool.owned(self.owner) != self.pages:
-            raise BrokenPromise(f"{self.owner}: owns {self._pool.owned(self.owner)}")
+        if self._pool.ledger.owned(self.owner) != self.pages:
+            raise BrokenPromise(f"{self.owner}: owns {self._pool.ledger.owned(self.owner)}")
 
     def _where(self, layer: int) -> tuple[int, int]:
         place = self._layers[layer]
@@ -173,7 +173,7 @@ class Slots:
 
     def _lease(self) -> tuple[int, ...]:
         """Pages for a slot, in the name of the weights, to whom they have been promised."""
-        pages = self._pool.lease(self._range.owner, self.layer_pages)
+        pages = self._pool.allocate(self._range.owner, self.layer_pages)
         if isinstance(pages, Short):
             raise BrokenPromise(f"{self.owner}: {pages.pages} pages are gone that were free")
         self._pool.hand_over(self._range.owner, self.owner, pages)

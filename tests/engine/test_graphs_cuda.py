@@ -48,7 +48,7 @@ def test_tokens_are_the_same_while_pages_move(paths: dict[str, Path]) -> None:  
     with serving(tested, driver, OnHost(StaticAttention, recorders)) as server:
         state = server.device.state
         held = state.graphs.pages
-        assert state.pool.owned("arena:graphs") == held == GRAPHS // device.page_bytes
+        assert state.pool.ledger.owned("arena:graphs") == held == GRAPHS // device.page_bytes
         assert device_view(state).arena == state.arena.pages + held
         cap = server.device.cap.n_bytes
         assert cap == state.arena.pages * device.page_bytes

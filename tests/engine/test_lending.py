@@ -154,7 +154,7 @@ class Pair:
             told = server.device.snapshot()
             assert {o: n for o, n in told.owners.items() if n} == {
                 (o if o != OWNER else f"{OWNER}:{self.names[1]}"): n
-                for o, n in state.pool.owners().items()
+                for o, n in state.pool.ledger.owners().items()
             }
             for m in state.models.values():
                 m.kv.validate([])

@@ -54,7 +54,7 @@ class Device:
         self.lender.validate()
         self.borrower.validate()
         self.range.validate()
-        told = self.pool.owned(self.range.owner) + self.pool.held(self.range.owner)
+        told = self.pool.ledger.owned(self.range.owner) + self.pool.ledger.held(self.range.owner)
         assert self.range.os_backed() == told == self.range.backed + self.range.aliased
 
 
@@ -97,8 +97,12 @@ def test_lend_use_recall(pair: tuple[Device, Device]) -> None:
     a, b = pair
     assert b.range.back(0, 2) is None
     lease = lent(a, b, 3)
-    assert (a.pool.lent(OWNER), a.pool.free, b.pool.free) == ({"b": 3}, 5, 6)
-    assert (b.borrower.unused, b.pool.borrowed("a"), b.pool.owners()) == (3, 3, {"kv:b": 2})
+    assert (a.pool.ledger.held_of(OWNER), a.pool.free, b.pool.free) == ({"b": 3}, 5, 6)
+    assert (b.borrower.unused, b.pool.ledger.borrowed("a"), b.pool.ledger.owners()) == (
+        3,
+        3,
+        {"kv:b": 2},
+    )
     assert b.borrower.back(b.range, 2, 4) == Short(1)
     assert b.borrower.back(b.range, 2, 2) is None
     assert (b.range.backed, b.range.aliased, b.range.os_backed()) == (2, 2, 4)
@@ -118,7 +122,7 @@ def test_lend_use_recall(pair: tuple[Device, Device]) -> None:
     b.borrower.release(b.range, 2, 2)
     (rest,) = b.borrower.settle()
     assert a.lender.returned(rest) is None
-    assert (a.pool.free, a.lender.leases("b"), b.pool.borrowed()) == (8, (), 0)
+    assert (a.pool.free, a.lender.leases("b"), b.pool.ledger.borrowed()) == (8, (), 0)
     assert (a.lender.check(99.0), a.killed) == (math.inf, [])
 
 
@@ -200,7 +204,7 @@ def test_what_is_refused_changes_nothing(pair: tuple[Device, Device]) -> None:
     assert a.lender.returned(lease.part([lease.pages[0]] * 2)) == fault
     assert a.lender.returned(replace(lease, id=9)).startswith("not all")  # type: ignore[union-attr]
     assert b.borrower.recall(replace(lease, epoch=0)) == ()
-    assert (a.pool.lent(OWNER), b.borrower.unused) == ({"b": 3}, 3)
+    assert (a.pool.ledger.held_of(OWNER), b.borrower.unused) == ({"b": 3}, 3)
     assert a.lender.lend("b", 6) == Short(1)
     with pytest.raises(BrokenPromise):
         a.lender.lend("b", 0)
@@ -222,7 +226,7 @@ def test_what_comes_with_a_lease_is_taken_over_whatever_comes_of_it() -> None:
     c = Device(partial(CudaVm, driver, 2), "c")
     lease = a.lender.lend("b", 3)
     assert isinstance(lease, Lease)
-    assert c.pool.lease("kv", 8) == tuple(range(8))
+    assert c.pool.allocate("kv", 8) == tuple(range(8))
     fault = "lease 0 is of other pages than those that came"
     for other in (lease.part([0, 1]), lease.part([2, 1, 0])):
         assert b.borrower.accept(lease, opened(a, b, other)) == fault
@@ -279,8 +283,8 @@ def test_two_lenders_make_up_one_stretch() -> None:
     assert (b.borrower.unused, b.range.aliased) == (6, 0)
     b.range.release(4, 1)
     assert b.borrower.back(b.range, 0, 5) is None
-    assert b.pool.lent("a") == {"kv:b": 3}
-    assert b.pool.lent("c") == {"kv:b": 2}
+    assert b.pool.ledger.held_of("a") == {"kv:b": 3}
+    assert b.pool.ledger.held_of("c") == {"kv:b": 2}
     b.validate()
     (place,) = b.borrower.recall(c.lender.leases("b")[0].part([0]))
     b.borrower.release(b.range, 0, 5)
@@ -301,7 +305,7 @@ def test_a_failing_map_leaves_the_books_as_they_were(monkeypatch: pytest.MonkeyP
         patch.setattr(syscalls, "mmap", fail)
         with pytest.raises(DeviceError, match="no more mappings"):
             b.borrower.back(b.range, 0, 2)
-    assert (b.borrower.unused, b.range.aliased, b.pool.held("kv:b")) == (3, 0, 0)
+    assert (b.borrower.unused, b.range.aliased, b.pool.ledger.held("kv:b")) == (3, 0, 0)
     for side in (a, b):
         side.validate()
         side.vm.close()
@@ -317,8 +321,8 @@ def test_borrowed_pages_are_not_the_pools(pair: tuple[Device, Device]) -> None:
         b.range.hand_to(0, 1, BackedRange(b.pool, b.vm, "x", PAGE), 0)
     with pytest.raises(BrokenPromise):
         b.pool.give_back("a", b.range.pages(0, 1))
-    with pytest.raises(BrokenPromise, match="is lent to"):
-        b.pool.restore("a", b.range.pages(0, 1))
+    with pytest.raises(BrokenPromise, match="is held by"):
+        b.pool.return_borrowed("a", b.range.pages(0, 1))
     with pytest.raises(BrokenPromise, match="of our own"):
         b.pool.borrow("a", [3])
     with pytest.raises(BrokenPromise, match="with some mapped"):

@@ -111,9 +111,9 @@ class Lending(RuleBasedStateMachine):
         (other,) = set(NAMES) - {name}
         self.at[name].end()
         survivor = self.at[other]
-        lent = survivor.pool.owned(OWNER)
+        lent = survivor.pool.ledger.owned(OWNER)
         assert survivor.lender.gone(name, self.epoch) == lent
-        assert survivor.pool.owned(OWNER) == 0
+        assert survivor.pool.ledger.owned(OWNER) == 0
         used = sum(borrowed for borrowed, _ in survivor.held.values())
         told = survivor.borrower.gone(name, self.epoch)
         assert len(told) <= used
@@ -190,7 +190,7 @@ class Lending(RuleBasedStateMachine):
             if wait:
                 me.leaving.append((set(indices), fence))
 
-    @precondition(lambda self: any(me.pool.owned(OWNER) for me in self.at.values()))
+    @precondition(lambda self: any(me.pool.ledger.owned(OWNER) for me in self.at.values()))
     @rule(name=names, which=picks, first=sizes, n=sizes, wait=sizes, at_once=st.booleans())
     def recall(self, name: str, which: int, first: int, n: int, wait: int, at_once: bool) -> None:
         me, (other,) = self.at[name], set(NAMES) - {name}
@@ -216,7 +216,7 @@ class Lending(RuleBasedStateMachine):
     def _deliver(self, name: str) -> None:
         kind, lease = self.wire[name].popleft()
         me, void = self.at[name], lease.epoch != self.epoch
-        before = (me.pool.free, me.pool.borrowed(), me.borrower.unused)
+        before = (me.pool.free, me.pool.ledger.borrowed(), me.borrower.unused)
         if kind == "lend":
             opened = None if void else self._fetch(lease)
             if opened is None and not void:
@@ -230,7 +230,7 @@ class Lending(RuleBasedStateMachine):
             refused = void or lease.borrower in me.condemned
             assert (me.lender.returned(lease) is None) is not refused
         if void:
-            assert before == (me.pool.free, me.pool.borrowed(), me.borrower.unused)
+            assert before == (me.pool.free, me.pool.ledger.borrowed(), me.borrower.unused)
 
     def _fetch(self, lease: Lease) -> list[Exported] | None:
         """Of a GPU its pages; None: they cannot be imported."""
@@ -298,7 +298,7 @@ class Lending(RuleBasedStateMachine):
             me.borrower.validate()
             me.range.validate()
             own = sum(not borrowed for borrowed, _ in me.held.values())
-            assert me.pool.free + own + me.pool.owned(OWNER) == N_PAGES
+            assert me.pool.free + own + me.pool.ledger.owned(OWNER) == N_PAGES
             (other,) = set(NAMES) - {name}
             # A page lent is with the borrower, or in a message of this epoch.
             told = [page for lease in me.lender.leases(other) for page in lease.pages]
@@ -314,19 +314,19 @@ class Lending(RuleBasedStateMachine):
             away = len(told) - len(travelling)
             assert away >= 0
             # What a condemned borrower returns is refused, and counts as lent until it is gone.
-            assert away <= self.at[other].pool.borrowed(name) or other in me.condemned
+            assert away <= self.at[other].pool.ledger.borrowed(name) or other in me.condemned
 
     @invariant()
     def the_system_agrees(self) -> None:
         for me in self.at.values():
-            told = me.pool.owned(me.range.owner) + me.pool.held(me.range.owner)
+            told = me.pool.ledger.owned(me.range.owner) + me.pool.ledger.held(me.range.owner)
             shown = me.vm.os_pages(me.range.range)
             indices = set(me.held).union(*(left for left, _ in me.leaving))
             assert (len(shown), set(shown)) == (told, indices)
             for at, page in shown.items():
                 assert me.range.pages(at, 1) == (page,)
                 # What is lent is not mapped here.
-                assert me.pool.owner_of(page) != OWNER
+                assert me.pool.ledger.owner_of(page) != OWNER
             assert me.borrower.in_use == me.range.aliased
 
     @invariant()
@@ -334,9 +334,9 @@ class Lending(RuleBasedStateMachine):
         for name, me in self.at.items():
             if isinstance(me.vm, CudaVm):
                 (other,) = set(NAMES) - {name}
-                assert me.vm.imported == me.pool.borrowed()
-                assert me.driver.elsewhere() <= self.at[other].pool.borrowed(name)
-                assert me.driver.elsewhere() <= me.pool.owned(OWNER)
+                assert me.vm.imported == me.pool.ledger.borrowed()
+                assert me.driver.elsewhere() <= self.at[other].pool.ledger.borrowed(name)
+                assert me.driver.elsewhere() <= me.pool.ledger.owned(OWNER)
                 assert me.driver.used[NAMES.index(name)] == me.vm.physical_bytes()
 
     @invariant()

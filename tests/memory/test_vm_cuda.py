@@ -78,12 +78,12 @@ def test_a_short_pool_gives_back_what_it_got(driver: FakeDriver) -> None:
     driver.n_bytes = 6 * PAGE
     vm = CudaVm(driver, 0, PAGE, 8)
     pool = Pool(vm, 8)
-    assert pool.lease("a", 8) == Short(2)
+    assert pool.allocate("a", 8) == Short(2)
     assert driver.used[0] == 0
-    pages = pool.lease("a", 6)
+    pages = pool.allocate("a", 6)
     assert isinstance(pages, tuple)
     pool.give_back("a", pages)
-    assert isinstance(pool.lease("arena", 8, bare=True), tuple)
+    assert isinstance(pool.allocate("arena", 8, bare=True), tuple)
     assert driver.used[0] == 0
     pool.validate()
     vm.close()
@@ -190,7 +190,7 @@ def test_a_range_of_the_pool_over_every_failure(driver: FakeDriver) -> None:
             pool.validate()
             for r in (a, b):
                 r.validate()
-                assert r.os_backed() == pool.owned(r.owner) + pool.held(r.owner)
+                assert r.os_backed() == pool.ledger.owned(r.owner) + pool.ledger.held(r.owner)
         assert failed == 1
         vm.close()
 
@@ -340,7 +340,7 @@ def test_what_is_returned_can_be_stripped_of_its_memory(driver: FakeDriver) -> N
     lender, borrower = Pool(vm, 4), Pool(peer, 4)
     first = peer.attach(vm.export(()))
     for _ in range(2):
-        pages = lender.lease("lent", 3)
+        pages = lender.allocate("lent", 3)
         assert isinstance(pages, tuple)
         assert peer.attach(vm.export(pages)) == first
         away = [first + page for page in pages]
@@ -350,11 +350,11 @@ def test_what_is_returned_can_be_stripped_of_its_memory(driver: FakeDriver) -> N
         with pytest.raises(BrokenPromise):
             peer.forget(away)
         kv.unalias(0, 3, "a")
-        borrower.restore("a", away)
+        borrower.return_borrowed("a", away)
         peer.forget(away)
         lender.give_back("lent", pages)
         kv.close()
-        arena = lender.lease("arena", 4, bare=True)
+        arena = lender.allocate("arena", 4, bare=True)
         assert isinstance(arena, tuple)
         assert driver.used == [0, 0]
         lender.give_back("arena", arena)

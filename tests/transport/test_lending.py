@@ -151,7 +151,7 @@ def test_lend_recall_and_kill(kind: str) -> None:
         assert isinstance(told, OfLease)
         assert isinstance(told.word, Returned)
         assert lender.returned(told.lease) is None
-        assert (pool.free, pool.lent(OWNER)) == (10, {"cpu:1": 68})
+        assert (pool.free, pool.ledger.held_of(OWNER)) == (10, {"cpu:1": 68})
         lender.recall(lease, due=2.0)
         lender.check(3.0)
         assert killed == [("cpu:1", 1)]
