@@ -65,7 +65,7 @@ def test_a_lent_page_stays_its_owners() -> None:
     book.allocate("a", [0, 1])
     book.add_holder("a", [0], "peer")
     assert (book.owner_of(0), book.holders_of(0), book.holders_of(1)) == ("a", ("peer",), ())
-    assert (book.owned("a"), book.lent("a"), book.lent("b")) == (2, {"peer": 1}, {})
+    assert (book.owned("a"), book.held_of("a"), book.held_of("b")) == (2, {"peer": 1}, {})
     for attempt in (
         lambda: book.give_back("a", [0, 1]),
         lambda: book.hand_over("a", "b", [0]),
@@ -90,14 +90,14 @@ def test_a_page_can_have_many_holders_and_stays_until_the_last_lets_go() -> None
     book.allocate("a", [0, 1])
     for holder in ("x", "y", "x"):
         book.add_holder("a", [0], holder)
-    assert (book.holders_of(0), book.lent("a")) == (("x", "y", "x"), {"x": 2, "y": 1})
+    assert (book.holders_of(0), book.held_of("a")) == (("x", "y", "x"), {"x": 2, "y": 1})
     assert (book.held("x"), book.held("y"), book.held("a")) == (2, 1, 0)
     for holder in ("x", "y", "x"):
         book.validate()
         with pytest.raises(BrokenPromise, match="is held by"):
             book.give_back("a", [0])
         book.remove_holder("a", [0], holder)
-    assert (book.held("x"), book.lent("a")) == (0, {})
+    assert (book.held("x"), book.held_of("a")) == (0, {})
     book.give_back("a", [0])
     book.validate()
 
