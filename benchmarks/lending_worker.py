@@ -25,14 +25,14 @@ import numpy as np
 from ballast.core.actions import Short
 from ballast.core.errors import BallastError
 from ballast.core.lease import AskedBack, Lease, Lent, Returned
-from ballast.memory.borrow import Borrower
-from ballast.memory.cuda_driver import CudaDriver
-from ballast.memory.lend import OWNER, Lender
+from ballast.memory.cuda.driver import CudaDriver
+from ballast.memory.cuda.vm import CudaVm
+from ballast.memory.lending.borrower import Borrower
+from ballast.memory.lending.lender import OWNER, Lender
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.tensor import array_at
 from ballast.memory.vm import Exported
-from ballast.memory.vm_cuda import CudaVm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.transport.lending import PagesSocket, fetch_lease, fetch_pages, serve
 from ballast.transport.messages import OfLease, decode_to_worker
@@ -282,9 +282,9 @@ class Worker:
             return array_at(address, shape, np.int64)
         import torch
 
-        from ballast.memory.cuda_tensor import device_tensor_at
+        from ballast.memory.cuda.tensor import cuda_tensor_at
 
-        return device_tensor_at(address, shape, torch.int64, torch.device(self._torch))
+        return cuda_tensor_at(address, shape, torch.int64, torch.device(self._torch))
 
     def _wait(self) -> None:
         """Until what was written is there: whoever unmaps it does not wait."""

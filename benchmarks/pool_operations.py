@@ -19,8 +19,8 @@ from ballast.core.errors import BrokenPromise
 from ballast.core.lease import Lease
 from ballast.core.units import KiB
 from ballast.memory.arena import Arena
-from ballast.memory.borrow import Borrower
-from ballast.memory.lend import Lender
+from ballast.memory.lending.borrower import Borrower
+from ballast.memory.lending.lender import Lender
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.tensor import array_at

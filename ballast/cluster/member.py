@@ -21,21 +21,20 @@ from ballast.kernels.stream_copy import stream_copier
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.memory.copies import Copy
-from ballast.memory.cuda_calls import WhenLost
+from ballast.memory.cuda.calls import WhenLost
 from ballast.memory.transfer import HostLink, Link
 from ballast.memory.vm import Vm
 from ballast.memory.vm_memfd import MemfdVm
-from ballast.models.device_parallel import ParallelDeviceModel
-from ballast.models.gloo import GlooExchange
-from ballast.models.parallel import (
-    Exchange,
+from ballast.models.gpu.parallel import GpuParallelModel
+from ballast.models.parallel.exchanges import GlooExchange, SharedExchange
+from ballast.models.parallel.model import (
     Followers,
     NoExchange,
     ParallelModel,
+    RankExchange,
     check_parallel,
 )
 from ballast.models.profile_run import measured
-from ballast.models.shared import SharedExchange
 from ballast.weights.checkpoint import load_host_model
 from ballast.weights.host import HostModel, HostTier
 from ballast.weights.link_rotor import LinkRotor
@@ -83,7 +82,7 @@ class Member(Protocol):
         kv: KvPlace,
         workspace: Workspace,
         followers: Followers | None = None,
-    ) -> ParallelModel | ParallelDeviceModel:
+    ) -> ParallelModel | GpuParallelModel:
         """What runs the rank's part of a model; the first rank tells its `followers`."""
 
     def rotor(
@@ -164,7 +163,7 @@ class CpuMember(OnCpu):
         self._device, self._shard = device, shard
         self.vm = MemfdVm(device.page_bytes, device.budget_bytes // device.page_bytes)
         self.link = HostLink(clock, post, pace, copy_bytes=stream_copier())
-        self._exchange: Exchange | None = None
+        self._exchange: RankExchange | None = None
 
     def meet(self, meeting: Meeting) -> None:
         if isinstance(meeting, Path):

@@ -30,10 +30,10 @@ from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.memory.arena import confine_allocator
 from ballast.memory.copies import Copy
-from ballast.memory.cuda_calls import WhenLost
+from ballast.memory.cuda.calls import WhenLost
 from ballast.memory.vm import Range
-from ballast.models.device_parallel import ParallelDeviceModel
-from ballast.models.parallel import ParallelModel
+from ballast.models.gpu.parallel import GpuParallelModel
+from ballast.models.parallel.model import ParallelModel
 from ballast.transport.ranks import (
     Allow,
     Carry,
@@ -99,7 +99,7 @@ class Rank:
         self._ranges: dict[int, Range] = {}
         self._tier = HostTier(isolation=isolation)
         self._hosts: dict[str, HostModel] = {}
-        self._models: dict[str, ParallelModel | ParallelDeviceModel] = {}
+        self._models: dict[str, ParallelModel | GpuParallelModel] = {}
         self._rotors: dict[str, LinkRotor] = {}
         self._quiet = quiet
         self._workspace = Workspace(device.budget_bytes)

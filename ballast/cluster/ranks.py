@@ -44,11 +44,11 @@ from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
 from ballast.kv.swapper import MakeSwapper
 from ballast.memory.copies import Copy
-from ballast.memory.cuda_calls import WhenLost
-from ballast.memory.link_group import GroupLink, share_of
+from ballast.memory.cuda.calls import WhenLost
+from ballast.memory.group.link import GroupLink, share_of
+from ballast.memory.group.vm import GroupVm
 from ballast.memory.transfer import HostLink
-from ballast.memory.vm_group import GroupVm
-from ballast.models.served import Served
+from ballast.models.executor import ModelExecutor
 from ballast.transport.ranks import (
     Allow,
     Carry,
@@ -188,7 +188,7 @@ class GroupMachine:
         segments: Sequence[int],
         kv: KvCache,
         workspaces: Sequence[Workspace],
-    ) -> tuple[Served, ...]:
+    ) -> tuple[ModelExecutor, ...]:
         places = [self.vm.where(address) for address in (*segments, kv.base)]
         for i, other in enumerate(self._ranks, 1):
             *theirs, their_kv = (place[i] for place in places)

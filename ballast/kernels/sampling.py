@@ -31,7 +31,7 @@ Scores = tuple[float, tuple[tuple[int, float], ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class SamplingContext:
     """What the next token depends on beside its logits."""
 
     history: Sequence[int]
@@ -41,14 +41,14 @@ class Shape:
     """(vocab,) bool: what the output's grammar allows, at least one; None: there is no grammar."""
 
 
-_NO_SHAPES: Mapping[int, Shape] = MappingProxyType({})
+_NO_SHAPES: Mapping[int, SamplingContext] = MappingProxyType({})
 
 
 def sample(
     logits: torch.Tensor,
     params: Sequence[Sampling],
     positions: Sequence[int],
-    shapes: Mapping[int, Shape] = _NO_SHAPES,
+    shapes: Mapping[int, SamplingContext] = _NO_SHAPES,
 ) -> tuple[list[int], dict[int, Scores]]:
     """Choose one token for each row of `logits` (n, vocab), float32 and contiguous.
 
@@ -105,7 +105,7 @@ def _likeliest(row: torch.Tensor, k: int) -> tuple[tuple[int, float], ...]:
     return tuple(zip(tokens.tolist(), row[tokens].tolist(), strict=True))
 
 
-def shaped(row: Array, p: Sampling, shape: Shape) -> Array:
+def shaped(row: Array, p: Sampling, shape: SamplingContext) -> Array:
     """The logits (vocab,) after bias, penalties, bans and grammar; `row` stays as it is."""
     row = row.copy()
     output = shape.history[shape.prompt_tokens :]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 
 from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.kv.layout import Layout
-from ballast.memory.borrow import Borrower
+from ballast.memory.lending.borrower import Borrower
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.vm import Vm

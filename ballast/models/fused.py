@@ -30,6 +30,7 @@ from ballast.kernels.paged_attention import NO_WINDOW
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.memory.tensor import array_at, tensor_at
+from ballast.models.executor import ModelExecutor, Rows
 from ballast.models.fused_adapters import AdaptedRows, FusedAdapters
 from ballast.models.fused_angles import Angles
 from ballast.models.fused_experts import FusedExperts, layers_of_experts
@@ -43,7 +44,6 @@ from ballast.models.fused_workspace import (
 )
 from ballast.models.library import Library
 from ballast.models.passes import Due, End, PassStop, PlannedPass
-from ballast.models.served import Rows, Served
 from ballast.weights.decoder_recipe import GELU, GELU_TANH, LLAMA, POST, SILU
 from ballast.weights.host import HostModel
 from ballast.weights.packing import GATED, MATRICES
@@ -61,7 +61,7 @@ def _is_interleaved(layers: Sequence[TensorsByRole]) -> bool:
     return all(w["gate_up"][0].layout == GATED for w in layers if "gate_up" in w)
 
 
-class FusedModel(Served):
+class FusedModel(ModelExecutor):
     """Runs the jobs of a model whose host tier is in the layout `ballast.weights.packing.fused`.
 
     No two jobs of models that share a workspace may run at the same time.
@@ -244,7 +244,7 @@ class FusedModel(Served):
         if self.SUMS and role in ("o", "down"):
             planned.stop(Due.SUM, i, role)
 
-    # -- what a rank of several does otherwise (`models/parallel.py`) ------------------------------
+    # -- what a rank of several overrides (`models/parallel/model.py`) -----------------------------
 
     def _head_of(self, packed: PackedTensor, address: int) -> tuple[PackedTensor, int]:
         """What of the head is computed here, and where it is."""

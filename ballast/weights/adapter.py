@@ -31,7 +31,7 @@ from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.settings import AdapterSettings
 from ballast.weights.assemble import READABLE, Recipe, Sources
 from ballast.weights.config import read_json
-from ballast.weights.host import Delta, HostAdapter, HostBytes, HostModel, HostTier
+from ballast.weights.host import HostAdapter, HostBytes, HostModel, HostTier, LoraDelta
 from ballast.weights.module_pattern import ModulePattern
 from ballast.weights.packing import DTYPES
 from ballast.weights.segment import PLAIN, PackedTensor, Piece, pack
@@ -102,7 +102,7 @@ def load_adapter(
     reason), UnsupportedModel, LimitExceeded where reading takes more than it may, and DeviceError
     where host memory does not suffice.
     """
-    wanted = Wanted(Path(settings.path), dict(modules))
+    wanted = AdapterSource(Path(settings.path), dict(modules))
     try:
         pairs = tier.isolation.call(read_pairs, wanted, tuple[Pair, ...])
     except LimitExceeded as error:
@@ -115,7 +115,7 @@ def load_adapter(
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class AdapterSource:
     """An adapter's directory, and the modules of its base that it may change."""
 
     directory: Path
@@ -136,7 +136,7 @@ class Pair:
         return self.a.shape[0]
 
 
-def read_pairs(wanted: Wanted) -> tuple[Pair, ...]:
+def read_pairs(wanted: AdapterSource) -> tuple[Pair, ...]:
     """Read an adapter's configuration and header, and check them against its base.
 
     A and B for each module that the files adapt, in the base's order. Raises CheckpointError and
@@ -179,7 +179,7 @@ def _load(
 
     memory = HostBytes(settings.name, [segment], fill, 1, tier)
     deltas = tuple(
-        Delta(pair.module, *modules[pair.module], pair.rank, pair.scale, a, b)
+        LoraDelta(pair.module, *modules[pair.module], pair.rank, pair.scale, a, b)
         for pair, a, b in zip(pairs, segment.tensors[::2], segment.tensors[1::2], strict=True)
     )
     told = json.dumps([base.fingerprint, [[d.module, d.rank, d.scale] for d in deltas]])

@@ -12,8 +12,8 @@ from ballast.core.errors import DeviceError
 from ballast.core.job import SequenceWork
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.memory.copies import Copy
-from ballast.memory.cuda_calls import Driver
-from ballast.memory.cuda_events import Events, Stalls
+from ballast.memory.cuda.calls import Driver
+from ballast.memory.cuda.fences import EventPool, StreamStalls
 from ballast.weights.rotor import NOBODY, ArrivalPlan, Loads
 
 log = logging.getLogger(__name__)
@@ -53,14 +53,14 @@ class EventRotor:
         self._copies, self._lane, self._settled = copies, stream, settled
         driver.set_current(context)
         self._stream = driver.new_stream()
-        self._events, self._timed = Events(driver), Events(driver, timed=True)
+        self._events, self._timed = EventPool(driver), EventPool(driver, timed=True)
         self._flights: deque[_Flight] = deque()
         """In the order of their stream."""
         self._landing: dict[int, int] = {}
         """By layer, the event after its copy, which was not seen to be reached."""
         self._past: list[int] = []
         """Events of lanes' streams that were not seen to be reached."""
-        self._stalls = Stalls(self._timed)
+        self._stalls = StreamStalls(self._timed)
         self._held: list[int] = []
         """By slot, the layer that was brought there last."""
         self._next: dict[int, int] = {}

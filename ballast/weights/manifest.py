@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # it needs packages that who only reads weights can do withou
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ManifestRequest:
     """What is to be read: a model's checkpoint, or one rank's part of it."""
 
     settings: ModelSettings
@@ -84,7 +84,7 @@ class Manifest:
     """(inputs, outputs) of the linear modules, by path, if there are adapters to change them."""
 
 
-def read_manifest(reading: Reading) -> Manifest:
+def read_manifest(reading: ManifestRequest) -> Manifest:
     """Read a checkpoint's configuration and headers, and check them against each other.
 
     Raises CheckpointError (file, tensor, reason), UnsupportedModel, and ConfigError for settings

@@ -19,8 +19,8 @@ from ballast.core.units import MiB
 from ballast.engine.runner_cuda import MOST_PAUSES, RUNS, CudaRunner
 from ballast.engine.streams_cuda import GreenStreams, PlainStreams
 from ballast.engine.views import device_view
-from ballast.kernels.device_plan import Bucket
-from ballast.models.graphs import GraphCache
+from ballast.kernels.gpu.attention_plan import Bucket
+from ballast.models.gpu.graphs import GraphCache
 from tests.engine.gpus import OnHost, on_gpu, serving
 from tests.engine.test_live import asked, fleet, paths  # noqa: F401
 from tests.engine.test_machine_cuda import tight

@@ -26,7 +26,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.units import ceil_div
 from ballast.kv.blocks import KvCache
 from ballast.kv.layout import Layout
-from ballast.memory.borrow import Borrower
+from ballast.memory.lending.borrower import Borrower
 from ballast.memory.pool import Pool
 from ballast.memory.vm_null import NullVm
 

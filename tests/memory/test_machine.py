@@ -11,11 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ballast.core.actions import Short
 from ballast.core.units import KiB
 from ballast.memory.arena import Arena
+from ballast.memory.cuda.vm import CudaVm
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.tensor import array_at
 from ballast.memory.vm import Latch, Vm
-from ballast.memory.vm_cuda import CudaVm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.memory.vm_null import NullVm
 from tests.memory.fake_cuda import FakeDriver

@@ -17,12 +17,12 @@ import pytest
 from ballast.core.errors import DeviceError
 from ballast.core.lease import AskedBack, Lease, Lent, Returned
 from ballast.core.units import KiB
-from ballast.memory.lend import OWNER, Lender
+from ballast.memory.cuda.vm import CudaVm
+from ballast.memory.lending.lender import OWNER, Lender
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.tensor import array_at
 from ballast.memory.vm import Exported, Vm
-from ballast.memory.vm_cuda import CudaVm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.transport.lending import (
     PAGES_AT_ONCE,
@@ -43,10 +43,10 @@ import sys
 from multiprocessing.connection import Connection
 from multiprocessing import Pipe
 from ballast.core.lease import AskedBack, Returned
-from ballast.memory.borrow import Borrower
+from ballast.memory.lending.borrower import Borrower
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
-from ballast.memory.vm_cuda import CudaVm
+from ballast.memory.cuda.vm import CudaVm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.transport.lending import fetch_lease, fetch_pages
 from ballast.transport.messages import OfLease, decode_to_worker, encode
