@@ -14,8 +14,9 @@ all of these: `[tool.importlinter]` in `pyproject.toml` has the levels.
 - `weights`: Checkpoints, the host tier of weights, and weights on a device.
 - `kv`: The paged KV cache of one model: blocks, prefix cache, layouts, swapping.
 - `models`: Model executors: any `transformers` decoder, and the fused path of Llama-shaped ones.
-- `engine`: The loop of one device: state, scheduling, execution.
+- `engine`: The loop of one device: state, scheduling, jobs, the same live and in virtual time.
 - `transport`: Messages between processes, and the sockets that carry them.
+- `live`: One device on real hardware: its memory and link, threads that run jobs, its clock.
 - `cluster`: Worker processes, and the controller that routes requests to them.
 - `server`: The HTTP server: OpenAI's and Anthropic's APIs, metrics, administration.
 - `sim`: The same engine in virtual time, on modelled devices.

@@ -33,7 +33,7 @@ def doctor(
     with importing():
         from ballast.bench.doctor import examine, table
         from ballast.bench.finding import Verdict
-        from ballast.engine.inbox import MonotonicClock
+        from ballast.live.inbox import MonotonicClock
 
     findings = []
     with shown() as progress:

@@ -23,7 +23,7 @@ from ballast.core.event import Finished, Output
 from ballast.core.request import Submission
 from ballast.core.settings import GPU_PAGE, DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB, ceil_div
-from ballast.engine.machine import MakeMachine
+from ballast.live.machine import MakeMachine
 from benchmarks.common import finish, interleave, options
 from benchmarks.exactness import make_llama
 

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ballast.core.errors import DeviceError
 from ballast.core.units import GiB, MiB
-from ballast.engine.runner_cuda import Compute, TorchOnGpu
+from ballast.live.cuda_runner import Compute, TorchOnGpu
 from ballast.memory.cuda.devices import driver_version
 from ballast.memory.cuda.driver import CudaDriver
 

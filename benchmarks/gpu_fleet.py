@@ -23,7 +23,7 @@ from ballast.cluster.machines import machine_of
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import GiB, MiB, ceil_div
-from ballast.engine.machine import MakeMachine
+from ballast.live.machine import MakeMachine
 from benchmarks.rotations import RandomRotations
 
 PAGE = 2 * MiB

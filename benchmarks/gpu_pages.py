@@ -12,7 +12,7 @@ from typing import Any
 from ballast.core.errors import DeviceError
 from ballast.core.event import TransferDone
 from ballast.core.units import GiB, KiB, MiB, ceil_div
-from ballast.engine.inbox import MonotonicClock
+from ballast.live.inbox import MonotonicClock
 from ballast.memory.cuda.calls import Driver
 from ballast.memory.cuda.link import CudaLink
 from ballast.memory.cuda.pinning import PinnedMemory

@@ -34,9 +34,10 @@ from ballast.memory.range import BackedRange
 from ballast.memory.tensor import array_at
 from ballast.memory.vm import Exported
 from ballast.memory.vm_memfd import MemfdVm
-from ballast.transport.lending import PagesSocket, fetch_lease, fetch_pages, serve
-from ballast.transport.messages import OfLease, decode_to_worker
-from ballast.transport.messages import encode as encode_message
+from ballast.transport.page_descriptors import PagesSocket, fetch_lease, fetch_pages, serve
+from ballast.transport.worker_messages.codec import decode_to_worker
+from ballast.transport.worker_messages.codec import encode as encode_message
+from ballast.transport.worker_messages.lending_messages import LeaseMsg
 
 STRIDE = 4096
 SPAN = 16
@@ -328,13 +329,13 @@ class Worker:
 
 
 def encode(word: Lent | AskedBack | Returned) -> bytes:
-    return encode_message(OfLease.of(word))
+    return encode_message(LeaseMsg.of(word))
 
 
 def decode(data: bytes) -> Lent | AskedBack | Returned:
     message = decode_to_worker(data)
-    assert isinstance(message, OfLease)
-    return message.word
+    assert isinstance(message, LeaseMsg)
+    return message.event
 
 
 def run(connection: Connection, name: str, page: int, n_pages: int, gpu: int | None) -> None:

@@ -18,7 +18,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, ModelSettings
 from ballast.core.units import KiB, MiB
-from ballast.engine.inbox import MonotonicClock
+from ballast.live.inbox import MonotonicClock
 from ballast.memory.copies import Copy, copy_checked
 from ballast.memory.transfer import HostLink
 from ballast.sim.profile import device_profile

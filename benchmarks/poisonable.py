@@ -42,7 +42,7 @@ def device(
     segments: SegmentClient | None,
 ) -> worker.Device:
     """The real one, with executors that kill."""
-    from ballast.engine.device import LiveDevice  # late, as in the real worker
+    from ballast.live.device import LiveDevice  # late, as in the real worker
 
     live = LiveDevice(fleet, outbox, record=record, progress=progress, exchange=segments)
     for executor in (lane for lanes in live.executors.values() for lane in lanes):

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from ballast.bench.report import Report
 from ballast.bench.worlds import Ran
-from ballast.engine.storyfile import StoryFile
+from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import PRESETS
 from benchmarks.common import finish, options, verdict
 from benchmarks.contenders import defaults

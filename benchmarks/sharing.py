@@ -27,8 +27,8 @@ from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB, format_bytes
 from ballast.core.view import Residency
 from ballast.engine.apply import apply
-from ballast.engine.device import LiveDevice
 from ballast.engine.events import handle
+from ballast.live.device import LiveDevice
 from ballast.memory.tensor import array_at
 from benchmarks.common import finish, options
 

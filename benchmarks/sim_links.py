@@ -23,7 +23,7 @@ from ballast.core.clock import VirtualClock
 from ballast.core.event import TransferDone
 from ballast.core.link import Direction, LinkRates
 from ballast.core.units import MiB
-from ballast.engine.inbox import MonotonicClock
+from ballast.live.inbox import MonotonicClock
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import HostLink
 from ballast.sim.heap import EventHeap

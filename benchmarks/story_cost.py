@@ -20,7 +20,7 @@ from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings
 from ballast.core.units import GiB, MiB
-from ballast.engine.storyfile import StoryFile
+from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import resolve
 from ballast.sim.catalogue import catalogue
 from ballast.sim.device import Profile, SimDevice

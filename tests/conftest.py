@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ballast.core.event import Event
-from ballast.engine.inbox import MonotonicClock, QueueInbox
+from ballast.live.inbox import MonotonicClock, QueueInbox
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("long", settings.get_profile("untimed"), max_examples=4000)

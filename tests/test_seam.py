@@ -65,11 +65,11 @@ FORBIDDEN_MODULES = (
     "random",
     "torch",
     "ballast.sim",
-    "ballast.engine.inbox",
-    "ballast.engine.runner",
-    "ballast.engine.runner_cuda",
-    "ballast.engine.machine_cuda",
-    "ballast.engine.device",
+    "ballast.live.inbox",
+    "ballast.live.runner",
+    "ballast.live.cuda_runner",
+    "ballast.live.cuda_machine",
+    "ballast.live.device",
     "ballast.memory.vm_memfd",
     "ballast.memory.vm_null",
 )
@@ -151,9 +151,9 @@ def test_imports_are_followed_into_functions_but_not_into_annotations(tmp_path: 
         "    from ballast.engine import runner\n"
         "def f():\n"
         "    from ballast.core import clock\n"
-        "    import ballast.engine.inbox\n"
+        "    import ballast.live.inbox\n"
     )
-    assert _imported(file) == {"ballast.core", "ballast.core.clock", "ballast.engine.inbox"}
+    assert _imported(file) == {"ballast.core", "ballast.core.clock", "ballast.live.inbox"}
 
 
 @pytest.mark.parametrize(

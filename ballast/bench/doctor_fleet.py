@@ -17,8 +17,8 @@ from ballast.core.model import ModelSpec, kv_room, weight_bytes, weight_pages
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import KiB, ceil_div, format_bytes
 from ballast.engine.build import check_room, kv_layout, pages_aside, set_aside
-from ballast.engine.never_run import WHERE, never_run
 from ballast.isolation.calls import Isolation
+from ballast.live.never_run import WHERE, never_run
 from ballast.memory.cuda.devices import reach_of
 from ballast.memory.cuda.driver import CudaDriver
 from ballast.models.parallel.model import check_parallel

@@ -9,7 +9,7 @@ from typing import Any
 from ballast.bench.finding import Finding, judged
 from ballast.core.errors import DeviceError
 from ballast.core.units import format_bytes
-from ballast.engine.never_run import FEATURES, WHERE
+from ballast.live.never_run import FEATURES, WHERE
 from ballast.memory.cuda.bandwidth import measure_bandwidth
 from ballast.memory.cuda.calls import Driver
 from ballast.memory.cuda.devices import Gpu, find_gpus

@@ -22,9 +22,9 @@ from ballast.core.event import (
 )
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
-from ballast.engine.device import LiveDevice
-from ballast.engine.machine import MakeMachine
 from ballast.isolation.calls import Isolation
+from ballast.live.device import LiveDevice
+from ballast.live.machine import MakeMachine
 
 
 @dataclass(slots=True)

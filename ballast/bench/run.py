@@ -21,7 +21,7 @@ from ballast.core.errors import BallastError
 from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings, Slo
 from ballast.engine.build import check_room
-from ballast.engine.inbox import MonotonicClock
+from ballast.live.inbox import MonotonicClock
 from ballast.policy.presets import resolve
 from ballast.sim.calibrate import calibrate
 from ballast.sim.profile import DeviceProfile

@@ -21,7 +21,7 @@ from ballast.core.errors import Unavailable
 from ballast.core.report import DeviceReport
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings, Slo
-from ballast.engine.inbox import MonotonicClock
+from ballast.live.inbox import MonotonicClock
 from ballast.workload.workload import Workload
 
 LAST_SECONDS = 10.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ballast.core.entries import Sink
 from ballast.core.errors import ConfigError
-from ballast.engine.storyfile import MODE, StoryFile, parts
+from ballast.engine.story_file import MODE, StoryFile, parts
 
 SinkOf = Callable[[str], Sink | None]
 """By device, where its story goes."""

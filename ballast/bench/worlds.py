@@ -20,9 +20,9 @@ from ballast.core.errors import Unavailable
 from ballast.core.event import Drain, Output, PromptScores, Stop, TokenOut
 from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings, Slo
-from ballast.engine.device import LiveDevice
-from ballast.engine.inbox import MonotonicClock
 from ballast.engine.state import DeviceState
+from ballast.live.device import LiveDevice
+from ballast.live.inbox import MonotonicClock
 from ballast.policy.presets import Preset
 from ballast.sim.device import Profile
 from ballast.sim.simulate import simulate

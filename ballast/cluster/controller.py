@@ -27,7 +27,7 @@ from ballast.core.migration import Word
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings, ModelSettings, ServerSettings
-from ballast.transport.messages import OfLease, OfPeer
+from ballast.transport.worker_messages.lending_messages import LeaseMsg, PeerReportMsg
 
 log = logging.getLogger(__name__)
 
@@ -398,7 +398,7 @@ class Controller(RequestRouter):
         """Its worker serves: it may lend to others, and borrow."""
         self._acquaintances.serving(device, pages, self.lending)
 
-    def said(self, device: RemoteDevice, message: OfLease | OfPeer) -> None:
+    def said(self, device: RemoteDevice, message: LeaseMsg | PeerReportMsg) -> None:
         """Of pages that are lent."""
         self._acquaintances.said(device, message)
 

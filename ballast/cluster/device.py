@@ -19,20 +19,18 @@ from ballast.core.command import Add, DeviceOrder, Outcome, Remove
 from ballast.core.errors import BallastError, Unavailable
 from ballast.core.migration import Word
 from ballast.core.settings import FleetSettings, ModelSettings, Role
-from ballast.transport.messages import (
-    Done,
-    DrainDevice,
-    Drained,
-    OfLease,
-    OfPeer,
-    OfRequest,
-    Outputs,
-    Ready,
-    Status,
-    StopDevice,
-    ToServer,
-    ToWorker,
+from ballast.transport.worker_messages.admin_messages import CommandDoneMsg
+from ballast.transport.worker_messages.codec import ToServer, ToWorker
+from ballast.transport.worker_messages.lending_messages import LeaseMsg, PeerReportMsg
+from ballast.transport.worker_messages.lifecycle_messages import (
+    DrainedMsg,
+    DrainMsg,
+    ReadyMsg,
+    StatusMsg,
+    StopMsg,
 )
+from ballast.transport.worker_messages.migration_messages import MigrationAnswerMsg
+from ballast.transport.worker_messages.request_messages import OutputsMsg
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +55,7 @@ class Neighbours(Protocol):
     def serving(self, device: RemoteDevice, pages: str) -> None:
         """Its worker serves, and gives its memory to others at `pages`, if that is not empty."""
 
-    def said(self, device: RemoteDevice, message: OfLease | OfPeer) -> None:
+    def said(self, device: RemoteDevice, message: LeaseMsg | PeerReportMsg) -> None:
         """Of pages that are lent."""
 
     def prefilled(self, device: RemoteDevice, request_id: str) -> None:
@@ -158,10 +156,10 @@ class RemoteDevice(DeviceRecord):
             await self.worker.close()
             return
         if self.down is None:
-            self.worker.send(DrainDevice())
+            self.worker.send(DrainMsg())
             await self._wait_until_drained(patience)
         if self.down is None and not self._drained.is_set():
-            self.worker.send(StopDevice("the server is stopping"))
+            self.worker.send(StopMsg("the server is stopping"))
             await self._wait_until_drained(patience)
         self.requests.fail_all("unavailable", "the server is stopping")
         self._orders.fail("the server is stopping")
@@ -214,34 +212,34 @@ class RemoteDevice(DeviceRecord):
 
     def _handle(self, message: ToServer) -> None:
         match message:
-            case Outputs():
+            case OutputsMsg():
                 for output in message.unwrap():
                     self.requests.deliver(output)
                 self.requests.dispatch()
-            case Status():
+            case StatusMsg():
                 self.report = message.report
                 self._remember(message)
-            case Done():
+            case CommandDoneMsg():
                 order = self._orders.done(message)
                 if order is not None:
                     self._carried_out(order, message.outcome)
-            case OfLease() | OfPeer():
+            case LeaseMsg() | PeerReportMsg():
                 self._neighbours.said(self, message)
-            case OfRequest():
-                self._neighbours.said_of_request(self, message.word)
-            case Drained():
+            case MigrationAnswerMsg():
+                self._neighbours.said_of_request(self, message.answer)
+            case DrainedMsg():
                 self._drained.set()
             case _:
                 log.warning("unexpected message %s", type(message).__name__)
 
-    def _remember(self, status: Status) -> None:
+    def _remember(self, status: StatusMsg) -> None:
         """Decisions outlive the worker, and with it the clock that they were dated by."""
         since = asyncio.get_running_loop().time() - status.report.now
         for decision in status.decisions:
             what = {key: value for key, value in decision.items() if key != "at"}
             self._neighbours.decided(self, since + decision["at"], what)
 
-    def _serve(self, ready: Ready) -> None:
+    def _serve(self, ready: ReadyMsg) -> None:
         self.specs, self.failed, self.report = ready.specs, ready.failed, ready.report
         self.reach, self.pages = ready.reach, ready.pages
         self.down = self.lost = None

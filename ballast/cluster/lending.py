@@ -2,10 +2,10 @@
 
 ::
 
-    serving ─Meet─> both ─HasMet─>   acquainted, in an epoch of their own
-    OfLease                          passed on, in order, while the epoch lasts
+    serving ─MeetPeerMsg─> both ─HasMet─>   acquainted, in an epoch of their own
+    LeaseMsg                         passed on, in order, while the epoch lasts
     Condemned                        the borrower is killed
-    died, buried ─Gone─> the other ─LetGo─>   only then is the dead one's successor started
+    died, buried ─PeerEndedMsg─> the other ─LetGo─>   only then is the dead one's successor started
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from typing import Protocol
 
 from ballast.core.capability import Capability
 from ballast.core.lease import Returned
-from ballast.transport.messages import Gone, Meet, OfLease, OfPeer, ToWorker
+from ballast.transport.worker_messages.codec import ToWorker
+from ballast.transport.worker_messages.lending_messages import (
+    LeaseMsg,
+    MeetPeerMsg,
+    PeerEndedMsg,
+    PeerReportMsg,
+)
 
 log = logging.getLogger(__name__)
 
@@ -76,17 +82,17 @@ class Acquaintances:
             if c.means and device.name in pair and pair <= self._addresses.keys():
                 self._introduce(pair)
 
-    def said(self, device: Peer, message: OfLease | OfPeer) -> None:
+    def said(self, device: Peer, message: LeaseMsg | PeerReportMsg) -> None:
         """A worker has said something of, or to, another one."""
-        if isinstance(message, OfLease):
+        if isinstance(message, LeaseMsg):
             self._pass_on(device, message)
             return
         pair = self._pairs.get(frozenset((device.name, message.peer)))
-        if message.what == "LetGo":
+        if message.kind == "released":
             self._let_go(message.peer, device.name)
         elif pair is None or pair.epoch != message.epoch:
             return
-        elif message.what == "HasMet":
+        elif message.kind == "met":
             pair.met.add(device.name)
         else:
             self._devices[message.peer].kill(f"{device.name} waits in vain for pages it has lent")
@@ -106,7 +112,7 @@ class Acquaintances:
             (name,) = names - {device.name}
             other = self._devices[name]
             if other.down is None:
-                other.tell(Gone(device.name, pair.epoch))
+                other.tell(PeerEndedMsg(device.name, pair.epoch))
                 holders.add(name)
         self._holders[device.name] = holders
         try:
@@ -126,12 +132,12 @@ class Acquaintances:
         self._pairs[names] = _Pair(epoch)
         for name in names:
             (peer,) = names - {name}
-            self._devices[name].tell(Meet(peer, epoch, self._addresses[peer]))
+            self._devices[name].tell(MeetPeerMsg(peer, epoch, self._addresses[peer]))
 
-    def _pass_on(self, device: Peer, message: OfLease) -> None:
+    def _pass_on(self, device: Peer, message: LeaseMsg) -> None:
         lease = message.lease
         by, to = lease.lender, lease.borrower
-        if isinstance(message.word, Returned):
+        if isinstance(message.event, Returned):
             by, to = to, by
         pair = self._pairs.get(frozenset((by, to)))
         if by == device.name and pair is not None and pair.epoch == lease.epoch:

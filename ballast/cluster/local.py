@@ -16,16 +16,15 @@ from ballast.cluster.flight import FlightRecorder, flight_memory
 from ballast.cluster.segments import SegmentBroker
 from ballast.core.errors import Unavailable
 from ballast.core.settings import FleetSettings, ServerSettings
-from ballast.transport.messages import (
-    Configure,
-    Heartbeat,
-    Hello,
-    NotReady,
-    Ready,
-    ToServer,
-    ToWorker,
+from ballast.transport.sockets import PrivateDirectory, ServerSocket
+from ballast.transport.worker_messages.codec import ToServer, ToWorker
+from ballast.transport.worker_messages.lifecycle_messages import (
+    ConfigureMsg,
+    HeartbeatMsg,
+    HelloMsg,
+    NotReadyMsg,
+    ReadyMsg,
 )
-from ballast.transport.zmq import PrivateDirectory, ServerSocket
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +99,7 @@ class LocalWorker:
         await self._spawn("--spare")
         await self._connect()
 
-    async def start(self, fleet: FleetSettings) -> Ready:
+    async def start(self, fleet: FleetSettings) -> ReadyMsg:
         """Have the process build the device of `fleet`; takes as long as loading.
 
         From then on it is watched, as `fleet.server` says. Raises Unavailable, with the reason,
@@ -114,12 +113,12 @@ class LocalWorker:
         if not self._connected:
             await self._connect()
         told = replace(fleet, server=ServerSettings())
-        self.send(Configure(told, logging.getLogger("ballast").getEffectiveLevel()))
+        self.send(ConfigureMsg(told, logging.getLogger("ballast").getEffectiveLevel()))
         while True:
             message = await self._expect()
-            if isinstance(message, Ready):
+            if isinstance(message, ReadyMsg):
                 return message
-            if isinstance(message, NotReady):
+            if isinstance(message, NotReadyMsg):
                 raise Unavailable(f"the worker cannot start: {message.reason}")
 
     async def _spawn(self, *options: str) -> None:
@@ -145,7 +144,7 @@ class LocalWorker:
         self._exited = asyncio.create_task(self._process.wait())
 
     async def _connect(self) -> None:
-        while not isinstance(await self._expect(), Hello):
+        while not isinstance(await self._expect(), HelloMsg):
             pass
         self._connected = True
         # Connected for good: without a path there is nothing left to clean up later.
@@ -164,7 +163,7 @@ class LocalWorker:
 
     async def receive(self) -> ToServer | None:
         """The next message; None once the process has ended and all it said was taken."""
-        while isinstance(message := await self._next(), Heartbeat):
+        while isinstance(message := await self._next(), HeartbeatMsg):
             for what, seconds in (
                 ("a turn of its loop", message.turn_seconds),
                 ("a job", message.job_seconds),

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from ballast.core.clock import Clock
 from ballast.core.event import Event
 from ballast.core.settings import FleetSettings
-from ballast.engine.machine import CpuMachine, Machine
-from ballast.engine.machine_cuda import CudaMachine
+from ballast.live.cpu_machine import CpuMachine
+from ballast.live.cuda_machine import CudaMachine
+from ballast.live.machine import Machine
 
 if TYPE_CHECKING:
     from ballast.cluster.remote import RemoteRank

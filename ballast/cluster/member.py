@@ -15,11 +15,12 @@ from ballast.core.errors import ConfigError
 from ballast.core.event import Event
 from ballast.core.link import LinkRates
 from ballast.core.settings import DeviceSettings, KvLayout, ModelSettings
-from ballast.engine.machine import Cap, OnCpu
-from ballast.engine.runner import Executor, LaneRunner, Record
 from ballast.kernels.stream_copy import stream_copier
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
+from ballast.live.cpu_machine import OnCpu
+from ballast.live.machine import Cap
+from ballast.live.runner import Executor, LaneRunner, Record
 from ballast.memory.copies import Copy
 from ballast.memory.cuda.calls import WhenLost
 from ballast.memory.transfer import HostLink, Link

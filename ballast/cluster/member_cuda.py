@@ -13,9 +13,9 @@ from ballast.core.errors import BrokenPromise, ConfigError, DeviceError
 from ballast.core.event import Event
 from ballast.core.link import LinkRates
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
-from ballast.engine.machine_cuda import CudaMachine, driver_of
-from ballast.engine.runner_cuda import Compute
 from ballast.kernels.workspace import Workspace
+from ballast.live.cuda_machine import CudaMachine, driver_of
+from ballast.live.cuda_runner import Compute
 from ballast.memory.copies import Copy
 from ballast.memory.cuda.calls import Driver
 from ballast.memory.cuda.devices import find_gpus

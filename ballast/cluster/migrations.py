@@ -25,7 +25,8 @@ from ballast.core.migration import (
     wanted,
 )
 from ballast.core.request import Submission
-from ballast.transport.messages import Migrate, Withdraw
+from ballast.transport.worker_messages.migration_messages import MigrationOrderMsg
+from ballast.transport.worker_messages.request_messages import WithdrawMsg
 
 PATIENCE = 10.0
 """Seconds for a device to answer: it may be amid a long job, and have a GiB to read."""
@@ -80,17 +81,17 @@ class Migrations:
             departed = await self._ask(source, Depart(request_id), Departed)
             if request_id in source.requests and source.down is None:
                 if departed is None:
-                    source.tell(Withdraw((request_id,)))
+                    source.tell(WithdrawMsg((request_id,)))
                 if departed is None or not departed.intact:
-                    target.tell(Migrate.of(DropKv(request_id)))
+                    target.tell(MigrationOrderMsg.of(DropKv(request_id)))
                 else:
                     tail = KvTail(request_id, departed.tokens, departed.tail)
-                    target.tell(Migrate.of(tail))
+                    target.tell(MigrationOrderMsg.of(tail))
                     target.moved_in += 1
                 target.requests.take(source.requests.let_go([request_id]))
                 return True
         if target.down is None:
-            target.tell(Migrate.of(DropKv(request_id)))
+            target.tell(MigrationOrderMsg.of(DropKv(request_id)))
         return request_id not in source.requests
 
     async def _import(self, request_id: str, source: RemoteDevice, target: RemoteDevice) -> bool:
@@ -114,7 +115,7 @@ class Migrations:
         key = device.name, kind, request_id
         future = asyncio.get_running_loop().create_future()
         self._awaited[key] = future
-        device.tell(Migrate.of(order))
+        device.tell(MigrationOrderMsg.of(order))
         try:
             async with asyncio.timeout(PATIENCE):
                 word = await future

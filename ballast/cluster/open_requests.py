@@ -16,7 +16,12 @@ from ballast.cluster.suspicion import Suspicions
 from ballast.core.errors import BrokenPromise
 from ballast.core.event import Cancelled, Failed, Finished, Output, TokenOut
 from ballast.core.model import ModelSpec
-from ballast.transport.messages import Flow, Submit, ToWorker, Withdraw
+from ballast.transport.worker_messages.codec import ToWorker
+from ballast.transport.worker_messages.request_messages import (
+    FlowControlMsg,
+    SubmitMsg,
+    WithdrawMsg,
+)
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +116,7 @@ class OpenRequests:
         sent = tuple(i for i in ids if self._open[i].sent)
         gone = self.let_go(ids)
         if sent and self._send is not None:
-            self._send(Withdraw(sent))
+            self._send(WithdrawMsg(sent))
         self._changed = True
         self.dispatch()
         return gone
@@ -142,7 +147,7 @@ class OpenRequests:
         ended = [self._close(i) for i in request_ids if i in self._open]
         sent = tuple(r.submission.id for r in ended if r.sent)
         if sent and self._send is not None:
-            self._send(Withdraw(sent))
+            self._send(WithdrawMsg(sent))
         self.dispatch()
 
     def pace(self, request_ids: Iterable[str], paused: bool) -> None:
@@ -156,7 +161,7 @@ class OpenRequests:
             self._changed = True
         sent = tuple(r.submission.id for r in requests if r.sent)
         if sent and self._send is not None:
-            self._send(Flow(paused=sent) if paused else Flow(resumed=sent))
+            self._send(FlowControlMsg(paused=sent) if paused else FlowControlMsg(resumed=sent))
         self.dispatch()
 
     def fail_all(self, code: str, reason: str) -> None:
@@ -207,7 +212,7 @@ class OpenRequests:
         else:
             waiting = self._fair(waiting)
         if waiting:
-            self._send(Submit.of(r.to_send() for r in waiting))
+            self._send(SubmitMsg.of(r.to_send() for r in waiting))
 
     def deliver(self, output: Output) -> None:
         """Tell the client what the worker said."""

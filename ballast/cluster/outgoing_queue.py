@@ -7,7 +7,8 @@ import os
 import queue
 
 from ballast.core.event import Output
-from ballast.transport.messages import Outputs, ToServer
+from ballast.transport.worker_messages.codec import ToServer
+from ballast.transport.worker_messages.request_messages import OutputsMsg
 
 
 class OutgoingQueue:
@@ -41,9 +42,9 @@ class OutgoingQueue:
                 outputs += item
                 continue
             if outputs:
-                messages.append(Outputs.of(outputs))
+                messages.append(OutputsMsg.of(outputs))
                 outputs = []
             messages.append(item)
         if outputs:
-            messages.append(Outputs.of(outputs))
+            messages.append(OutputsMsg.of(outputs))
         return messages

@@ -15,8 +15,8 @@ from ballast.core.errors import DeviceError
 from ballast.core.event import Event
 from ballast.core.lease import AskedBack, Lease, Lent, PeerGone, Returned, Word
 from ballast.memory.vm import Exported
-from ballast.transport.lending import PagesSocket, fetch_lease, fetch_pages, serve
-from ballast.transport.messages import Gone, Meet
+from ballast.transport.page_descriptors import PagesSocket, fetch_lease, fetch_pages, serve
+from ballast.transport.worker_messages.lending_messages import MeetPeerMsg, PeerEndedMsg
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +75,11 @@ class Peers:
             arguments = (connection, self._export, self._offered)
             threading.Thread(target=serve, args=arguments, daemon=True).start()
 
-    def meet(self, message: Meet) -> None:
+    def meet(self, message: MeetPeerMsg) -> None:
         known = self._peers[message.peer] = _Peer(message.address, ThreadPoolExecutor(1))
         known.do(self._meet, known, message)
 
-    def gone(self, message: Gone) -> None:
+    def gone(self, message: PeerEndedMsg) -> None:
         """Told when nothing of what it had lent is about to be used here any more."""
         event, known = PeerGone(message.peer, message.epoch), self._peers.pop(message.peer, None)
         if known is None:
@@ -111,7 +111,7 @@ class Peers:
         with self._use() as device:
             return () if device is None else device.offered(borrower, epoch, lease)
 
-    def _meet(self, known: _Peer, message: Meet) -> None:
+    def _meet(self, known: _Peer, message: MeetPeerMsg) -> None:
         for _ in range(FETCHES):
             try:
                 exported = fetch_pages(message.address)

@@ -12,13 +12,13 @@ from ballast.core.command import Add, DeviceOrder, Order, Outcome, Remove
 from ballast.core.errors import Unavailable
 from ballast.core.settings import AdapterSettings, FleetSettings, ModelSettings
 from ballast.fleet.levels import change_to
-from ballast.transport.messages import Command, Done
+from ballast.transport.worker_messages.admin_messages import CommandDoneMsg, CommandMsg
 
 
 class PendingOrders:
     """By id, of the present worker."""
 
-    def __init__(self, send: Callable[[Command], None]) -> None:
+    def __init__(self, send: Callable[[CommandMsg], None]) -> None:
         self._send = send
         self._numbers = itertools.count(1)
         self._pending: dict[int, tuple[DeviceOrder, asyncio.Future[Outcome]]] = {}
@@ -28,10 +28,10 @@ class PendingOrders:
         asked: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         id = next(self._numbers)
         self._pending[id] = order, asked
-        self._send(Command.of(id, order))
+        self._send(CommandMsg.of(id, order))
         return asked
 
-    def done(self, message: Done) -> DeviceOrder | None:
+    def done(self, message: CommandDoneMsg) -> DeviceOrder | None:
         """Tell whoever waits, if anybody does; the order that was meant."""
         order, asked = self._pending.pop(message.id, (None, None))
         if asked is not None and not asked.done():

@@ -22,50 +22,48 @@ from ballast.cluster.member import KvPlace, MakeMember, Meeting
 from ballast.cluster.members import member_of
 from ballast.core.errors import BallastError, BrokenPromise, DeviceError, DeviceLost
 from ballast.core.event import Event, TransferDone
-from ballast.engine.inbox import MonotonicClock
-from ballast.engine.machine import Cap
 from ballast.isolation.calls import Isolation
 from ballast.isolation.orphan import die_with
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
+from ballast.live.inbox import MonotonicClock
+from ballast.live.machine import Cap
 from ballast.memory.arena import confine_allocator
 from ballast.memory.copies import Copy
 from ballast.memory.cuda.calls import WhenLost
 from ballast.memory.vm import Range
 from ballast.models.gpu.parallel import GpuParallelModel
 from ballast.models.parallel.model import ParallelModel
-from ballast.transport.ranks import (
-    Allow,
-    Carry,
-    Compute,
-    CopyNow,
-    Discard,
-    Forget,
-    FromRank,
-    JoinGroup,
-    Lacking,
-    Landed,
-    LeaderConnection,
-    Load,
-    Loaded,
-    Look,
-    Map,
-    Meet,
-    Ok,
-    Populate,
-    Quiet,
-    RankGone,
-    Refused,
-    Release,
-    Reserve,
-    Reserved,
-    Seen,
-    Serve,
-    Settle,
+from ballast.transport.tensor_parallel.rank_connections import FromRank, LeaderConnection, RankGone
+from ballast.transport.tensor_parallel.rank_messages import (
+    CopyMsg,
+    DiscardPagesMsg,
+    DoneReply,
+    ForgetLayersMsg,
+    InspectMappingsMsg,
+    JoinGroupMsg,
+    LayersSettledEvent,
+    LoadModelMsg,
+    MapPagesMsg,
+    MappingsReply,
+    MeetRanksMsg,
+    ModelLoadedReply,
+    PagesShortReply,
+    PopulatePagesMsg,
+    RangeReservedReply,
+    RefusedReply,
+    ReleaseRangeMsg,
+    RemapLayersMsg,
+    ReserveRangeMsg,
+    RunJobMsg,
+    ServeModelMsg,
+    SetActivationLimitMsg,
+    SettleLayersMsg,
+    StartTransferMsg,
     ToRank,
-    Turn,
-    Unload,
-    Unmap,
+    TransferLandedEvent,
+    UnloadModelMsg,
+    UnmapPagesMsg,
 )
 from ballast.weights.host import HostModel, HostTier
 from ballast.weights.link_rotor import LinkRotor
@@ -76,7 +74,7 @@ log = logging.getLogger(__name__)
 
 NAME = "ballast-rank"
 """Of the process, as operators see it."""
-_DONE = Ok()
+_DONE = DoneReply()
 
 
 class Rank:
@@ -84,9 +82,9 @@ class Rank:
 
     def __init__(
         self,
-        told: JoinGroup,
+        told: JoinGroupMsg,
         landed: Callable[[Event], None],
-        quiet: Callable[[Quiet], None],
+        quiet: Callable[[LayersSettledEvent], None],
         make: MakeMember = member_of,
         isolation: Isolation | None = None,
     ) -> None:
@@ -120,60 +118,60 @@ class Rank:
     def do(self, asked: ToRank) -> FromRank:
         """What is asked. Raises DeviceError and BrokenPromise with nothing done."""
         match asked:
-            case Compute():
+            case RunJobMsg():
                 with self._own.alongside():
                     self._models[asked.model].compute(asked.work, head=asked.head)
                 if self._cap is not None:
                     self._cap.check(alone=True)
-            case Map():
+            case MapPagesMsg():
                 where = self._range(asked.base)
                 self._own.vm.map(
                     where, asked.at, asked.pages, alias=asked.alias, prefault=asked.prefault
                 )
-            case Unmap():
+            case UnmapPagesMsg():
                 self._own.vm.unmap(self._range(asked.base), asked.at, asked.n)
-            case Populate():
+            case PopulatePagesMsg():
                 short = self._own.vm.populate(asked.pages)
                 if short is not None:
-                    return Lacking(short.pages)
-            case Discard():
+                    return PagesShortReply(short.pages)
+            case DiscardPagesMsg():
                 self._own.vm.discard(asked.pages)
-            case CopyNow():
+            case CopyMsg():
                 self._own.copy(asked.dst, asked.src, asked.n_bytes)
-            case Carry():
+            case StartTransferMsg():
                 copies = [Copy(*c) for c in asked.copies]
                 self._own.link.start(asked.transfer_id, copies, asked.stream)
-            case Reserve():
+            case ReserveRangeMsg():
                 made = self._own.vm.reserve(asked.n_bytes)
                 self._ranges[made.base] = made
-                return Reserved(made.base)
-            case Release():
+                return RangeReservedReply(made.base)
+            case ReleaseRangeMsg():
                 self._own.vm.release(self._range(asked.base))
                 del self._ranges[asked.base]
-            case Look():
+            case InspectMappingsMsg():
                 mapped = (
                     {} if asked.base is None else self._own.vm.os_pages(self._range(asked.base))
                 )
-                return Seen(mapped, self._own.vm.mappings())
-            case Load():
+                return MappingsReply(mapped, self._own.vm.mappings())
+            case LoadModelMsg():
                 host = self._own.load(asked.settings, self._tier, asked.threads)
                 self._hosts[host.spec.name] = host
-                return Loaded(host.addresses)
-            case Unload():
+                return ModelLoadedReply(host.addresses)
+            case UnloadModelMsg():
                 self._models.pop(asked.model, None)
                 self._rotors.pop(asked.model, None)
                 self._own.unload(self._hosts.pop(asked.model))
-            case Serve():
+            case ServeModelMsg():
                 self._serve(asked)
-            case Allow():
+            case SetActivationLimitMsg():
                 self._allow(asked.n_bytes)
-            case Turn():
+            case RemapLayersMsg():
                 self._rotors[asked.model].turn(asked.rotation, asked.held, asked.missing)
-            case Settle():
+            case SettleLayersMsg():
                 self._rotors[asked.model].settle()
-            case Forget():
+            case ForgetLayersMsg():
                 self._rotors[asked.model].forget()
-            case JoinGroup() | Meet():
+            case JoinGroupMsg() | MeetRanksMsg():
                 raise BrokenPromise("it is a rank already")
         return _DONE
 
@@ -183,7 +181,7 @@ class Rank:
             raise BrokenPromise(f"no range at {base:#x}")
         return found
 
-    def _serve(self, asked: Serve) -> None:
+    def _serve(self, asked: ServeModelMsg) -> None:
         host = self._hosts[asked.model]
         kv = self._range(asked.kv_base)
         place = KvPlace(kv.base, kv.n_bytes, Layout.of(host.spec, self.device.page_bytes))
@@ -197,7 +195,7 @@ class Rank:
             made.barriers = self._rotors[spec.name] = rotor
 
     def _settled(self, model: str) -> None:
-        self._quiet(Quiet(model, self._rotors[model].held))
+        self._quiet(LayersSettledEvent(model, self._rotors[model].held))
 
     def _allow(self, n_bytes: int) -> None:
         if self._cap is None:
@@ -217,18 +215,20 @@ def _answer(rank: Rank, connection: LeaderConnection, threads: int | None = None
         if threads is not None:
             torch.set_num_threads(threads)
         while True:
-            asked = connection.next()
+            asked = connection.receive()
             try:
                 said = rank.do(asked)
             except DeviceLost:
                 raise
             except DeviceError as error:
-                said = Refused(error.call, error.reason)
+                said = RefusedReply(error.call, error.reason)
             except BallastError as error:
-                if isinstance(asked, Compute):
+                if isinstance(asked, RunJobMsg):
                     raise
-                said = Refused(None if isinstance(error, BrokenPromise) else "load", str(error))
-            connection.say(said)
+                said = RefusedReply(
+                    None if isinstance(error, BrokenPromise) else "load", str(error)
+                )
+            connection.send(said)
     except RankGone:
         os._exit(0)
     except BaseException as error:  # noqa: BLE001 - the process ends of it
@@ -294,25 +294,25 @@ def _join(
 
     def landed(done: Event) -> None:
         assert isinstance(done, TransferDone)
-        events.say(Landed(done))
+        events.send(TransferLandedEvent(done))
 
     try:
-        told = memory.next()
-        assert isinstance(told, JoinGroup)
+        told = memory.receive()
+        assert isinstance(told, JoinGroupMsg)
         try:
-            rank = Rank(told, landed, events.say, make, isolation)
+            rank = Rank(told, landed, events.send, make, isolation)
         except BallastError as error:
             if isinstance(error, DeviceError):
-                memory.say(Refused(error.call, error.reason))
+                memory.send(RefusedReply(error.call, error.reason))
             else:
-                memory.say(Refused("join", str(error)))
-            memory.next()  # it goes
+                memory.send(RefusedReply("join", str(error)))
+            memory.receive()  # it goes
             raise
-        memory.say(_DONE)
-        where = memory.next()
-        assert isinstance(where, Meet)
-        rank.meet(memory.take() if where.meeting is None else Path(where.meeting))
-        memory.say(_DONE)
+        memory.send(_DONE)
+        where = memory.receive()
+        assert isinstance(where, MeetRanksMsg)
+        rank.meet(memory.receive_descriptor() if where.meeting is None else Path(where.meeting))
+        memory.send(_DONE)
         return rank
     except RankGone:
         os._exit(0)

@@ -38,29 +38,29 @@ from ballast.core.model import ModelSpec
 from ballast.core.report import GraphReport
 from ballast.core.request import Sampling
 from ballast.core.settings import DeviceSettings, ModelSettings
-from ballast.engine.machine import Cap
-from ballast.engine.runner import Executor, LaneRunner, Record
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
 from ballast.kv.swapper import MakeSwapper
+from ballast.live.machine import Cap
+from ballast.live.runner import Executor, LaneRunner, Record
 from ballast.memory.copies import Copy
 from ballast.memory.cuda.calls import WhenLost
 from ballast.memory.group.link import GroupLink, share_of
 from ballast.memory.group.vm import GroupVm
 from ballast.memory.transfer import HostLink
 from ballast.models.executor import ModelExecutor
-from ballast.transport.ranks import (
-    Allow,
-    Carry,
-    Compute,
-    CopyNow,
-    JoinGroup,
-    Load,
-    Loaded,
-    Meet,
-    Quiet,
-    Serve,
-    Unload,
+from ballast.transport.tensor_parallel.rank_messages import (
+    CopyMsg,
+    JoinGroupMsg,
+    LayersSettledEvent,
+    LoadModelMsg,
+    MeetRanksMsg,
+    ModelLoadedReply,
+    RunJobMsg,
+    ServeModelMsg,
+    SetActivationLimitMsg,
+    StartTransferMsg,
+    UnloadModelMsg,
 )
 from ballast.weights.checkpoint import THREADS
 from ballast.weights.host import HostModel, HostTier
@@ -76,7 +76,7 @@ _SAMPLED = Sampling()
 
 
 class GroupMachine:
-    """Implements `ballast.engine.machine.Machine` over the processes of all ranks."""
+    """Implements `ballast.live.machine.Machine` over the processes of all ranks."""
 
     graphs: GraphReport | None = None
     copies_beside_jobs = False
@@ -107,12 +107,12 @@ class GroupMachine:
             for other in others:
                 other.listen(self._landed, self._quiet, self._lost)
                 own = of_rank(whole, other.rank)
-                other.memory.tell(JoinGroup(other.rank, own, pace))
+                other.memory.send(JoinGroupMsg(other.rank, own, pace))
             self._own = make(device, Shard(0, ranks), pace, clock, self._landed)
             for part in (self._own, self._own.vm, self._own.link):
                 failing.callback(part.close)
             for other in others:
-                other.memory.answer()
+                other.memory.receive()
             self._meet(whole)
             failing.pop_all()
         n_pages = device.budget_bytes // device.page_bytes
@@ -129,8 +129,8 @@ class GroupMachine:
         if whole.meets_in_memory:
             shared = os.memfd_create("ballast-meeting")
             for other in self._ranks:
-                other.memory.tell(Meet(None))
-                other.memory.give(shared)
+                other.memory.send(MeetRanksMsg(None))
+                other.memory.send_descriptor(shared)
             self._own.meet(shared)
             os.close(shared)
         else:
@@ -138,10 +138,10 @@ class GroupMachine:
             self._parting.callback(where.cleanup)
             file = Path(where.name) / "meeting"
             for other in self._ranks:
-                other.memory.tell(Meet(str(file)))
+                other.memory.send(MeetRanksMsg(str(file)))
             self._own.meet(file)
         for other in self._ranks:
-            other.memory.answer()
+            other.memory.receive()
 
     # -- models -----------------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class GroupMachine:
         host: HostModel | None = None
         failed: BallastError | None = None
         for other in self._ranks:
-            other.models.tell(Load(settings, threads))
+            other.models.send(LoadModelMsg(settings, threads))
         try:
             host = self._own.load(settings, tier, threads)
         except BallastError as error:
@@ -159,16 +159,16 @@ class GroupMachine:
         loaded: list[RemoteRank] = []
         for other in self._ranks:
             try:
-                told = other.models.answer()
+                told = other.models.receive()
             except DeviceError as error:
                 failed = failed or DeviceError(f"rank {other.rank}", error.reason)
                 continue
-            assert isinstance(told, Loaded)
+            assert isinstance(told, ModelLoadedReply)
             loaded.append(other)
             found.append(told.addresses)
         if failed is not None or host is None:
             for other in loaded:
-                other.models.ask(Unload(settings.name))
+                other.models.call(UnloadModelMsg(settings.name))
             if host is not None:
                 self._own.unload(host)
             raise failed or BrokenPromise(f"{settings.name} was not loaded")
@@ -179,7 +179,7 @@ class GroupMachine:
     def unload(self, host: HostModel) -> None:
         if not self._closing:
             for other in self._ranks:
-                other.models.ask(Unload(host.spec.name))
+                other.models.call(UnloadModelMsg(host.spec.name))
         self._own.unload(host)
 
     def executors(
@@ -192,7 +192,7 @@ class GroupMachine:
         places = [self.vm.where(address) for address in (*segments, kv.base)]
         for i, other in enumerate(self._ranks, 1):
             *theirs, their_kv = (place[i] for place in places)
-            other.models.ask(Serve(host.spec.name, tuple(theirs), their_kv))
+            other.models.call(ServeModelMsg(host.spec.name, tuple(theirs), their_kv))
         (workspace,) = workspaces
         place = KvPlace(kv.base, kv.range.range.n_bytes, kv.layout)
         return (self._own.model(host, segments, place, workspace, followers=self),)
@@ -234,7 +234,7 @@ class GroupMachine:
 
     def allow(self, n_bytes: int) -> None:
         for other in self._ranks:
-            other.models.ask(Allow(n_bytes))
+            other.models.call(SetActivationLimitMsg(n_bytes))
 
     def when_lost(self, call: WhenLost) -> None:
         """The group ends with the process of its first rank, as with that of any other."""
@@ -243,7 +243,7 @@ class GroupMachine:
     def copy(self, dst: int, src: int, n_bytes: int) -> None:
         targets, sources = self.vm.where(dst), self.vm.where(src)
         for i, other in enumerate(self._ranks, 1):
-            other.memory.ask(CopyNow(targets[i], sources[i], n_bytes))
+            other.memory.call(CopyMsg(targets[i], sources[i], n_bytes))
         self._own.copy(dst, src, n_bytes)
 
     def close(self) -> None:
@@ -260,13 +260,13 @@ class GroupMachine:
     # -- jobs, on the lane ------------------------------------------------------------------------
 
     def begin(self, model: str, work: Sequence[SequenceWork], *, head: bool) -> None:
-        told = Compute(model, tuple(_without_words(w) for w in work), head)
+        told = RunJobMsg(model, tuple(_without_words(w) for w in work), head)
         for other in self._ranks:
-            other.jobs.tell(told)
+            other.jobs.send(told)
 
     def end(self) -> None:
         for other in self._ranks:
-            other.jobs.answer()
+            other.jobs.receive()
 
     def broken(self, error: BaseException) -> NoReturn:
         self._end(f"a job broke off: {type(error).__name__}: {error}")
@@ -278,14 +278,14 @@ class GroupMachine:
         places = [(self.vm.where(c.dst), self._hosts[c.src], c.n_bytes) for c in copies]
         for i, other in enumerate(self._ranks):
             theirs = [(to[1 + i], source[i], n) for to, source, n in places]
-            other.memory.ask(Carry(transfer_id, theirs, stream))
+            other.memory.call(StartTransferMsg(transfer_id, theirs, stream))
 
     def _landed(self, done: Event) -> None:
         """On some rank."""
         assert isinstance(done, TransferDone)
         self.link.landed(done)
 
-    def _quiet(self, told: Quiet) -> None:
+    def _quiet(self, told: LayersSettledEvent) -> None:
         """On some other rank."""
         self._rotors[told.model].quiet(told.held)
 

@@ -13,7 +13,8 @@ from contextlib import ExitStack
 
 from ballast.core.event import TransferDone
 from ballast.core.settings import FleetSettings
-from ballast.transport.ranks import Landed, Quiet, RankConnection, RankGone
+from ballast.transport.tensor_parallel.rank_connections import RankConnection, RankGone
+from ballast.transport.tensor_parallel.rank_messages import LayersSettledEvent, TransferLandedEvent
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class RemoteRank:
         self.rank = rank
         self._lost: Callable[[RemoteRank], None] | None = None
         self._landed: Callable[[TransferDone], None] | None = None
-        self._quiet: Callable[[Quiet], None] | None = None
+        self._quiet: Callable[[LayersSettledEvent], None] | None = None
         with ExitStack() as theirs:
             pairs = {name: socket.socketpair() for name in _CONNECTIONS}
             for _, end in pairs.values():
@@ -59,7 +60,7 @@ class RemoteRank:
     def listen(
         self,
         landed: Callable[[TransferDone], None],
-        quiet: Callable[[Quiet], None],
+        quiet: Callable[[LayersSettledEvent], None],
         lost: Callable[[RemoteRank], None],
     ) -> None:
         """From now on `landed` is told of transfers that end there, `quiet` when loads of layers
@@ -91,10 +92,10 @@ class RemoteRank:
     def _listen(self) -> None:
         try:
             while True:
-                told = self._events.answer()
-                if isinstance(told, Landed) and self._landed is not None:
+                told = self._events.receive()
+                if isinstance(told, TransferLandedEvent) and self._landed is not None:
                     self._landed(told.done)
-                elif isinstance(told, Quiet) and self._quiet is not None:
+                elif isinstance(told, LayersSettledEvent) and self._quiet is not None:
                     self._quiet(told)
         except RankGone:
             if self._lost is not None:

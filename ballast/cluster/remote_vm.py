@@ -8,18 +8,18 @@ from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.units import ceil_div
 from ballast.memory.vm import Exported, Latch, Range
-from ballast.transport.ranks import (
-    Discard,
-    Lacking,
-    Look,
-    Map,
-    Populate,
-    RankConnection,
-    Release,
-    Reserve,
-    Reserved,
-    Seen,
-    Unmap,
+from ballast.transport.tensor_parallel.rank_connections import RankConnection
+from ballast.transport.tensor_parallel.rank_messages import (
+    DiscardPagesMsg,
+    InspectMappingsMsg,
+    MapPagesMsg,
+    MappingsReply,
+    PagesShortReply,
+    PopulatePagesMsg,
+    RangeReservedReply,
+    ReleaseRangeMsg,
+    ReserveRangeMsg,
+    UnmapPagesMsg,
 )
 
 
@@ -31,12 +31,12 @@ class RemoteVm:
         self._memory = memory
 
     def reserve(self, n_bytes: int) -> Range:
-        told = self._memory.ask(Reserve(n_bytes))
-        assert isinstance(told, Reserved)
+        told = self._memory.call(ReserveRangeMsg(n_bytes))
+        assert isinstance(told, RangeReservedReply)
         return Range(told.base, ceil_div(n_bytes, self.page_bytes), self.page_bytes)
 
     def release(self, range: Range) -> None:
-        self._memory.ask(Release(range.base))
+        self._memory.call(ReleaseRangeMsg(range.base))
 
     def map(
         self,
@@ -47,17 +47,17 @@ class RemoteVm:
         alias: bool = False,
         prefault: bool = False,
     ) -> None:
-        self._memory.ask(Map(range.base, at, list(pages), alias, prefault))
+        self._memory.call(MapPagesMsg(range.base, at, list(pages), alias, prefault))
 
     def unmap(self, range: Range, at: int, n: int) -> None:
-        self._memory.ask(Unmap(range.base, at, n))
+        self._memory.call(UnmapPagesMsg(range.base, at, n))
 
     def populate(self, pages: Sequence[int]) -> Short | None:
-        told = self._memory.ask(Populate(list(pages)))
-        return Short(told.pages) if isinstance(told, Lacking) else None
+        told = self._memory.call(PopulatePagesMsg(list(pages)))
+        return Short(told.pages) if isinstance(told, PagesShortReply) else None
 
     def discard(self, pages: Sequence[int]) -> None:
-        self._memory.ask(Discard(list(pages)))
+        self._memory.call(DiscardPagesMsg(list(pages)))
 
     def os_mapped(self, range: Range) -> int:
         return len(self.os_pages(range))
@@ -87,7 +87,7 @@ class RemoteVm:
     def close(self) -> None:
         """Its memory goes with its process."""
 
-    def _look(self, base: int | None) -> Seen:
-        told = self._memory.ask(Look(base))
-        assert isinstance(told, Seen)
+    def _look(self, base: int | None) -> MappingsReply:
+        told = self._memory.call(InspectMappingsMsg(base))
+        assert isinstance(told, MappingsReply)
         return told

@@ -13,7 +13,12 @@ from ballast.core.clock import Clock
 from ballast.core.rotation import Rotation
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import HostLink
-from ballast.transport.ranks import Forget, RankConnection, Settle, Turn
+from ballast.transport.tensor_parallel.rank_connections import RankConnection
+from ballast.transport.tensor_parallel.rank_messages import (
+    ForgetLayersMsg,
+    RemapLayersMsg,
+    SettleLayersMsg,
+)
 from ballast.weights.link_rotor import LinkRotor
 from ballast.weights.rotor import NOBODY, ArrivalPlan
 
@@ -50,18 +55,18 @@ class GroupRotor(LinkRotor):
     def settle(self) -> None:
         self._theirs, self._awaited = [], 1 + len(self._others)
         for other in self._others:
-            other.ask(Settle(self._model))
+            other.call(SettleLayersMsg(self._model))
         super().settle()
 
     def turn(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
-        told = Turn(self._model, rotation, tuple(held), tuple(missing))
+        told = RemapLayersMsg(self._model, rotation, tuple(held), tuple(missing))
         for other in self._others:
-            other.ask(told)
+            other.call(told)
         super().turn(rotation, held, missing)
 
     def forget(self) -> None:
         for other in self._others:
-            other.ask(Forget(self._model))
+            other.call(ForgetLayersMsg(self._model))
         super().forget()
 
     def bring(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:

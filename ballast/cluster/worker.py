@@ -35,31 +35,36 @@ from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.settings import FleetSettings, ModelSettings
 from ballast.isolation.orphan import die_with
-from ballast.transport.lending import fetch_pages
-from ballast.transport.messages import (
-    Command,
-    Configure,
-    Done,
-    DrainDevice,
-    Drained,
-    Flow,
-    Gone,
-    Heartbeat,
-    Hello,
-    Meet,
-    Migrate,
-    NotReady,
-    OfLease,
-    Ready,
-    Status,
-    StopDevice,
-    Submit,
-    ToWorker,
-    Withdraw,
-    of_request,
-    told,
+from ballast.transport.page_descriptors import fetch_pages
+from ballast.transport.sockets import WorkerSocket
+from ballast.transport.worker_messages.admin_messages import CommandDoneMsg, CommandMsg
+from ballast.transport.worker_messages.codec import ToWorker
+from ballast.transport.worker_messages.lending_messages import (
+    LeaseMsg,
+    MeetPeerMsg,
+    PeerEndedMsg,
+    lending_message,
 )
-from ballast.transport.zmq import WorkerSocket
+from ballast.transport.worker_messages.lifecycle_messages import (
+    ConfigureMsg,
+    DrainedMsg,
+    DrainMsg,
+    HeartbeatMsg,
+    HelloMsg,
+    NotReadyMsg,
+    ReadyMsg,
+    StatusMsg,
+    StopMsg,
+)
+from ballast.transport.worker_messages.migration_messages import (
+    MigrationAnswerMsg,
+    MigrationOrderMsg,
+)
+from ballast.transport.worker_messages.request_messages import (
+    FlowControlMsg,
+    SubmitMsg,
+    WithdrawMsg,
+)
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +79,7 @@ STALE_SECONDS = 1.0
 
 
 class Device(Lends, Protocol):
-    """What a worker runs; `ballast.engine.device.LiveDevice` in earnest."""
+    """What a worker runs; `ballast.live.device.LiveDevice` in earnest."""
 
     @property
     def specs(self) -> dict[str, ModelSpec]: ...
@@ -130,7 +135,7 @@ class Worker:
         self._clock = clock
         self._segments = segments
         self._outgoing = OutgoingQueue()
-        self._peers = Peers(self._use, lambda word: self._outgoing.put(told(word)))
+        self._peers = Peers(self._use, lambda word: self._outgoing.put(lending_message(word)))
         self._thread: threading.Thread | None = None
         self._device: Device | None = None
         self._lock = threading.Lock()
@@ -151,12 +156,12 @@ class Worker:
         socket, outgoing = self._socket, self._outgoing
         socket.also_wake_on(outgoing.fd)
         socket.also_wake_on(self._peers.socket.fileno())
-        socket.send(Hello(os.getpid()))
+        socket.send(HelloMsg(os.getpid()))
         while not self.abandoned:
             # Asked before the queue is emptied: what a dead thread has said is in the queue.
             over = self._thread is not None and not self._thread.is_alive()
             messages = outgoing.take()
-            if any(isinstance(message, Done) for message in messages):
+            if any(isinstance(message, CommandDoneMsg) for message in messages):
                 self._report(at_once=True)  # whoever is told that it is done can see it done
             for message in messages:
                 socket.send(message)
@@ -173,7 +178,7 @@ class Worker:
 
     def _handle(self, message: ToWorker) -> None:
         match message:
-            case Configure():
+            case ConfigureMsg():
                 logging.getLogger("ballast").setLevel(message.log_level)
                 _name_process(SERVING)
                 self._progress()
@@ -181,30 +186,30 @@ class Worker:
                     target=self._serve, args=(message.fleet,), name="device", daemon=True
                 )
                 self._thread.start()
-            case Submit():
+            case SubmitMsg():
                 for submission in message.unwrap():
                     self._post(Arrival(submission))
-            case Withdraw():
+            case WithdrawMsg():
                 for request_id in message.request_ids:
                     self._post(Cancel(request_id))
-            case Flow():
+            case FlowControlMsg():
                 for request_id in message.paused:
                     self._post(Pause(request_id))
                 for request_id in message.resumed:
                     self._post(Resume(request_id))
-            case DrainDevice():
+            case DrainMsg():
                 self._post(Drain())
-            case StopDevice():
+            case StopMsg():
                 self._post(Stop(message.reason))
-            case Command():
+            case CommandMsg():
                 self._command(message)
-            case Meet():
+            case MeetPeerMsg():
                 self._peers.meet(message)
-            case Gone():
+            case PeerEndedMsg():
                 self._peers.gone(message)
-            case OfLease():
-                self._peers.hear(message.word)
-            case Migrate():
+            case LeaseMsg():
+                self._peers.hear(message.event)
+            case MigrationOrderMsg():
                 self._migrate(message)
 
     def _post(self, event: Event) -> None:
@@ -219,9 +224,9 @@ class Worker:
         with self._lock:
             yield self._device
 
-    def _command(self, command: Command) -> None:
+    def _command(self, command: CommandMsg) -> None:
         def done(outcome: Outcome) -> None:
-            self._outgoing.put(Done(command.id, outcome))
+            self._outgoing.put(CommandDoneMsg(command.id, outcome))
 
         with self._lock:
             if self._device is not None:
@@ -229,7 +234,7 @@ class Worker:
                 return
         done(Outcome("unavailable", "the device is not serving"))
 
-    def _migrate(self, message: Migrate) -> None:
+    def _migrate(self, message: MigrationOrderMsg) -> None:
         with self._lock:
             if self._device is not None:
                 self._device.migrate(message.order)
@@ -244,20 +249,22 @@ class Worker:
             except (BallastError, OSError, MemoryError) as error:
                 log.error("the device could not be built: %s", error)
                 self._code = 1
-                self._outgoing.put(NotReady(f"{error}" or type(error).__name__))
+                self._outgoing.put(NotReadyMsg(f"{error}" or type(error).__name__))
                 return
-            device.tell_peers(lambda word: self._outgoing.put(told(word)))
-            device.tell_controller(lambda word: self._outgoing.put(of_request(word)))
+            device.tell_peers(lambda word: self._outgoing.put(lending_message(word)))
+            device.tell_controller(lambda word: self._outgoing.put(MigrationAnswerMsg.of(word)))
             with self._lock:
                 pages = "" if device.export() is None else self._peers.socket.address
-                ready = Ready(device.specs, device.failed, device.snapshot(), pages, device.reach)
+                ready = ReadyMsg(
+                    device.specs, device.failed, device.snapshot(), pages, device.reach
+                )
                 self._outgoing.put(ready)
                 self._device = device
                 self._serving = True
             device.run()
             with self._lock:
                 self._device = None
-            self._outgoing.put(Drained())
+            self._outgoing.put(DrainedMsg())
             device.close()
         except BaseException:
             self._code = 1
@@ -276,7 +283,7 @@ class Worker:
         if same and not decisions and now - self._reported_at < STALE_SECONDS:
             return
         self._reported, self._reported_at = report, now
-        self._socket.send(Status(report, decisions))
+        self._socket.send(StatusMsg(report, decisions))
 
     def _beat(self) -> None:
         now = self._clock.now()
@@ -285,11 +292,11 @@ class Worker:
         self._beat_at = now
         with self._lock:
             if self._device is not None:
-                beat = Heartbeat(*self._device.busy())
+                beat = HeartbeatMsg(*self._device.busy())
             elif self._serving:
-                beat = Heartbeat()
+                beat = HeartbeatMsg()
             else:
-                beat = Heartbeat(load_seconds=now - self._progress_at)
+                beat = HeartbeatMsg(load_seconds=now - self._progress_at)
         self._socket.send(beat)
 
     def _progress(self) -> None:
@@ -306,7 +313,7 @@ def live_device(
     """The real thing; imported only here, so that the process answers before it has loaded."""
     ranks = start_ranks(fleet)  # first: they take as long to start as what follows
     from ballast.cluster.machines import machine_of
-    from ballast.engine.device import LiveDevice
+    from ballast.live.device import LiveDevice
     from ballast.memory.peer_reader import PeerReader
     from ballast.models.tokenizer_trial import vet_tokenizer
     from ballast.weights.manifest import fork_zygote
@@ -336,7 +343,7 @@ def live_device(
 
 def rehearse_live() -> None:
     """What takes a start longest, but for large models."""
-    from ballast.engine.rehearsal import rehearse
+    from ballast.live.warmup import rehearse
 
     rehearse()
 
@@ -382,7 +389,7 @@ def main(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     set_up("worker", os.environ.get(FORMAT_VARIABLE, "text"), "warning")
-    from ballast.engine.inbox import MonotonicClock
+    from ballast.live.inbox import MonotonicClock
 
     if arguments.spare:
         _when_idle(rehearse)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from ballast.core.settings import FleetSettings
-from ballast.transport.messages import Ready, ToServer, ToWorker
+from ballast.transport.worker_messages.codec import ToServer, ToWorker
+from ballast.transport.worker_messages.lifecycle_messages import ReadyMsg
 
 
 class WorkerLink(Protocol):
@@ -16,7 +17,7 @@ class WorkerLink(Protocol):
 
     async def prepare(self) -> None: ...
 
-    async def start(self, fleet: FleetSettings) -> Ready: ...
+    async def start(self, fleet: FleetSettings) -> ReadyMsg: ...
 
     def send(self, message: ToWorker) -> None: ...
 

@@ -16,6 +16,7 @@ clock.
 - `fairqueue`: A bounded queue in which owners take turns.
 - `fleet`: The view and the decision of a fleet policy: placement of models over devices.
 - `job`: Jobs: prefill chunks and decode steps of one model, and what came of them.
+- `kv_swap`: Which layers' KV is swapped, and what that adds to a forward pass (MIRAGE, 3.2, 7.4).
 - `lease`: Leases of pages that one device lends to another, and their messages.
 - `link`: Directions and rates of the link between host and device.
 - `migration`: Commands and results of moving a running request with its KV to another device.
@@ -26,7 +27,6 @@ clock.
 - `settings`: Frozen settings of a fleet, its devices, models and server.
 - `spacing`: Layers evenly spaced on a circle (MIRAGE, 5.4).
 - `story`: The recorded events and decisions of a device, in order, with their times.
-- `swapping`: Which layers' KV is swapped, and what that adds to a forward pass (MIRAGE, 3.2, 7.4).
 - `traffic`: Arrival rates and token counts of one model's recent requests.
 - `units`: Bytes and seconds, as configuration files and reports spell them.
 - `version`: A counter of changes, by which a cached snapshot knows that it is stale.

@@ -24,7 +24,7 @@ from ballast.core.actions import (
 from ballast.core.event import Output
 from ballast.core.request import State
 from ballast.core.view import Residency
-from ballast.engine import swapping, turning
+from ballast.engine import kv_swap, layer_remap
 from ballast.engine.head_start import bytes_ahead
 from ballast.engine.state import DeviceState
 
@@ -74,7 +74,7 @@ def _evict(state: DeviceState, a: Evict) -> Refusal:
         return f"{a.model} is {m.residency.value}"
     if m.spec.pinned:
         return f"{a.model} is pinned"
-    turning.drive_out(state, m)
+    layer_remap.drive_out(state, m)
     return None
 
 
@@ -143,7 +143,7 @@ def _remap(state: DeviceState, a: Remap) -> Refusal:
     refusal = m.weights.slots.refusal(a.rotation)
     if refusal is not None:
         return refusal
-    short = turning.remap(state, m, a.rotation)
+    short = layer_remap.remap(state, m, a.rotation)
     return None if short is None else f"short of {short.pages} pages"
 
 
@@ -151,9 +151,9 @@ def _swap_kv(state: DeviceState, a: SwapKv) -> Refusal:
     m = state.models[a.model]
     if m.residency is not Residency.RESIDENT:
         return f"{a.model} is {m.residency.value}"
-    refused = swapping.refusal(m, a.rotation)
+    refused = kv_swap.refusal(m, a.rotation)
     if refused is None:
-        swapping.change(m, a.rotation)
+        kv_swap.change(m, a.rotation)
     return refused
 
 

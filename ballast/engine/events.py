@@ -28,7 +28,7 @@ from ballast.core.event import (
 from ballast.core.lease import AskedBack, Lent, PeerGone, PeerMet, Returned
 from ballast.core.migration import Depart, DropKv, ExportKv, ImportKv, KvRead, KvTail
 from ballast.core.request import Request, State, WaitsFor
-from ballast.engine import jobs, pausing, turning
+from ballast.engine import jobs, layer_remap, pausing
 from ballast.engine.admission import finish_reason, fitted, refusal
 from ballast.engine.lending import Heard
 from ballast.engine.state import DeviceState
@@ -215,7 +215,7 @@ _HANDLERS: dict[type, Callable[[DeviceState, Any], list[Output]]] = {
     JobFailed: jobs.failed,
     TransferDone: _transfer_done,
     FirstJobReady: _opened,
-    Settled: turning.settled,
+    Settled: layer_remap.settled,
     Timer: _timer,
     ExportKv: _export_kv,
     Depart: _depart,

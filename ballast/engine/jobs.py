@@ -14,7 +14,7 @@ from ballast.core.event import (
 )
 from ballast.core.job import Job, Sampled
 from ballast.core.request import Request, State
-from ballast.engine import pausing, swapping, turning
+from ballast.engine import kv_swap, layer_remap, pausing
 from ballast.engine.admission import finish_reason
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
@@ -97,11 +97,11 @@ def depart(state: DeviceState, m: ModelState, request: Request) -> list[Output]:
 def _kv_is_lost(state: DeviceState, m: ModelState, requests: list[Request], reason: str) -> None:
     """A job that was to move the model's KV has failed: its requests, which have no part in it,
     are recomputed, and none of its KV is moved again, so that this happens once."""
-    swapping.lose(m, reason)
+    kv_swap.lose(m, reason)
     for request in requests:
         state.preempt(m, request)
     m.kv.clear()  # what was cached has not been copied either
-    swapping.forget(m)
+    kv_swap.forget(m)
 
 
 def _token(
@@ -150,7 +150,7 @@ def _settle(state: DeviceState, m: ModelState, job: Job) -> list[Output]:
     """What had to wait for the job: cancellations, preemptions, pauses, an eviction."""
     outputs: list[Output] = []
     if m.life.moving:
-        swapping.end(m)
+        kv_swap.end(m)
     departing = state.migration.departing
     for work in job.work:
         request = state.requests.get(work.request_id)
@@ -165,4 +165,4 @@ def _settle(state: DeviceState, m: ModelState, job: Job) -> list[Output]:
         request = state.requests.get(work.request_id)
         if request is not None:
             pausing.settle(state, m, request)
-    return outputs + turning.proceed(state, m)
+    return outputs + layer_remap.proceed(state, m)

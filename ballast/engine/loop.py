@@ -17,15 +17,15 @@ from ballast.core.story import Story
 from ballast.core.traffic import TrafficStats
 from ballast.core.view import DeviceView
 from ballast.engine.apply import apply
+from ballast.engine.commands import Answered, Operations
 from ballast.engine.compute_view import Looked, compute_view, could_run, runnable
 from ballast.engine.events import handle
 from ballast.engine.life import Landing
 from ballast.engine.model import ModelState
-from ballast.engine.operate import Answered, Operations
 from ballast.engine.plan import plan
-from ballast.engine.snapshot import snapshot
+from ballast.engine.return_borrowed import vacate
 from ballast.engine.state import DeviceState
-from ballast.engine.vacate import vacate
+from ballast.engine.story_snapshot import snapshot
 from ballast.engine.views import device_view
 from ballast.policy.presets import Preset
 from ballast.policy.stuck import last_resort

@@ -18,14 +18,14 @@ from ballast.core.settings import DeviceSettings
 from ballast.core.traffic import TrafficStats
 from ballast.core.version import Version
 from ballast.core.view import Residency
-from ballast.engine import swapping
+from ballast.engine import kv_swap
 from ballast.engine.activation_rate import ActivationRate
 from ballast.engine.lanes import Lanes
 from ballast.engine.lending import Lending
 from ballast.engine.migration import Migration
 from ballast.engine.model import ModelState
-from ballast.engine.patience import Patience
 from ballast.engine.promises import Promises
+from ballast.engine.queue_deadlines import Patience
 from ballast.kv.swapper import MakeSwapper
 from ballast.memory.arena import Arena
 from ballast.memory.pool import Pool
@@ -35,7 +35,7 @@ from ballast.weights.shared import SharedSegment
 
 
 class GrammarStore(Protocol):
-    """Grammars of open requests; `ballast.engine.compiling.Compiling` of a live device."""
+    """Grammars of open requests; `ballast.live.grammar_compiler.Compiling` of a live device."""
 
     def prepare(self, request: Request) -> None:
         """Begin to compile a request's grammar; the event `GrammarReady` ends its wait."""
@@ -224,7 +224,7 @@ class DeviceState:
         m.blocked = None
         self.migration.forget(m)
         m.kv.clear()
-        swapping.forget(m)
+        kv_swap.forget(m)
         m.weights.evict()
         m.life.evict()
         m.evictions += 1
@@ -241,7 +241,7 @@ class DeviceState:
         """The work of a job that changes which layers' KV rotates, if that is due."""
         if m.life.swap_to is None:
             return []
-        return swapping.begin(m)
+        return kv_swap.begin(m)
 
     def next_transfer(self) -> int:
         """A number for a transfer, never used before on this device."""

@@ -25,7 +25,7 @@ NAME = "ballast"
 
 
 class AttentionBatch(Protocol):
-    """The sequences of a job: `PagedBatch` on a CPU, `DeviceBatch` on a GPU, which see."""
+    """The sequences of a job: `PagedBatch` on a CPU, `GpuBatch` on a GPU, which see."""
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None: ...
 

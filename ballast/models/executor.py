@@ -28,7 +28,7 @@ UNSCORED: tuple[None, tuple[()]] = (None, ())
 
 
 class ModelExecutor(ABC):
-    """Runs the jobs of one model (`ballast.engine.runner.Executor`).
+    """Runs the jobs of one model (`ballast.live.runner.Executor`).
 
     One job at a time; different models may run at the same time on different threads.
     """

@@ -12,10 +12,10 @@ from typing import NamedTuple
 from ballast.core.actions import Action, Decision, DropCache, Promise, SwapKv
 from ballast.core.cost import copy_seconds
 from ballast.core.job import Load
+from ballast.core.kv_swap import SLOTS, spread, swapped_seconds
 from ballast.core.link import LinkRates
 from ballast.core.request import Order
 from ballast.core.rotation import WHOLE, Rotation
-from ballast.core.swapping import SLOTS, spread, swapped_seconds
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.base import MemoryPolicy

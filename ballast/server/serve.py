@@ -23,8 +23,8 @@ from ballast.cluster.logs import tell
 from ballast.cluster.segments import SegmentBroker
 from ballast.core.errors import CheckpointError, Unavailable
 from ballast.core.settings import FleetSettings
-from ballast.engine.inbox import MonotonicClock
 from ballast.fleet.source import Reading, Source
+from ballast.live.inbox import MonotonicClock
 from ballast.server.access.keys import Guard
 from ballast.server.admin.admin_service import AdminService
 from ballast.server.app import create_app

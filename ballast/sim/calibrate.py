@@ -17,9 +17,9 @@ from ballast.core.event import Arrival, Drain, Finished, Output, TokenOut, Trans
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
-from ballast.engine.device import LiveDevice
-from ballast.engine.machine import MakeMachine
 from ballast.engine.model import ModelState
+from ballast.live.device import LiveDevice
+from ballast.live.machine import MakeMachine
 from ballast.sim.device import Profile
 from ballast.sim.in_service import costs_of, jobs_of, spread_of, with_loop
 from ballast.sim.measure_link import LinkMeter

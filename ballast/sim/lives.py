@@ -14,7 +14,7 @@ import msgspec
 
 from ballast.core.entries import FORMAT, Entry, Snapshot
 from ballast.core.errors import ConfigError
-from ballast.engine.storyfile import first_part_is_gone, parts
+from ballast.engine.story_file import first_part_is_gone, parts
 
 _LEASE = ("lease", "epoch", "lender", "borrower", "page_numbers")
 _FIELDS = {

@@ -12,10 +12,10 @@ from ballast.core.errors import DeviceError
 from ballast.core.event import TransferDone
 from ballast.core.link import Direction, LinkRates
 from ballast.core.units import ceil_div
-from ballast.engine.device import LiveDevice
-from ballast.engine.machine import Machine
-from ballast.engine.machine_cuda import CudaMachine
 from ballast.engine.model import ModelState
+from ballast.live.cuda_machine import CudaMachine
+from ballast.live.device import LiveDevice
+from ballast.live.machine import Machine
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import Link
 

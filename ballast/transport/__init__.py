@@ -1,10 +1,11 @@
-"""Carry schema-checked messages between processes of one host.
+"""Carry messages and descriptors between processes of one host.
 
-Packages from `cluster` up may import it; `cluster` does. It imports `memory` and `core`; it cannot
-see `engine`.
+Every message is checked against its schema on receipt, and none is pickled. Packages from `cluster`
+up may import it; `cluster` does. It imports `memory` and `core`; it cannot see `engine`.
 
-- `lending`: Transfer of file descriptors of lent memory between workers.
-- `messages`: Messages between server and worker, encoded by msgspec.
-- `ranks`: Messages between the first rank of a tensor-parallel group and the others.
-- `zmq`: ZeroMQ sockets over a private Unix directory.
+- `decoding`: Decode messages; the error of one that does not follow its schema.
+- `page_descriptors`: Hand file descriptors of a device's memory to other workers.
+- `sockets`: ZeroMQ sockets between server and worker, in a private Unix directory.
+- `tensor_parallel`: Messages and connections between the ranks of a tensor-parallel group.
+- `worker_messages`: Messages between the server and the worker of one device.
 """

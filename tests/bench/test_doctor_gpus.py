@@ -10,7 +10,7 @@ import pytest
 from ballast.bench import doctor_fleet, doctor_gpus
 from ballast.bench.finding import Verdict
 from ballast.core.settings import DeviceSettings, FleetSettings, KvLayout, LinkSettings
-from ballast.engine.never_run import FEATURES
+from ballast.live.never_run import FEATURES
 from ballast.memory.cuda.calls import Attribute
 from tests.memory.fake_cuda import FakeDriver
 from tests.memory.fake_nvml import Board, FakeNvml

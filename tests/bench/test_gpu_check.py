@@ -20,10 +20,10 @@ from ballast.core.clock import Clock
 from ballast.core.event import Event
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import KiB, MiB
-from ballast.engine.machine import MakeMachine
-from ballast.engine.machine_cuda import CudaMachine
 from ballast.kernels.gpu.layer import layer_kernels
 from ballast.kernels.plain.attention import PlainAttention
+from ballast.live.cuda_machine import CudaMachine
+from ballast.live.machine import MakeMachine
 from ballast.models.gpu.graphs import GraphCache
 from benchmarks import elastic_overhead, gpu_check, gpu_layer, gpu_pages, gpu_speed
 from benchmarks.exactness import make_llama

@@ -21,7 +21,7 @@ from ballast.bench.http import HttpTarget
 from ballast.bench.record import Recorder, RequestRecord, prompts_of, submission_for
 from ballast.bench.replay import Replayed, replay
 from ballast.core.clock import Clock
-from ballast.engine.inbox import MonotonicClock
+from ballast.live.inbox import MonotonicClock
 from ballast.server.observe.server_state import DeviceNow, ServerNow
 from ballast.workload.workload import Workload, WorkloadRequest
 from tests.bench.test_bench_sample import model

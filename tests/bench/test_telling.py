@@ -20,7 +20,7 @@ from ballast.core.event import Failed
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
-from ballast.engine.storyfile import StoryFile
+from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import resolve
 from ballast.sim.cluster import kinds_of
 from ballast.sim.lives import read_lives

@@ -10,7 +10,7 @@ import pytest
 from ballast.bench.worlds import run_live
 from ballast.core.errors import Unavailable
 from ballast.workload.workload import Workload, WorkloadRequest
-from tests.engine.test_live import fleet, paths  # noqa: F401
+from tests.live.test_live_device import fleet, paths  # noqa: F401
 
 
 def test_a_model_that_cannot_be_served_is_named(paths: dict[str, Path], tmp_path: Path) -> None:  # noqa: F811

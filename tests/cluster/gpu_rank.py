@@ -18,7 +18,7 @@ from ballast.core.clock import Clock
 from ballast.core.event import Event
 from ballast.core.link import LinkRates
 from ballast.core.settings import DeviceSettings
-from ballast.transport.ranks import LeaderConnection, RankConnection
+from ballast.transport.tensor_parallel.rank_connections import LeaderConnection, RankConnection
 from ballast.weights.sharding import Shard
 from tests.engine.gpus import OnHost
 from tests.memory.fake_cuda import FakeDriver

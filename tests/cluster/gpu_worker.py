@@ -18,8 +18,8 @@ def gpu_device(
     progress: Progress,
     segments: SegmentClient | None,
 ) -> Device:
-    from ballast.engine.device import LiveDevice
-    from ballast.engine.machine_cuda import CudaMachine
+    from ballast.live.cuda_machine import CudaMachine
+    from ballast.live.device import LiveDevice
     from tests.engine.gpus import OnHost
     from tests.memory.fake_cuda import FakeDriver
 

@@ -17,7 +17,8 @@ from ballast.cluster.suspicion import Suspicions
 from ballast.core.event import Failed, Finished
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
-from ballast.transport.messages import Submit, ToWorker
+from ballast.transport.worker_messages.codec import ToWorker
+from ballast.transport.worker_messages.request_messages import SubmitMsg
 from tests.cluster.fake_device import spec
 
 RUNNING = 4
@@ -41,7 +42,7 @@ class Worker:
         return (self.model, self.model) if name == "m" else None
 
     def _send(self, message: ToWorker) -> None:
-        if isinstance(message, Submit):
+        if isinstance(message, SubmitMsg):
             self.sent += [s.id for s in message.requests]
 
     def ask(self, key: str, number: int, priority: int = 0, model: str = "m") -> str:

@@ -15,7 +15,12 @@ from ballast.cluster.output_stream import OpenRequest, OutputStream, size
 from ballast.cluster.suspicion import Suspicions
 from ballast.core.event import Failed, Finished, Output, TokenOut
 from ballast.core.request import Submission
-from ballast.transport.messages import Flow, Submit, ToWorker, Withdraw
+from ballast.transport.worker_messages.codec import ToWorker
+from ballast.transport.worker_messages.request_messages import (
+    FlowControlMsg,
+    SubmitMsg,
+    WithdrawMsg,
+)
 
 picks = st.integers(0, 1000)
 TOP = tuple((k, -1.0) for k in range(20))
@@ -33,15 +38,15 @@ class Worker:
 
     def handle(self, message: ToWorker) -> None:
         match message:
-            case Submit():
+            case SubmitMsg():
                 for s in message.unwrap():
                     assert s.id not in self.open, "it has it already"
                     self.open[s.id] = len(s.resumed or ())
-            case Withdraw():
+            case WithdrawMsg():
                 for id in message.request_ids:
                     del self.open[id]
                     self.paused.discard(id)
-            case Flow():
+            case FlowControlMsg():
                 assert self.paused.isdisjoint(message.paused)
                 assert self.paused.issuperset(message.resumed)
                 self.paused = (self.paused | {*message.paused}) - {*message.resumed}

@@ -10,7 +10,13 @@ from ballast.cluster import lending
 from ballast.cluster.lending import Acquaintances
 from ballast.core.capability import Lendable, capabilities
 from ballast.core.lease import AskedBack, Lease, Lent, Returned
-from ballast.transport.messages import Gone, Meet, OfLease, OfPeer, ToWorker
+from ballast.transport.worker_messages.codec import ToWorker
+from ballast.transport.worker_messages.lending_messages import (
+    LeaseMsg,
+    MeetPeerMsg,
+    PeerEndedMsg,
+    PeerReportMsg,
+)
 
 ABLE = capabilities([Lendable("a", 64), Lendable("b", 64), Lendable("c", 128), Lendable("d", 64)])
 
@@ -46,15 +52,17 @@ class World:
             self.acquaintances.serving(self.devices[name], f"at-{name}", ABLE)
 
     def say(self, name: str, what: str, peer: str, epoch: int) -> None:
-        self.acquaintances.said(self.devices[name], OfPeer(what, peer, epoch))  # type: ignore[arg-type]
+        self.acquaintances.said(self.devices[name], PeerReportMsg(what, peer, epoch))  # type: ignore[arg-type]
 
     def meet(self, a: str, b: str) -> int:
         """Their epoch."""
-        (epoch,) = {m.epoch for m in self.devices[a].take() if isinstance(m, Meet) and m.peer == b}
+        (epoch,) = {
+            m.epoch for m in self.devices[a].take() if isinstance(m, MeetPeerMsg) and m.peer == b
+        }
         self.devices[b].take()
-        self.say(a, "HasMet", b, epoch)
+        self.say(a, "met", b, epoch)
         assert not self.acquaintances.acquainted(a, b)
-        self.say(b, "HasMet", a, epoch)
+        self.say(b, "met", a, epoch)
         assert self.acquaintances.acquainted(b, a)
         return epoch
 
@@ -70,11 +78,11 @@ def test_all_that_can_lend_are_introduced_once() -> None:
     world.acquaintances.serving(world.devices["d"], "", ABLE)
     assert world.devices["a"].take() == []
     world.serving("c", "b")
-    assert world.devices["a"].heard == [Meet("b", 1, "at-b")]
-    assert world.devices["b"].heard == [Meet("a", 1, "at-a")]
+    assert world.devices["a"].heard == [MeetPeerMsg("b", 1, "at-b")]
+    assert world.devices["b"].heard == [MeetPeerMsg("a", 1, "at-a")]
     assert world.devices["c"].heard == world.devices["d"].heard == []
     world.serving("d")
-    assert world.devices["d"].heard == [Meet("a", 2, "at-a"), Meet("b", 3, "at-b")]
+    assert world.devices["d"].heard == [MeetPeerMsg("a", 2, "at-a"), MeetPeerMsg("b", 3, "at-b")]
     assert not world.acquaintances.acquainted("a", "b")
 
 
@@ -85,18 +93,18 @@ def test_words_of_the_present_epoch_are_passed_on() -> None:
     a, b = world.devices["a"], world.devices["b"]
     lease = Lease(0, epoch, "a", "b", (1, 2))
     for word in (Lent(lease), AskedBack(lease)):
-        world.acquaintances.said(a, OfLease.of(word))
-        assert b.take() == [OfLease.of(word)]
-        world.acquaintances.said(b, OfLease.of(word))  # it is not the borrower's to say
+        world.acquaintances.said(a, LeaseMsg.of(word))
+        assert b.take() == [LeaseMsg.of(word)]
+        world.acquaintances.said(b, LeaseMsg.of(word))  # it is not the borrower's to say
         assert (a.take(), b.take()) == ([], [])
-    world.acquaintances.said(b, OfLease.of(Returned(lease)))
-    assert a.take() == [OfLease.of(Returned(lease))]
-    world.acquaintances.said(a, OfLease.of(Lent(Lease(1, epoch + 1, "a", "b", (1,)))))
-    world.acquaintances.said(a, OfLease.of(Lent(Lease(1, epoch, "a", "c", (1,)))))
+    world.acquaintances.said(b, LeaseMsg.of(Returned(lease)))
+    assert a.take() == [LeaseMsg.of(Returned(lease))]
+    world.acquaintances.said(a, LeaseMsg.of(Lent(Lease(1, epoch + 1, "a", "b", (1,)))))
+    world.acquaintances.said(a, LeaseMsg.of(Lent(Lease(1, epoch, "a", "c", (1,)))))
     assert b.take() == world.devices["c"].take() == []
-    world.say("a", "Condemned", "b", epoch + 1)
+    world.say("a", "overdue", "b", epoch + 1)
     assert b.killed == []
-    world.say("a", "Condemned", "b", epoch)
+    world.say("a", "overdue", "b", epoch)
     assert b.killed == ["a waits in vain for pages it has lent"]
 
 
@@ -107,10 +115,10 @@ def test_a_successor_waits_until_the_memory_is_let_go_of_and_meets_anew() -> Non
         epoch = world.meet("a", "b")
         buried = world.die("a")
         await asyncio.sleep(0)
-        assert world.devices["b"].take() == [Gone("a", epoch)]
+        assert world.devices["b"].take() == [PeerEndedMsg("a", epoch)]
         assert not world.acquaintances.acquainted("a", "b")
         assert not buried.done()
-        world.say("b", "LetGo", "a", epoch)
+        world.say("b", "released", "a", epoch)
         await buried
         world.devices["a"].down = None
         world.serving("a")

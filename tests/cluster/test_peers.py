@@ -17,7 +17,7 @@ from ballast.core.units import KiB
 from ballast.memory.cuda.vm import CudaVm
 from ballast.memory.vm import Exported
 from ballast.memory.vm_memfd import MemfdVm
-from ballast.transport.messages import Gone, Meet
+from ballast.transport.worker_messages.lending_messages import MeetPeerMsg, PeerEndedMsg
 from tests.memory.fake_cuda import FakeDriver
 
 PAGE = 64 * KiB
@@ -106,7 +106,7 @@ def gpus(drivers: tuple[FakeDriver, FakeDriver]) -> Iterator[tuple[Worker, Worke
     assert a.device.vm.populate(range(N_PAGES)) is None
     a.device.leases["b", 1, 7] = LEASE.pages
     with giving(a):
-        b.peers.meet(Meet("a", 1, a.peers.socket.address))
+        b.peers.meet(MeetPeerMsg("a", 1, a.peers.socket.address))
         met = b.device.hear()
         assert isinstance(met, Exported)
         assert met.n_pages == N_PAGES
@@ -125,7 +125,7 @@ def test_a_lease_is_fetched_and_what_is_said_later_is_heard_later(
     back = Returned(Lease(1, 1, "b", "a", (2,)))
     b.peers.hear(Lent(LEASE))
     b.peers.hear(AskedBack(LEASE))
-    b.peers.gone(Gone("a", 1))
+    b.peers.gone(PeerEndedMsg("a", 1))
     heard = [b.device.hear() for _ in range(3)]
     assert heard == [(LEASE, 68), AskedBack(LEASE), PeerGone("a", 1)]
     assert drivers[0].elsewhere() == 68
@@ -185,9 +185,9 @@ def test_a_cpu_has_all_of_it_from_the_start() -> None:
     a, b = Worker(MemfdVm(PAGE, N_PAGES)), Worker(MemfdVm(PAGE, N_PAGES))
     assert a.device is not None
     assert b.device is not None
-    b.peers.meet(Meet("nobody", 1, "nowhere"))
+    b.peers.meet(MeetPeerMsg("nobody", 1, "nowhere"))
     with giving(a):
-        b.peers.meet(Meet("a", 2, a.peers.socket.address))
+        b.peers.meet(MeetPeerMsg("a", 2, a.peers.socket.address))
         b.peers.hear(Lent(LEASE))
         met, lent = b.device.hear(), b.device.hear()
     assert isinstance(met, Exported)

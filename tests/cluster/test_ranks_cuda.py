@@ -25,16 +25,15 @@ from ballast.core.link import LinkRates
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import ceil_div
 from ballast.engine.build import largest_jobs
-from ballast.engine.inbox import MonotonicClock
+from ballast.live.inbox import MonotonicClock
 from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
-from ballast.transport.ranks import (
-    JoinGroup,
+from ballast.transport.tensor_parallel.rank_connections import (
     LeaderConnection,
-    Populate,
     RankConnection,
     RankGone,
 )
+from ballast.transport.tensor_parallel.rank_messages import JoinGroupMsg, PopulatePagesMsg
 from ballast.weights.checkpoint import read_spec
 from ballast.weights.sharding import Shard
 from tests.cluster.gpu_rank import GPUS, Ends, RankHere, ends, make  # noqa: F401
@@ -145,7 +144,7 @@ def test_a_rank_that_cannot_join_says_why(ends: Ends) -> None:  # noqa: F811
     )
     ours, theirs = socket.socketpair()
     first, further = RankConnection(ours), LeaderConnection(theirs.detach())
-    first.tell(JoinGroup(1, device, None))
+    first.send(JoinGroupMsg(1, device, None))
 
     def join() -> None:
         with pytest.raises(SystemExit):
@@ -154,7 +153,7 @@ def test_a_rank_that_cannot_join_says_why(ends: Ends) -> None:  # noqa: F811
     with ThreadPoolExecutor(1) as thread:
         joining = thread.submit(join)
         with pytest.raises(DeviceError, match="what its driver maps at once"):
-            first.answer()
+            first.receive()
         first.close()
         joining.result()
     further._connection.close()
@@ -172,15 +171,15 @@ def test_a_rank_that_loses_its_gpu_ends_and_answers_nothing(ends: Ends) -> None:
     def own(*given: Any) -> GpuMember:
         return GpuMember(*given, driver, OnHost())
 
-    made = rank.Rank(JoinGroup(1, device, None), print, print, own)
+    made = rank.Rank(JoinGroupMsg(1, device, None), print, print, own)
     driver.fail("create", error=DeviceLost("cuMemCreate", "CUDA_ERROR_LAUNCH_FAILED"))
-    first.tell(Populate((0,)))
+    first.send(PopulatePagesMsg((0,)))
     with pytest.raises(SystemExit):
         rank._answer(made, further)
     assert ends.codes == [1]
     further._connection.close()
     with pytest.raises(RankGone):
-        first.answer()
+        first.receive()
     first.close()
     with pytest.raises(DeviceLost):
         made._own.link.close()

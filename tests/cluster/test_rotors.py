@@ -10,8 +10,8 @@ import pytest
 from ballast.bench.inprocess import InProcess
 from tests.cluster.test_ranks import over_ranks
 from tests.engine.checkpoints import make_llama
-from tests.engine.test_live import asked, fleet
 from tests.engine.test_rotating import disturb
+from tests.live.test_live_device import asked, fleet
 
 MODEL = "a"
 

@@ -14,10 +14,10 @@ from ballast.bench import inprocess
 from ballast.core.clock import Clock
 from ballast.core.event import Event
 from ballast.core.settings import FleetSettings
-from ballast.engine.machine import MakeMachine
-from ballast.engine.machine_cuda import CudaMachine
-from ballast.engine.runner_cuda import AllocatorOnDevice
 from ballast.kernels.plain.attention import PlainAttention
+from ballast.live.cuda_machine import CudaMachine
+from ballast.live.cuda_runner import AllocatorOnDevice
+from ballast.live.machine import MakeMachine
 from ballast.models.gpu.parallel import GpuExchange
 from ballast.models.parallel.exchanges import GlooExchange
 from ballast.weights.sharding import Shard

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from ballast.bench.inprocess import InProcess
 from ballast.core.event import Output, Result, TokenOut
 from ballast.core.job import SequenceWork
-from ballast.engine.runner import Executor
+from ballast.live.runner import Executor
 
 DEADLINE = 240.0
 """Seconds after which a test gives up."""

@@ -15,8 +15,8 @@ from ballast.core.event import Arrival, Failed
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import AdapterSettings, DeviceSettings, FleetSettings, ModelSettings, Slo
 from ballast.core.units import KiB, MiB
-from ballast.engine.device import LiveDevice
 from ballast.engine.events import handle
+from ballast.live.device import LiveDevice
 from benchmarks.adapters import RandomAdapter, merged, random_adapter
 from tests.engine.checkpoints import VOCAB, make_llama
 from tests.engine.gpus import beside, on_gpu, serving

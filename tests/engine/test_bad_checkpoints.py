@@ -24,10 +24,10 @@ from ballast.core.settings import (
 )
 from ballast.core.units import GiB, KiB, MiB
 from ballast.engine import build
-from ballast.engine.machine import CpuMachine
 from ballast.isolation.calls import A, Here, Isolation, R
 from ballast.isolation.limits import Limits
 from ballast.isolation.zygote import Zygote
+from ballast.live.cpu_machine import CpuMachine
 from ballast.weights.manifest import fork_zygote
 from benchmarks.adapters import random_adapter
 from tests.engine.checkpoints import make_llama

@@ -20,7 +20,7 @@ from ballast.core.settings import FleetSettings
 from ballast.core.units import KiB
 from ballast.core.view import Residency
 from ballast.engine.life import Landing
-from ballast.engine.machine import CpuMachine
+from ballast.live.cpu_machine import CpuMachine
 from ballast.memory.copies import Copy, CopyBytes, copy_checked
 from ballast.memory.transfer import HostLink
 from ballast.sim.lives import read_lives
@@ -29,8 +29,8 @@ from ballast.weights.rotor import MakeRotor
 from tests.engine.checkpoints import make_base_and_tuned, make_llama
 from tests.engine.holding import DEADLINE
 from tests.engine.test_adapters import World
-from tests.engine.test_live import NAMES, asked, fleet, need
 from tests.engine.test_rotating import with_path
+from tests.live.test_live_device import NAMES, asked, fleet, need
 
 CHUNK = 16 * KiB
 """Of the link: less than a layer, so that layers land one by one."""

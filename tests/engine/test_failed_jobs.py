@@ -20,11 +20,11 @@ from ballast.core.settings import FleetSettings, Slo
 from ballast.engine.apply import apply
 from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
-from tests.engine.test_live import asked, fleet, for_one, need, paths  # noqa: F401
-from tests.engine.test_operator import ordered
+from tests.engine.test_kv_swap_live import swapping
 from tests.engine.test_requests import GRAMMAR, path  # noqa: F401
 from tests.engine.test_requests import fleet as fleet_of_one
-from tests.engine.test_swapping import swapping
+from tests.live.test_command_executor import ordered
+from tests.live.test_live_device import asked, fleet, for_one, need, paths  # noqa: F401
 
 Work = Sequence[SequenceWork]
 Paths = dict[str, Path]

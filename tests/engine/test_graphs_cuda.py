@@ -16,14 +16,14 @@ from ballast.core.clock import VirtualClock
 from ballast.core.event import Result
 from ballast.core.job import Job, SequenceWork
 from ballast.core.units import MiB
-from ballast.engine.runner_cuda import MOST_PAUSES, RUNS, CudaRunner
-from ballast.engine.streams_cuda import GreenStreams, PlainStreams
 from ballast.engine.views import device_view
 from ballast.kernels.gpu.attention_plan import Bucket
+from ballast.live.cuda_runner import MOST_PAUSES, RUNS, CudaRunner
+from ballast.live.cuda_streams import GreenStreams, PlainStreams
 from ballast.models.gpu.graphs import GraphCache
 from tests.engine.gpus import OnHost, on_gpu, serving
-from tests.engine.test_live import asked, fleet, paths  # noqa: F401
-from tests.engine.test_machine_cuda import tight
+from tests.live.test_cuda_machine import tight
+from tests.live.test_live_device import asked, fleet, paths  # noqa: F401
 from tests.memory.fake_cuda import FakeDriver
 from tests.models.fake_graphs import Recorders, StaticAttention
 

@@ -19,7 +19,7 @@ from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.engine.lanes import Lanes
 from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
-from tests.engine.test_live import asked, fleet, need, paths  # noqa: F401
+from tests.live.test_live_device import asked, fleet, need, paths  # noqa: F401
 from tests.weights.test_host import allocated, only_its_own  # noqa: F401
 
 

@@ -10,7 +10,7 @@ import pytest
 from ballast.bench.inprocess import InProcess
 from ballast.core.rotation import WHOLE
 from tests.engine.checkpoints import make_llama
-from tests.engine.test_live import NAMES, asked, fleet
+from tests.live.test_live_device import NAMES, asked, fleet
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from ballast.core.event import (
 )
 from ballast.core.link import LinkRates
 from ballast.core.request import Request, Sampling, State, Submission, WaitsFor
-from ballast.engine.storyfile import StoryFile
+from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import resolve
 from ballast.sim.device import Profile, SimDevice
 from ballast.sim.lives import read_lives

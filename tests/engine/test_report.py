@@ -13,7 +13,7 @@ from ballast.core.report import DeviceReport, ModelReport
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.engine.apply import apply
 from tests.engine.checkpoints import make_llama
-from tests.engine.test_live import asked, fleet
+from tests.live.test_live_device import asked, fleet
 
 LAYERS = 6
 

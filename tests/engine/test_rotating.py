@@ -14,7 +14,7 @@ from ballast.policy.presets import Preset
 from benchmarks.families import config, make
 from benchmarks.rotations import RandomRotations
 from tests.engine.checkpoints import VOCAB, make_llama
-from tests.engine.test_live import NAMES, asked, fleet, need
+from tests.live.test_live_device import NAMES, asked, fleet, need
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from ballast.core.actions import Remap
 from ballast.core.units import MiB
 from ballast.weights.event_rotor import EventRotor
 from tests.engine.gpus import AtOnce, OnHost, serving
-from tests.engine.test_live import NAMES, asked, fleet
-from tests.engine.test_machine_cuda import tight
 from tests.engine.test_rotating import calm, disturb, paths, with_path  # noqa: F401
 from tests.engine.test_rotation_orders import TURNED, at_tokens
+from tests.live.test_cuda_machine import tight
+from tests.live.test_live_device import NAMES, asked, fleet
 from tests.models.fake_graphs import Recorders, StaticAttention
 
 GRAPHS = 256 * MiB

@@ -18,8 +18,8 @@ from tests.engine.checkpoints import make_llama
 from tests.engine.test_adapters import NAMES as ADAPTED
 from tests.engine.test_adapters import World
 from tests.engine.test_adapters import asked as asked_of_adapters
-from tests.engine.test_operator import asked, fleet, ordered, settings, validate
 from tests.engine.test_rotating import calm, disturb
+from tests.live.test_command_executor import asked, fleet, ordered, settings, validate
 
 NAMES = ("a", "b", "c")
 TURNED = Rotation((1, 4), 1)

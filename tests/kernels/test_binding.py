@@ -16,8 +16,8 @@ import torch
 from ballast.core.clock import VirtualClock
 from ballast.core.event import Event, Result
 from ballast.core.job import Job, SequenceWork
-from ballast.engine.runner import CpuRunner
 from ballast.kernels import team
+from ballast.live.runner import CpuRunner
 
 CPUS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 pytestmark = pytest.mark.skipif(len(CPUS) < 2, reason="one CPU, or none that can be asked for")
@@ -125,7 +125,7 @@ import os, queue
 from tests.kernels.test_binding import CPUS, Where
 from ballast.core.clock import VirtualClock
 from ballast.core.job import Job, SequenceWork
-from ballast.engine.runner import PAUSE, CpuRunner
+from ballast.live.runner import PAUSE, CpuRunner
 events, clock, model = queue.SimpleQueue(), VirtualClock(), Where()
 made = CpuRunner({{"m": [model]}}, events.put, clock, {len(CPUS)})
 def run(id):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ballast.core.actions import Short
+from ballast.core.kv_swap import spread
 from ballast.core.rotation import Rotation
-from ballast.core.swapping import spread
 from ballast.kv.blocks import KvCache
 from ballast.memory.pool import Pool
 from ballast.memory.vm_null import NullVm

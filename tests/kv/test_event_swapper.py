@@ -11,9 +11,9 @@ import pytest
 
 from ballast.core.errors import DeviceError
 from ballast.core.job import SequenceWork
+from ballast.core.kv_swap import spread
 from ballast.core.link import Direction
 from ballast.core.rotation import WHOLE, Rotation
-from ballast.core.swapping import spread
 from ballast.kv.blocks import KvCache
 from ballast.kv.event_swapper import EventSwapper
 from ballast.memory.cuda.pinning import PinnedMemory
@@ -102,7 +102,7 @@ class World:
         self.stalled = self.swapper.stalled()
 
     def turn(self, wanted: Rotation) -> None:
-        """As `engine/swapping.py` does."""
+        """As `engine/kv_swap.py` does."""
         before, after = set(self.kv.rotation.layers), set(wanted.layers)
         if before < after:
             self.swapper.carry(sorted(after - before), self.kv.slabs, Direction.TO_HOST)

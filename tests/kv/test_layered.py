@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballast.core.actions import Short
+from ballast.core.kv_swap import spread
 from ballast.core.rotation import WHOLE, Rotation
-from ballast.core.swapping import spread
 from ballast.kv.blocks import KvCache
 from ballast.kv.layered import LayeredLayout
 from ballast.memory.pool import Pool

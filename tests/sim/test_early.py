@@ -13,7 +13,7 @@ from ballast.core.event import Output, TokenOut
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
-from ballast.engine.storyfile import StoryFile
+from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import PRESETS, resolve
 from ballast.sim.device import Profile, SimDevice
 from ballast.sim.lives import read_lives

@@ -15,11 +15,11 @@ from ballast.core.actions import Action, DropCache, Preempt, SwapKv
 from ballast.core.clock import VirtualClock
 from ballast.core.event import Finished, JobDone
 from ballast.core.job import Job
+from ballast.core.kv_swap import swapped_seconds
 from ballast.core.link import LinkRates
 from ballast.core.rotation import WHOLE, Rotation
-from ballast.core.swapping import swapped_seconds
 from ballast.core.view import Shortage
-from ballast.engine.storyfile import StoryFile
+from ballast.engine.story_file import StoryFile
 from ballast.kv.blocks import KvCache
 from ballast.memory.pool import Pool
 from ballast.memory.vm_null import NullVm

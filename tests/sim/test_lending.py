@@ -13,7 +13,7 @@ from ballast.core.actions import Lend, Recall
 from ballast.core.event import Failed, Finished, Output
 from ballast.core.link import LinkRates
 from ballast.engine.state import DeviceState
-from ballast.engine.storyfile import StoryFile
+from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import resolve
 from ballast.sim.device import Profile, SimDevice
 from ballast.sim.lives import read_lives

@@ -20,7 +20,7 @@ from ballast.core.units import KiB, MiB
 from ballast.sim.lives import read_lives
 from ballast.sim.replay import replay
 from tests.engine.checkpoints import VOCAB, make_base_and_tuned, make_llama
-from tests.engine.test_operator import ordered
+from tests.live.test_command_executor import ordered
 
 SLO = Slo(ttft=0.2, tpot=0.1)
 PAGE = 64 * KiB

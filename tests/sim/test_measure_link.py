@@ -8,7 +8,7 @@ from ballast.core.event import TransferDone
 from ballast.core.link import Direction, LinkRates
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB
-from ballast.engine.device import LiveDevice
+from ballast.live.device import LiveDevice
 from ballast.sim.measure_link import LinkMeter, rates_of
 from tests.engine.checkpoints import make_llama
 

@@ -14,7 +14,7 @@ from ballast.core.fleet import FleetDecision, FleetView, Need, Place, Room, With
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.engine.state import DeviceState
-from ballast.engine.storyfile import StoryFile
+from ballast.engine.story_file import StoryFile
 from ballast.policy import fleets
 from ballast.policy.base import FleetPolicy
 from ballast.policy.presets import resolve

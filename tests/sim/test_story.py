@@ -19,7 +19,7 @@ from ballast.core.link import LinkRates
 from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
-from ballast.engine.storyfile import StoryFile
+from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import resolve
 from ballast.sim.device import Profile, SimDevice
 from ballast.sim.lives import Life, read_lives

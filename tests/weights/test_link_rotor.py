@@ -12,7 +12,7 @@ import pytest
 from ballast.core.errors import DeviceError
 from ballast.core.event import TransferDone
 from ballast.core.rotation import WHOLE, Rotation
-from ballast.engine.inbox import MonotonicClock
+from ballast.live.inbox import MonotonicClock
 from ballast.memory.copies import Copy
 from ballast.weights.link_rotor import LinkRotor
 from ballast.weights.rotor import ArrivalPlan

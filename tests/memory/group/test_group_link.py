@@ -11,7 +11,7 @@ import pytest
 from ballast.core.errors import DeviceError
 from ballast.core.event import TransferDone
 from ballast.core.link import Direction, LinkRates
-from ballast.engine.inbox import MonotonicClock
+from ballast.live.inbox import MonotonicClock
 from ballast.memory.copies import Copy
 from ballast.memory.group.link import GroupLink, share_of
 from ballast.memory.transfer import HostLink

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ballast.core.units import GiB, MiB
-from ballast.engine.runner_cuda import TorchOnGpu
 from ballast.kernels.gpu.attention_plan import Bucket
+from ballast.live.cuda_runner import TorchOnGpu
 from ballast.memory.cuda.driver import CudaDriver
 from ballast.memory.cuda.tensor import cuda_tensor_at
 from ballast.memory.cuda.vm import CudaVm

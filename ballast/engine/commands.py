@@ -1,0 +1,237 @@
+"""What operators ask of a device: done by the means that policies have, told when it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ballast.core.actions import (
+    Action,
+    Activate,
+    Change,
+    Evict,
+    Join,
+    Leave,
+    Lend,
+    Operation,
+    Recall,
+)
+from ballast.core.errors import ConfigError
+from ballast.core.event import Operate, Output
+from ballast.core.story import Story
+from ballast.core.units import ceil_div
+from ballast.core.view import Residency
+from ballast.engine import layer_remap
+from ballast.engine.apply import apply
+from ballast.engine.build import check_room, largest_jobs
+from ballast.engine.life import Stay
+from ballast.engine.model import ModelState
+from ballast.engine.state import DeviceState
+from ballast.engine.story_snapshot import model_told
+from ballast.engine.views import device_view
+from ballast.policy.base import MemoryPolicy
+from ballast.weights.shared import SharedSegment
+
+Answered = Callable[[str, str | None], None]
+"""(id of the operation, why it was not done; None: it was)."""
+Refusal = str | None
+REMOVED = "the model is being removed from this server"
+
+
+class Operations:
+    """Operations that were begun and have not ended. Used by the loop's thread, but for `ready`."""
+
+    def __init__(
+        self, state: DeviceState, policy: MemoryPolicy, story: Story, answered: Answered | None
+    ) -> None:
+        self._state = state
+        self._policy = policy
+        self._story = story
+        self._answered = answered or (lambda id, refusal: None)
+        self.pending: dict[str, Operation] = {}
+        """By id."""
+        self.ready: dict[str, tuple[ModelState, dict[str, SharedSegment]]] = {}
+        """Models that may join, by name, and the segments that are shared for their sake: put in
+        by whoever has made them, before `Join` is asked for."""
+
+    def begin(self, event: Operate, outputs: list[Output]) -> None:
+        """Do it, or begin to. It comes before what a policy has set pages aside for."""
+        self._state.promises.withdraw()
+        refused = self._try(event.operation, outputs)
+        self._story.decision(self._state.now, event.operation, refused, by="operator")
+        if refused is None and isinstance(event.operation, Activate | Evict | Leave | Recall):
+            self.pending[event.id] = event.operation
+        else:
+            self._answered(event.id, refused)
+
+    def settle(self, outputs: list[Output]) -> None:
+        """End what can end, now that something has happened."""
+        # The last first: what it ends, an earlier one may have waited for.
+        for id, wanted in reversed(list(self.pending.items())):
+            over, refusal = self._look(wanted, outputs)
+            if over:
+                del self.pending[id]
+                self._answered(id, refusal)
+
+    def give_up(self, why: str) -> None:
+        """The loop ends: nothing that is pending will be done."""
+        for id in self.pending:
+            self._answered(id, why)
+        self.pending.clear()
+
+    # -- what each begins with --------------------------------------------------------------------
+
+    def _try(self, wanted: Operation, outputs: list[Output]) -> Refusal:
+        state = self._state
+        if isinstance(wanted, Lend):
+            return self._lend(wanted, outputs)
+        if isinstance(wanted, Recall):
+            return apply(state, wanted, outputs)
+        if isinstance(wanted, Join):
+            return self._join(wanted.model, outputs)
+        if isinstance(wanted, Leave) and wanted.at_once and wanted.model not in state.named:
+            there = state.models.get(wanted.model)
+            if there is not None and there.life.stay is Stay.LEAVING:
+                return None
+        if wanted.model not in state.named:
+            return f"no model {wanted.model!r} on this device"
+        m, adapter = state.named[wanted.model]
+        if isinstance(wanted, Change):
+            return self._change(m, adapter, wanted)
+        if adapter is not None:
+            return f"{wanted.model} is an adapter; ask for its base, {m.spec.name}"
+        if isinstance(wanted, Leave):
+            state.unname(m)
+            return None
+        here = (Residency.RESIDENT, Residency.ACTIVATING)
+        gone = (Residency.ABSENT, Residency.EVICTING)
+        if m.residency in (here if isinstance(wanted, Activate) else gone):
+            return None
+        return apply(state, wanted, outputs)
+
+    def _lend(self, wanted: Lend, outputs: list[Output]) -> Refusal:
+        answer = self._policy.lend(device_view(self._state), wanted.to, wanted.pages)
+        if answer.refusal is not None:
+            return answer.refusal
+        for action in answer.actions:
+            self._apply(action, outputs)
+        lease = self._state.lending.lend(wanted.to, wanted.pages)
+        if isinstance(lease, str):
+            return lease
+        self._story.lends(lease)
+        return None
+
+    def _join(self, name: str, outputs: list[Output]) -> Refusal:
+        """All it takes is there, or nothing changes."""
+        state, settings = self._state, self._state.settings
+        m, shared = self.ready.pop(name)
+        self._story.joins(model_told(m))
+        for known in (name, *(a.name for a in m.spec.adapters)):
+            if known in state.named or known in state.models:
+                return f"there is a model {known!r} already"
+        for other in state.models.values():
+            moving = other.weights.stirred or other.life.turning is not None
+            if moving and other.weights.may_rotate(shared):
+                whose = other.spec.name
+                return f"layers that it has in common with {whose} rotate now; evict {whose} first"
+        present = [*state.models.values(), m]
+        wanted = largest_jobs((o.spec for o in present), settings)
+        arena = max(state.arena.pages, ceil_div(wanted, settings.page_bytes))
+        others = [o.spec for o in state.models.values()]
+        layered = state.make_swapper is not None
+        try:
+            check_room(m.spec, others, settings, layered=layered, aside=state.set_aside)
+        except ConfigError as error:
+            return str(error)
+        if not self._grow_arena(arena, outputs):
+            return (
+                f"its largest jobs take {arena - state.arena.pages} pages of activations more than "
+                "are set aside, and they are not free; evict a model first"
+            )
+        for other in state.models.values():
+            other.weights.share(shared)
+        state.enrol(m)
+        return None
+
+    def _grow_arena(self, pages: int, outputs: list[Output]) -> bool:
+        """Whether the arena has so many pages, with what is free and what the policy frees."""
+        state = self._state
+
+        def missing() -> int:
+            return pages - state.arena.pages - state.pool.available(state.arena.owner)
+
+        if missing() > 0:
+            for action in self._policy.grow_activations(device_view(state), missing()):
+                self._apply(action, outputs)
+                if missing() <= 0:
+                    break
+        return state.arena.resize(pages * state.settings.page_bytes) is None
+
+    def _apply(self, action: Action, outputs: list[Output]) -> None:
+        """Do what the policy has asked for in order that an operation can be done."""
+        refused = apply(self._state, action, outputs)
+        self._story.decision(self._state.now, action, refused)
+
+    def _change(self, m: ModelState, adapter: int | None, c: Change) -> Refusal:
+        if adapter is None:
+            m.spec = replace(
+                m.spec,
+                slo=c.slo,
+                priority=c.priority,
+                share=c.share,
+                max_running=c.max_running,
+                max_waiting=c.max_waiting,
+                queue_seconds=c.queue_seconds,
+                pinned=c.pinned,
+                ttl=c.ttl,
+            )
+        else:
+            changed = replace(
+                m.spec.adapters[adapter],
+                slo=c.slo,
+                priority=c.priority,
+                max_waiting=c.max_waiting,
+                queue_seconds=c.queue_seconds,
+            )
+            adapters = list(m.spec.adapters)
+            adapters[adapter] = changed
+            m.spec = replace(m.spec, adapters=tuple(adapters))
+        return None
+
+    # -- what each ends with ----------------------------------------------------------------------
+
+    def _look(self, wanted: Operation, outputs: list[Output]) -> tuple[bool, Refusal]:
+        """Whether it has ended, and why it was not done if so."""
+        state = self._state
+        if isinstance(wanted, Recall):
+            return not state.lending.awaits(wanted.to), None
+        assert not isinstance(wanted, Lend)  # which ends at once
+        m = state.models.get(wanted.model)
+        if m is None:
+            return True, None if isinstance(wanted, Leave) else REMOVED
+        if isinstance(wanted, Leave):
+            return self._leave(m, wanted, outputs), None
+        if isinstance(wanted, Activate):
+            failed = m.residency is Residency.FAILED
+            refusal = f"the weights of {wanted.model!r} could not be brought in" if failed else None
+            return m.residency is not Residency.ACTIVATING, refusal
+        return m.residency is not Residency.EVICTING, None
+
+    def _leave(self, m: ModelState, wanted: Leave, outputs: list[Output]) -> bool:
+        state = self._state
+        if wanted.at_once:
+            for request in [*m.running, *m.waiting, *m.paused.values()]:
+                if not request.in_flight:
+                    outputs.append(state.fail(request, "unavailable", REMOVED))
+        if m.running or m.waiting or m.paused or m.job is not None:
+            return False
+        if m.residency is Residency.ACTIVATING:
+            return False
+        if m.weights.stirred:
+            if m.residency is Residency.RESIDENT:
+                layer_remap.drive_out(state, m)
+            return False
+        if m.life.settling:
+            return False
+        state.strike(m)
+        return True

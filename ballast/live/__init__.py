@@ -1,0 +1,20 @@
+"""Run a device's engine on a machine: its clock, its memory, and threads that run jobs.
+
+Packages from `cluster` up may import it. It imports `engine` and what is below; it cannot see
+`transport`. The simulator has counterparts of the runner, the inbox and the link in virtual time.
+
+- `command_executor`: Carry out operators' commands beside the loop: load a model, then let it join.
+- `cpu_machine`: The parts of a live CPU device: memory, link, executors.
+- `cuda_machine`: The parts of a live GPU.
+- `cuda_runner`: Lanes as GPU streams, each with its host thread.
+- `cuda_streams`: Streams of a GPU's lanes, with shares of its multiprocessors.
+- `device`: `LiveDevice`: memory, host tier, models and loop behind five methods.
+- `grammar_cache`: Which grammars are needed, compiled, or next.
+- `grammar_compiler`: Compile grammars on a thread beside the lanes.
+- `inbox`: The live clock and the inbox of events.
+- `machine`: The protocol of a machine: memory, link and executors of one device.
+- `never_run`: GPU features that have only met stand-ins.
+- `runner`: The executor protocol, and lanes as CPU threads.
+- `swap_executor`: The executor of a model whose KV is swapped.
+- `warmup`: Warm-up of a spare worker process.
+"""

@@ -1,0 +1,201 @@
+"""Carries out operators' orders on a live device: loading beside the loop, joining through it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from ballast.core.actions import Join, Leave, Operation
+from ballast.core.command import Add, DeviceOrder, Outcome, Remove
+from ballast.core.errors import BallastError, DeviceError
+from ballast.core.event import Event, Operate
+from ballast.core.model import ModelSpec
+from ballast.core.settings import ModelSettings
+from ballast.engine.build import Hosted, build_newcomer
+from ballast.engine.loop import Loop
+from ballast.engine.model import ModelState
+from ballast.engine.state import DeviceState
+from ballast.live.machine import Machine
+from ballast.live.runner import Executor
+from ballast.weights.host import HostModel, HostTier
+
+log = logging.getLogger(__name__)
+
+ENDING = "the device ends"
+NICENESS = 10
+"""Of the thread that loads: what serves comes first."""
+
+
+class Refused(BallastError):
+    """The state of the device does not allow it."""
+
+
+class OperatedDevice(Protocol):
+    """A live device whose models can change; `ballast.live.device.LiveDevice` is one."""
+
+    failed: dict[str, str]
+    tier: HostTier
+    hosts: dict[str, HostModel]
+    machine: Machine
+    state: DeviceState
+    loop: Loop
+    executors: dict[str, tuple[Executor, ...]]
+
+    @property
+    def specs(self) -> dict[str, ModelSpec]: ...
+
+    def post(self, event: Event) -> None: ...
+
+    def load(self, settings: ModelSettings, *, threads: int) -> HostModel: ...
+
+    def executors_of(self, host: HostModel, m: ModelState) -> tuple[Executor, ...]: ...
+
+    def forget_model(self, name: str) -> None: ...
+
+    def beside_jobs(self) -> AbstractContextManager[object]: ...
+
+
+class Operator:
+    """Orders that load or wait are carried out one after the other, by a thread of their own."""
+
+    def __init__(self, device: OperatedDevice) -> None:
+        self._device = device
+        self._thread = ThreadPoolExecutor(1, "operator", initializer=_stand_back)
+        self._numbers = itertools.count(1)
+        self._open: dict[str, Future[str | None]] = {}
+        """Operations that the loop has not answered yet."""
+        self._lock = threading.Lock()
+        """Held while `_open` or `_closed` change."""
+        self._closed = False
+
+    def carry_out(self, order: DeviceOrder, done: Callable[[Outcome], None]) -> None:
+        """From any thread; returns at once. `done` is called once, by any thread."""
+        match order:
+            case Add() | Remove():
+                try:
+                    self._thread.submit(self._work, order, done)
+                except RuntimeError:
+                    done(Outcome("unavailable", ENDING))
+            case _:
+                asked = self._ask(order)
+                asked.add_done_callback(lambda a: done(self._outcome(a.result())))
+
+    def answer(self, operation: str, refusal: str | None) -> None:
+        """By the loop: how an operation ended."""
+        with self._lock:
+            asked = self._open.pop(operation)
+        asked.set_result(refusal)
+
+    def close(self) -> None:
+        """The loop has returned. What was being loaded is given up."""
+        with self._lock:
+            self._closed = True
+            left = list(self._open.values())
+            self._open.clear()
+        for asked in left:
+            asked.set_result(ENDING)
+        self._device.tier.closing = True
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    # -- in the operator's thread -----------------------------------------------------------------
+
+    def _work(self, order: Add | Remove, done: Callable[[Outcome], None]) -> None:
+        device = self._device
+        failed: dict[str, str] = {}
+        try:
+            with device.beside_jobs():
+                if isinstance(order, Add):
+                    failed = dict(self._add(order.settings).failed)
+                else:
+                    self._remove(order)
+            outcome = Outcome(specs=device.specs, failed=failed)
+        except (Refused, DeviceError) as error:
+            outcome = Outcome("unavailable" if self._closed else "refused", str(error))
+        except BallastError as error:
+            outcome = Outcome("invalid", str(error))
+        except Exception as error:
+            log.exception("%s failed", type(order).__name__)
+            outcome = Outcome("broken", f"{type(error).__name__}: {error}")
+        done(outcome)
+
+    def _add(self, settings: ModelSettings) -> HostModel:
+        device = self._device
+        for name in (settings.name, *(a.name for a in settings.adapters)):
+            if name in device.state.named:
+                raise Refused(f"there is a model {name!r} already")
+        host = device.load(settings, threads=1)
+        try:
+            self._join(host)
+        except BaseException:
+            device.machine.unload(host)
+            raise
+        device.failed |= host.failed
+        return host
+
+    def _join(self, host: HostModel) -> None:
+        """Everything that takes time is made here; the loop only adds it up."""
+        device, name = self._device, host.spec.name
+        hosted = Hosted(host.spec, host.addresses)
+        m, new = build_newcomer(device.state, hosted, device.machine.copy)
+        try:
+            device.executors[name] = device.executors_of(host, m)
+            device.loop.operations.ready[name] = m, new
+            refusal = self._ask(Join(name)).result()
+            if refusal is not None:
+                raise Refused(refusal)
+        except BaseException:
+            self._discard(m)
+            raise
+        device.hosts = {**device.hosts, name: host}
+
+    def _discard(self, m: ModelState) -> None:
+        """It has not joined."""
+        self._device.forget_model(m.spec.name)
+        self._device.loop.operations.ready.pop(m.spec.name, None)
+        m.kv.close()
+        m.weights.close()
+
+    def _remove(self, order: Remove) -> None:
+        device, name = self._device, order.model
+        asked = self._ask(Leave(name))
+        try:
+            refusal = asked.result(timeout=order.patience)
+        except TimeoutError:
+            self._ask(Leave(name, at_once=True)).result()
+            refusal = asked.result()
+        if refusal is not None:
+            raise Refused(refusal)
+        device.forget_model(name)
+        host = device.hosts[name]
+        device.hosts = {n: h for n, h in device.hosts.items() if n != name}
+        device.machine.unload(host)
+
+    # -- in any thread ----------------------------------------------------------------------------
+
+    def _ask(self, operation: Operation) -> Future[str | None]:
+        """Have the loop do it."""
+        asked: Future[str | None] = Future()
+        with self._lock:
+            if self._closed:
+                asked.set_result(ENDING)
+                return asked
+            id = f"operation-{next(self._numbers)}"
+            self._open[id] = asked
+        self._device.post(Operate(id, operation))
+        return asked
+
+    def _outcome(self, refusal: str | None) -> Outcome:
+        if refusal is None:
+            return Outcome(specs=self._device.specs)
+        return Outcome("unavailable" if self._closed else "refused", refusal)
+
+
+def _stand_back() -> None:
+    """This thread, and those that it starts, yield to all others."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -1,0 +1,126 @@
+"""The parts of a live CPU device: memory in memfds, a link of copying threads, executors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from ballast.core.capability import Reach
+from ballast.core.clock import Clock
+from ballast.core.errors import ConfigError
+from ballast.core.event import Event, FirstJobReady, Settled
+from ballast.core.model import ModelSpec
+from ballast.core.report import GraphReport
+from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
+from ballast.kernels.stream_copy import stream_copier
+from ballast.kernels.workspace import Workspace
+from ballast.kv.blocks import KvCache
+from ballast.kv.link_swapper import LinkSwapper
+from ballast.kv.swapper import MakeSwapper
+from ballast.live.machine import Cap
+from ballast.live.runner import CpuRunner, Executor, LaneRunner, Record
+from ballast.memory import syscalls
+from ballast.memory.arena import AllocatorCap
+from ballast.memory.copies import Copy, copy_now
+from ballast.memory.cuda.calls import WhenLost
+from ballast.memory.transfer import HostLink
+from ballast.memory.vm_memfd import MemfdVm
+from ballast.models.executor import ModelExecutor
+from ballast.models.on_cpu import on_cpu
+from ballast.models.profile_run import measured
+from ballast.weights.checkpoint import THREADS, load_host_model
+from ballast.weights.host import HostModel, HostTier
+from ballast.weights.link_rotor import LinkRotor
+from ballast.weights.rotor import MakeRotor
+
+
+class OnCpu:
+    """What every machine of CPUs has: plain memory, the C allocator's cap, and intra-op threads for
+    lanes."""
+
+    graphs: GraphReport | None = None
+    reach: Reach | None = None
+
+    @property
+    def copies_beside_jobs(self) -> bool:
+        return False
+
+    def unload(self, host: HostModel) -> None:
+        host.close()
+
+    def copy(self, dst: int, src: int, n_bytes: int) -> None:
+        copy_now(dst, src, n_bytes)
+
+    def when_lost(self, call: WhenLost) -> None:
+        """A CPU is lost with the process."""
+
+    def cap(self, n_bytes: int) -> Cap:
+        return AllocatorCap(n_bytes)
+
+    def runner(
+        self,
+        executors: Mapping[str, Sequence[Executor]],
+        post: Callable[[Event], None],
+        clock: Clock,
+        device: DeviceSettings,
+        cap: Cap,
+        record: Record | None,
+    ) -> LaneRunner:
+        return CpuRunner(executors, post, clock, device.threads, device.lanes, cap, record)
+
+
+class CpuMachine(OnCpu):
+    """This process, and no other."""
+
+    def __init__(self, fleet: FleetSettings, clock: Clock, post: Callable[[Event], None]) -> None:
+        self.device = device = fleet.of_one_device("this command")
+        if device.tensor_parallel > 1:
+            allowed = "this command takes devices of one rank"
+            raise ConfigError("tensor_parallel", device.tensor_parallel, allowed)
+        self.vm = MemfdVm(device.page_bytes, device.budget_bytes // device.page_bytes)
+        self.link = HostLink(clock, post, fleet.link.pace, copy_bytes=stream_copier())
+
+    def load(self, settings: ModelSettings, tier: HostTier, threads: int = THREADS) -> HostModel:
+        return measured(load_host_model(settings, tier, threads), on_cpu, self.device)
+
+    def executors(
+        self,
+        host: HostModel,
+        segments: Sequence[int],
+        kv: KvCache,
+        workspaces: Sequence[Workspace],
+    ) -> tuple[ModelExecutor, ...]:
+        # The fast path alone computes in its lane's workspace.
+        several = workspaces if host.fused else workspaces[:1]
+        made = [on_cpu(host, segments, kv.base, kv.layout, w, self.device) for w in several]
+        return tuple(made) if host.fused else tuple(made * len(workspaces))
+
+    @property
+    def copies_beside_jobs(self) -> bool:
+        """Whether a job keeps its CPUs while weights are copied, so that it may as well begin
+        before all of them are there: the link mostly waits, or CPUs are left for it. Where both
+        share CPUs and the memory's bandwidth, overlapping them brings no token sooner."""
+        threads = self.device.threads or torch.get_num_threads()
+        return self.link.paced or threads + self.link.threads <= syscalls.usable_cpus()
+
+    def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
+        def opened(transfer_id: int) -> None:
+            post(FirstJobReady(transfer_id))
+
+        tell = opened if self.copies_beside_jobs else None
+
+        def make(spec: ModelSpec, copies: Sequence[Copy]) -> LinkRotor:
+            settled = Settled(spec.name)
+            return LinkRotor(spec.name, copies, self.link, clock, lambda: post(settled), tell)
+
+        return make
+
+    def make_swapper(self, clock: Clock, dirty: bool) -> MakeSwapper | None:
+        return lambda kv: LinkSwapper(kv, self.link, clock, dirty)
+
+    def allow(self, n_bytes: int) -> None:
+        """The cap of this process is the device's own."""
+
+    def close(self) -> None:
+        """Nothing is left."""

@@ -1,0 +1,273 @@
+"""A GPU as a live device: pages are handles of the driver, copies and jobs go to streams."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from ballast.core.clock import Clock
+from ballast.core.errors import ConfigError, DeviceError
+from ballast.core.event import Event, Settled
+from ballast.core.model import ModelSpec
+from ballast.core.report import GraphReport
+from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
+from ballast.core.units import format_bytes
+from ballast.kernels.gpu.batch import Scratch
+from ballast.kernels.workspace import Workspace
+from ballast.kv.blocks import KvCache
+from ballast.kv.event_swapper import EventSwapper
+from ballast.kv.swapper import MakeSwapper
+from ballast.live.cuda_runner import AllocatorOnDevice, Compute, CudaRunner, TorchOnGpu
+from ballast.live.cuda_streams import lane_streams
+from ballast.live.machine import Cap
+from ballast.live.runner import Executor, LaneRunner, Record
+from ballast.memory.copies import Copy
+from ballast.memory.cuda.calls import Driver, WhenLost
+from ballast.memory.cuda.devices import reach_of
+from ballast.memory.cuda.driver import CudaDriver
+from ballast.memory.cuda.link import CudaLink
+from ballast.memory.cuda.pinning import PinnedMemory
+from ballast.memory.cuda.vm import CudaVm
+from ballast.models.executor import ModelExecutor
+from ballast.models.gpu.executor import GpuTransformersModel
+from ballast.models.gpu.fused import GpuFusedModel
+from ballast.models.gpu.graphs import GraphCache
+from ballast.weights.checkpoint import THREADS, load_host_model
+from ballast.weights.event_rotor import EventRotor
+from ballast.weights.host import HostModel, HostTier
+from ballast.weights.rotor import MakeRotor
+from ballast.weights.segment import whole_pages
+
+
+class CudaMachine:
+    """Implements `Machine`: this process, and one GPU or MIG slice."""
+
+    def __init__(
+        self,
+        fleet: FleetSettings,
+        clock: Clock,
+        post: Callable[[Event], None],
+        driver: Driver | None = None,
+        compute: Compute | None = None,
+    ) -> None:
+        """`driver` and `compute` stand in for the real ones.
+
+        Raises ConfigError where there is no such GPU, or it cannot have such pages.
+        """
+        self.device = device = fleet.of_one_device("this command")
+        ordinal = device.gpu
+        if ordinal is None:
+            raise ConfigError("devices", device.name, "a GPU is called cuda: and its number")
+        self._driver = driver = driver or driver_of(device.name)
+        if ordinal >= (n := driver.count()):
+            allowed = f"CUDA shows {n} device(s) to this process, counted from cuda:0"
+            raise ConfigError("devices", device.name, allowed)
+        number = driver.device(ordinal)
+        least = driver.granularity(number)
+        if device.page_bytes % least:
+            allowed = f"a multiple of {format_bytes(least)}, what its driver maps at once"
+            raise ConfigError(f"page of {device.name}", format_bytes(device.page_bytes), allowed)
+        self._compute = compute or TorchOnGpu(ordinal)
+        self._allocator: AllocatorOnDevice | None = None
+        self.reach = reach_of(driver, ordinal)
+        self._number, self._context = number, driver.retain_context(number)
+        driver.set_current(self._context)
+        n_pages = device.budget_bytes // device.page_bytes
+        self.vm = CudaVm(driver, ordinal, device.page_bytes, n_pages)
+        self.link = CudaLink(driver, ordinal, clock, post)
+        self.pins = PinnedMemory(driver, ordinal)
+        self._pinned: Counter[int] = Counter()
+        """By address of a segment in host memory: models of this device that have it."""
+        self._copies = driver.new_stream()
+        self._streams = lane_streams(driver, number, device.lanes)
+        for stream in self._streams.all:
+            self.vm.watch(stream)
+        self._common = Scratch(self._compute.device) if device.lanes == 1 else None
+        """Each model has its own where jobs of several run at the same time."""
+        self._rotors: dict[str, EventRotor] = {}
+        self._swappers: dict[str, EventSwapper] = {}
+        """By model, like rotors."""
+        self._graphs: GraphCache | None = None
+        if n_bytes := device.graph_bytes:
+            self._graphs = GraphCache(
+                n_bytes, lambda stream: self._compute.recorder(self._streams.twin(stream))
+            )
+
+    def load(self, settings: ModelSettings, tier: HostTier, threads: int = THREADS) -> HostModel:
+        """With plain matrices, and page-locked. Raises ConfigError for what only CPUs have."""
+        if settings.linear == "packed":
+            allowed = f"{self.device.name} is a GPU: that is of CPUs"
+            raise ConfigError(f"{settings.name}: linear", settings.linear, allowed)
+        tier.make_writable(not self.pins.reads_only)
+        host = self._read(replace(settings, linear="plain"), tier, threads)
+        segments = (*host.segments, *(a.segment for a in host.adapters))
+        for segment, address in zip(segments, host.addresses, strict=True):
+            if not self._pinned[address]:
+                self.pins.pin(address, whole_pages(segment))
+            self._pinned[address] += 1
+        return host
+
+    def _read(self, settings: ModelSettings, tier: HostTier, threads: int) -> HostModel:
+        return load_host_model(settings, tier, threads)
+
+    @property
+    def copies_beside_jobs(self) -> bool:
+        """Its rotors do not follow the link (`EventRotor.bring`)."""
+        return False
+
+    @property
+    def graphs(self) -> GraphReport | None:
+        return None if self._graphs is None else self._graphs.report()
+
+    def unload(self, host: HostModel) -> None:
+        if self._graphs is not None:
+            self._driver.set_current(self._context)
+            self._graphs.forget(host.spec.name)
+        for kept in (self._rotors, self._swappers):
+            gone = kept.pop(host.spec.name, None)
+            if gone is not None:
+                gone.close()
+        for address in host.addresses:
+            if self._pinned[address] == 1:
+                self.pins.unpin(address)
+            if self._pinned[address]:
+                self._pinned[address] -= 1
+        host.close()
+
+    def copy(self, dst: int, src: int, n_bytes: int) -> None:
+        self._driver.set_current(self._context)
+        self._driver.copy_within(dst, src, n_bytes, self._copies)
+        self._driver.finish(self._copies)
+
+    def executors(
+        self,
+        host: HostModel,
+        segments: Sequence[int],
+        kv: KvCache,
+        workspaces: Sequence[Workspace],
+    ) -> tuple[ModelExecutor, ...]:
+        """Of `workspaces` only the number matters: PyTorch's allocator gives what a job needs."""
+        compute = self._compute
+        where = (segments, kv.base, kv.layout, kv.range.range.n_bytes, compute.device)
+        kind = GpuFusedModel if host.fused else GpuTransformersModel
+        made = kind(host, *where, compute.attention, self._graphs, self._common)
+        return (made,) * len(workspaces)
+
+    def cap(self, n_bytes: int) -> Cap:
+        """Graphs keep what they compute in memory of the same allocator."""
+        more = self.device.graph_bytes
+        self._allocator = self._compute.allocator(n_bytes + more)
+        return DeviceCap(self._allocator, more)
+
+    def runner(
+        self,
+        executors: Mapping[str, Sequence[Executor]],
+        post: Callable[[Event], None],
+        clock: Clock,
+        device: DeviceSettings,
+        cap: Cap,
+        record: Record | None,
+    ) -> LaneRunner:
+        return CudaRunner(
+            executors,
+            post,
+            clock,
+            self._driver,
+            self._context,
+            self._compute,
+            self._streams,
+            device.lanes,
+            cap,
+            record,
+            self._graphs,
+            rest=self._rest,
+        )
+
+    def _rest(self) -> None:
+        for rotor in self._rotors.values():
+            rotor.rest()
+
+    def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
+        def make(spec: ModelSpec, copies: Sequence[Copy]) -> EventRotor:
+            settled, lane = Settled(spec.name), self._compute.current
+            known = (self._driver, self._context)
+            rotor = EventRotor(*known, copies, lane, lambda: post(settled))
+            self._rotors[spec.name] = rotor
+            return rotor
+
+        return make
+
+    def make_swapper(self, clock: Clock, dirty: bool) -> MakeSwapper | None:
+        def make(kv: KvCache) -> EventSwapper:
+            known = (self._driver, self._context, self.pins, self._compute.current)
+            swapper = EventSwapper(kv, *known, dirty)
+            self._swappers[kv.spec.name] = swapper
+            return swapper
+
+        return make
+
+    def allow(self, n_bytes: int) -> None:
+        """The cap of this process is the device's own."""
+
+    def when_lost(self, call: WhenLost) -> None:
+        self._driver.when_lost(call)
+
+    def close(self) -> None:
+        self._driver.set_current(self._context)
+        if self._graphs is not None:
+            self._graphs.close()
+        for rotor in self._rotors.values():
+            rotor.close()
+        for swapper in self._swappers.values():
+            swapper.close()
+        if self._allocator is not None:
+            self._allocator.close()
+        self.pins.close()
+        self._streams.close()
+        self._driver.destroy_stream(self._copies)
+        self._driver.release_context(self._number)
+
+
+class DeviceCap:
+    """Implements `Cap` for the memory of a GPU; what jobs allocate on the host is no part of it."""
+
+    def __init__(self, allocator: AllocatorOnDevice, more: int = 0) -> None:
+        """`more`: bytes that the allocator may have for something else than jobs."""
+        self._allocator, self._more = allocator, more
+        self._next: int | None = None
+        """Bytes from the next moment on in which no job runs."""
+
+    @property
+    def n_bytes(self) -> int:
+        return self._allocator.n_bytes - self._more
+
+    @property
+    def renewing(self) -> bool:
+        return self._next is not None
+
+    def check(self, *, alone: bool = True) -> bool:
+        """Within the cap again, if what is kept unused allows it; whether it is."""
+        if self._next is not None and alone:
+            n_bytes, self._next = self._next, None
+            return self._allocator.resize(n_bytes + self._more)
+        return self._allocator.check()
+
+    def exempt(self, n_bytes: int) -> None:
+        """What is allocated beside jobs is in the host's memory."""
+
+    def pause(self) -> None:
+        """What is loaded beside jobs is in the host's memory."""
+
+    def renew(self, n_bytes: int, forget: Callable[[], None]) -> None:
+        forget()
+        self._next = n_bytes
+
+
+def driver_of(name: str) -> CudaDriver:
+    """For the device of that name. Raises ConfigError where there is none."""
+    try:
+        return CudaDriver()
+    except DeviceError as error:
+        allowed = f"this machine has no GPU that CUDA can use: {error}"
+        raise ConfigError("devices", name, allowed) from error

@@ -1,0 +1,218 @@
+"""The live runner on a GPU: a lane is a host thread that launches one job at a time on a stream."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ballast.core.clock import Clock
+from ballast.core.event import Event
+from ballast.core.job import Job
+from ballast.kernels.gpu.attention import attention_kernels
+from ballast.kernels.gpu.batch import Attention, GpuBatch
+from ballast.live.cuda_streams import Streams
+from ballast.live.runner import Coming, Executor, Keeper, LaneRunner, Record
+from ballast.memory.cuda.allocator_cap import CudaAllocatorCap
+from ballast.memory.cuda.calls import Driver
+from ballast.memory.cuda.fences import EventPool
+from ballast.memory.cuda.graphs import TorchRecorder
+from ballast.models.gpu.graphs import GraphCache
+from ballast.models.gpu.parallel import GpuExchange
+from ballast.models.gpu.recording import GraphRecorder
+from ballast.models.parallel.exchanges import NcclExchange
+from ballast.weights.sharding import Shard
+
+log = logging.getLogger(__name__)
+
+QUIET_SECONDS = 0.05
+"""Without a job on a lane, before it looks whether a graph can be recorded: longer than a lane
+waits between two steps of the same requests."""
+RUNS = 8
+"""Of one bucket without a graph, after which jobs wait while it is recorded."""
+MOST_PAUSES = 0.05
+"""Of the time, that jobs wait for recordings."""
+
+
+class AllocatorOnDevice(Protocol):
+    """What is capped; `ballast.memory.cuda.allocator_cap.CudaAllocatorCap` in earnest."""
+
+    @property
+    def n_bytes(self) -> int: ...
+
+    def resize(self, n_bytes: int) -> bool: ...
+
+    def check(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class Compute(Protocol):
+    """What PyTorch does on a device."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def attention(self) -> Callable[[GpuBatch], Attention]:
+        """The attention of its models' batches."""
+
+    def on(self, stream: int) -> AbstractContextManager[object]:
+        """Work that this thread launches meanwhile goes to that stream of the driver."""
+
+    def current(self) -> int:
+        """The stream of the driver that this thread's work goes to."""
+
+    def allocator(self, n_bytes: int) -> AllocatorOnDevice:
+        """Its allocator there, capped."""
+
+    def recorder(self, stream: int) -> GraphRecorder:
+        """Of graphs, on a stream that nothing else uses."""
+
+    def exchange(self, meeting: Path, shard: Shard) -> GpuExchange:
+        """How it meets the other ranks of a group, each of which names that file, not there yet.
+        Returns when all have come; raises ConfigError where it cannot, DeviceError where that
+        fails."""
+
+
+class TorchOnGpu:
+    """Implements `Compute`."""
+
+    def __init__(self, ordinal: int) -> None:
+        self.device = torch.device("cuda", ordinal)
+        self.attention = attention_kernels(self.device)
+
+    def on(self, stream: int) -> AbstractContextManager[object]:
+        there = torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(there)
+
+    def current(self) -> int:
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def allocator(self, n_bytes: int) -> AllocatorOnDevice:
+        return CudaAllocatorCap(self.device.index or 0, n_bytes)
+
+    def recorder(self, stream: int) -> GraphRecorder:
+        return TorchRecorder(self.device.index or 0, stream)
+
+    def exchange(self, meeting: Path, shard: Shard) -> GpuExchange:
+        return NcclExchange(meeting, shard, self.device)
+
+
+class CudaRunner(LaneRunner):
+    """Jobs end when all that they have launched has: pages that they used can change hands."""
+
+    def __init__(
+        self,
+        executors: Mapping[str, Sequence[Executor]],
+        post: Callable[[Event], None],
+        clock: Clock,
+        driver: Driver,
+        context: int,
+        compute: Compute,
+        streams: Streams,
+        lanes: int = 1,
+        keeper: Keeper | None = None,
+        record: Record | None = None,
+        graphs: GraphCache | None = None,
+        quiet_seconds: float = QUIET_SECONDS,
+        rest: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`context`: of the device, retained as long as this lives; `rest`: ends what jobs have
+        begun beside themselves."""
+        self._rest = rest
+        self._next_pause = 0.0
+        """On the clock, before which jobs wait for no recording."""
+        self._graphs, self._quiet_seconds = graphs, quiet_seconds
+        self._driver, self._context = driver, context
+        self._compute, self._streams = compute, streams
+        self._events = [EventPool(driver) for _ in range(lanes)]
+        super().__init__(executors, post, clock, lanes, keeper, record)
+
+    @contextmanager
+    def running(self, job: Job) -> Iterator[None]:
+        self._driver.set_current(self._context)
+        stream, events = self._streams.take(job), self._events[job.lane]
+        try:
+            with self._compute.on(stream), self._graphs_on(stream):
+                yield
+        finally:
+            # Also of a job that broke off: what it had launched by then may still run.
+            try:
+                event = events.take()
+                self._driver.record(event, stream)
+                self._driver.wait(event)
+                events.put_back(event)
+            finally:
+                self._streams.give_back(job)
+
+    def _graphs_on(self, stream: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._graphs is None else self._graphs.on(stream)
+
+    def activating(self, model: str) -> None:
+        """A graph that it has lost is recorded meanwhile, if no job runs."""
+        if self._graphs is not None:
+            # Not here, in the loop's thread: while something is recorded, the cache is locked.
+            self._jobs[0].put(Coming(model))
+
+    def _next(self, lane: int) -> Job | None:
+        graphs = self._graphs
+        while graphs is not None:
+            try:
+                seconds = self._quiet_seconds if graphs.wanted else None
+                job = self._jobs[lane].get(timeout=seconds)
+            except queue.Empty:
+                self.record_one(graphs)
+                continue
+            if not isinstance(job, Coming):
+                return job
+            graphs.activating(job.model)
+            if graphs.due(RUNS):
+                self.record_one(graphs)
+        return super()._next(lane)
+
+    def _pausing(self) -> bool:
+        return super()._pausing() or self._due()
+
+    def _due(self) -> bool:
+        """Whether jobs are to wait for a recording: under a load that never pauses there would be
+        none. They wait for those that run, as recording does, and for one."""
+        graphs = self._graphs
+        return graphs is not None and graphs.due(RUNS) and self._clock.now() >= self._next_pause
+
+    def _pause(self) -> None:
+        super()._pause()
+        if self._graphs is not None and self._due():
+            began = self._clock.now()
+            self._make_one(self._graphs)
+            now = self._clock.now()
+            self._next_pause = now + (now - began) / MOST_PAUSES
+
+    def record_one(self, graphs: GraphCache) -> bool:
+        """A graph that is wanted, unless some job runs or is about to. One that comes meanwhile
+        waits, on whichever lane: while something is recorded, PyTorch's allocator gives no unused
+        memory back, and a job beside it that comes to the cap would fail."""
+        with self._change:
+            if self._running or not all(jobs.empty() for jobs in self._jobs):
+                return False
+            self._make_one(graphs)
+            return True
+
+    def _make_one(self, graphs: GraphCache) -> None:
+        self._driver.set_current(self._context)
+        try:
+            graphs.record_one()
+        except Exception:  # jobs run without it
+            log.exception("a CUDA graph could not be recorded")
+
+    def close(self) -> None:
+        super().close()
+        self._driver.set_current(self._context)
+        self._rest()
+        for events in self._events:
+            events.close()

@@ -1,0 +1,123 @@
+"""ZeroMQ over a Unix socket in a private directory: one pair of sockets per worker.
+
+A socket belongs to one thread and one side of it: the server's lives on its event loop, the
+worker's on its main thread. Neither drops a message: the high-water marks are off, and what is in
+flight is bounded by what clients have asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import zmq
+import zmq.asyncio
+
+from ballast.core.errors import DeviceError
+from ballast.transport.worker_messages.codec import (
+    ToServer,
+    ToWorker,
+    decode_to_server,
+    decode_to_worker,
+    encode,
+)
+
+_SOCKET = "worker.sock"
+_LONGEST_PATH = 107
+"""Bytes, without the final NUL, that `sockaddr_un` has room for."""
+
+
+class PrivateDirectory:
+    """A new directory that only this user can enter (mode 0700), removed by `close`."""
+
+    def __init__(self) -> None:
+        path = Path(tempfile.mkdtemp(prefix="ballast-"))
+        if len(os.fsencode(path / _SOCKET)) > _LONGEST_PATH:
+            path.rmdir()
+            path = Path(tempfile.mkdtemp(prefix="ballast-", dir="/tmp"))
+        self.path = path
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def address(directory: Path) -> str:
+    """Where the worker of `directory` listens. Raises DeviceError if the path is too long."""
+    path = directory / _SOCKET
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        raise DeviceError("bind", f"{path} has more than {_LONGEST_PATH} bytes")
+    return f"ipc://{path}"
+
+
+class ServerSocket:
+    """The server's end, on the running event loop."""
+
+    def __init__(self, directory: Path) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set_hwm(0)
+        self._socket.linger = 0
+        self._socket.bind(address(directory))
+
+    def send(self, message: ToWorker) -> None:
+        """Queue `message`; never waits. Messages go in the order of the calls."""
+        self._socket.send(encode(message))
+
+    async def receive(self) -> ToServer:
+        """The next message. Raises MalformedMessage."""
+        return decode_to_server(await self._socket.recv())
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+class WorkerSocket:
+    """The worker's end; all calls from one thread. A context manager that sends what is queued."""
+
+    def __init__(self, directory: Path) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set_hwm(0)
+        self._socket.linger = 10_000  # ms; what is queued goes out unless the server is gone
+        self._socket.connect(address(directory))
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._socket.close()
+        self._context.term()
+
+    def also_wake_on(self, fd: int) -> None:
+        """Let `wait` return when `fd` is readable, too."""
+        self._poller.register(fd, zmq.POLLIN)
+
+    def send(self, message: ToServer) -> None:
+        """Queue `message`; never waits."""
+        self._socket.send(encode(message))
+
+    def wait(self, seconds: float | None) -> None:
+        """Until a message is there, a descriptor of `also_wake_on` is readable, or time is up."""
+        self._poller.poll(None if seconds is None else max(0, round(seconds * 1e3)))
+
+    def receive_all(self, handle: Callable[[ToWorker], None]) -> None:
+        """Hand over all messages that are there. Raises MalformedMessage."""
+        while True:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            handle(decode_to_worker(data))

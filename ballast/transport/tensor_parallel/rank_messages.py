@@ -1,0 +1,256 @@
+"""Messages between the first rank of a tensor-parallel group and each of the others.
+
+The first rank sends a command and waits for its reply, one at a time on a connection, in order.
+Events come unasked, on a connection of their own. All addresses are those of the rank that receives
+or sends the message; they differ from rank to rank.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ballast.core.event import TransferDone
+from ballast.core.job import SequenceWork
+from ballast.core.link import LinkRates
+from ballast.core.rotation import Rotation
+from ballast.core.settings import DeviceSettings, ModelSettings
+
+
+class _RankMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A message that carries the name of its class."""
+
+
+# -- to a rank ----------------------------------------------------------------------------------
+
+
+class JoinGroupMsg(_RankMessage, frozen=True):
+    """First message: be this rank of the group; `device` is its part of the group's."""
+
+    rank: int
+    device: DeviceSettings
+    pace: LinkRates | None
+
+
+class MeetRanksMsg(_RankMessage, frozen=True):
+    """Second message: meet the other ranks. Answered when all have met."""
+
+    meeting: str | None
+    """The file at which they meet; None: in shared memory, whose descriptor follows."""
+
+
+class ReserveRangeMsg(_RankMessage, frozen=True):
+    """Reserve a range of addresses. Answered by `RangeReservedReply`."""
+
+    n_bytes: int
+
+
+class ReleaseRangeMsg(_RankMessage, frozen=True):
+    """Give a range of addresses back."""
+
+    base: int
+
+
+class MapPagesMsg(_RankMessage, frozen=True):
+    """Map pages in a range, from its page `at` on."""
+
+    base: int
+    at: int
+    pages: list[int]
+    alias: bool
+    prefault: bool
+
+
+class UnmapPagesMsg(_RankMessage, frozen=True):
+    """Unmap `n` pages of a range, from its page `at` on."""
+
+    base: int
+    at: int
+    n: int
+
+
+class PopulatePagesMsg(_RankMessage, frozen=True):
+    """Give pages physical memory. Answered by `PagesShortReply` where there is too little."""
+
+    pages: list[int]
+
+
+class DiscardPagesMsg(_RankMessage, frozen=True):
+    """Give the physical memory of pages back to the operating system."""
+
+    pages: list[int]
+
+
+class InspectMappingsMsg(_RankMessage, frozen=True):
+    """Report mapped pages and the number of mappings. Answered by `MappingsReply`."""
+
+    base: int | None
+    """The range whose pages are reported; None: of no range."""
+
+
+class CopyMsg(_RankMessage, frozen=True):
+    """Copy within the rank's memory; answered when it is done."""
+
+    dst: int
+    src: int
+    n_bytes: int
+
+
+class StartTransferMsg(_RankMessage, frozen=True):
+    """Start the rank's part of a transfer to the device; its end is a `TransferLandedEvent`."""
+
+    transfer_id: int
+    copies: list[tuple[int, int, int]]
+    """(target, source, bytes) of each copy."""
+    stream: str
+
+
+class LoadModelMsg(_RankMessage, frozen=True):
+    """Load the rank's part of a checkpoint. Answered by `ModelLoadedReply`."""
+
+    settings: ModelSettings
+    threads: int
+
+
+class UnloadModelMsg(_RankMessage, frozen=True):
+    """Drop a model and its part of the checkpoint."""
+
+    model: str
+
+
+class ServeModelMsg(_RankMessage, frozen=True):
+    """Make a loaded model ready to run jobs."""
+
+    model: str
+    segments: tuple[int, ...]
+    """Addresses on the device of its segments, while it is resident."""
+    kv_base: int
+    """Base of the range of its KV cache."""
+
+
+class SetActivationLimitMsg(_RankMessage, frozen=True):
+    """Limit the memory that activations keep between jobs, from the next job on."""
+
+    n_bytes: int
+
+
+class RunJobMsg(_RankMessage, frozen=True):
+    """Run the rank's part of a job; answered when it has ended."""
+
+    model: str
+    work: tuple[SequenceWork, ...]
+    head: bool
+
+
+class RemapLayersMsg(_RankMessage, frozen=True):
+    """Change which layers rotate, as `weights.rotor.Rotor.turn`; their pages are mapped already."""
+
+    model: str
+    rotation: Rotation
+    held: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+class SettleLayersMsg(_RankMessage, frozen=True):
+    """End the loads of a model's layers, as `weights.rotor.Rotor.settle`.
+
+    A `LayersSettledEvent` follows when none is in transfer.
+    """
+
+    model: str
+
+
+class ForgetLayersMsg(_RankMessage, frozen=True):
+    """Forget what the slots hold, as `weights.rotor.Rotor.forget`."""
+
+    model: str
+
+
+ToRank = (
+    JoinGroupMsg
+    | MeetRanksMsg
+    | ReserveRangeMsg
+    | ReleaseRangeMsg
+    | MapPagesMsg
+    | UnmapPagesMsg
+    | PopulatePagesMsg
+    | DiscardPagesMsg
+    | InspectMappingsMsg
+    | CopyMsg
+    | StartTransferMsg
+    | LoadModelMsg
+    | UnloadModelMsg
+    | ServeModelMsg
+    | SetActivationLimitMsg
+    | RunJobMsg
+    | RemapLayersMsg
+    | SettleLayersMsg
+    | ForgetLayersMsg
+)
+
+# -- from a rank --------------------------------------------------------------------------------
+
+
+class DoneReply(_RankMessage, frozen=True):
+    """It was done."""
+
+
+class RangeReservedReply(_RankMessage, frozen=True):
+    """The reserved range, in the rank's addresses."""
+
+    base: int
+
+
+class PagesShortReply(_RankMessage, frozen=True):
+    """Number of pages for which the machine has no memory."""
+
+    pages: int
+
+
+class MappingsReply(_RankMessage, frozen=True):
+    """State of the rank's mappings, as the operating system has it."""
+
+    mapped: dict[int, int]
+    """Page of the device by page of the range."""
+    mappings: int
+    """Of the whole process."""
+
+
+class ModelLoadedReply(_RankMessage, frozen=True):
+    """The model is loaded."""
+
+    addresses: tuple[int, ...]
+    """Of each segment in the rank's host tier."""
+
+
+class RefusedReply(_RankMessage, frozen=True):
+    """It was not done, and nothing has changed."""
+
+    call: str | None
+    """The system call that failed; None: a promise was broken."""
+    reason: str
+
+
+class TransferLandedEvent(_RankMessage, frozen=True):
+    """The rank's part of a transfer has ended."""
+
+    done: TransferDone
+
+
+class LayersSettledEvent(_RankMessage, frozen=True):
+    """No layer of a model is in transfer on this rank."""
+
+    model: str
+    held: tuple[int, ...]
+    """By slot, the layer that is there, or -1."""
+
+
+RankReply = (
+    DoneReply
+    | RangeReservedReply
+    | PagesShortReply
+    | MappingsReply
+    | ModelLoadedReply
+    | RefusedReply
+)
+
+RankEvent = TransferLandedEvent | LayersSettledEvent

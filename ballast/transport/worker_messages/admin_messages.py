@@ -1,0 +1,57 @@
+"""Messages of operators' orders to a device."""
+
+from __future__ import annotations
+
+from ballast.core.actions import Activate, Change, Evict, Lend, Recall
+from ballast.core.command import Add, DeviceOrder, Outcome, Remove
+from ballast.transport.decoding import MalformedMessage
+from ballast.transport.worker_messages.message import WorkerMessage
+
+
+class CommandMsg(WorkerMessage, frozen=True):
+    """An operator's order, in the field of its type; answered by `CommandDoneMsg` with its id.
+
+    The field tells which order it is: plain dataclasses carry no tag.
+    """
+
+    id: int
+    add: Add | None = None
+    remove: Remove | None = None
+    change: Change | None = None
+    activate: Activate | None = None
+    evict: Evict | None = None
+    lend: Lend | None = None
+    recall: Recall | None = None
+
+    @classmethod
+    def of(cls, id: int, order: DeviceOrder) -> CommandMsg:
+        """Wrap an order."""
+        return cls(id, **{_FIELDS[type(order)]: order})  # type: ignore[arg-type]
+
+    @property
+    def order(self) -> DeviceOrder:
+        """The order. Raises MalformedMessage unless there is exactly one."""
+        orders = (self.add, self.remove, self.change, self.activate, self.evict)
+        fields = (*orders, self.lend, self.recall)
+        given = [order for order in fields if order is not None]
+        if len(given) != 1:
+            raise MalformedMessage(f"a command with {len(given)} orders")
+        return given[0]
+
+
+_FIELDS: dict[type[DeviceOrder], str] = {
+    Add: "add",
+    Remove: "remove",
+    Change: "change",
+    Activate: "activate",
+    Evict: "evict",
+    Lend: "lend",
+    Recall: "recall",
+}
+
+
+class CommandDoneMsg(WorkerMessage, frozen=True):
+    """How an order ended."""
+
+    id: int
+    outcome: Outcome

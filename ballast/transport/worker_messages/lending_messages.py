@@ -1,0 +1,83 @@
+"""Messages about pages that one worker lends to another.
+
+The server introduces two workers (`MeetPeerMsg`), passes on what they send to each other about
+leases (`LeaseMsg`), and takes their reports on each other (`PeerReportMsg`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ballast.core.lease import AskedBack, Condemned, HasMet, Lease, Lent, LetGo, Returned, Word
+from ballast.transport.worker_messages.message import WorkerMessage
+
+
+class MeetPeerMsg(WorkerMessage, frozen=True):
+    """To a worker: another device's worker with which pages may be lent."""
+
+    peer: str
+    epoch: int
+    address: str
+    """Where the peer's memory is to be had."""
+
+
+class PeerEndedMsg(WorkerMessage, frozen=True):
+    """To a worker: the peer's process has ended, and has been reaped."""
+
+    peer: str
+    epoch: int
+
+
+class LeaseMsg(WorkerMessage, frozen=True):
+    """From lender to borrower, or back; the server passes it on, in order."""
+
+    kind: Literal["lent", "asked back", "returned"]
+    lease: Lease
+
+    @classmethod
+    def of(cls, event: Lent | AskedBack | Returned) -> LeaseMsg:
+        """Wrap what a device has to say about a lease."""
+        return cls(_LEASE_KINDS[type(event)], event.lease)
+
+    @property
+    def event(self) -> Lent | AskedBack | Returned:
+        """The event for the device that receives it."""
+        match self.kind:
+            case "lent":
+                return Lent(self.lease)
+            case "asked back":
+                return AskedBack(self.lease)
+            case "returned":
+                return Returned(self.lease)
+
+
+_LEASE_KINDS: dict[type[Lent | AskedBack | Returned], Literal["lent", "asked back", "returned"]] = {
+    Lent: "lent",
+    AskedBack: "asked back",
+    Returned: "returned",
+}
+
+
+class PeerReportMsg(WorkerMessage, frozen=True):
+    """To the server: what a device reports about another device's worker.
+
+    `met`: pages can be lent between them. `overdue`: it has not returned pages in time and has to
+    end. `released`: it has ended, and nothing of its memory is mapped here any more.
+    """
+
+    kind: Literal["met", "overdue", "released"]
+    peer: str
+    epoch: int
+
+
+def lending_message(event: Word) -> LeaseMsg | PeerReportMsg:
+    """Wrap what a device sends about lending."""
+    match event:
+        case HasMet():
+            return PeerReportMsg("met", event.peer, event.epoch)
+        case Condemned():
+            return PeerReportMsg("overdue", event.peer, event.epoch)
+        case LetGo():
+            return PeerReportMsg("released", event.peer, event.epoch)
+        case _:
+            return LeaseMsg.of(event)

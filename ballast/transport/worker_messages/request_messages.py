@@ -1,0 +1,157 @@
+"""Messages of requests: sent to a worker, paused and withdrawn, and their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import msgspec
+
+from ballast.core.event import (
+    Cancelled,
+    Embedded,
+    Failed,
+    Finished,
+    Output,
+    PromptScores,
+    TokenOut,
+)
+from ballast.core.request import Submission
+from ballast.transport.decoding import MalformedMessage
+from ballast.transport.worker_messages.message import WorkerMessage
+
+# -- to the worker ------------------------------------------------------------------------------
+
+
+class SubmitMsg(WorkerMessage, frozen=True):
+    """Requests for the device, in order of arrival.
+
+    A prompt or a grammar that several of them share is sent once, and is one object in the worker.
+    """
+
+    requests: tuple[Submission, ...]
+    """The requests, without their prompts and grammars."""
+    prompt_of: tuple[int, ...]
+    """Index in `prompts` of each request's prompt."""
+    grammar_of: tuple[int, ...]
+    """Index in `grammars` of each request's grammar; -1: it has none."""
+    prompts: tuple[tuple[int, ...], ...]
+    grammars: tuple[str, ...]
+
+    @classmethod
+    def of(cls, submissions: Iterable[Submission]) -> SubmitMsg:
+        """Pack requests, with shared prompts once.
+
+        Prompts are shared where they are one object: comparing long ones would take longer.
+        """
+        requests: list[Submission] = []
+        prompts: dict[int, tuple[int, tuple[int, ...]]] = {}
+        grammars: dict[str, int] = {}
+        prompt_of: list[int] = []
+        grammar_of: list[int] = []
+        for s in submissions:
+            prompt_of.append(prompts.setdefault(id(s.prompt), (len(prompts), s.prompt))[0])
+            sampling = s.sampling
+            grammar = sampling.grammar
+            grammar_of.append(grammars.setdefault(grammar, len(grammars)) if grammar else -1)
+            if grammar:
+                sampling = replace(sampling, grammar="")
+            requests.append(replace(s, prompt=(), sampling=sampling))
+        return cls(
+            tuple(requests),
+            tuple(prompt_of),
+            tuple(grammar_of),
+            tuple(prompt for _, prompt in prompts.values()),
+            tuple(grammars),
+        )
+
+    def unwrap(self) -> list[Submission]:
+        """Unpack the requests. Raises MalformedMessage where an index is out of range."""
+        found: list[Submission] = []
+        try:
+            for s, p, g in zip(self.requests, self.prompt_of, self.grammar_of, strict=True):
+                sampling = s.sampling
+                if g >= 0:
+                    sampling = replace(sampling, grammar=self.grammars[g])
+                found.append(replace(s, prompt=self.prompts[p], sampling=sampling))
+        except (IndexError, ValueError) as error:
+            raise MalformedMessage(f"malformed message: {error}") from error
+        return found
+
+
+class WithdrawMsg(WorkerMessage, frozen=True):
+    """Cancel requests whose client has left, or needs no more of them."""
+
+    request_ids: tuple[str, ...]
+
+
+class FlowControlMsg(WorkerMessage, frozen=True):
+    """Pause requests whose clients have stopped reading; resume those whose clients read again."""
+
+    paused: tuple[str, ...] = ()
+    resumed: tuple[str, ...] = ()
+
+
+# -- to the server ------------------------------------------------------------------------------
+
+
+class _Wrapper(msgspec.Struct, frozen=True, array_like=True):
+    """An output with a tag of one letter: there is one per token, and dataclasses carry no tag."""
+
+
+class WrappedToken(_Wrapper, frozen=True, tag="t"):
+    output: TokenOut
+
+
+class WrappedFinished(_Wrapper, frozen=True, tag="f"):
+    output: Finished
+
+
+class WrappedFailed(_Wrapper, frozen=True, tag="e"):
+    output: Failed
+
+
+class WrappedCancelled(_Wrapper, frozen=True, tag="c"):
+    output: Cancelled
+
+
+class WrappedScores(_Wrapper, frozen=True, tag="s"):
+    output: PromptScores
+
+
+class WrappedEmbedded(_Wrapper, frozen=True, tag="v"):
+    output: Embedded
+
+
+Wrapped = (
+    WrappedToken
+    | WrappedFinished
+    | WrappedFailed
+    | WrappedCancelled
+    | WrappedScores
+    | WrappedEmbedded
+)
+
+_WRAPPERS: dict[type, type[Wrapped]] = {
+    TokenOut: WrappedToken,
+    Finished: WrappedFinished,
+    Failed: WrappedFailed,
+    Cancelled: WrappedCancelled,
+    PromptScores: WrappedScores,
+    Embedded: WrappedEmbedded,
+}
+
+
+class OutputsMsg(WorkerMessage, frozen=True):
+    """Outputs of requests, in the order in which the loop produced them."""
+
+    wrapped: tuple[Wrapped, ...]
+
+    @classmethod
+    def of(cls, outputs: Iterable[Output]) -> OutputsMsg:
+        """Wrap outputs."""
+        return cls(tuple(_WRAPPERS[type(o)](o) for o in outputs))  # type: ignore[arg-type]
+
+    def unwrap(self) -> list[Output]:
+        """Return the outputs."""
+        return [w.output for w in self.wrapped]

@@ -1,0 +1,121 @@
+"""KV goes to the host and back while models serve: no token changes, and the books stay right."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from ballast.bench.inprocess import InProcess
+from ballast.core.actions import Action, Decision, SwapKv
+from ballast.core.errors import ConfigError
+from ballast.core.kv_swap import spread
+from ballast.core.rotation import WHOLE, Rotation
+from ballast.core.settings import FleetSettings
+from ballast.core.view import DeviceView, Residency
+from ballast.live.device import LiveDevice
+from ballast.policy.base import MemoryPolicy
+from ballast.policy.kvswap import KvSwap
+from ballast.policy.presets import Preset
+from tests.engine.checkpoints import make_llama
+from tests.engine.test_rotating import with_path
+from tests.live.test_live_device import NAMES, asked, fleet
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {n: make_llama(root / n, i, num_hidden_layers=4 + i) for i, n in enumerate(NAMES)}
+
+
+@dataclass
+class RandomSwaps(MemoryPolicy):
+    """`policy`, and with every decision about KV of more or fewer layers than before, if may be."""
+
+    policy: MemoryPolicy
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+
+    def __call__(self, view: DeviceView, memo: object) -> Decision:
+        decision = self.policy(view, memo)
+        actions: list[Action] = list(decision.actions)
+        for m in view.models:
+            now = m.kv_rotation
+            if m.residency is not Residency.RESIDENT or m.kv_turning or now is None:
+                continue
+            n = self.rng.randint(0, m.spec.n_layers)
+            slots = self.rng.randint(1, 3)
+            wanted = Rotation(spread(m.spec.n_layers, n), slots) if n > slots else WHOLE
+            actions.append(SwapKv(m.name, wanted, "at random"))
+        return replace(decision, actions=tuple(actions), wake_at=view.now + 0.003)
+
+
+def swapping(settings: FleetSettings, **options: float) -> FleetSettings:
+    return replace(settings, preset="kvswap", options={"pooled": 1, **options})
+
+
+@pytest.mark.parametrize(
+    ("model_impl", "linear", "dirty", "lanes"),
+    [
+        ("generic", "plain", 0, 1),
+        ("fused", "packed", 0, 1),
+        ("fused", "packed", 1, 1),
+        ("fused", "packed", 0, 2),
+    ],
+)
+def test_swapped_kv_changes_no_token(
+    paths: dict[str, Path], model_impl: str, linear: str, dirty: int, lanes: int
+) -> None:
+    requests = [*asked(4), *(replace(r, id=f"{r.id}-warm") for r in asked(3, 0.8))]
+    settings = with_path(fleet(paths), model_impl, linear)
+    with InProcess(settings) as server:
+        alone = server.generate(requests)
+    several = replace(settings.device, lanes=lanes, threads=2 if lanes > 1 else None)
+    settings = replace(settings, device=several)
+    with InProcess(swapping(settings, dirty=dirty)) as server:
+        loop = server.device.loop
+        loop.preset = Preset(
+            "random",
+            RandomSwaps(KvSwap(pooled=1, dirty=dirty)),
+            loop.preset.compute,
+            loop.preset.order,
+        )
+        rotations = set()
+        server.listen = lambda now, output: rotations.update(
+            m.kv.rotation for m in server.device.state.models.values()
+        )
+        answers = server.generate(requests)
+    assert len(rotations) > 4
+    for id, answer in answers.items():
+        assert answer.tokens == alone[id].tokens, id
+        assert answer.logprobs == pytest.approx(alone[id].logprobs, abs=1e-4)
+
+
+def test_where_kv_is_short_it_is_swapped_and_nobody_starts_again(paths: dict[str, Path]) -> None:
+    requests = asked(6, models=NAMES[:1])
+    one = {NAMES[0]: paths[NAMES[0]]}
+    with InProcess(swapping(fleet(one))) as server:
+        alone = server.generate(requests)
+        (m,) = server.device.state.models.values()
+        # Of the six requests, which are 41 blocks in the end, the first to end is one of 3.
+        pages = m.weights.pages + m.kv.most_pages(20)
+    with InProcess(swapping(fleet(one, pages), cap=0)) as server:
+        answers = server.generate(requests)
+        server.drain()
+        state = server.device.state
+        told = [d for d in server.device.decisions() if d["action"] == "SwapKv"]
+        assert told
+        m = state.models[NAMES[0]]
+        m.kv.validate([])
+        state.pool.validate()
+        assert m.kv.range.os_backed() == m.kv.range.backed + m.kv.range.aliased
+    for id, answer in answers.items():
+        assert answer.tokens == alone[id].tokens, id
+
+
+def test_devices_of_several_ranks_cannot_swap_yet(paths: dict[str, Path]) -> None:
+    settings = swapping(fleet(paths))
+    device = replace(settings.device, tensor_parallel=2)
+    with pytest.raises(ConfigError):
+        LiveDevice(replace(settings, device=device), lambda outputs: None)
