@@ -95,10 +95,10 @@ class GpuMember(CudaMachine):
             with self._compute.on(stream):
                 yield
         finally:
-            event = self._events.take()
+            event = self._events.acquire()
             self._driver.record(event, stream)
             self._driver.wait(event)
-            self._events.put_back(event)
+            self._events.release(event)
 
     def close(self) -> None:
         self.enter()

@@ -74,11 +74,11 @@ def sample(
         row = shaped(logits[i].numpy(), params[i], shape)
         greedy_row = params[i].temperature <= 0.0
         tokens[i] = int(row.argmax()) if greedy_row else _drawn(row, params[i], positions[i])
-    asked = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
-    if not asked:
+    scored = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
+    if not scored:
         return tokens, {}
-    found = scores(logits, list(asked), [tokens[i] for i in asked], list(asked.values()))
-    return tokens, dict(zip(asked, found, strict=True))
+    found = scores(logits, list(scored), [tokens[i] for i in scored], list(scored.values()))
+    return tokens, dict(zip(scored, found, strict=True))
 
 
 def scores(
@@ -119,9 +119,9 @@ def shaped(row: Array, p: Sampling, shape: SamplingContext) -> Array:
         row[seen] = np.where(found > 0.0, found / by, found * by)
     if p.presence_penalty or p.frequency_penalty:
         counts = Counter(output)
-        told = np.fromiter(counts, np.int64, len(counts))
+        counted = np.fromiter(counts, np.int64, len(counts))
         times = np.fromiter(counts.values(), np.float32, len(counts))
-        row[told] -= np.float32(p.frequency_penalty) * times + np.float32(p.presence_penalty)
+        row[counted] -= np.float32(p.frequency_penalty) * times + np.float32(p.presence_penalty)
     allowed = shape.allowed
     if p.banned and len(output) < p.min_tokens:
         rest = np.ones(len(row), np.bool_) if allowed is None else allowed.copy()

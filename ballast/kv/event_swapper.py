@@ -133,7 +133,7 @@ class EventSwapper:
 
     def _after(self, stream: int) -> int:
         """An event that follows what the stream has now."""
-        event = self._events.take()
+        event = self._events.acquire()
         self._recorded.append(event)
         self._driver.record(event, stream)
         return event
@@ -143,7 +143,7 @@ class EventSwapper:
         recorded, self._recorded = self._recorded, []
         for event in recorded:
             if self._driver.is_done(event):
-                self._events.put_back(event)
+                self._events.release(event)
             else:
                 self._recorded.append(event)
 

@@ -144,10 +144,10 @@ class CudaRunner(LaneRunner):
         finally:
             # Also of a job that broke off: what it had launched by then may still run.
             try:
-                event = events.take()
+                event = events.acquire()
                 self._driver.record(event, stream)
                 self._driver.wait(event)
-                events.put_back(event)
+                events.release(event)
             finally:
                 self._streams.give_back(job)
 

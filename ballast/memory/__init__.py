@@ -22,7 +22,7 @@ carries out and chooses nothing.
 - `syscalls`: Linux memory system calls by ctypes.
 - `tensor`: Tensors and arrays over raw addresses, without a copy.
 - `transfer`: The link protocol, and `HostLink`: paced background copies on CPU.
-- `turns`: Start-time fair queueing of those who share a link (Goyal et al., 1996).
+- `fair_queueing`: Start-time fair queueing of streams that share a link (Goyal et al., 1996).
 - `vm`: The `Vm` protocol: reserve, map, unmap, export, import, fence.
 - `vm_memfd`: `Vm` of the CPU backend: offsets in one memfd.
 - `vm_null`: `Vm` without memory, for virtual time and tests: checks every call.

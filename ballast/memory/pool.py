@@ -201,17 +201,17 @@ class Pool:
         """Populate up to `n` free bare pages; returns how many (0: none was bare)."""
         with self._populate_lock:
             with self._ledger_lock:
-                taken = self._bare.take(n)
+                pages = self._bare.pop(n)
             had = False
             try:
-                short = self._populate(taken)
+                short = self._populate(pages)
                 had = short is None
             finally:
                 with self._ledger_lock:
-                    for page in taken:
+                    for page in pages:
                         self._has_memory[page] = had
-                    (self._populated if had else self._bare).add(taken)
-            return len(taken) if short is None else short
+                    (self._populated if had else self._bare).add(pages)
+            return len(pages) if short is None else short
 
     def on_allocate(self, call: Callable[[], None] | None) -> None:
         """Set a callback after each allocation; for the reserve."""
@@ -246,8 +246,8 @@ class Pool:
         first, second = self._populated, self._bare
         if bare:
             first, second = second, first
-        pages = first.take(n, near)
-        pages += second.take(n - len(pages), near)
+        pages = first.pop(n, near)
+        pages += second.pop(n - len(pages), near)
         self.ledger.allocate(owner, pages)
         return tuple(pages)
 

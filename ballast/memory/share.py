@@ -28,7 +28,7 @@ def send_pages(connection: socket.socket, exported: Exported) -> None:
     fds = exported.page_fds if exported.fd is None else (exported.fd,)
     if fds is None:
         raise DeviceError("send_pages", "these pages come from a vm without memory")
-    told = json.dumps(
+    payload = json.dumps(
         {
             "device": exported.device,
             "page_bytes": exported.page_bytes,
@@ -40,8 +40,8 @@ def send_pages(connection: socket.socket, exported: Exported) -> None:
     ).encode()
     try:
         # The descriptor travels with the length: a stream gives it with the first of these bytes.
-        socket.send_fds(connection, [_LENGTH.pack(len(told))], list(fds[:1]))
-        connection.sendall(told)
+        socket.send_fds(connection, [_LENGTH.pack(len(payload))], list(fds[:1]))
+        connection.sendall(payload)
         for start in range(1, len(fds), _MOST_FDS):
             socket.send_fds(connection, [b"+"], list(fds[start : start + _MOST_FDS]))
     except OSError as error:
@@ -80,7 +80,7 @@ def receive(connection: socket.socket, most: int, fds: int = 1) -> tuple[bytes, 
     child process inherits them. Raises OSError.
     """
     # `socket.recv_fds` ignores its flags.
-    told, ancillary, _, _ = connection.recvmsg(
+    data, ancillary, _, _ = connection.recvmsg(
         most, socket.CMSG_LEN(fds * array("i").itemsize), socket.MSG_CMSG_CLOEXEC
     )
     found = [
@@ -89,7 +89,7 @@ def receive(connection: socket.socket, most: int, fds: int = 1) -> tuple[bytes, 
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
         for fd in array("i", data)
     ]
-    return told, found
+    return data, found
 
 
 def _decode(fields: dict[str, Any], fds: list[int]) -> Exported:

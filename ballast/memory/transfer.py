@@ -1,4 +1,4 @@
-"""Bytes travel over links, in the background. `HostLink` joins host tier and device on a CPU."""
+"""Transfers over links in the background: the protocol, and `HostLink`, the link of a CPU device."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ballast.core.link import Direction, LinkRates
 from ballast.core.units import MiB
 from ballast.memory import syscalls
 from ballast.memory.copies import Copy, CopyBytes, batches, copy_checked
-from ballast.memory.turns import Turns
+from ballast.memory.fair_queueing import StartTimeFairQueues
 
 PRIOR_BYTES_PER_SECOND = 4e9
 """Taken for an unpaced link's bandwidth until it has copied something."""
 
 
 MOST_THREADS = 4
-"""Of an unpaced link: more than so many fill no link of a CPU's memory that we know of."""
+"""Most threads of an unpaced link: no CPU's memory that we know of carries more than they copy."""
 
 
 def copy_threads(cpus: int) -> int:
@@ -41,9 +41,9 @@ this order what several models have in common arrives before the second needs it
 class Link(Protocol):
     """A bandwidth between host and device, shared by all transfers.
 
-    Those of one direction and `stream` are served in the order they were started; streams of one
-    direction get equal shares of its bytes per second, whatever they carry. What a direction has
-    while the other carries, too, is told in `core.link.LinkRates`.
+    Transfers of one direction and `stream` are served in the order they were started; streams of
+    one direction get equal shares of its bytes per second, whatever they carry.
+    `core.link.LinkRates` has the rates of one direction alone, and of both together.
     """
 
     @property
@@ -57,10 +57,10 @@ class Link(Protocol):
         stream: str = ACTIVATIONS,
         direction: Direction = Direction.TO_DEVICE,
     ) -> None:
-        """Begin a transfer and return at once. Its end is told as a `TransferDone`."""
+        """Begin a transfer and return at once. Its end is posted as a `TransferDone`."""
 
     def close(self) -> None:
-        """End after the chunk in flight; transfers not finished are told as failed."""
+        """End after the chunk in flight; transfers not finished end as failed."""
 
 
 OnDone = Callable[[TransferDone], None]
@@ -70,14 +70,14 @@ class TransferWatch(Protocol):
     """Follows one transfer while it lands; called in the link's thread."""
 
     def landed(self, n_bytes: int) -> None:
-        """So many bytes are there, in the order of the copies; there are more to come."""
+        """The first `n_bytes`, in the order of the copies, have landed; there are more to come."""
 
     def ended(self, error: str | None) -> None:
-        """Nothing more will land; its end has been told already. None: all of it is there."""
+        """Nothing more will land; the end has been posted. `error` is None if all has landed."""
 
 
 class Transfer:
-    """One that waits or is in flight; its copies are cut into batches as they are needed."""
+    """A transfer that waits or is in flight; its copies are cut into batches as needed."""
 
     def __init__(
         self,
@@ -90,17 +90,17 @@ class Transfer:
         self.id, self.stream, self.on_done, self.watch = transfer_id, stream, on_done, watch
         self._batches = batches
         self.coming = next(batches, None)
-        """What it copies next; None: everything is there."""
+        """The next batch; None: everything has been copied."""
         self.began: float | None = None
-        """When its first batch did, in seconds of the link's clock."""
+        """Begin of its first batch, in seconds of the link's clock."""
         self.n_bytes = 0
         """Copied so far."""
         self.seconds = 0.0
-        """Of copying, without waiting."""
+        """Seconds of copying, without waiting."""
         self.error: str | None = None
-        """Why it is given up."""
+        """Why it failed."""
 
-    def take(self) -> list[Copy]:
+    def next_batch(self) -> list[Copy]:
         batch, self.coming = self.coming or [], next(self._batches, None)
         return batch
 
@@ -134,7 +134,9 @@ class HostLink:
         self._measured = PRIOR_BYTES_PER_SECOND
         self._due = 0.0
         """Paced: when all batches so far should have been carried."""
-        self._sides: Turns[Direction, Turns[str, Transfer]] = Turns()
+        self._sides: StartTimeFairQueues[Direction, StartTimeFairQueues[str, Transfer]] = (
+            StartTimeFairQueues()
+        )
         """By direction, its streams; those in which any transfer waits or is in flight."""
         self._wake = threading.Condition()
         self._closing = threading.Event()
@@ -177,7 +179,9 @@ class HostLink:
             if not self._sides:
                 # Never before it was asked for, never before the link was due to be free.
                 self._due = max(self._due, self._clock.now())
-            side = self._sides.first(direction) if direction in self._sides else Turns()
+            side = (
+                self._sides.first(direction) if direction in self._sides else StartTimeFairQueues()
+            )
             side.add(stream, transfer)
             if direction not in self._sides:
                 self._sides.add(direction, side)
@@ -203,7 +207,7 @@ class HostLink:
                 direction = self._sides.next()
                 side = self._sides.first(direction)
                 transfer = side.first(side.next())
-                batch = transfer.take()
+                batch = transfer.next_batch()
                 self._charge(direction, transfer.stream, batch)
             slept, error = self._carry(transfer, batch)
             if error is None and transfer.coming is not None:

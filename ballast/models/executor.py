@@ -158,7 +158,7 @@ class ModelExecutor(ABC):
 
 
 def _scores(work: Sequence[SequenceWork], logits: Tensor) -> list[PromptScores]:
-    told = []
+    prompt_scores = []
     at = 0
     for w in work:
         if w.scoring is not None:
@@ -167,9 +167,9 @@ def _scores(work: Sequence[SequenceWork], logits: Tensor) -> list[PromptScores]:
             found = sampling.scores(logits, rows, w.scoring.targets, [w.scoring.top] * n)
             top = tuple(likeliest for _, likeliest in found) if w.scoring.top else ()
             logprobs = tuple(own for own, _ in found)
-            told.append(PromptScores(w.request_id, w.scoring.start, logprobs, top))
+            prompt_scores.append(PromptScores(w.request_id, w.scoring.start, logprobs, top))
         at += len(w.wanted)
-    return told
+    return prompt_scores
 
 
 def wanted_rows(work: Sequence[SequenceWork]) -> list[int]:

@@ -136,7 +136,7 @@ class EventRotor:
         if following == layer:
             return
         with self._lock:
-            event = self._events.take()
+            event = self._events.acquire()
             self._driver.record(event, self._lane())
             self._driver.wait_for(self._stream, event)
             self._past.append(event)
@@ -171,7 +171,7 @@ class EventRotor:
         self._held[slot] = layer
 
     def _load(self, layer: int) -> None:
-        copy, began, ended = self._copies[layer], self._timed.take(), self._timed.take()
+        copy, began, ended = self._copies[layer], self._timed.acquire(), self._timed.acquire()
         self._driver.record(began, self._stream)
         self._driver.copy_to_device(copy.dst, copy.src, copy.n_bytes, self._stream)
         self._driver.record(ended, self._stream)
@@ -187,11 +187,11 @@ class EventRotor:
             self.loads.copy_seconds += self._driver.elapsed(flight.began, flight.ended)
             if self._landing.get(flight.layer) == flight.ended:
                 del self._landing[flight.layer]
-            self._timed.put_back(flight.began)
-            self._timed.put_back(flight.ended)
+            self._timed.release(flight.began)
+            self._timed.release(flight.ended)
         waited, self._past = self._past, []
         for event in waited:
             if self._driver.is_done(event):
-                self._events.put_back(event)
+                self._events.release(event)
             else:
                 self._past.append(event)

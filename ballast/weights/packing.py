@@ -140,7 +140,7 @@ def _layer(
 ) -> tuple[PackedTensor, ...] | None:
     """A layer's tensors by role; None if it has others than expected."""
     by_part = {_part(w.names[0]): w for w in wanted}
-    found = list(packing_experts.take_experts(by_part, dtype)) if packed else []
+    found = list(packing_experts.pop_experts(by_part, dtype)) if packed else []
     roles = matrices(recipe)
     if found:
         roles = {role: roles[role] for role in ("qkv", "o")}

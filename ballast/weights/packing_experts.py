@@ -61,7 +61,7 @@ def is_known(architecture: Architecture) -> bool:
     return routing.top_k == architecture.experts_per_token > 0
 
 
-def take_experts(by_part: dict[str, ModelTensor], dtype: str) -> tuple[PackedTensor, ...]:
+def pop_experts(by_part: dict[str, ModelTensor], dtype: str) -> tuple[PackedTensor, ...]:
     """Take router and experts out of a layer's tensors, by their names in the layer.
 
     Empty, and nothing is taken, if they are not all there.

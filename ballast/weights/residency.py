@@ -212,7 +212,7 @@ class WeightsOnDevice:
     def here_pages(self) -> int:
         """Pages of segments that no other model contains, while they are here: what slots save is
         left out."""
-        return self.own_pages - self.slots.lent
+        return self.own_pages - self.slots.saved_pages
 
     def turn(self, wanted: Rotation) -> Short | None:
         """Let these layers rotate from now on; or change nothing, where the pool is short.

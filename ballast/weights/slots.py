@@ -78,7 +78,7 @@ class Slots:
         return sum(map(len, self._pages))
 
     @property
-    def lent(self) -> int:
+    def saved_pages(self) -> int:
         """Pages that layers have given up."""
         return self.rotation.lent * self.layer_pages
 

@@ -41,12 +41,12 @@ def check_module(module: nn.Module, kind: str) -> None:
             f"{kind}: it has convolutions, over sounds or over tokens: the latter keep more of the "
             "past than keys and values"
         )
-    taken = inspect.signature(module.forward).parameters
+    parameters = inspect.signature(module.forward).parameters
     for needed, what in (
         ("position_ids", "the positions of tokens"),
         ("logits_to_keep", "at which tokens logits are wanted"),
     ):
-        if needed not in taken:
+        if needed not in parameters:
             raise UnsupportedModel(f"{kind}: transformers' code for it cannot be given {what}")
 
 

@@ -197,7 +197,7 @@ def test_models_whose_jobs_take_turns_have_what_is_merged_in_common() -> None:
         batches.append(batch)
     for i in (0, 1, 0):
         compare(jobs[i], run(jobs[i], batches[i], kept[i]), kept[i])
-    least = common.take("partial", (1,), torch.float32)
+    least = common.tensor("partial", (1,), torch.float32)
     assert least.untyped_storage().nbytes() > 4, "they have taken it there"
 
 

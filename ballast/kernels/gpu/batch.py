@@ -59,7 +59,7 @@ class Attention(Protocol):
 class Scratch:
     """Memory that the batches of one model use in turns, as it runs one job at a time.
 
-    What was taken stays where it is; who asks for no more than the most so far gets the same.
+    Grow-only, with stable addresses: a request for no more than the most so far gets the same.
     """
 
     def __init__(self, device: torch.device, common: Scratch | None = None) -> None:
@@ -67,13 +67,13 @@ class Scratch:
         self._device, self._common = device, common
         self._kept: dict[str, Tensor] = {}
 
-    def take(
+    def tensor(
         self, use: str, shape: tuple[int, ...], dtype: torch.dtype, *, common: bool = False
     ) -> Tensor:
         """Of any content that was finite once; shared by all that take it for the same `use`.
         `common`: always in one dtype, whatever it holds, and may be shared with other models."""
         if common and self._common is not None:
-            return self._common.take(use, shape, dtype)
+            return self._common.tensor(use, shape, dtype)
         n = int(np.prod(shape))
         kept = self._kept.get(use)
         if kept is None or len(kept) < n:
@@ -115,7 +115,7 @@ class GpuBatch:
         """The job's; there is none before the first."""
         self.n_wanted = 0
         self.scratch = scratch or Scratch(kv.device)
-        self.out = self.scratch.take("out", (bucket.tokens, heads, kv.head_dim), kv.dtype)
+        self.out = self.scratch.tensor("out", (bucket.tokens, heads, kv.head_dim), kv.dtype)
         """What all layers attend into, one after the other."""
         self._attention = attention(self)
 
@@ -217,10 +217,10 @@ class GpuBatch:
     def _check(self, made: AttentionPlan, wanted: int) -> None:
         """A job within its bucket's sequences, rows and blocks has no more items than fit."""
         b = self.bucket
-        asked = (len(made.lengths), len(made.positions), wanted, len(made.tables))
+        needed = (len(made.lengths), len(made.positions), wanted, len(made.tables))
         room = (b.sequences, b.tokens, b.wanted, b.blocks)
-        if any(a > r for a, r in zip(asked, room, strict=True)):
-            raise BrokenPromise(f"a job of {asked} does not fit into {b}")
+        if any(a > r for a, r in zip(needed, room, strict=True)):
+            raise BrokenPromise(f"a job of {needed} does not fit into {b}")
         if b.decodes and len(made.positions) > len(made.lengths):
             raise BrokenPromise("a sequence has several new tokens in a bucket of decodes")
 

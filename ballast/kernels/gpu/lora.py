@@ -113,9 +113,9 @@ class GpuLoraGroup:
         fits = fits and x.shape[1] == self.inputs and y.shape[1] >= self.width
         apart = len(x) < 2 or (x.stride(0) >= x.shape[1] and y.stride(0) >= y.shape[1])
         if not (fits and apart and x.stride(1) == y.stride(1) == 1):
-            told = [f"{z.dtype} {tuple(z.shape)} with strides {z.stride()}" for z in (x, y)]
+            described = [f"{z.dtype} {tuple(z.shape)} with strides {z.stride()}" for z in (x, y)]
             raise BrokenPromise(
-                f"adapters of {rows.n} rows got {told[0]} and {told[1]}; "
+                f"adapters of {rows.n} rows got {described[0]} and {described[1]}; "
                 f"they are {dtype}, from {self.inputs} to {self.width} columns"
             )
 

@@ -41,7 +41,9 @@ class TritonAttention:
         self._few = min(self._programs, batch.bucket.items(shape))
         rows = batch.few_tokens * shape.group
         shape_of_partial = (batch.bucket.items(shape), kv.kv_heads, rows, kv.head_dim + 4)
-        self._partial = batch.scratch.take("partial", shape_of_partial, torch.float32, common=True)
+        self._partial = batch.scratch.tensor(
+            "partial", shape_of_partial, torch.float32, common=True
+        )
         self._few_rows = _power(rows, FEW_ROWS)
         self._many_rows = _power(shape.tile * shape.group, MANY_ROWS)
         self._dim = _power(kv.head_dim, NARROWEST)

@@ -134,7 +134,7 @@ class TritonLora:
 
     def _between(self, n: int) -> Tensor:
         if not self._kept or len(self._kept[-1]) < n:
-            self._kept.append(self._scratch.take("lora", (n,), torch.float32, common=True))
+            self._kept.append(self._scratch.tensor("lora", (n,), torch.float32, common=True))
         return self._kept[-1]
 
 

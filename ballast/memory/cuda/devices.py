@@ -53,7 +53,7 @@ class Gpu:
 def find_gpus(driver: Driver | None = None, nvml: Any = None) -> list[Gpu]:
     """All that there are; of a GPU that is cut into slices, the slices.
 
-    With a `driver`, multiprocessors and ordinals are told, too. `nvml` takes the place of `pynvml`.
+    With a `driver`, multiprocessors and ordinals are text, too. `nvml` takes the place of `pynvml`.
     Raises DeviceError without that package, or without an NVIDIA driver.
     """
     nvml = _pynvml() if nvml is None else nvml
@@ -135,14 +135,14 @@ def _whole(nvml: Any, handle: Any, all_handles: list[Any]) -> Gpu:
 def _slice(nvml: Any, part: Any, gpu: Gpu) -> Gpu:
     """Slices cannot use each other's memory in place, whatever their GPUs can."""
     memory = nvml.nvmlDeviceGetMemoryInfo(part)
-    told = _ask(nvml, None, "nvmlDeviceGetAttributes", part)
+    attributes = _ask(nvml, None, "nvmlDeviceGetAttributes", part)
     return replace(
         gpu,
         uuid=_uuid(nvml, part),
         name=_text(nvml.nvmlDeviceGetName(part)),
         memory_bytes=int(memory.total),
         free_bytes=int(memory.free),
-        multiprocessors=None if told is None else int(told.multiprocessorCount),
+        multiprocessors=None if attributes is None else int(attributes.multiprocessorCount),
         nvlinks=0,
         nvlink_version=None,
         reads=(),
@@ -152,22 +152,22 @@ def _slice(nvml: Any, part: Any, gpu: Gpu) -> Gpu:
 
 
 def _peers(nvml: Any, handle: Any, others: list[Any], by: int) -> tuple[str, ...]:
-    told = [_ask(nvml, None, "nvmlDeviceGetP2PStatus", handle, other, by) for other in others]
+    statuses = [_ask(nvml, None, "nvmlDeviceGetP2PStatus", handle, other, by) for other in others]
     ok = nvml.NVML_P2P_STATUS_OK
-    return tuple(_uuid(nvml, o) for o, status in zip(others, told, strict=True) if status == ok)
+    return tuple(_uuid(nvml, o) for o, status in zip(others, statuses, strict=True) if status == ok)
 
 
 def _as_seen_by(driver: Driver, gpu: Gpu) -> Gpu:
     for ordinal in range(driver.count()):
         device = driver.device(ordinal)
         if gpu.uuid.partition("-")[2] == driver.uuid(device):
-            told = driver.attribute(device, Attribute.MULTIPROCESSORS)
-            return replace(gpu, ordinal=ordinal, multiprocessors=told)
+            multiprocessors = driver.attribute(device, Attribute.MULTIPROCESSORS)
+            return replace(gpu, ordinal=ordinal, multiprocessors=multiprocessors)
     return gpu
 
 
 def _ask(nvml: Any, otherwise: Any, name: str, *arguments: Any) -> Any:
-    """What this GPU does not support is told as an error."""
+    """What this GPU does not support is text as an error."""
     try:
         return getattr(nvml, name)(*arguments)
     except nvml.NVMLError:
@@ -178,8 +178,8 @@ def _uuid(nvml: Any, handle: Any) -> str:
     return _text(nvml.nvmlDeviceGetUUID(handle))
 
 
-def _text(told: str | bytes) -> str:
-    return told.decode() if isinstance(told, bytes) else told
+def _text(text: str | bytes) -> str:
+    return text.decode() if isinstance(text, bytes) else text
 
 
 def _pynvml() -> Any:

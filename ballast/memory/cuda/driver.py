@@ -272,9 +272,9 @@ class CudaDriver:
     def _check(self, name: str, status: Any) -> None:
         if int(status) == 0:
             return
-        told, text = self._try("cuGetErrorString", status)
+        found, text = self._try("cuGetErrorString", status)
         known = str(getattr(status, "name", status))
-        reason = f"{known}: {text.decode()}" if int(told) == 0 and text else known
+        reason = f"{known}: {text.decode()}" if int(found) == 0 and text else known
         self._fail(name, int(status), reason)
 
     def _fail(

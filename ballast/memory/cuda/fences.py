@@ -20,7 +20,7 @@ class EventFence:
         while self._events:
             if not self._pool.driver.is_done(self._events[-1]):
                 return False
-            self._pool.put_back(self._events.pop())
+            self._pool.release(self._events.pop())
         return True
 
 
@@ -37,13 +37,13 @@ class EventPool:
         """Done when all work that these streams have now has ended. A context is current."""
         recorded: list[int] = []
         for stream in streams:
-            event = self.take()
+            event = self.acquire()
             # If this fails, the events recorded so far are in flight, and are not used again.
             self.driver.record(event, stream)
             recorded.append(event)
         return EventFence(self, recorded)
 
-    def take(self) -> int:
+    def acquire(self) -> int:
         """One that nothing waits for, to be recorded."""
         if self._unused:
             return self._unused.pop()
@@ -51,7 +51,7 @@ class EventPool:
         self._made.append(event)
         return event
 
-    def put_back(self, event: int) -> None:
+    def release(self, event: int) -> None:
         """It was found done, or was never recorded."""
         self._unused.append(event)
 
@@ -73,7 +73,7 @@ class StreamStalls:
 
     def wait_for(self, stream: int, event: int) -> None:
         """What comes next in the stream begins after it. Returns at once."""
-        driver, before, after = self._events.driver, self._events.take(), self._events.take()
+        driver, before, after = self._events.driver, self._events.acquire(), self._events.acquire()
         driver.record(before, stream)
         driver.wait_for(stream, event)
         driver.record(after, stream)
@@ -85,6 +85,6 @@ class StreamStalls:
         seconds = 0.0
         for before, after in waits:
             seconds += self._events.driver.elapsed(before, after)
-            self._events.put_back(before)
-            self._events.put_back(after)
+            self._events.release(before)
+            self._events.release(after)
         return seconds

@@ -17,8 +17,8 @@ from ballast.core.units import MiB
 from ballast.memory.copies import Copy, batches
 from ballast.memory.cuda.calls import Driver
 from ballast.memory.cuda.fences import EventPool
+from ballast.memory.fair_queueing import StartTimeFairQueues
 from ballast.memory.transfer import ACTIVATIONS, PRIOR_BYTES_PER_SECOND, Transfer
-from ballast.memory.turns import Turns
 
 
 class CudaLink:
@@ -26,7 +26,7 @@ class CudaLink:
 
     A few batches are given to the stream ahead, so that it never waits for the thread; their order
     is that of `HostLink`, so that streams of transfers share each direction by bytes. Host memory
-    that is not pinned (`cuda_pins`) goes through the driver's own buffers, at a lower rate.
+    that is not pinned (`pinning`) goes through the driver's own buffers, at a lower rate.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class _Side:
         self._events = EventPool(driver)
         self._landed = 0.0
         """When the last batch did."""
-        self._turns: Turns[str, Transfer] = Turns()
+        self._turns: StartTimeFairQueues[str, Transfer] = StartTimeFairQueues()
         """Of transfers that have something left to give to the stream."""
         self._flying: deque[_Flight] = deque()
         self._wake = threading.Condition()
@@ -146,11 +146,11 @@ class _Side:
                 while not (self._turns or self._flying or self._closing):
                     self._wake.wait()
                 if self._closing or len(self._flying) == self._ahead or not self._turns:
-                    taken = None
+                    batch = None
                 else:
-                    taken = self._take()
-            if taken is not None:
-                self._issue(*taken)
+                    batch = self._next_batch()
+            if batch is not None:
+                self._issue(*batch)
             elif self._flying:
                 self._land(self._flying.popleft())
             else:
@@ -159,14 +159,14 @@ class _Side:
             transfer.error = transfer.error or "link: it was closed during the transfer"
             self._tell(transfer)
         with suppress(DeviceError):
-            # All is told, and nothing in flight; what is not given back goes with the context.
+            # All ends are posted, and nothing is in flight. The rest goes with the context.
             self._events.close()
             self._driver.destroy_stream(self._stream)
 
-    def _take(self) -> tuple[Transfer, list[Copy], bool]:
+    def _next_batch(self) -> tuple[Transfer, list[Copy], bool]:
         """The next batch, and whether it is the last of its transfer."""
         transfer = self._turns.first(self._turns.next())
-        batch = transfer.take() if transfer.error is None else []
+        batch = transfer.next_batch() if transfer.error is None else []
         self._turns.charge(transfer.stream, sum(max(0, copy.n_bytes) for copy in batch))
         last = transfer.coming is None or transfer.error is not None
         if last:
@@ -188,7 +188,7 @@ class _Side:
         # After an error, too: what was given to the stream before it is still under way.
         event: int | None = None
         try:
-            event = self._events.take()
+            event = self._events.acquire()
             self._driver.record(event, self._stream)
         except DeviceError as error:
             event, transfer.error = None, transfer.error or str(error)
@@ -202,7 +202,7 @@ class _Side:
                 self._driver.finish(self._stream)
             else:
                 self._driver.wait(flight.event)
-                self._events.put_back(flight.event)
+                self._events.release(flight.event)
         except DeviceError as error:
             transfer.error = transfer.error or str(error)
         now = self._clock.now()

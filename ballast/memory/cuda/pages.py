@@ -19,10 +19,10 @@ class CudaImport:
     def __init__(self, driver: Driver, handles: list[int]) -> None:
         self._driver, self._handles = driver, handles
 
-    def take(self) -> list[int]:
-        """They are the caller's from now on."""
-        taken, self._handles = self._handles, []
-        return taken
+    def release_handles(self) -> list[int]:
+        """Return the handles, which are the caller's from now on."""
+        handles, self._handles = self._handles, []
+        return handles
 
     def close(self) -> None:
         while self._handles:
@@ -88,7 +88,7 @@ class CudaPages:
             self._undo(error, lambda: self._create_again(done))
             raise
 
-    def take(self, fds: Sequence[int]) -> CudaImport:
+    def import_handles(self, fds: Sequence[int]) -> CudaImport:
         """What another process exported, if this device can use it in place. From any thread."""
         imported: list[int] = []
         try:

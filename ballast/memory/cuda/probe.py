@@ -43,10 +43,10 @@ def gpu_bytes(library: str = LIBRARY) -> list[int]:
     or does not answer in half a minute."""
     command = [sys.executable, "-I", "-S", "-c", _PROBE, library]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
     except subprocess.TimeoutExpired:
         raise DeviceError("CUDA", f"no answer within {_SECONDS:g} seconds") from None
-    if asked.returncode != 0:
-        last = asked.stderr.strip().splitlines()[-1:] or [f"exit code {asked.returncode}"]
+    if completed.returncode != 0:
+        last = completed.stderr.strip().splitlines()[-1:] or [f"exit code {completed.returncode}"]
         raise DeviceError("CUDA", last[0])
-    return [int(line) for line in asked.stdout.split()]
+    return [int(line) for line in completed.stdout.split()]

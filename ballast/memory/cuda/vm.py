@@ -23,7 +23,7 @@ class CudaVm:
     that calls all else.
 
     Unmapping takes effect at once, whatever kernels are running: give pages back with a `fence()`
-    taken after the last job that uses them was launched. Nothing here waits for the device.
+    handles after the last job that uses them was launched. Nothing here waits for the device.
     """
 
     def __init__(self, driver: Driver, ordinal: int, page_bytes: int, n_pages: int) -> None:
@@ -114,7 +114,7 @@ class CudaVm:
         if exported.page_fds is None or len(exported.page_fds) != len(exported.pages):
             raise DeviceError("attach", "these pages are no GPU's")
         self._enter()
-        imported = self._memory.take(exported.page_fds)
+        imported = self._memory.import_handles(exported.page_fds)
         exported.close()
         return replace(exported, page_fds=None, imported=imported)
 
@@ -131,14 +131,14 @@ class CudaVm:
             start = self._book.attach(exported.n_pages)
             self._attached[exported.device] = (start, exported.n_pages)
         first, _ = self._attached[exported.device]
-        taken = {
+        handles = {
             first + page: handle
-            for page, handle in zip(exported.pages, opened.imported.take(), strict=True)
+            for page, handle in zip(exported.pages, opened.imported.release_handles(), strict=True)
         }
         # One that is mapped is lent still, so its memory is the same.
-        again = [page for page in taken if self._book.is_mapped(page)]
-        self._memory.drop_handles([taken.pop(page) for page in again])
-        self._memory.replace(taken)
+        again = [page for page in handles if self._book.is_mapped(page)]
+        self._memory.drop_handles([handles.pop(page) for page in again])
+        self._memory.replace(handles)
         return first
 
     def detach(self, first: int) -> None:

@@ -1,8 +1,8 @@
 """The borrower's side of lending: pages of other devices, mapped into ranges of this one.
 
-`lend` shows the exchange. To a range, a borrowed page is an alias: its index has an address like
-any other, the ledger has the lending device as its owner and the range's as its holder, and it
-counts neither in the pool nor against the budget.
+`lender` draws the exchange of messages. To a range, a borrowed page is an alias: its index has an
+address like any other, the ledger has the lending device as its owner and the range's as its
+holder, and it counts neither in the pool nor against the budget.
 """
 
 from __future__ import annotations
@@ -48,29 +48,29 @@ class _Peer:
     """The number of its page 0 here."""
     n_pages: int
     memory: tuple[int, int]
-    """As its exports name it."""
+    """The device that its exports name."""
     by_page: bool
     """Whether its pages come with each lease."""
     lease_of: dict[int, int] = field(default_factory=dict)
     unused: Runs = field(default_factory=Runs)
     due: dict[int, None] = field(default_factory=dict)
-    """Asked back, or offered back."""
+    """Pages to return: recalled, or offered back."""
     gone: bool = False
 
 
 class Borrower:
-    """All calls from one thread, that of the pool."""
+    """Pages borrowed from other devices. All calls come from the pool's thread."""
 
     def __init__(self, pool: Pool, vm: Vm, device: str) -> None:
         self._pool, self._vm, self._device = pool, vm, device
         self._peers: list[_Peer] = []
         self._places: dict[int, MappedPage] = {}
         self._leaving: list[tuple[_Stretch, Fence]] = []
-        """Released, but used by work in flight."""
+        """Released pages that work in flight still uses."""
 
     @property
     def unused(self) -> int:
-        """Pages that `back` could get now."""
+        """Pages that `back` could map now."""
         return sum(len(peer.unused) for peer in self._peers)
 
     def unused_of(self) -> tuple[tuple[str, int], ...]:
@@ -83,7 +83,7 @@ class Borrower:
         return len(self._places) + sum(len(stretch.pages) for stretch, _ in self._leaving)
 
     def meet(self, lender: str, epoch: int, exported: Exported) -> None:
-        """A process that may lend. Its device is imported once, here; takes `exported.fd` over.
+        """Register a process that may lend, and import its device; takes over `exported.fd`.
 
         Raises DeviceError, with the descriptor left open, if that cannot be mapped.
         """
@@ -94,9 +94,9 @@ class Borrower:
         self._peers.append(_Peer(lender, epoch, first, exported.n_pages, exported.device, by_page))
 
     def accept(self, lease: Lease, opened: Sequence[Exported] = ()) -> str | None:
-        """Pages to use from now on, until they are asked back. Why that is refused, wholly.
+        """Accept pages to use until they are recalled; returns why the lease is refused, if it is.
 
-        `opened`: of a GPU just these pages, by `CudaVm.open`; taken over, whatever comes of it.
+        `opened`: a GPU's exports of just these pages, by `CudaVm.open`; taken over in any case.
         """
         refused = self._refusal(lease, opened)
         for exported in opened:
@@ -135,10 +135,10 @@ class Borrower:
             raise BrokenPromise(f"{where.owner} borrows {n} pages")
         if self.unused < n:
             return Short(n - self.unused)
-        taken = self._take(n)
+        unused = self._pop_unused(n)
         done: list[_Stretch] = []
         try:
-            for peer, pages in taken:
+            for peer, pages in unused:
                 stretch = _Stretch(where, at, tuple(pages), peer.name)
                 where.alias(at, pages, peer.name, prefault=True)
                 done.append(stretch)
@@ -146,7 +146,7 @@ class Borrower:
         except (BrokenPromise, DeviceError):
             for stretch in done:
                 where.unalias(stretch.at, len(stretch.pages), stretch.lender)
-            for peer, pages in taken:
+            for peer, pages in unused:
                 peer.unused.add(pages)
             raise
         for stretch in done:
@@ -155,8 +155,8 @@ class Borrower:
         return None
 
     def release(self, where: BackedRange, at: int, n: int, fence: Fence | None = None) -> None:
-        """Unmap `n` borrowed pages, once `fence` is done (`settle`). They can be used elsewhere
-        then, unless they were asked back."""
+        """Unmap `n` borrowed pages, once `fence` is done (`settle`). Unless they were recalled,
+        they can be used elsewhere then."""
         pages = where.pages(at, n)
         for i, page in enumerate(pages):
             if self._places.get(page) != MappedPage(where, at + i):
@@ -172,8 +172,8 @@ class Borrower:
             at += len(stretch.pages)
 
     def recall(self, part: Lease) -> tuple[MappedPage, ...]:
-        """The lender wants pages back. Where they are in use: copy out or drop what is there,
-        `release`, and `settle` says what to answer. Pages on their way back are no matter."""
+        """Recall pages; returns where they are in use. Copy out or drop what is there and `release`
+        them; `settle` returns the answers. Pages on their way back are ignored."""
         peer = self._peer(part.lender, part.epoch)
         if peer is None:
             return ()
@@ -181,16 +181,16 @@ class Borrower:
         return self._ask_back(peer, [p for p in pages if peer.lease_of.get(p) == part.id])
 
     def wanted(self) -> tuple[MappedPage, ...]:
-        """Where pages are in use that are to be returned."""
+        """Where pages that are to be returned are in use."""
         places = self._places
         return tuple(places[page] for peer in self._peers for page in peer.due if page in places)
 
     def knows(self, lender: str, epoch: int) -> bool:
-        """Whether that process has been met, and not forgotten since."""
+        """Whether that process is registered."""
         return any((peer.name, peer.epoch) == (lender, epoch) for peer in self._peers)
 
     def borrowed(self) -> dict[str, int]:
-        """Pages that were lent to this device and are not returned, by lender."""
+        """Number of pages that this device has borrowed and not returned, by lender."""
         found: dict[str, int] = {}
         for peer in self._peers:
             if peer.lease_of:
@@ -198,17 +198,17 @@ class Borrower:
         return found
 
     def offer_back(self, lender: str, n: int) -> int:
-        """Return up to `n` unused pages unasked, by the next `settle`; how many it will be."""
+        """Give up to `n` unused pages back without a recall, by the next `settle`; how many."""
         peer = self._peer(lender)
         if peer is None:
             return 0
-        pages = peer.unused.take(n)
+        pages = peer.unused.pop(n)
         peer.due.update(dict.fromkeys(pages))
         return len(pages)
 
     def gone(self, lender: str, epoch: int) -> tuple[MappedPage, ...]:
-        """The lender's process has ended. Its pages, contents and all, last until they are
-        released, and its memory with them: where they are in use."""
+        """Handle the end of a lender's process; returns where its pages are in use. They keep their
+        contents, and its memory lasts, until they are released."""
         peer = self._peer(lender, epoch)
         if peer is None:
             return ()
@@ -216,15 +216,15 @@ class Borrower:
         return self._ask_back(peer, list(peer.lease_of))
 
     def settle(self) -> list[Lease]:
-        """Let go of all that can be: what to tell lenders (`Lender.returned`), each once.
+        """Unmap and forget all pages that can be returned now; returns the messages for lenders
+        (`Lender.returned`), each once.
 
-        A lender that is gone is forgotten, and its memory is the machine's again, when the last
-        of its pages is released.
+        When the last page of a lender that is gone is released, its memory is the machine's again.
         """
         for entry in [entry for entry in self._leaving if entry[1].done()]:
             self._unmap(entry[0])
             self._leaving.remove(entry)
-        told: list[Lease] = []
+        returned: list[Lease] = []
         for peer in list(self._peers):
             pages = [page for page in peer.due if not self._pool.ledger.holders_of(page)]
             self._vm.forget(pages)
@@ -234,20 +234,20 @@ class Borrower:
                 del peer.due[page]
                 by_lease.setdefault(peer.lease_of.pop(page), []).append(page - peer.first)
             if not peer.gone:
-                told += [
+                returned += [
                     Lease(id, peer.epoch, peer.name, self._device, tuple(sorted(part)))
                     for id, part in by_lease.items()
                 ]
             elif not peer.lease_of:
                 self._vm.detach(peer.first)
                 self._peers.remove(peer)
-        return told
+        return returned
 
     def validate(self) -> None:
         """Raises BrokenPromise unless ledger, ranges and leases agree on every borrowed page."""
-        told: dict[str, int] = {}
+        borrowed: dict[str, int] = {}
         for peer in self._peers:
-            told[peer.name] = told.get(peer.name, 0) + len(peer.lease_of)
+            borrowed[peer.name] = borrowed.get(peer.name, 0) + len(peer.lease_of)
             free = {page for first, n in peer.unused.runs() for page in range(first, first + n)}
             for page in peer.lease_of:
                 place, holders = self._places.get(page), self._pool.ledger.holders_of(page)
@@ -259,10 +259,10 @@ class Borrower:
                     raise BrokenPromise(f"page {page} is held by {holders}")
                 if (page in free) != (not holders and page not in peer.due):
                     raise BrokenPromise(f"page {page} is unused, or due, and held by {holders}")
-        for name, n in told.items():
+        for name, n in borrowed.items():
             if self._pool.ledger.borrowed(name) != n:
                 raise BrokenPromise(f"leases of {name} have {n} pages, the ledger other")
-        if sum(told.values()) != self._pool.ledger.borrowed():
+        if sum(borrowed.values()) != self._pool.ledger.borrowed():
             raise BrokenPromise("the ledger has borrowed pages that no lease has")
 
     def _peer(self, name: str, epoch: int | None = None) -> _Peer | None:
@@ -273,21 +273,21 @@ class Borrower:
 
     def _ask_back(self, peer: _Peer, pages: list[int]) -> tuple[MappedPage, ...]:
         peer.due.update(dict.fromkeys(pages))
-        unused = peer.unused.take(len(peer.unused))
+        unused = peer.unused.pop(len(peer.unused))
         peer.unused.add([page for page in unused if page not in peer.due])
         return tuple(self._places[page] for page in pages if page in self._places)
 
-    def _take(self, n: int) -> list[tuple[_Peer, list[int]]]:
-        """`n` unused pages; there are as many."""
+    def _pop_unused(self, n: int) -> list[tuple[_Peer, list[int]]]:
+        """Remove `n` unused pages, which there are, of one lender if one has as many."""
         for peer in self._peers:
             if len(peer.unused) >= n:
-                return [(peer, peer.unused.take(n))]
-        taken: list[tuple[_Peer, list[int]]] = []
+                return [(peer, peer.unused.pop(n))]
+        popped: list[tuple[_Peer, list[int]]] = []
         for peer in self._peers:
-            pages = peer.unused.take(n)
-            taken.append((peer, pages))
+            pages = peer.unused.pop(n)
+            popped.append((peer, pages))
             n -= len(pages)
-        return taken
+        return popped
 
     def _unmap(self, stretch: _Stretch) -> None:
         stretch.range.unalias(stretch.at, len(stretch.pages), stretch.lender)

@@ -1,6 +1,6 @@
 """The lender's side of lending pages to other devices' processes: leases, recalls, deadlines.
 
-Bookkeeping only: what is to be said to the borrower is returned, what it said is passed in.
+Bookkeeping only: messages to the borrower are returned, those from it are passed in.
 ::
 
     lend ──Lease──> accept            pages are lent; not mapped here, mapped there if at all
@@ -21,7 +21,7 @@ from ballast.core.lease import Lease
 from ballast.memory.pool import Pool
 
 OWNER = "lent"
-"""Of all pages lent, in the lender's ledger; their holder is the borrowing device."""
+"""Owner of all lent pages in the lender's ledger; their holder is the borrowing device."""
 
 
 @dataclass(slots=True)
@@ -33,18 +33,18 @@ class _Peer:
 
 
 class Lender:
-    """All calls from one thread, that of the pool."""
+    """Leases of a device's pages to borrowers. All calls come from the pool's thread."""
 
     def __init__(self, pool: Pool, device: str, kill: Callable[[str, int], None]) -> None:
-        """`kill(peer, epoch)` asks whoever supervises to end a borrower's process, and returns at
-        once; `gone` is to be called when it has ended."""
+        """`kill(peer, epoch)` has a borrower's process ended, and returns at once; call `gone` when
+        it has ended."""
         self._pool, self._device, self._kill = pool, device, kill
         self._peers: dict[str, _Peer] = {}
         self._epochs: dict[str, int] = {}
         self._next = 0
 
     def meet(self, peer: str, epoch: int) -> None:
-        """A process that pages can be lent to. Its predecessor, if any, is `gone`."""
+        """Register a process that pages can be lent to; its predecessor, if any, is `gone`."""
         if peer in self._peers or epoch <= self._epochs.get(peer, -1):
             raise BrokenPromise(
                 f"{self._device} meets {peer} in epoch {epoch}: it is there already"
@@ -53,7 +53,7 @@ class Lender:
         self._epochs[peer] = epoch
 
     def lend(self, peer: str, n: int) -> Lease | Short:
-        """`n` free pages for `peer`, or none; their contents are whatever they were.
+        """Lease `n` free pages to `peer`, or none; their contents are undefined.
 
         Raises Unavailable if the peer is gone, or about to be.
         """
@@ -72,7 +72,7 @@ class Lender:
         return lease
 
     def leases(self, peer: str) -> tuple[Lease, ...]:
-        """What `peer` has not returned, oldest first."""
+        """Leases that `peer` has not returned, or what is left of them, oldest first."""
         found = self._peers.get(peer)
         if found is None:
             return ()
@@ -82,9 +82,9 @@ class Lender:
         )
 
     def recall(self, part: Lease, due: float) -> Lease | None:
-        """Ask pages of a lease back by `due`, or by when they were asked for if that is sooner.
+        """Recall pages of a lease by `due`, or by an earlier recall's deadline if that is sooner.
 
-        What to tell the borrower: pages that are back already are left out; None if all are.
+        Returns the recall for the borrower, without pages that are back; None if all of them are.
         """
         pages = self._out(part)
         still = [page for page in part.pages if page in pages]
@@ -93,9 +93,9 @@ class Lender:
         return part.part(still) if still else None
 
     def returned(self, part: Lease) -> str | None:
-        """The borrower has unmapped pages, asked for or not: they are free.
+        """Free pages that the borrower has unmapped, recalled or not.
 
-        Why that is refused, wholly: nothing has changed then.
+        Returns why the message is refused, in which case nothing has changed; None if it is not.
         """
         found = self._peers.get(part.borrower)
         if found is None or found.epoch != part.epoch or found.condemned:
@@ -111,7 +111,7 @@ class Lender:
         return None
 
     def check(self, now: float) -> float:
-        """Have borrowers killed that were to return pages before `now`; when to call this again
+        """Have borrowers killed that have missed a deadline; returns when to call this again
         (infinite: after the next recall)."""
         soonest = math.inf
         for peer, found in list(self._peers.items()):
@@ -125,9 +125,9 @@ class Lender:
         return soonest
 
     def gone(self, peer: str, epoch: int) -> int:
-        """The borrower's process has ended, and its mappings with it: what it had is free.
+        """Free all pages of a borrower whose process, and with it its mappings, has ended.
 
-        How many pages that was; 0 if it was known.
+        Returns their number; 0 if that was known before.
         """
         found = self._peers.get(peer)
         if found is None or found.epoch != epoch:
@@ -138,34 +138,30 @@ class Lender:
         return len(pages)
 
     def recalled(self, peer: str | None = None) -> int:
-        """Pages asked back, of one peer or of all, and not yet here."""
+        """Number of pages recalled from one peer, or from all, and not yet returned."""
         found = (p for name, p in self._peers.items() if peer in (None, name))
         leases = (lease for p in found for lease in p.leases.values())
         return sum(due < math.inf for lease in leases for due in lease.values())
 
     def lent(self) -> dict[str, int]:
-        """Pages that are out, by peer."""
-        told = {name: sum(map(len, p.leases.values())) for name, p in self._peers.items()}
-        return {name: n for name, n in told.items() if n}
+        """Number of lent pages, by borrower."""
+        pages_lent = {name: sum(map(len, p.leases.values())) for name, p in self._peers.items()}
+        return {name: n for name, n in pages_lent.items() if n}
 
     def validate(self) -> None:
         """Raises BrokenPromise unless the ledger shows just these pages as lent."""
-        told: dict[str, int] = {}
+        ledger, pages_lent = self._pool.ledger, dict[str, int]()
         for name, peer in self._peers.items():
             for page in (page for lease in peer.leases.values() for page in lease):
-                if (self._pool.ledger.owner_of(page), self._pool.ledger.holders_of(page)) != (
-                    OWNER,
-                    (name,),
-                ):
+                if (ledger.owner_of(page), ledger.holders_of(page)) != (OWNER, (name,)):
                     raise BrokenPromise(f"page {page} is not lent to {name} alone")
-                told[name] = told.get(name, 0) + 1
-        if told != self._pool.ledger.held_of(OWNER) or sum(
-            told.values()
-        ) != self._pool.ledger.owned(OWNER):
-            raise BrokenPromise(f"leases say {told}, the ledger {self._pool.ledger.held_of(OWNER)}")
+                pages_lent[name] = pages_lent.get(name, 0) + 1
+        held, owned = ledger.held_of(OWNER), ledger.owned(OWNER)
+        if pages_lent != held or sum(pages_lent.values()) != owned:
+            raise BrokenPromise(f"leases say {pages_lent}, the ledger {held}")
 
     def _out(self, part: Lease) -> dict[int, float]:
-        """Pages of the lease that are not back."""
+        """Pages of the lease that are not back, with their deadlines."""
         found = self._peers.get(part.borrower)
         if found is None or found.epoch != part.epoch:
             return {}

@@ -273,8 +273,8 @@ class GraphCache:
         self._recorders[stream].clear()
 
 
-def _holds(made: GraphKey, asked: GraphKey) -> bool:
-    a, b = made.bucket, asked.bucket
-    same = (made.model, made.stream, made.cuts) == (asked.model, asked.stream, asked.cuts)
+def _holds(made: GraphKey, needed: GraphKey) -> bool:
+    a, b = made.bucket, needed.bucket
+    same = (made.model, made.stream, made.cuts) == (needed.model, needed.stream, needed.cuts)
     same = same and (a.sequences, a.adapters) == (b.sequences, b.adapters)
     return same and a.blocks >= b.blocks

@@ -132,6 +132,6 @@ def test_models_whose_jobs_take_turns_have_some_memory_in_common() -> None:
     common = Scratch(device)
     a, b, alone = Scratch(device, common), Scratch(device, common), Scratch(device)
     size, u8 = (64,), torch.uint8
-    taken = [s.take("workspace", size, u8, common=True).data_ptr() for s in (a, b, a, alone)]
+    taken = [s.tensor("workspace", size, u8, common=True).data_ptr() for s in (a, b, a, alone)]
     assert taken[0] == taken[1] == taken[2] != taken[3]
-    assert a.take("out", size, u8).data_ptr() != b.take("out", size, u8).data_ptr()
+    assert a.tensor("out", size, u8).data_ptr() != b.tensor("out", size, u8).data_ptr()

@@ -1,4 +1,4 @@
-"""Who comes next where several share: start-time fair queueing (Goyal, Vin and Cheng, 1996)."""
+"""Order of service for several queues that share: start-time fair queueing (Goyal et al., 1996)."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
-class Turns(Generic[K, T]):
-    """Queues, by key, that take turns: equal shares of the cost, whatever one turn costs.
+class StartTimeFairQueues(Generic[K, T]):
+    """Queues, by key, that are served in equal shares of cost, whatever the cost of one service.
 
-    Over any time in which two queues wait, what they were charged differs by at most what one turn
-    of each costs. Within a queue: first in, first out.
+    Over any time in which two queues wait, their charges differ by at most the cost of one service
+    of each. Within a queue: first in, first out.
     """
 
     def __init__(self) -> None:
         self._queues: dict[K, deque[T]] = {}
-        """None is empty."""
+        """No queue is empty."""
         self._tags: dict[K, float] = {}
-        """What each was charged, and that it was not there to be charged with."""
+        """Start tags: charges of each queue, and those that it missed while it was empty."""
         self._now = 0.0
-        """Of the queue that came last, before it was charged."""
+        """Virtual time: the start tag of the queue that was served last."""
 
     def __contains__(self, key: K) -> bool:
         return key in self._queues
@@ -38,14 +38,14 @@ class Turns(Generic[K, T]):
         return self._queues[key][0]
 
     def add(self, key: K, item: T) -> None:
-        """To the end of its queue. Nothing is made good for the time before, nor charged twice."""
+        """Append to the queue `key`. A queue that was empty is not compensated for that time."""
         if key not in self._queues:
             self._queues[key] = deque()
             self._tags[key] = max(self._tags.get(key, 0.0), self._now)
         self._queues[key].append(item)
 
     def next(self) -> K:
-        """Which queue was charged least; of equals, the one that has waited longest."""
+        """Key of the queue that was charged least; of equals, the one that has waited longest."""
         key = min(self._queues, key=self._tags.__getitem__)
         self._now = self._tags[key]
         return key
@@ -54,7 +54,7 @@ class Turns(Generic[K, T]):
         self._tags[key] += cost
 
     def pop(self, key: K) -> None:
-        """The first of this queue is done with."""
+        """Remove the first item of this queue."""
         self._queues[key].popleft()
         if not self._queues[key]:
             del self._queues[key]

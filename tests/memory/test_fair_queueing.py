@@ -1,16 +1,16 @@
-"""Turns are fair by cost, and first in, first out within a queue."""
+"""StartTimeFairQueues are fair by cost, and first in, first out within a queue."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballast.memory.turns import Turns
+from ballast.memory.fair_queueing import StartTimeFairQueues
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=5), st.integers(1, 60))
 def test_charges_of_those_who_wait_differ_by_a_turn(costs: list[int], rounds: int) -> None:
-    turns: Turns[int, str] = Turns()
+    turns: StartTimeFairQueues[int, str] = StartTimeFairQueues()
     for key in range(len(costs)):
         turns.add(key, "endless")
     charged = [0] * len(costs)
@@ -22,7 +22,7 @@ def test_charges_of_those_who_wait_differ_by_a_turn(costs: list[int], rounds: in
 
 
 def test_who_comes_late_is_owed_nothing() -> None:
-    turns: Turns[str, int] = Turns()
+    turns: StartTimeFairQueues[str, int] = StartTimeFairQueues()
     turns.add("long", 0)
     for _ in range(100):
         assert turns.next() == "long"
@@ -37,7 +37,7 @@ def test_who_comes_late_is_owed_nothing() -> None:
 
 def test_who_comes_again_and_again_does_not_starve_the_others() -> None:
     """A queue that empties at each turn and is filled at once is charged for what it had."""
-    turns: Turns[str, int] = Turns()
+    turns: StartTimeFairQueues[str, int] = StartTimeFairQueues()
     turns.add("again", 0)
     turns.add("long", 0)
     served = []
@@ -51,7 +51,7 @@ def test_who_comes_again_and_again_does_not_starve_the_others() -> None:
 
 
 def test_a_queue_keeps_its_order_and_ends() -> None:
-    turns: Turns[str, int] = Turns()
+    turns: StartTimeFairQueues[str, int] = StartTimeFairQueues()
     for i in range(3):
         turns.add("a", i)
     turns.add("b", 9)
