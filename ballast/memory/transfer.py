@@ -1,4 +1,4 @@
-"""Transfers over links in the background: the protocol, and `HostLink`, the link of a CPU device."""
+"""Transfers over links in the background: the protocol, and `HostLink`, the link on a CPU."""
 
 from __future__ import annotations
 
@@ -106,11 +106,11 @@ class Transfer:
 
 
 class HostLink:
-    """Implements `Link` by copying in a background thread, a batch of one transfer after another's.
+    """Implements `Link` by copying in a background thread, batch by batch, transfers interleaved.
 
-    Paced: after each batch it sleeps until the link as a whole was due to have carried it, counted
-    from when it was last idle, so that errors of single sleeps do not add up. Directions take turns
-    as streams do. `on_done` is called in the link's thread, after the last byte has landed.
+    A paced link sleeps after each batch until the time by which it was due to have carried all
+    batches since it was last idle, so that errors of single sleeps do not add up. Directions share
+    the link as streams do. `on_done` is called in its thread, after the last byte has landed.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class HostLink:
         chunk_bytes: int = 4 * MiB,
         copy_bytes: CopyBytes = ctypes.memmove,
     ) -> None:
-        """`threads` copy the chunks of a batch, the link's own among them; None: one of a paced
-        link, which has nothing to gain, else `copy_threads`."""
+        """`threads`: threads that copy the chunks of a batch, the link's own among them; None: one
+        for a paced link, which has nothing to gain from more, else `copy_threads`."""
         if threads is None:
             threads = copy_threads(syscalls.usable_cpus()) if pace is None else 1
         if threads < 1 or chunk_bytes < 1 or (pace is not None and not pace.positive):
@@ -133,11 +133,11 @@ class HostLink:
         self._copy_bytes = copy_bytes
         self._measured = PRIOR_BYTES_PER_SECOND
         self._due = 0.0
-        """Paced: when all batches so far should have been carried."""
+        """Of a paced link: time by which all batches so far should have been carried."""
         self._sides: StartTimeFairQueues[Direction, StartTimeFairQueues[str, Transfer]] = (
             StartTimeFairQueues()
         )
-        """By direction, its streams; those in which any transfer waits or is in flight."""
+        """Streams by direction, those in which a transfer waits or is in flight."""
         self._wake = threading.Condition()
         self._closing = threading.Event()
         self._helpers = ThreadPoolExecutor(threads - 1, "ballast-copy") if threads > 1 else None
@@ -151,7 +151,7 @@ class HostLink:
 
     @property
     def threads(self) -> int:
-        """That copy."""
+        """Threads that copy."""
         return self._threads
 
     @property
@@ -167,9 +167,10 @@ class HostLink:
         on_done: OnDone | None = None,
         watch: TransferWatch | None = None,
     ) -> None:
-        """As `Link.start`; its end is told to `on_done` alone, in the link's thread, if given.
+        """Begin a transfer, as `Link.start`. `on_done`, if given, receives its end in place of the
+        link's own; both are called in the link's thread.
 
-        `watch` is told of each batch but the last, and of the end after all others were.
+        `watch` is called after each batch but the last, and after `on_done`.
         """
         cut = batches(copies, self._chunk_bytes, self._threads)
         transfer = Transfer(transfer_id, stream, cut, on_done, watch)
@@ -223,7 +224,7 @@ class HostLink:
                 transfer.watch.ended(error)
 
     def _charge(self, direction: Direction, stream: str, batch: Sequence[Copy]) -> None:
-        """For a turn: to those who share the link, and to the time that it takes."""
+        """Charge a batch to its stream and direction, and to the time by which it is due."""
         n_bytes = sum(max(0, copy.n_bytes) for copy in batch)
         pace = self._pace or LinkRates.even(1.0)
         self._sides.first(direction).charge(stream, n_bytes)
@@ -233,7 +234,7 @@ class HostLink:
             self._due += n_bytes / (pace.mixed if mixed else pace.of(direction, mixed=False))
 
     def _carry(self, transfer: Transfer, batch: Sequence[Copy]) -> tuple[bool, str | None]:
-        """Whether there was anything to wait for; what went wrong."""
+        """Copy a batch at the link's pace; returns whether it slept, and the error, if any."""
         began = self._clock.now()
         if transfer.began is None:
             transfer.began = began
@@ -261,8 +262,8 @@ class HostLink:
         return TransferDone(transfer.id, transfer.n_bytes, ended - transfer.began, error)
 
     def _move(self, batch: Sequence[Copy]) -> None:
-        """When this returns, or raises, nothing of the batch is being written any more."""
-        left = iter(batch)  # each copy is taken by one thread: `next` of it holds the GIL
+        """Copy a batch. When this returns, or raises, none of it is being written any more."""
+        left = iter(batch)  # each copy goes to one thread: `next` of it holds the GIL
 
         def copy_what_is_left() -> None:
             for copy in left:
@@ -284,7 +285,7 @@ class HostLink:
             help_.result()
 
     def _sleep_until_due(self) -> bool:
-        """Whether there was anything to wait for."""
+        """Sleep until a paced link has been due to carry all so far; returns whether it slept."""
         slept = False
         if self._pace is not None:
             while (left := self._due - self._clock.now()) > 0:

@@ -1,14 +1,14 @@
-"""The weights of one model on one device: whether they are there, and where.
+"""The weights of one model on one device: present or absent, and their addresses.
 
 All segments lie in one range of addresses, each beginning at a page, in load order::
 
     segment     |    0: embeddings    |  1: layer 0   |  2: layer 1   | ...
     pages       |  0  |  1  |  2  |  3  |  4  |  5  |  6  |  7  |  8  | ...
 
-Parameters are views on these addresses for as long as the model exists; whether pages lie beneath
-is what changes. Weights are read only: eviction copies nothing. Pages of a segment that other
-models contain, too, belong to it (`weights/shared.py`) and are aliased here, as are those of slots
-that layers share by turns (`weights/slots.py`).
+Parameters are views on these addresses for as long as the model exists; only the pages beneath come
+and go. Weights are read only: eviction copies nothing. Pages of a segment that several models
+contain are owned by the segment (`weights/shared.py`) and aliased here, as are those of the slots
+that rotating layers share (`weights/slots.py`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from ballast.weights.slots import LayerPages, Slots
 
 
 class WeightsOnDevice:
-    """All segments of a model, present together or absent together, but for layers that rotate.
+    """All segments of a model, present or absent together, but for layers that rotate.
 
-    Owners ``weights:NAME`` and, while layers rotate, ``slots:NAME``.
+    Owners in the ledger: ``weights:NAME`` and, while layers rotate, ``slots:NAME``.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class WeightsOnDevice:
         shared: Mapping[str, SharedSegment] | None = None,
         make_rotor: MakeRotor | None = None,
     ) -> None:
-        """`host_addresses`: of each segment, in the order of `spec.segment_bytes`.
+        """`host_addresses`: address of each segment, in the order of `spec.segment_bytes`.
 
         `shared`: by digest, the segments whose pages are not the model's own (`find_shared`).
-        `make_rotor`: what brings layers that rotate; None: none can.
+        `make_rotor`: makes the rotor that loads rotating layers; None: no layer can rotate.
         """
         if len(host_addresses) != len(spec.segment_bytes):
             raise BrokenPromise(
@@ -61,7 +61,7 @@ class WeightsOnDevice:
             )
         self.spec = spec
         self.version = Version()
-        """Grows with every change of what is here, or of who else holds its shared segments."""
+        """Grows with every change of what is present, or of other holders of shared segments."""
         self.shared: tuple[SharedSegment, ...] = ()
         self._link = link
         self._pool = pool
@@ -73,8 +73,7 @@ class WeightsOnDevice:
         layers = self.segments[1 : 1 + spec.n_layers]
         self.rotor = make_rotor(spec, [s.copy for s in layers]) if make_rotor else None
         self.stirred = False
-        """Layers rotate, or have done so and no job has passed them since: loads may be on their
-        way."""
+        """Loads of layers may be in flight: layers rotate, or did and no job has passed since."""
         self._backed = False
         self._filled = False
         self._going = False
@@ -90,12 +89,12 @@ class WeightsOnDevice:
 
     @property
     def backed(self) -> bool:
-        """Whether pages lie beneath; their contents are valid once `filled`."""
+        """Whether pages are mapped; their contents are valid once `filled`."""
         return self._backed
 
     @property
     def filled(self) -> bool:
-        """Whether all bytes are there."""
+        """Whether all bytes are present."""
         return self._backed and self._filled and all(s.filled for s in self.shared)
 
     def segment_address(self, i: int) -> int:
@@ -103,14 +102,14 @@ class WeightsOnDevice:
         return self.segments[i].address
 
     def activate(self, transfer_id: int, ahead: int = 0) -> Short | None:
-        """Put pages beneath all segments and start the transfer that fills them; or do nothing.
+        """Map pages for all segments and start the transfer that fills them; or do nothing.
 
-        `ahead`: how many bytes may still be on their way when the first job begins
-        (`FirstJobReady`), if its rotor can have jobs wait for the layers that these hold; 0: none.
+        `ahead`: most bytes that may still be in flight when the first job begins
+        (`FirstJobReady`), if its rotor can have jobs wait for the layers that these hold.
 
-        What another model has brought is mapped, not copied; if all of it is, `filled` holds at
-        once and no transfer starts. `Short.pages` are missing in the pool. If a map or the link
-        fails, the pages go back and the error is raised.
+        Segments that another model has loaded are mapped, not copied; if all are, `filled` holds at
+        once and no transfer starts. `Short.pages`: pages that the pool lacks. If a mapping or the
+        link fails, the pages are freed and the error is raised.
         """
         if self._backed:
             raise BrokenPromise(f"{self.spec.name}: its weights are on the device already")
@@ -144,12 +143,12 @@ class WeightsOnDevice:
         return None
 
     def fill(self, transfer_id: int, ahead: int = 0) -> None:
-        """Start a transfer of all bytes that are neither there nor on their way; `ahead`: as of
+        """Start a transfer of all bytes that are neither present nor in flight; `ahead`: as for
         `activate`.
 
-        All of them are of one stream of the link, which serves it in order: when this one has
-        ended, so have those before it that bring shared segments. It tells its end as
-        `TransferDone`; then comes `landed`.
+        Whole models are one stream of the link, which is served in order: when this transfer has
+        ended, so have those before it that load shared segments. Its end is posted as
+        `TransferDone`, upon which `landed` is to be called.
         """
         wanted: list[int] = []
         brought: list[SharedSegment] = []
@@ -177,7 +176,8 @@ class WeightsOnDevice:
         """Start the transfer of the segments `wanted`, layers last, so that the first job can
         begin before its end; False: nothing is started, as that is not possible, or of no use.
 
-        What another model brings is told by that model's transfer alone, so none of it is ahead.
+        Only the other model's transfer shows when a segment that it loads has landed, so there must
+        be none of these.
         """
         if self.rotor is None or ahead <= 0 or self.stirred:
             return False
@@ -198,9 +198,9 @@ class WeightsOnDevice:
         return self.rotor.bring(transfer_id, copies, ArrivalPlan(there, opens))
 
     def landed(self) -> bool:
-        """The transfer has ended well; whether everything is there.
+        """Handle the success of the transfer; returns whether all bytes are present.
 
-        It is not where another model was to bring a shared segment and failed: then `fill` again.
+        They are not where another model was to load a shared segment and failed: `fill` again then.
         """
         self._filled = True
         for segment in self.shared:
@@ -210,12 +210,12 @@ class WeightsOnDevice:
 
     @property
     def here_pages(self) -> int:
-        """Pages of segments that no other model contains, while they are here: what slots save is
-        left out."""
+        """Pages, while present, of segments that no other model contains, less those that slots
+        save."""
         return self.own_pages - self.slots.saved_pages
 
     def turn(self, wanted: Rotation) -> Short | None:
-        """Let these layers rotate from now on; or change nothing, where the pool is short.
+        """Change which layers rotate; or change nothing, where the pool is short.
 
         No job of the model is in flight, and its rotor is settled. Raises BrokenPromise for layers
         that cannot (`Slots.refusal`).
@@ -231,15 +231,15 @@ class WeightsOnDevice:
         return None
 
     def lost(self) -> None:
-        """The transfer has failed, and a job that waits for its layers keeps the pages for a
-        moment: what of it other models count on, they may bring themselves."""
+        """Handle the failure of the transfer while a job that waits for its layers keeps the pages:
+        other models may load the shared segments themselves."""
         for segment in self.shared:
             if segment.filler == self.spec.name:
                 segment.filler = None
 
     def evict(self) -> None:
-        """The model's pages go back to the pool, and those of shared segments that no other model
-        uses now. No job and no transfer of this model may use them, and its rotor is settled."""
+        """Free the model's pages, and those of shared segments that no other model uses now. No job
+        and no transfer of this model may use them, and its rotor is settled."""
         if not self._backed:
             raise BrokenPromise(f"{self.spec.name}: its weights are not on the device")
         for s in self.segments:
@@ -252,25 +252,26 @@ class WeightsOnDevice:
         self._drop_own()
 
     def going(self) -> None:
-        """An eviction is bound to come: others that count on shared segments lose their holder."""
+        """Announce an eviction to the shared segments, which are about to lose this holder."""
         self._going = True
         for segment in self.shared:
             segment.mark_leaving(self.spec.name)
 
     def passed(self) -> None:
-        """A job has run all layers: if none rotates, all are there."""
+        """Handle the end of a job that has run all layers: if none rotates, all are present."""
         if self.stirred and self.slots.rotation == WHOLE:
             self.stirred = False
 
     def may_rotate(self, digests: Iterable[str]) -> bool:
-        """Whether layers of such contents, once they are shared, could not rotate any more."""
+        """Whether any layer that may rotate has one of these digests; shared, it could not."""
         of_layers = self.spec.segment_digests[1 : 1 + self.spec.n_layers]
         mine = {of_layers[i] for i in self.slots.rotatable} if of_layers else set()
         return not mine.isdisjoint(digests)
 
     def share(self, shared: Mapping[str, SharedSegment]) -> None:
-        """Segments of `shared`, by digest, are the model's own no more: another has come that
-        contains them. What is here stays where it is, under another owner. None may rotate."""
+        """Turn the segments of `shared`, by digest, from the model's own into shared ones, since
+        another model contains them too. Present pages stay mapped and change their owner. None of
+        these layers may rotate."""
         table = list(self.segments)
         for i, (s, digest) in enumerate(zip(table, self.spec.segment_digests, strict=False)):
             whose = shared.get(digest)
@@ -288,7 +289,7 @@ class WeightsOnDevice:
         self._tabulate(table)
 
     def close(self) -> None:
-        """Evict if need be, and give the addresses back: the model is gone for good."""
+        """Evict the weights, if present, and release the addresses, for good."""
         if self._backed:
             self.evict()
         for segment in self.shared:
@@ -296,7 +297,7 @@ class WeightsOnDevice:
         self._range.close()
 
     def validate(self) -> None:
-        """Raises BrokenPromise unless the range, and who holds and owns what, agree."""
+        """Raises BrokenPromise unless range, segments and the pool's ledger agree."""
         self._range.validate()
         own = self.here_pages - self.slots.pages if self._backed else 0
         if own != self._pool.ledger.owned(self.owner):
@@ -321,7 +322,7 @@ class WeightsOnDevice:
     def _tabulate(self, table: Sequence[PlacedSegment]) -> None:
         self.segments = tuple(table)
         self.own_pages = sum(s.n_pages for s in table if s.shared is None)
-        """Pages of segments that no other model contains, whether they are here or not."""
+        """Pages of segments that no other model contains, present or not."""
         shared = tuple(dict.fromkeys(s.shared for s in table if s.shared is not None))
         for segment in shared:
             if segment not in self.shared:
@@ -330,7 +331,7 @@ class WeightsOnDevice:
         """The others, each once."""
         self.version.n += 1
         self.pages = self.own_pages + sum(s.n_pages for s in self.shared)
-        """Pages all segments take when they are here, whether they are or not."""
+        """Pages of all segments, present or not."""
         self._own = own_stretches(self.segments)
         if self._rotates:
             layers = self.segments[1 : 1 + self.spec.n_layers]
@@ -339,7 +340,7 @@ class WeightsOnDevice:
             )
 
     def _forget(self) -> None:
-        """No longer a holder of shared segments, and nothing of its own is there."""
+        """Mark the weights as absent, and this model as no holder of shared segments."""
         self._backed = self._filled = self._going = False
         self.version.n += 1
         for segment in self.shared:
