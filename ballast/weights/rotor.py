@@ -62,8 +62,10 @@ class Rotor(Protocol):
         """Forget the rotation: the weights were evicted, and no load is in flight."""
 
     def bring(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
-        """Start the transfer that loads the model's weights, and post `FirstJobReady` during it: from then on jobs wait for each layer that they come to. The end is posted as
-        `TransferDone`, before any job can have passed the last layer, or failed for want of one.
+        """Start the transfer that loads the model's weights, and post `FirstJobReady` during it:
+        from then on jobs wait for each layer that they come to. The end is posted as
+        `TransferDone`, before any job can have passed the last layer, or failed for want of
+        one.
 
         Returns False, with nothing started, where jobs have to wait for the whole load.
         """
