@@ -1,4 +1,4 @@
-"""Pages to another process: the device's file descriptor over a Unix socket."""
+"""Transfer of pages to another process: their file descriptors over a Unix socket."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MOST_FDS = 128
 
 
 def send_pages(connection: socket.socket, exported: Exported) -> None:
-    """Send a description of the pages and the right to map them over a connected Unix socket.
+    """Send a description of the pages, and the descriptors to map them by, over a Unix socket.
 
-    Whoever receives can map *every* page of the device (of a GPU: those exported): send to workers
-    of the same user only. Descriptors stay the sender's.
+    The receiver can map *every* page of the device (of a GPU: those exported): send to workers of
+    the same user only. Descriptors stay the sender's.
     """
     fds = exported.page_fds if exported.fd is None else (exported.fd,)
     if fds is None:
@@ -49,7 +49,7 @@ def send_pages(connection: socket.socket, exported: Exported) -> None:
 
 
 def receive_pages(connection: socket.socket) -> Exported:
-    """The other end of `send_pages`. The descriptor is the caller's: give it to `Vm.attach`."""
+    """Receive what `send_pages` sent. The descriptor is the caller's, for `Vm.attach`."""
     fds: list[int] = []
     try:
         head, fds = receive(connection, _LENGTH.size)
@@ -76,8 +76,9 @@ def receive_pages(connection: socket.socket) -> Exported:
 
 
 def receive(connection: socket.socket, most: int, fds: int = 1) -> tuple[bytes, list[int]]:
-    """Up to `most` bytes, and the descriptors, up to `fds`, that came with them, if any did: no
-    child process inherits them. Raises OSError.
+    """Receive up to `most` bytes, and the descriptors, up to `fds`, that came with them, if any.
+
+    Child processes do not inherit the descriptors. Raises OSError.
     """
     # `socket.recv_fds` ignores its flags.
     data, ancillary, _, _ = connection.recvmsg(

@@ -25,22 +25,22 @@ from ballast.weights.sharding import Shard
 
 
 class GpuExchange(Protocol):
-    """How GPUs meet. All ranks make the same calls in the same order, each on its lane's stream;
-    a call returns when it has been launched. Whatever it raises, the ranks are out of step for
-    good."""
+    """Exchange of tensors between GPUs. All ranks make the same calls in the same order, each on
+    its lane's stream; a call returns when it has been launched. After any error the ranks are out of
+    step for good."""
 
     def all_gather(self, part: Tensor, parts: Tensor) -> Tensor:
-        """`parts` (ranks, ...), filled with each rank's `part` (...), both contiguous."""
+        """Fill and return `parts` (ranks, ...): each rank's `part` (...), both contiguous."""
 
     def all_reduce(self, part: Tensor) -> None:
-        """In place, the sum of what all ranks have there, in an order that nobody promises."""
+        """Sum the `part` of all ranks in place, in an undefined order."""
 
     def close(self) -> None:
-        """No rank meets any more."""
+        """Close the connections. No rank makes calls any more."""
 
 
 class GpuParallelModel(GpuFusedModel):
-    """One rank's part of a model. Tokens come from rank 0, which is told its `followers`."""
+    """One rank's part of a model. Rank 0 samples tokens and commands its `followers`."""
 
     def __init__(
         self,

@@ -36,12 +36,12 @@ class _TorchCollectives:
         self._gather.asyncOp = self._reduce.asyncOp = False
 
     def all_gather(self, part: Tensor, parts: Tensor) -> Tensor:
-        """`parts` (ranks, ...), filled with each rank's `part` (...), both contiguous."""
+        """Fill and return `parts` (ranks, ...): each rank's `part` (...), both contiguous."""
         _wait(self._backend._allgather_base(parts.flatten(0, 1), part, self._gather))
         return parts
 
     def all_reduce(self, part: Tensor) -> None:
-        """In place, the sum of what all ranks have there, in an order that is the backend's."""
+        """Sum the `part` of all ranks in place, in the backend's order."""
         _wait(self._backend.allreduce([part], self._reduce))
 
 
@@ -70,7 +70,7 @@ class GlooExchange(_TorchCollectives):
         return parts
 
     def close(self) -> None:
-        """Connections end with the object; other ranks may have ended before."""
+        """Do nothing: connections end with the object; other ranks may have ended before."""
 
 
 class NcclExchange(_TorchCollectives):
@@ -104,7 +104,7 @@ class NcclExchange(_TorchCollectives):
         super().__init__(made)
 
     def close(self) -> None:
-        """Waits for nobody: other ranks may have ended before."""
+        """Close without waiting for other ranks, which may have ended before."""
         self._group.abort()
 
 
@@ -126,6 +126,6 @@ class SharedExchange:
 
 
 def _wait(work: Any) -> None:
-    """Backends that are in order with a stream have nothing to wait for."""
+    """Wait for a collective; backends in order with a stream return nothing to wait for."""
     if work is not None:
         work.wait()

@@ -1,4 +1,4 @@
-"""A rank's part of a fused model: the same job on every rank, which meet twice in a layer.
+"""A rank's part of a fused model: the same job on every rank, with two sums in each layer.
 
 ::
 
@@ -40,18 +40,18 @@ def check_parallel(settings: ModelSettings, ranks: int) -> None:
 
 
 class RankExchange(Protocol):
-    """How ranks meet. All of them make the same calls in the same order; a call returns when all
-    have made it. Whatever it raises, the ranks are out of step for good."""
+    """Exchange of tensors between ranks. All ranks make the same calls in the same order; a call
+    returns when all have made it. After any error the ranks are out of step for good."""
 
     def all_gather(self, part: Tensor, parts: Tensor) -> Tensor:
-        """(ranks, ...): what each rank has in `part` (...); valid until the next call. `parts`, of
+        """Return (ranks, ...): each rank's `part` (...), valid until the next call. `parts`, of
         that shape, is memory that may be used for it."""
 
     def gather(self, part: Tensor, parts: Tensor) -> Tensor:
-        """The same on rank 0; what others get means nothing."""
+        """As `all_gather` on rank 0; the result on other ranks has no meaning."""
 
     def close(self) -> None:
-        """No rank meets any more, and nobody reads what was gathered."""
+        """Release the memory. No rank makes calls, or reads results, any more."""
 
 
 class NoExchange:
@@ -66,24 +66,24 @@ class NoExchange:
         return self.all_gather(part, parts)
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Release nothing: there is no memory."""
 
 
 class Followers(Protocol):
-    """The other ranks, as the first one knows them."""
+    """The other ranks of a group, commanded by rank 0."""
 
     def begin(self, model: str, work: Sequence[SequenceWork], *, head: bool) -> None:
-        """Have them run a job."""
+        """Start a job on them."""
 
     def end(self) -> None:
-        """Returns when they have."""
+        """Wait until they have run it."""
 
     def broken(self, error: BaseException) -> None:
-        """A job has failed after it had begun: ranks are out of step."""
+        """Report a job that failed after its begin: ranks are out of step."""
 
 
 class ParallelModel(FusedModel):
-    """One rank's part of a model. Tokens come from rank 0, which is told its `followers`."""
+    """One rank's part of a model. Rank 0 samples tokens and commands its `followers`."""
 
     SUMS = True
 
@@ -108,7 +108,7 @@ class ParallelModel(FusedModel):
         self._head_parts = tensor_at(b.head_parts, (spec.ranks * sampled * width,), torch.float32)
 
     def compute(self, work: Sequence[SequenceWork], *, head: bool) -> None:
-        """A follower's part of a job that rank 0 has begun."""
+        """Compute a follower's part of a job that rank 0 has begun."""
         with torch.inference_mode():
             self._compute(work, head=head)
 
