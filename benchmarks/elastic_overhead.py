@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from ballast.bench.inprocess import InProcess
-from ballast.cluster.machines import machine_of
+from ballast.cluster.machine_choice import machine_of
 from ballast.core.event import Finished, Output
 from ballast.core.request import Submission
 from ballast.core.settings import GPU_PAGE, DeviceSettings, FleetSettings, ModelSettings

@@ -9,8 +9,8 @@ from ballast.bench import doctor_memory
 from ballast.bench.finding import Finding, Verdict, judged
 from ballast.bench.loading import load_as_served
 from ballast.cluster.fitness import host_budget
-from ballast.cluster.member import of_rank
 from ballast.cluster.placing import homes_of
+from ballast.cluster.tensor_parallel.rank_machine import settings_of_rank
 from ballast.core.capability import Reach
 from ballast.core.errors import BallastError, ConfigError, DeviceError
 from ballast.core.model import ModelSpec, kv_room, weight_bytes, weight_pages
@@ -106,7 +106,7 @@ def _group(
             yield Finding(model.name + where, Verdict.FAIL, str(error), cure)
     if specs:
         layered = preset_of(settings).requires.kv_swapping
-        yield from _device(specs, of_rank(device), i, f"{where}, on each rank", layered)
+        yield from _device(specs, settings_of_rank(device), i, f"{where}, on each rank", layered)
 
 
 def lending(settings: FleetSettings) -> Finding:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from ballast.cluster.machines import machine_of
+from ballast.cluster.machine_choice import machine_of
 from ballast.core.cost import StepCosts
 from ballast.core.event import (
     Arrival,

@@ -22,8 +22,8 @@ from ballast.cluster.flight import FlightRecorder
 from ballast.cluster.logs import FORMAT_VARIABLE, set_up
 from ballast.cluster.outgoing_queue import OutgoingQueue
 from ballast.cluster.peers import Lends, Peers
-from ballast.cluster.remote import start_ranks
 from ballast.cluster.segments import SegmentClient
+from ballast.cluster.tensor_parallel.remote_rank import start_ranks
 from ballast.core import migration
 from ballast.core.capability import Reach
 from ballast.core.clock import Clock
@@ -312,7 +312,7 @@ def live_device(
 ) -> Device:
     """The real thing; imported only here, so that the process answers before it has loaded."""
     ranks = start_ranks(fleet)  # first: they take as long to start as what follows
-    from ballast.cluster.machines import machine_of
+    from ballast.cluster.machine_choice import machine_of
     from ballast.live.device import LiveDevice
     from ballast.memory.peer_reader import PeerReader
     from ballast.models.tokenizer_trial import vet_tokenizer

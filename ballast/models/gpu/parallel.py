@@ -26,8 +26,8 @@ from ballast.weights.sharding import Shard
 
 class GpuExchange(Protocol):
     """Exchange of tensors between GPUs. All ranks make the same calls in the same order, each on
-    its lane's stream; a call returns when it has been launched. After any error the ranks are out of
-    step for good."""
+    its lane's stream; a call returns when it has been launched. After any error the ranks are
+    out of step for good."""
 
     def all_gather(self, part: Tensor, parts: Tensor) -> Tensor:
         """Fill and return `parts` (ranks, ...): each rank's `part` (...), both contiguous."""

@@ -165,10 +165,8 @@ class ForgetLayersMsg(_RankMessage, frozen=True):
     model: str
 
 
-ToRank = (
-    JoinGroupMsg
-    | MeetRanksMsg
-    | ReserveRangeMsg
+MemoryCommand = (
+    ReserveRangeMsg
     | ReleaseRangeMsg
     | MapPagesMsg
     | UnmapPagesMsg
@@ -177,6 +175,12 @@ ToRank = (
     | InspectMappingsMsg
     | CopyMsg
     | StartTransferMsg
+)
+
+ToRank = (
+    JoinGroupMsg
+    | MeetRanksMsg
+    | MemoryCommand
     | LoadModelMsg
     | UnloadModelMsg
     | ServeModelMsg

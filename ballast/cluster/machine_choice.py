@@ -1,4 +1,4 @@
-"""Which machine a device is: a GPU, one process, or several."""
+"""Choose the kind of machine of a device: CPU, GPU, or a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ballast.live.cuda_machine import CudaMachine
 from ballast.live.machine import Machine
 
 if TYPE_CHECKING:
-    from ballast.cluster.remote import RemoteRank
+    from ballast.cluster.tensor_parallel.remote_rank import RemoteRank
 
 
 def machine_of(
@@ -22,26 +22,29 @@ def machine_of(
     post: Callable[[Event], None],
     ranks: Sequence[RemoteRank] = (),
 ) -> Machine:
-    """As the fleet's device says. `ranks`: as `start_ranks` has begun to start them, if it has;
-    their start then goes on beside the caller's own."""
+    """Build the machine of the fleet's only device; a `MakeMachine`.
+
+    `ranks`: the further ranks, where `start_ranks` has been called before, so that they start while
+    the caller does.
+    """
     whole = fleet.of_one_device("this command")
     if whole.tensor_parallel == 1:
         machine = CpuMachine if whole.gpu is None else CudaMachine
         return machine(fleet, clock, post)
-    # Here, so that a device without ranks needs nothing of what they talk through.
-    from ballast.cluster.member import of_rank
-    from ballast.cluster.ranks import GroupMachine
-    from ballast.cluster.remote import start_ranks
+    # Imported here: a device of one process needs none of it.
+    from ballast.cluster.tensor_parallel.group_machine import GroupMachine
+    from ballast.cluster.tensor_parallel.rank_machine import settings_of_rank
+    from ballast.cluster.tensor_parallel.remote_rank import start_ranks
 
-    of_rank(whole)  # raises before processes are started
+    settings_of_rank(whole)  # may raise; here, before processes are started
     return GroupMachine(whole, fleet.link.pace, clock, post, ranks or start_ranks(fleet))
 
 
 def machine_of_one_rank(
     fleet: FleetSettings, clock: Clock, post: Callable[[Event], None]
 ) -> Machine:
-    """The same of a device that is one process. Raises ConfigError for another."""
+    """Build the machine of a device of one process. Raises ConfigError for a group."""
     whole = fleet.of_one_device("this command")
     if whole.gpu is None or whole.tensor_parallel > 1:
-        return CpuMachine(fleet, clock, post)  # which refuses devices of several
+        return CpuMachine(fleet, clock, post)  # which refuses a group
     return CudaMachine(fleet, clock, post)

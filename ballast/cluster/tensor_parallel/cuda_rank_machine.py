@@ -1,4 +1,4 @@
-"""A GPU as one rank of a tensor-parallel group."""
+"""One rank of a tensor-parallel group on a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ballast.cluster.member import KvPlace, Meeting
+from ballast.cluster.tensor_parallel.rank_machine import KvPlace, MeetingPlace
 from ballast.core.clock import Clock
 from ballast.core.errors import BrokenPromise, ConfigError, DeviceError
 from ballast.core.event import Event
@@ -27,8 +27,8 @@ from ballast.weights.host import HostModel, HostTier
 from ballast.weights.sharding import Shard
 
 
-class GpuMember(CudaMachine):
-    """Implements `Member`: this process, and a GPU that no other rank has."""
+class CudaRankMachine(CudaMachine):
+    """Implements `RankMachine` with a GPU that no other rank uses."""
 
     def __init__(
         self,
@@ -53,14 +53,15 @@ class GpuMember(CudaMachine):
         self._exchange: GpuExchange | None = None
         self._events = EventPool(self._driver)
 
-    def meet(self, meeting: Meeting) -> None:
+    def meet(self, place: MeetingPlace) -> None:
         """Raises ConfigError and DeviceError as `Compute.exchange`."""
-        if not isinstance(meeting, Path):
+        if not isinstance(place, Path):
             raise BrokenPromise("GPUs do not meet in the host's memory")
-        self.enter()
-        self._exchange = self._compute.exchange(meeting, self._shard)
+        self.prepare_thread()
+        self._exchange = self._compute.exchange(place, self._shard)
 
-    def enter(self) -> None:
+    def prepare_thread(self) -> None:
+        """Make the GPU's context current on the calling thread."""
         self._driver.set_current(self._context)
 
     def model(
@@ -72,10 +73,10 @@ class GpuMember(CudaMachine):
         followers: Followers | None = None,
     ) -> GpuParallelModel:
         assert self._exchange is not None
-        where = (segments, kv.base, kv.layout, kv.n_bytes, self._compute.device)
+        memory = (segments, kv.base, kv.layout, kv.n_bytes, self._compute.device)
         return GpuParallelModel(
             host,
-            *where,
+            *memory,
             self._compute.attention,
             self._graphs,
             self._common,
@@ -84,12 +85,12 @@ class GpuMember(CudaMachine):
         )
 
     def rotor(
-        self, model: str, copies: Sequence[Copy], clock: Clock, settled: Callable[[], None]
+        self, model: str, copies: Sequence[Copy], clock: Clock, on_settled: Callable[[], None]
     ) -> None:
-        """Layers of groups of GPUs do not rotate yet."""
+        """Return None: layers of groups of GPUs do not rotate yet."""
 
     @contextmanager
-    def alongside(self) -> Iterator[None]:
+    def synchronized(self) -> Iterator[None]:
         (stream,) = self._streams.all
         try:
             with self._compute.on(stream):
@@ -101,7 +102,7 @@ class GpuMember(CudaMachine):
             self._events.release(event)
 
     def close(self) -> None:
-        self.enter()
+        self.prepare_thread()
         if self._exchange is not None:
             self._exchange.close()
         self._events.close()
@@ -112,8 +113,10 @@ class GpuMember(CudaMachine):
 
 
 def _check_devices(driver: Driver, device: DeviceSettings, shard: Shard, nvml: Any) -> None:
-    """Raises ConfigError. CUDA shows a process no more than one slice; without NVML, that is what
-    is said of it."""
+    """Raise ConfigError for a MIG slice, and where the rank's GPU is missing.
+
+    CUDA shows a process one slice at most, so that without NVML a slice looks like a missing GPU.
+    """
     n = driver.count()
     with suppress(DeviceError):
         for gpu in find_gpus(driver, nvml):

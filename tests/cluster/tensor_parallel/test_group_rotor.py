@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ballast.bench.inprocess import InProcess
-from tests.cluster.test_ranks import over_ranks
+from tests.cluster.tensor_parallel.test_group_machine import over_ranks
 from tests.engine.checkpoints import make_llama
 from tests.engine.test_rotating import disturb
 from tests.live.test_live_device import asked, fleet

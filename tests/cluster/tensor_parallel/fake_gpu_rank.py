@@ -10,10 +10,10 @@ from typing import NoReturn
 
 import pytest
 
-from ballast.cluster import rank
-from ballast.cluster.member import MakeMember
-from ballast.cluster.member_cuda import GpuMember
-from ballast.cluster.remote import RemoteRank
+from ballast.cluster.tensor_parallel import rank_process
+from ballast.cluster.tensor_parallel.cuda_rank_machine import CudaRankMachine
+from ballast.cluster.tensor_parallel.rank_machine import MakeRankMachine
+from ballast.cluster.tensor_parallel.remote_rank import RemoteRank
 from ballast.core.clock import Clock
 from ballast.core.event import Event
 from ballast.core.link import LinkRates
@@ -32,10 +32,10 @@ def make(
     pace: LinkRates | None,
     clock: Clock,
     post: Callable[[Event], None],
-) -> GpuMember:
-    """Implements `MakeMember`. Every rank has a driver of its own, which shows both GPUs."""
+) -> CudaRankMachine:
+    """Implements `MakeRankMachine`. Every rank has a driver of its own, which shows both GPUs."""
     driver = FakeDriver(n_bytes=1 << 30, devices=GPUS)
-    return GpuMember(device, shard, pace, clock, post, driver, OnHost())
+    return CudaRankMachine(device, shard, pace, clock, post, driver, OnHost())
 
 
 class Ends:
@@ -58,17 +58,19 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
     return made
 
 
-class RankHere(RemoteRank):
+class RankOnThreads(RemoteRank):
     """Its threads answer as the process would."""
 
-    def __init__(self, make: MakeMember, ends: Ends) -> None:
+    def __init__(self, make: MakeRankMachine, ends: Ends) -> None:
         self.rank, self._ends = 1, ends
-        self._lost = self._landed = self._quiet = None
+        self._lost = self._transfer_landed = self._layers_settled = None
         pairs = [socket.socketpair() for _ in range(4)]
         self.memory, self.models, self.jobs, self._events = (RankConnection(a) for a, _ in pairs)
         self._theirs = [LeaderConnection(b.detach()) for _, b in pairs]
         self._listener = threading.Thread(target=self._listen, daemon=True)
-        threading.Thread(target=rank.follow, args=(*self._theirs, make), daemon=True).start()
+        threading.Thread(
+            target=rank_process.serve_first_rank, args=(*self._theirs, make), daemon=True
+        ).start()
 
     def epitaph(self) -> str:
         return "a thread"

@@ -1,4 +1,4 @@
-"""The memory of another rank, asked of its process."""
+"""The memory of a further rank, as the first rank maps it: by messages to its process."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from ballast.transport.tensor_parallel.rank_messages import (
 
 
 class RemoteVm:
-    """The vm of another rank; implements as much of `Vm` as a group asks of it."""
+    """Implements `Vm` for a further rank, by messages; a rank lends no pages and borrows none."""
 
     def __init__(self, memory: RankConnection, page_bytes: int, n_pages: int) -> None:
         self.page_bytes, self.n_pages = page_bytes, n_pages
         self._memory = memory
 
     def reserve(self, n_bytes: int) -> Range:
-        told = self._memory.call(ReserveRangeMsg(n_bytes))
-        assert isinstance(told, RangeReservedReply)
-        return Range(told.base, ceil_div(n_bytes, self.page_bytes), self.page_bytes)
+        reply = self._memory.call(ReserveRangeMsg(n_bytes))
+        assert isinstance(reply, RangeReservedReply)
+        return Range(reply.base, ceil_div(n_bytes, self.page_bytes), self.page_bytes)
 
     def release(self, range: Range) -> None:
         self._memory.call(ReleaseRangeMsg(range.base))
@@ -53,8 +53,8 @@ class RemoteVm:
         self._memory.call(UnmapPagesMsg(range.base, at, n))
 
     def populate(self, pages: Sequence[int]) -> Short | None:
-        told = self._memory.call(PopulatePagesMsg(list(pages)))
-        return Short(told.pages) if isinstance(told, PagesShortReply) else None
+        reply = self._memory.call(PopulatePagesMsg(list(pages)))
+        return Short(reply.pages) if isinstance(reply, PagesShortReply) else None
 
     def discard(self, pages: Sequence[int]) -> None:
         self._memory.call(DiscardPagesMsg(list(pages)))
@@ -63,13 +63,13 @@ class RemoteVm:
         return len(self.os_pages(range))
 
     def os_pages(self, range: Range) -> dict[int, int]:
-        return self._look(range.base).mapped
+        return self._inspect(range.base).mapped
 
     def mappings(self) -> int:
-        return self._look(None).mappings
+        return self._inspect(None).mappings
 
     def fence(self) -> Latch:
-        """What was asked has been done when the answer came."""
+        """Return a latch that is done: a command has been carried out when its reply comes."""
         return Latch(done=True)
 
     def attach(self, exported: Exported) -> int:
@@ -85,9 +85,9 @@ class RemoteVm:
         raise DeviceError("export", "a rank lends no pages")
 
     def close(self) -> None:
-        """Its memory goes with its process."""
+        """Nothing: the memory ends with the rank's process."""
 
-    def _look(self, base: int | None) -> MappingsReply:
-        told = self._memory.call(InspectMappingsMsg(base))
-        assert isinstance(told, MappingsReply)
-        return told
+    def _inspect(self, base: int | None) -> MappingsReply:
+        reply = self._memory.call(InspectMappingsMsg(base))
+        assert isinstance(reply, MappingsReply)
+        return reply

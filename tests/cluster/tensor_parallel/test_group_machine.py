@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from ballast.bench.inprocess import Answer, InProcess
-from ballast.cluster.machines import machine_of
-from ballast.cluster.member import CpuMember, of_rank
+from ballast.cluster.machine_choice import machine_of
+from ballast.cluster.tensor_parallel.cpu_rank_machine import CpuRankMachine
+from ballast.cluster.tensor_parallel.rank_machine import settings_of_rank
 from ballast.core.errors import ConfigError, DeviceError
 from ballast.core.event import Failed, Finished
 from ballast.core.model import ModelSpec
@@ -40,15 +41,15 @@ def specs_of_ranks(
 ) -> tuple[list[ModelSpec], int]:
     """What the first rank of a device has of each model, and pages for activations of their jobs,
     as measured on this machine."""
-    own = of_rank(device)
-    member = CpuMember(own, Shard(0, device.tensor_parallel), None, MonotonicClock(), print)
+    own = settings_of_rank(device)
+    machine = CpuRankMachine(own, Shard(0, device.tensor_parallel), None, MonotonicClock(), print)
     specs = []
     for m in models:
-        host = member.load(m, HostTier(), 1)
+        host = machine.load(m, HostTier(), 1)
         specs.append(host.spec)
-        member.unload(host)
-    member.link.close()
-    member.vm.close()
+        machine.unload(host)
+    machine.link.close()
+    machine.vm.close()
     assert all(spec.job_memory is not None for spec in specs)
     return specs, ceil_div(largest_jobs(specs, own), device.page_bytes)
 

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballast.bench.inprocess import InProcess
-from ballast.cluster import rank
-from ballast.cluster.member import of_rank
-from ballast.cluster.member_cuda import GpuMember
-from ballast.cluster.ranks import GroupMachine
+from ballast.cluster.tensor_parallel import rank_process, rank_server
+from ballast.cluster.tensor_parallel.cuda_rank_machine import CudaRankMachine
+from ballast.cluster.tensor_parallel.group_machine import GroupMachine
+from ballast.cluster.tensor_parallel.rank_machine import settings_of_rank
 from ballast.core.clock import Clock
 from ballast.core.errors import ConfigError, DeviceError, DeviceLost
 from ballast.core.event import Event
@@ -36,8 +36,14 @@ from ballast.transport.tensor_parallel.rank_connections import (
 from ballast.transport.tensor_parallel.rank_messages import JoinGroupMsg, PopulatePagesMsg
 from ballast.weights.checkpoint import read_spec
 from ballast.weights.sharding import Shard
-from tests.cluster.gpu_rank import GPUS, Ends, RankHere, ends, make  # noqa: F401
-from tests.cluster.test_ranks import paths  # noqa: F401
+from tests.cluster.tensor_parallel.fake_gpu_rank import (
+    GPUS,
+    Ends,
+    RankOnThreads,
+    ends,  # noqa: F401
+    make,
+)
+from tests.cluster.tensor_parallel.test_group_machine import paths  # noqa: F401
 from tests.engine.gpus import OnHost
 from tests.memory.fake_cuda import FakeDriver
 from tests.memory.fake_nvml import Board, FakeNvml
@@ -69,11 +75,11 @@ def serving(settings: FleetSettings, driver: FakeDriver, ends: Ends) -> InProces
         pace: LinkRates | None,
         clock: Clock,
         post: Callable[[Event], None],
-    ) -> GpuMember:
-        return GpuMember(device, shard, pace, clock, post, driver, OnHost())
+    ) -> CudaRankMachine:
+        return CudaRankMachine(device, shard, pace, clock, post, driver, OnHost())
 
     def group(fleet: FleetSettings, clock: Clock, post: Callable[[Event], None]) -> GroupMachine:
-        return GroupMachine(fleet.device, None, clock, post, [RankHere(make, ends)], own)
+        return GroupMachine(fleet.device, None, clock, post, [RankOnThreads(make, ends)], own)
 
     return InProcess(settings, make_machine=group)
 
@@ -115,7 +121,7 @@ def test_parts_are_equal_and_each_rank_has_a_gpu(gpu: int, ranks: int, pages: in
     whole = DeviceSettings(
         name=f"cuda:{gpu}", budget_bytes=pages * PAGE, page_bytes=PAGE, tensor_parallel=ranks
     )
-    parts = [of_rank(whole, rank) for rank in range(ranks)]
+    parts = [settings_of_rank(whole, rank) for rank in range(ranks)]
     assert [p.gpu for p in parts] == list(whole.gpus)
     assert len({p.budget_bytes for p in parts}) == 1
     assert PAGE <= parts[0].budget_bytes <= whole.budget_bytes / ranks
@@ -128,7 +134,7 @@ def test_a_group_has_whole_gpus_that_are_there(driver: FakeDriver) -> None:
 
     def joined(device: DeviceSettings, nvml: FakeNvml) -> None:
         group = (device, Shard(0, device.tensor_parallel), None, MonotonicClock(), print)
-        GpuMember(*group, driver, OnHost(), nvml)
+        CudaRankMachine(*group, driver, OnHost(), nvml)
 
     with pytest.raises(ConfigError, match="CUDA shows 2"):
         joined(replace(device, tensor_parallel=3), FakeNvml())
@@ -148,7 +154,7 @@ def test_a_rank_that_cannot_join_says_why(ends: Ends) -> None:  # noqa: F811
 
     def join() -> None:
         with pytest.raises(SystemExit):
-            rank.follow(further, further, further, further, make)
+            rank_process.serve_first_rank(further, further, further, further, make)
 
     with ThreadPoolExecutor(1) as thread:
         joining = thread.submit(join)
@@ -168,18 +174,18 @@ def test_a_rank_that_loses_its_gpu_ends_and_answers_nothing(ends: Ends) -> None:
     ours, theirs = socket.socketpair()
     first, further = RankConnection(ours), LeaderConnection(theirs.detach())
 
-    def own(*given: Any) -> GpuMember:
-        return GpuMember(*given, driver, OnHost())
+    def own(*given: Any) -> CudaRankMachine:
+        return CudaRankMachine(*given, driver, OnHost())
 
-    made = rank.Rank(JoinGroupMsg(1, device, None), print, print, own)
+    made = rank_server.RankServer(JoinGroupMsg(1, device, None), print, print, own)
     driver.fail("create", error=DeviceLost("cuMemCreate", "CUDA_ERROR_LAUNCH_FAILED"))
     first.send(PopulatePagesMsg((0,)))
     with pytest.raises(SystemExit):
-        rank._answer(made, further)
+        rank_process._serve_connection(made, further)
     assert ends.codes == [1]
     further._connection.close()
     with pytest.raises(RankGone):
         first.receive()
     first.close()
     with pytest.raises(DeviceLost):
-        made._own.link.close()
+        made._machine.link.close()

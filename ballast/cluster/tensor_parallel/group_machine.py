@@ -1,15 +1,7 @@
-"""A tensor-parallel group as its first rank has it: a machine whose memory, link and models are
-those of several processes.
+"""A tensor-parallel group as one machine, in the process of its first rank.
 
-::
-
-    worker = rank 0: loop, pool, policies ── memory ──> rank 1, 2, ..: no loop, no pool
-                                          ── models ──>
-                                          ── jobs ────>
-                                          <── events ──
-
-A rank's death is the group's: the first one ends itself, the others end with it, and its controller
-starts a worker anew, as after any crash.
+The death of a rank ends the group: the first rank ends its own process, the others end with it, and
+the controller starts a new worker, as after any crash.
 """
 
 from __future__ import annotations
@@ -23,11 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from ballast.cluster.member import KvPlace, MakeMember, of_rank
-from ballast.cluster.members import member_of
-from ballast.cluster.remote import RemoteRank
-from ballast.cluster.remote_vm import RemoteVm
-from ballast.cluster.rotors import GroupRotor
+from ballast.cluster.tensor_parallel.group_rotor import GroupRotor
+from ballast.cluster.tensor_parallel.rank_machine import KvPlace, MakeRankMachine, settings_of_rank
+from ballast.cluster.tensor_parallel.rank_machine_choice import rank_machine_of
+from ballast.cluster.tensor_parallel.remote_rank import RemoteRank
+from ballast.cluster.tensor_parallel.remote_vm import RemoteVm
 from ballast.core.capability import Reach
 from ballast.core.clock import Clock
 from ballast.core.errors import BallastError, BrokenPromise, DeviceError
@@ -70,9 +62,9 @@ from ballast.weights.sharding import Shard
 log = logging.getLogger(__name__)
 
 EXIT_CODE = 3
-"""Of a first rank that has lost another."""
+"""Exit code of a first rank that has lost another rank."""
 _SAMPLED = Sampling()
-"""Stands for any: a rank needs to know that there is something to sample, and no more."""
+"""Sent in place of a request's own: a further rank needs to know only that it is sampled."""
 
 
 class GroupMachine:
@@ -80,9 +72,9 @@ class GroupMachine:
 
     graphs: GraphReport | None = None
     copies_beside_jobs = False
-    """Its rotors do not follow the links (`GroupRotor.bring`)."""
+    """`GroupRotor.bring` cannot."""
     reach: Reach | None = None
-    """It lends no memory, and borrows none."""
+    """None: a group lends no memory and borrows none."""
 
     def __init__(
         self,
@@ -91,24 +83,28 @@ class GroupMachine:
         clock: Clock,
         post: Callable[[Event], None],
         others: Sequence[RemoteRank],
-        make: MakeMember = member_of,
+        make: MakeRankMachine = rank_machine_of,
     ) -> None:
-        """`whole`: of all ranks; `link`: the pace of all. Returns when all ranks have met."""
-        self.device = device = of_rank(whole)
+        """Return when all ranks have met.
+
+        `whole`, `link`: settings and pace of all ranks together; `others`: the further ranks, whose
+        processes have been started.
+        """
+        self.device = device = settings_of_rank(whole)
         self._closing = False
-        self._parting = ExitStack()
-        """What is done when the ranks part, however they do."""
+        self._cleanup = ExitStack()
+        """Done when the group ends, in whichever way."""
         ranks = whole.tensor_parallel
         pace = None if link is None else share_of(link, ranks)
-        self._ranks = others
+        self._others = others
         with ExitStack() as failing:
-            failing.enter_context(self._parting)
-            failing.callback(self._leave)
+            failing.enter_context(self._cleanup)
+            failing.callback(self._close_others)
             for other in others:
-                other.listen(self._landed, self._quiet, self._lost)
-                own = of_rank(whole, other.rank)
+                other.listen(self._transfer_landed, self._layers_settled, self._rank_lost)
+                own = settings_of_rank(whole, other.rank)
                 other.memory.send(JoinGroupMsg(other.rank, own, pace))
-            self._own = make(device, Shard(0, ranks), pace, clock, self._landed)
+            self._own = make(device, Shard(0, ranks), pace, clock, self._transfer_landed)
             for part in (self._own, self._own.vm, self._own.link):
                 failing.callback(part.close)
             for other in others:
@@ -119,53 +115,53 @@ class GroupMachine:
         self.vm = GroupVm(
             self._own.vm, [RemoteVm(r.memory, device.page_bytes, n_pages) for r in others]
         )
-        self.link = GroupLink(self._own.link, post, self._carry, ranks)
+        self.link = GroupLink(self._own.link, post, self._start_transfers, ranks)
         self._rotors: dict[str, GroupRotor] = {}
-        self._hosts: dict[int, tuple[int, ...]] = {}
-        """By the address of a segment in this process: where the others have theirs."""
+        self._remote_segments: dict[int, tuple[int, ...]] = {}
+        """By address of a segment in this process: its address in each of the others."""
 
     def _meet(self, whole: DeviceSettings) -> None:
-        """At a file, or in memory that all of them map."""
+        """Have all ranks meet, in memory that they share or at a file."""
         if whole.meets_in_memory:
             shared = os.memfd_create("ballast-meeting")
-            for other in self._ranks:
+            for other in self._others:
                 other.memory.send(MeetRanksMsg(None))
                 other.memory.send_descriptor(shared)
             self._own.meet(shared)
             os.close(shared)
         else:
-            where = tempfile.TemporaryDirectory(prefix="ballast-")
-            self._parting.callback(where.cleanup)
-            file = Path(where.name) / "meeting"
-            for other in self._ranks:
+            directory = tempfile.TemporaryDirectory(prefix="ballast-")
+            self._cleanup.callback(directory.cleanup)
+            file = Path(directory.name) / "meeting"
+            for other in self._others:
                 other.memory.send(MeetRanksMsg(str(file)))
             self._own.meet(file)
-        for other in self._ranks:
+        for other in self._others:
             other.memory.receive()
 
     # -- models -----------------------------------------------------------------------------------
 
     def load(self, settings: ModelSettings, tier: HostTier, threads: int = THREADS) -> HostModel:
-        """All ranks read their parts at the same time; where one cannot, none has the model."""
+        """Load a model on all ranks at the same time; where one fails, none keeps it."""
         host: HostModel | None = None
         failed: BallastError | None = None
-        for other in self._ranks:
+        for other in self._others:
             other.models.send(LoadModelMsg(settings, threads))
         try:
             host = self._own.load(settings, tier, threads)
         except BallastError as error:
             failed = error
-        found: list[tuple[int, ...]] = []
+        addresses_by_rank: list[tuple[int, ...]] = []
         loaded: list[RemoteRank] = []
-        for other in self._ranks:
+        for other in self._others:
             try:
-                told = other.models.receive()
+                reply = other.models.receive()
             except DeviceError as error:
                 failed = failed or DeviceError(f"rank {other.rank}", error.reason)
                 continue
-            assert isinstance(told, ModelLoadedReply)
+            assert isinstance(reply, ModelLoadedReply)
             loaded.append(other)
-            found.append(told.addresses)
+            addresses_by_rank.append(reply.addresses)
         if failed is not None or host is None:
             for other in loaded:
                 other.models.call(UnloadModelMsg(settings.name))
@@ -173,12 +169,12 @@ class GroupMachine:
                 self._own.unload(host)
             raise failed or BrokenPromise(f"{settings.name} was not loaded")
         for i, address in enumerate(host.addresses):
-            self._hosts[address] = tuple(addresses[i] for addresses in found)
+            self._remote_segments[address] = tuple(theirs[i] for theirs in addresses_by_rank)
         return host
 
     def unload(self, host: HostModel) -> None:
         if not self._closing:
-            for other in self._ranks:
+            for other in self._others:
                 other.models.call(UnloadModelMsg(host.spec.name))
         self._own.unload(host)
 
@@ -189,10 +185,10 @@ class GroupMachine:
         kv: KvCache,
         workspaces: Sequence[Workspace],
     ) -> tuple[ModelExecutor, ...]:
-        places = [self.vm.where(address) for address in (*segments, kv.base)]
-        for i, other in enumerate(self._ranks, 1):
-            *theirs, their_kv = (place[i] for place in places)
-            other.models.call(ServeModelMsg(host.spec.name, tuple(theirs), their_kv))
+        addresses = [self.vm.where(address) for address in (*segments, kv.base)]
+        for i, other in enumerate(self._others, 1):
+            *segments_there, kv_there = (address[i] for address in addresses)
+            other.models.call(ServeModelMsg(host.spec.name, tuple(segments_there), kv_there))
         (workspace,) = workspaces
         place = KvPlace(kv.base, kv.range.range.n_bytes, kv.layout)
         return (self._own.model(host, segments, place, workspace, followers=self),)
@@ -212,8 +208,8 @@ class GroupMachine:
         return self._own.runner(executors, post, clock, device, cap, record)
 
     def make_rotor(self, clock: Clock, post: Callable[[Event], None]) -> MakeRotor | None:
-        """Each rank brings its parts of a layer over its own link; layers of GPUs' groups do not
-        rotate yet."""
+        """Return what makes a rotor whose ranks load their parts over their own links; None for a
+        group of GPUs, whose layers do not rotate yet."""
         if self.device.gpu is not None:
             return None
 
@@ -221,7 +217,7 @@ class GroupMachine:
             settled = Settled(spec.name)
             link = self._own.link
             assert isinstance(link, HostLink)
-            others = [other.memory for other in self._ranks]
+            others = [other.memory for other in self._others]
             rotor = GroupRotor(spec.name, copies, link, clock, lambda: post(settled), others)
             self._rotors[spec.name] = rotor
             return rotor
@@ -229,43 +225,43 @@ class GroupMachine:
         return make
 
     def make_swapper(self, clock: Clock, dirty: bool) -> MakeSwapper | None:
-        """KV is not swapped on groups yet."""
+        """Return None: KV is not swapped on groups yet."""
         return None
 
     def allow(self, n_bytes: int) -> None:
-        for other in self._ranks:
+        for other in self._others:
             other.models.call(SetActivationLimitMsg(n_bytes))
 
     def when_lost(self, call: WhenLost) -> None:
-        """The group ends with the process of its first rank, as with that of any other."""
+        """End the group instead of calling `call`: it ends with the process of its first rank."""
         self._own.when_lost(lambda error: self._end(str(error)))
 
     def copy(self, dst: int, src: int, n_bytes: int) -> None:
         targets, sources = self.vm.where(dst), self.vm.where(src)
-        for i, other in enumerate(self._ranks, 1):
+        for i, other in enumerate(self._others, 1):
             other.memory.call(CopyMsg(targets[i], sources[i], n_bytes))
         self._own.copy(dst, src, n_bytes)
 
     def close(self) -> None:
-        """The other ranks end, and what they have with them."""
-        self._leave()
+        """End the other ranks, and free what this one has."""
+        self._close_others()
         self._own.close()
-        self._parting.close()
+        self._cleanup.close()
 
-    def _leave(self) -> None:
+    def _close_others(self) -> None:
         self._closing = True
-        for other in self._ranks:
+        for other in self._others:
             other.close()
 
     # -- jobs, on the lane ------------------------------------------------------------------------
 
     def begin(self, model: str, work: Sequence[SequenceWork], *, head: bool) -> None:
-        told = RunJobMsg(model, tuple(_without_words(w) for w in work), head)
-        for other in self._ranks:
-            other.jobs.send(told)
+        command = RunJobMsg(model, tuple(_without_sampling(w) for w in work), head)
+        for other in self._others:
+            other.jobs.send(command)
 
     def end(self) -> None:
-        for other in self._ranks:
+        for other in self._others:
             other.jobs.receive()
 
     def broken(self, error: BaseException) -> NoReturn:
@@ -273,37 +269,38 @@ class GroupMachine:
 
     # -- transfers --------------------------------------------------------------------------------
 
-    def _carry(self, transfer_id: int, copies: Sequence[Copy], stream: str) -> None:
-        """Have the other ranks begin their parts of a transfer."""
-        places = [(self.vm.where(c.dst), self._hosts[c.src], c.n_bytes) for c in copies]
-        for i, other in enumerate(self._ranks):
+    def _start_transfers(self, transfer_id: int, copies: Sequence[Copy], stream: str) -> None:
+        """Have the other ranks start their parts of a transfer."""
+        places = [(self.vm.where(c.dst), self._remote_segments[c.src], c.n_bytes) for c in copies]
+        for i, other in enumerate(self._others):
             theirs = [(to[1 + i], source[i], n) for to, source, n in places]
             other.memory.call(StartTransferMsg(transfer_id, theirs, stream))
 
-    def _landed(self, done: Event) -> None:
-        """On some rank."""
+    def _transfer_landed(self, done: Event) -> None:
+        """Note that a rank's part of a transfer has ended."""
         assert isinstance(done, TransferDone)
         self.link.landed(done)
 
-    def _quiet(self, told: LayersSettledEvent) -> None:
-        """On some other rank."""
-        self._rotors[told.model].quiet(told.held)
+    def _layers_settled(self, event: LayersSettledEvent) -> None:
+        """Note that another rank's layers of a model have settled."""
+        self._rotors[event.model].rank_settled(event.held)
 
     # -- deaths -----------------------------------------------------------------------------------
 
-    def _lost(self, other: RemoteRank) -> None:
+    def _rank_lost(self, other: RemoteRank) -> None:
+        """End the group, unless the rank has been closed."""
         if not self._closing:
             self._end(f"rank {other.rank} is gone ({other.epitaph()})")
 
     def _end(self, why: str) -> NoReturn:
-        """A group that is not whole can compute nothing: this process ends, and all with it."""
+        """End this process, and with it the others: a group that lacks a rank computes nothing."""
         log.critical("%s: the group ends: %s", self.device.name, why)
-        self._parting.close()
+        self._cleanup.close()
         logging.shutdown()
         os._exit(EXIT_CODE)
 
 
-def _without_words(work: SequenceWork) -> SequenceWork:
-    """What only whoever samples needs stays here."""
+def _without_sampling(work: SequenceWork) -> SequenceWork:
+    """Drop what only the first rank needs, which samples."""
     sample = None if work.sample is None else _SAMPLED
     return replace(work, sample=sample, history=None, prompt_tokens=0)

@@ -1,4 +1,4 @@
-"""One further rank of a group as the first one has it: its process and its connections."""
+"""A further rank of a tensor-parallel group as the first rank holds it."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from ballast.transport.tensor_parallel.rank_messages import LayersSettledEvent, 
 
 log = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-m", "ballast.cluster.rank")
+COMMAND = (sys.executable, "-m", "ballast.cluster.tensor_parallel.rank_process")
 _CONNECTIONS = ("memory", "models", "jobs", "events")
-_LAST_SECONDS = 5.0
-"""For a rank to end once its connections are closed; it is killed then."""
+_END_SECONDS = 5.0
+"""Time for a rank to end once its connections are closed; then it is killed."""
 
 
 def start_ranks(fleet: FleetSettings) -> list[RemoteRank]:
-    """The processes that the first device of `fleet` has besides the one that calls this."""
+    """Start the further ranks of the fleet's first device; the first rank is this process."""
     device = fleet.device
     return [RemoteRank(rank, device.name) for rank in range(1, device.tensor_parallel)]
 
 
 class RemoteRank:
-    """One of the other ranks: its process and its connections."""
+    """Owns the process of a further rank, and the connections to it."""
 
     def __init__(self, rank: int, device: str) -> None:
-        """Starts it. It ends with the thread that does so."""
+        """Start the process, which ends with the calling thread."""
         self.rank = rank
         self._lost: Callable[[RemoteRank], None] | None = None
-        self._landed: Callable[[TransferDone], None] | None = None
-        self._quiet: Callable[[LayersSettledEvent], None] | None = None
-        with ExitStack() as theirs:
+        self._transfer_landed: Callable[[TransferDone], None] | None = None
+        self._layers_settled: Callable[[LayersSettledEvent], None] | None = None
+        with ExitStack() as remote_ends:
             pairs = {name: socket.socketpair() for name in _CONNECTIONS}
             for _, end in pairs.values():
-                theirs.callback(end.close)  # so that its end is noticed
+                remote_ends.callback(end.close)  # so that its end is noticed
             options = [
                 text for n, (_, end) in pairs.items() for text in (f"--{n}", str(end.fileno()))
             ]
@@ -51,37 +51,42 @@ class RemoteRank:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[end.fileno() for _, end in pairs.values()],
             )
-        ours = {name: RankConnection(end) for name, (end, _) in pairs.items()}
-        self.memory, self.models, self.jobs = ours["memory"], ours["models"], ours["jobs"]
-        self._events = ours["events"]
+        connections = {name: RankConnection(end) for name, (end, _) in pairs.items()}
+        self.memory, self.models, self.jobs = (
+            connections["memory"],
+            connections["models"],
+            connections["jobs"],
+        )
+        self._events = connections["events"]
         name = f"rank{rank} of {device}"
         self._listener = threading.Thread(target=self._listen, name=name, daemon=True)
 
     def listen(
         self,
-        landed: Callable[[TransferDone], None],
-        quiet: Callable[[LayersSettledEvent], None],
+        transfer_landed: Callable[[TransferDone], None],
+        layers_settled: Callable[[LayersSettledEvent], None],
         lost: Callable[[RemoteRank], None],
     ) -> None:
-        """From now on `landed` is told of transfers that end there, `quiet` when loads of layers
-        have, and `lost` when it has ended itself, after `close` too; by a thread."""
-        self._landed, self._quiet, self._lost = landed, quiet, lost
+        """Start a thread that calls these on the rank's events, and `lost` once the process has
+        ended, also after `close`."""
+        self._transfer_landed, self._layers_settled = transfer_landed, layers_settled
+        self._lost = lost
         self._listener.start()
 
     def epitaph(self) -> str:
-        """How the process ended, in words."""
+        """Describe how the process ended."""
         try:
-            code = self._process.wait(_LAST_SECONDS)
+            code = self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             return "it runs"
         return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
     def close(self) -> None:
-        """It ends by itself, or is killed."""
+        """Close the connections, upon which the process ends, and kill it if it does not."""
         for connection in (self.jobs, self.models, self.memory, self._events):
             connection.close()
         try:
-            self._process.wait(_LAST_SECONDS)
+            self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             log.warning("rank %d is killed", self.rank)
             self._process.kill()
@@ -92,11 +97,11 @@ class RemoteRank:
     def _listen(self) -> None:
         try:
             while True:
-                told = self._events.receive()
-                if isinstance(told, TransferLandedEvent) and self._landed is not None:
-                    self._landed(told.done)
-                elif isinstance(told, LayersSettledEvent) and self._quiet is not None:
-                    self._quiet(told)
+                event = self._events.receive()
+                if isinstance(event, TransferLandedEvent) and self._transfer_landed is not None:
+                    self._transfer_landed(event.done)
+                elif isinstance(event, LayersSettledEvent) and self._layers_settled is not None:
+                    self._layers_settled(event)
         except RankGone:
             if self._lost is not None:
                 self._lost(self)
