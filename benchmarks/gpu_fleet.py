@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ballast.bench.inprocess import Answer, InProcess
-from ballast.cluster.machines import machine_of
+from ballast.cluster.machine_choice import machine_of
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import GiB, MiB, ceil_div

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ballast.cluster import worker
 from ballast.cluster.segments import SegmentClient
-from ballast.core.event import Result
+from ballast.core.event import JobResult
 from ballast.core.job import SequenceWork
 from ballast.core.settings import FleetSettings
 from ballast.policy.presets import PRESETS
@@ -20,13 +20,13 @@ MAGIC = [7, 7, 7]
 """Token ids at the beginning of a job's part; a prompt of many, as a part may be shorter."""
 _WORKER = "worker"
 
-Run = Callable[[Sequence[SequenceWork]], list[Result]]
+Run = Callable[[Sequence[SequenceWork]], list[JobResult]]
 
 
 def deadly(run: Run) -> Run:
     """`run`, but for jobs that kill."""
 
-    def guarded(work: Sequence[SequenceWork]) -> list[Result]:
+    def guarded(work: Sequence[SequenceWork]) -> list[JobResult]:
         if any(list(w.tokens[: len(MAGIC)]) == MAGIC for w in work):
             os.kill(os.getpid(), signal.SIGKILL)
         return run(work)
@@ -55,7 +55,7 @@ def main() -> int:
     if sys.argv[1:2] == [_WORKER]:
         worker.main(sys.argv[2:], device)
     from ballast.cluster.logs import set_up
-    from ballast.fleet.source import Source
+    from ballast.fleet.source import FleetSource
     from ballast.server.serve import serve
 
     parser = argparse.ArgumentParser()
@@ -65,7 +65,7 @@ def main() -> int:
     asked = parser.parse_args()
     set_up("server", "text", "error")
     command = (sys.executable, "-m", "benchmarks.poisonable", _WORKER)
-    fleet = Source(asked.fleet, presets=PRESETS)
+    fleet = FleetSource(asked.fleet, presets=PRESETS)
     return serve(fleet, port=asked.port, worker_command=command)
 
 

@@ -18,7 +18,7 @@ from ballast.bench.report import Report
 from ballast.bench.worlds import run_virtual
 from ballast.core.cost import StepCosts
 from ballast.core.errors import ConfigError
-from ballast.core.job import Load
+from ballast.core.job import JobLoad
 from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.settings import FleetSettings, Slo
 from ballast.core.units import ceil_div, format_bytes
@@ -54,7 +54,7 @@ eight models as docs/workloads.md has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class DemoTerms:
     """What every preset gets alike."""
 
     budget_bytes: int
@@ -116,7 +116,7 @@ def choose_terms(
     profile: Profile,
     seconds: float,
     seed: int = 0,
-) -> Terms:
+) -> DemoTerms:
     """Terms for the machine of `profile`; the workload lasts `seconds`.
 
     Raises ConfigError where the fleet has several devices, or adapters.
@@ -135,7 +135,7 @@ def choose_terms(
     sample = bursts(names, 2.0, seconds, seed)
     rate = LOAD / seconds_alone(sample, profile.lane_costs)
     workload = bursts(names, rate, seconds, seed)
-    return Terms(
+    return DemoTerms(
         budget_bytes=budget,
         weight_bytes=whole,
         link_bytes_per_second=link,
@@ -160,7 +160,7 @@ def bursts(names: Sequence[str], rate: float, seconds: float, seed: int) -> Work
 def step_seconds(costs: StepCosts) -> float:
     """A decode step of one sequence amid a mean request: where jobs were measured, and not at an
     empty context, which measurements extrapolate to."""
-    return costs.of(Load(0, 0, 0, 1, MEAN_TOKENS + MEAN_TOKENS // 2))
+    return costs.of(JobLoad(0, 0, 0, 1, MEAN_TOKENS + MEAN_TOKENS // 2))
 
 
 def pace(

@@ -18,10 +18,7 @@ below them.
 - `lending`: Pairs of workers that may lend pages to each other now.
 - `local`: One worker process: start, listen, watch, end.
 - `logs`: JSON logs of all processes, written by a thread.
-- `machines`: The kind of machine of a device: CPU, GPU, or a group of ranks.
-- `member_cuda`: A GPU as one tensor-parallel rank.
-- `member`: What one tensor-parallel rank has of its own, on CPU.
-- `members`: The kind of member of a rank: CPU or GPU.
+- `machine_choice`: The kind of machine of a device: CPU, GPU, or a group of ranks.
 - `migrations`: Move running requests to another device with their KV.
 - `open_requests`: Open requests of one device: queued, sent, answered.
 - `outgoing_queue`: The ordered queue of a worker's outgoing messages.
@@ -29,16 +26,12 @@ below them.
 - `peers`: Other workers of the host, as a worker sees them when lending.
 - `pending_orders`: Operators' commands that a worker has not answered yet.
 - `placing`: Initial placement, and each worker's configuration.
-- `rank`: The process of a further tensor-parallel rank.
-- `ranks`: A tensor-parallel group as one machine.
 - `relocation`: Move running requests off a device, after their weights are elsewhere.
-- `remote_vm`: The `Vm` of another rank, by messages.
-- `remote`: A further rank as the first one sees it: its process and connections.
 - `request_router`: Choice of the device of a request, and retry when a worker dies.
-- `rotors`: Rotating layers of a tensor-parallel group.
 - `segments`: One host tier for all workers of a host.
 - `spare`: A warmed-up spare worker process.
 - `suspicion`: Requests suspected of killing workers, which run alone.
+- `tensor_parallel`: One device served by a group of processes, its ranks.
 - `worker_link`: The protocol of a worker process, as its controller uses it.
 - `worker`: The worker process of one device.
 """

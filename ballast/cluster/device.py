@@ -15,9 +15,9 @@ from ballast.cluster.pending_orders import PendingOrders, changed, names_of
 from ballast.cluster.spare import Spare
 from ballast.cluster.suspicion import Suspicions
 from ballast.cluster.worker_link import WorkerLink
-from ballast.core.command import Add, DeviceOrder, Outcome, Remove
+from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
 from ballast.core.errors import BallastError, Unavailable
-from ballast.core.migration import Word
+from ballast.core.migration import MigrationAnswer
 from ballast.core.settings import FleetSettings, ModelSettings
 from ballast.transport.worker_messages.admin_messages import CommandDoneMsg
 from ballast.transport.worker_messages.codec import ToServer, ToWorker
@@ -35,7 +35,7 @@ from ballast.transport.worker_messages.request_messages import OutputsMsg
 log = logging.getLogger(__name__)
 
 WORKER_LOST = "worker_lost"
-"""Code of `Failed` for requests whose worker died and could not be replaced."""
+"""Code of `FailedOutput` for requests whose worker died and could not be replaced."""
 LOST_AFTER = 3
 """Starts that fail one after another before requests fail instead of waiting."""
 BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.5, 60.0
@@ -57,13 +57,13 @@ class DeviceObserver:
     async def worker_reaped(self, device: RemoteDevice) -> None:
         """The device's worker has been reaped; returns when another may take its place."""
 
-    def command_done(self, device: RemoteDevice, command: DeviceOrder) -> None:
+    def command_done(self, device: RemoteDevice, command: DeviceCommand) -> None:
         """The device has carried out an operator's command."""
 
     def lending_message(self, device: RemoteDevice, message: LeaseMsg | PeerReportMsg) -> None:
         """The worker has sent a message about pages that are lent."""
 
-    def migration_message(self, device: RemoteDevice, word: Word) -> None:
+    def migration_message(self, device: RemoteDevice, word: MigrationAnswer) -> None:
         """The worker has sent a message about a request that moves from it or to it."""
 
     def first_token(self, device: RemoteDevice, request_id: str) -> None:
@@ -108,7 +108,7 @@ class RemoteDevice(DeviceRecord):
         """End the worker that serves; another takes its place."""
         self.worker.kill(why)
 
-    async def command(self, order: DeviceOrder) -> Outcome:
+    async def command(self, order: DeviceCommand) -> CommandOutcome:
         """Have it carry out an operator's order; the next worker serves what came of it.
 
         Raises Unavailable where no worker serves, or it dies before it has answered: the next one
@@ -120,23 +120,23 @@ class RemoteDevice(DeviceRecord):
             raise Unavailable("the server is stopping")
         known = {m.name for m in self.fleet.models}
         if isinstance(order, Remove) and order.model in known.difference(self.specs):
-            outcome = Outcome(specs=dict(self.specs))  # it could not be loaded
+            outcome = CommandOutcome(specs=dict(self.specs))  # it could not be loaded
             self._carried_out(order, outcome)
             return outcome
         return await self._orders.send(order)
 
-    async def join(self, settings: ModelSettings) -> Outcome:
+    async def join(self, settings: ModelSettings) -> CommandOutcome:
         """Serve one more model; one that was about to leave stays. Raises as `command`."""
         if settings.name in self.leaving:
             self.leaving.discard(settings.name)
-            return Outcome(specs=dict(self.specs))
+            return CommandOutcome(specs=dict(self.specs))
         return await self.command(Add(settings))
 
     def _began(self, request_id: str) -> None:
         for observer in self._observers:
             observer.first_token(self, request_id)
 
-    def _carried_out(self, order: DeviceOrder, outcome: Outcome) -> None:
+    def _carried_out(self, order: DeviceCommand, outcome: CommandOutcome) -> None:
         if outcome.code is not None:
             return
         self.specs = outcome.specs

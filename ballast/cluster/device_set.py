@@ -12,7 +12,7 @@ from ballast.cluster.combined_report import combined
 from ballast.cluster.device import DeviceObserver, RemoteDevice
 from ballast.cluster.pending_orders import changed, names_of
 from ballast.core.capability import Capability
-from ballast.core.command import Add, DeviceOrder, Remove
+from ballast.core.command import Add, DeviceCommand, Remove
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
 from ballast.core.settings import FleetSettings
@@ -171,7 +171,7 @@ class DeviceSet(Mapping[str, RemoteDevice], DeviceObserver):
         )
         self.fleet = replace(self.fleet, models=tuple(models))
 
-    def command_done(self, device: RemoteDevice, command: DeviceOrder) -> None:
+    def command_done(self, device: RemoteDevice, command: DeviceCommand) -> None:
         """Change the fleet as a device has changed."""
         if isinstance(command, Remove) and self.assigned(command.model):
             return

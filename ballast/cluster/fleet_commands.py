@@ -15,7 +15,7 @@ from ballast.cluster.placing import named, placed
 from ballast.cluster.relocation import Relocation
 from ballast.cluster.request_router import RequestRouter
 from ballast.core.actions import Evict, Lend, Recall
-from ballast.core.command import Add, Order, Outcome, Remove
+from ballast.core.command import Add, CommandOutcome, ModelCommand, Remove
 from ballast.core.errors import ConfigError, Unavailable
 from ballast.core.model import ModelSpec
 from ballast.core.settings import ModelSettings
@@ -54,7 +54,7 @@ class FleetCommands:
 
     # -- models -----------------------------------------------------------------------------------
 
-    async def execute(self, command: Order, device: str | None = None) -> Outcome:
+    async def execute(self, command: ModelCommand, device: str | None = None) -> CommandOutcome:
         """Carry out a command about a model on all devices that it concerns, or on none of them; or
         on the one `device` of the model."""
         if isinstance(command, Add | Remove):
@@ -63,40 +63,40 @@ class FleetCommands:
         if device is not None:
             found = self._devices.get(device)
             if found is None or not found.serves(command.model):
-                return Outcome("refused", f"{command.model} is not on {device!r}")
+                return CommandOutcome("refused", f"{command.model} is not on {device!r}")
             return await found.command(command)
         return await self._execute(command)
 
-    async def place(self, model: str, device: str) -> Outcome:
+    async def place(self, model: str, device: str) -> CommandOutcome:
         """Serve a model on one more device."""
         async with self.changing:
             settings = next((m for m in self._devices.fleet.models if m.name == model), None)
             found = self._devices.get(device)
             if settings is None or found is None:
                 what = f"there is no device {device!r}" if settings else f"no model {model!r}"
-                return Outcome("refused", f"{what}; devices: {', '.join(self._devices)}")
+                return CommandOutcome("refused", f"{what}; devices: {', '.join(self._devices)}")
             if found.cordoned:
-                return Outcome("refused", f"{device} is drained; uncordon it first")
+                return CommandOutcome("refused", f"{device} is drained; uncordon it first")
             if found.takes(model):
-                return Outcome("refused", f"{device} serves {model} already")
+                return CommandOutcome("refused", f"{device} serves {model} already")
             return await found.join(settings)
 
-    async def withdraw(self, model: str, device: str, patience: float) -> Outcome:
+    async def withdraw(self, model: str, device: str, patience: float) -> CommandOutcome:
         """Take a model from one of its devices. Requests that run there go on at others that have
         its weights; what stays has `patience` seconds to end."""
         async with self.changing:
             here = [d for d in self._devices.values() if d.takes(model)]
             found = self._devices.get(device)
             if found not in here:
-                return Outcome("refused", f"{model} is not on {device!r}")
+                return CommandOutcome("refused", f"{model} is not on {device!r}")
             if len(here) < 2:
-                return Outcome("refused", f"{model} is on no other device")
+                return CommandOutcome("refused", f"{model} is on no other device")
             assert found is not None
             return await self._withdraw(found, model, patience)
 
     # -- devices ----------------------------------------------------------------------------------
 
-    async def drain(self, device: str) -> Outcome:
+    async def drain(self, device: str) -> CommandOutcome:
         """Empty a device for maintenance, until it is `uncordon`ed.
 
         Models that no other device serves are placed on others first, those with the least weights
@@ -111,77 +111,81 @@ class FleetCommands:
                 return self._unknown(device)
             refused = await self._place_elsewhere(found)
             if refused is not None:
-                return Outcome("refused", refused)
+                return CommandOutcome("refused", refused)
             found.cordoned = True
             await self._empty(found)
             await self._evict_all(found)
-            return Outcome()
+            return CommandOutcome()
 
-    async def uncordon(self, device: str) -> Outcome:
+    async def uncordon(self, device: str) -> CommandOutcome:
         """Send requests again to a device that was drained, of the models that it has."""
         found = self._devices.get(device)
         if found is None:
             return self._unknown(device)
         found.cordoned = False
-        return Outcome()
+        return CommandOutcome()
 
-    def _unknown(self, device: str) -> Outcome:
-        return Outcome("refused", f"no device {device!r}; devices: {', '.join(self._devices)}")
+    def _unknown(self, device: str) -> CommandOutcome:
+        return CommandOutcome(
+            "refused", f"no device {device!r}; devices: {', '.join(self._devices)}"
+        )
 
     # -- lending ----------------------------------------------------------------------------------
 
-    async def lend(self, lender: str, borrower: str, n_bytes: int) -> Outcome:
+    async def lend(self, lender: str, borrower: str, n_bytes: int) -> CommandOutcome:
         """Have a device lend so many bytes of free pages."""
         device = self._devices.get(lender)
         pairs = self._devices.lending
         way = next((c for c in pairs if (c.lender, c.borrower) == (lender, borrower)), None)
         if device is None or way is None:
-            return Outcome("refused", f"there is no lending from {lender!r} to {borrower!r}")
+            return CommandOutcome("refused", f"there is no lending from {lender!r} to {borrower!r}")
         if way.means is None:
-            return Outcome("refused", f"{lender} cannot lend to {borrower}: {way.why}")
+            return CommandOutcome("refused", f"{lender} cannot lend to {borrower}: {way.why}")
         if not self._acquaintances.acquainted(lender, borrower):
-            return Outcome("refused", f"{lender} and {borrower} do not know each other yet")
+            return CommandOutcome("refused", f"{lender} and {borrower} do not know each other yet")
         report = self._devices[borrower].report
         assert report is not None  # the borrower has reported before it can borrow
         pages = n_bytes // report.page_bytes
         if pages < 1:
-            return Outcome("invalid", f"{n_bytes} bytes are less than a page")
+            return CommandOutcome("invalid", f"{n_bytes} bytes are less than a page")
         if sum(report.borrowed.values()) + pages > report.total:
-            return Outcome("refused", f"{borrower} would have borrowed more than it has itself")
+            return CommandOutcome(
+                "refused", f"{borrower} would have borrowed more than it has itself"
+            )
         return await device.command(Lend(borrower, pages, "by an operator"))
 
     async def recall(
         self, lender: str, borrower: str, n_bytes: int | None, seconds: float
-    ) -> Outcome:
+    ) -> CommandOutcome:
         """Have a device recall what it has lent, or so many bytes of it; returns when they are
         back, or the borrower has been killed, as it is after so many seconds."""
         device = self._devices.get(lender)
         report = None if device is None else device.report
         if device is None or report is None:
-            return Outcome("refused", f"there is no device {lender!r}")
+            return CommandOutcome("refused", f"there is no device {lender!r}")
         pages = None if n_bytes is None else max(1, n_bytes // report.page_bytes)
         return await device.command(Recall(borrower, pages, seconds, "by an operator"))
 
     # -- steps of a command about a model ---------------------------------------------------------
 
-    async def _execute(self, command: Order) -> Outcome:
+    async def _execute(self, command: ModelCommand) -> CommandOutcome:
         """Carry out a command on all devices that it concerns; undone where one refuses."""
         fleet, specs = self._devices.fleet, self._devices.specs
         refused = refusal(fleet, specs, command)
         if refused is not None:
-            return Outcome("refused", refused)
+            return CommandOutcome("refused", refused)
         several = len(self._devices) > 1  # a single one knows what it serves
         if several and isinstance(command, Add) and command.settings.name in specs:
-            return Outcome("refused", f"there is a model {command.settings.name!r} already")
+            return CommandOutcome("refused", f"there is a model {command.settings.name!r} already")
         try:
             devices = await self._concerned(command)
         except ConfigError as error:
-            return Outcome("invalid", str(error))
+            return CommandOutcome("invalid", str(error))
         missing = [d.down for d in devices if d.down is not None]
         if missing:
             raise Unavailable(missing[0])
-        done: list[tuple[RemoteDevice, Order | None]] = []
-        outcome = Outcome()
+        done: list[tuple[RemoteDevice, ModelCommand | None]] = []
+        outcome = CommandOutcome()
         try:
             for device in devices:
                 undo = undoing(command, device.fleet)
@@ -194,7 +198,7 @@ class FleetCommands:
                 await _undo(done)
         return outcome
 
-    async def _concerned(self, command: Order) -> list[RemoteDevice]:
+    async def _concerned(self, command: ModelCommand) -> list[RemoteDevice]:
         """List the devices that have to carry out a command. Raises ConfigError."""
         match command:
             case Add(settings):
@@ -215,7 +219,7 @@ class FleetCommands:
             names = found[settings.name]
         return [self._devices[name] for name in names]
 
-    async def _withdraw(self, device: RemoteDevice, model: str, patience: float) -> Outcome:
+    async def _withdraw(self, device: RemoteDevice, model: str, patience: float) -> CommandOutcome:
         """Take a model from a device that is not its only one."""
         device.leaving.add(model)
         try:
@@ -290,7 +294,7 @@ def _filled(device: RemoteDevice) -> float:
     return weights / device.fleet.device.budget_bytes
 
 
-async def _undo(done: Iterable[tuple[RemoteDevice, Order | None]]) -> None:
+async def _undo(done: Iterable[tuple[RemoteDevice, ModelCommand | None]]) -> None:
     """Carry out the commands that undo what devices did and a later device did not."""
     for device, command in done:
         if command is None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from ballast.cluster.device import DeviceObserver, RemoteDevice
 from ballast.cluster.device_set import DeviceSet
-from ballast.core.lease import Returned
+from ballast.core.lease import PagesReturnedEvent
 from ballast.transport.worker_messages.lending_messages import (
     LeaseMsg,
     MeetPeerMsg,
@@ -121,7 +121,7 @@ class Acquaintances(DeviceObserver):
     def _pass_on(self, device: RemoteDevice, message: LeaseMsg) -> None:
         lease = message.lease
         by, to = lease.lender, lease.borrower
-        if isinstance(message.event, Returned):
+        if isinstance(message.event, PagesReturnedEvent):
             by, to = to, by
         pair = self._pairs.get(frozenset((by, to)))
         if by == device.name and pair is not None and pair.epoch == lease.epoch:

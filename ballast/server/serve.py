@@ -23,7 +23,7 @@ from ballast.cluster.logs import tell
 from ballast.cluster.segments import SegmentBroker
 from ballast.core.errors import CheckpointError, Unavailable
 from ballast.core.settings import FleetSettings
-from ballast.fleet.source import Reading, Source
+from ballast.fleet.source import FleetReading, FleetSource
 from ballast.live.inbox import MonotonicClock
 from ballast.server.access.gate import Gate
 from ballast.server.access.keys import Guard
@@ -65,13 +65,13 @@ class WallClock:
 
 
 def serve(
-    source: Source,
+    source: FleetSource,
     host: str = "127.0.0.1",
     port: int = 8000,
     ready: Callable[[int], None] | None = None,
     *,
     otlp_endpoint: str | None = None,
-    reading: Reading | None = None,
+    reading: FleetReading | None = None,
     worker_command: Sequence[str] = COMMAND,
     own_process: bool = False,
 ) -> int:
@@ -104,8 +104,8 @@ def serve(
 
 
 async def _serve(
-    source: Source,
-    reading: Reading,
+    source: FleetSource,
+    reading: FleetReading,
     host: str,
     port: int,
     ready: Callable[[int], None] | None,

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 
-from ballast.core.event import TokenOut
-from ballast.core.job import Load
+from ballast.core.event import TokenOutput
+from ballast.core.job import JobLoad
 from ballast.core.request import Request
 from ballast.core.view import Residency
 from ballast.engine.model import ModelState
@@ -20,7 +20,7 @@ from ballast.memory.pool import Pool
 from ballast.sim.runner import SimRunner
 
 
-class Batch:
+class DecodeBatch:
     """The running requests of one model, all of which decode."""
 
     def __init__(self, m: ModelState, pool: Pool) -> None:
@@ -136,7 +136,7 @@ class Batch:
         # Setting `last_used` counts the requests' new tokens as a change, too.
         m.last_used = self.ends[-1]
         m.lane_seconds = self._seconds
-        m.took(self._last, Load(0, 0, 0, len(rows), self.context), steps - self._written)
+        m.took(self._last, JobLoad(0, 0, 0, len(rows), self.context), steps - self._written)
         self._written = steps
 
 
@@ -166,7 +166,7 @@ class _Row:
         self.written = steps
 
 
-def batch_of(m: ModelState, state: DeviceState, prompts: bool) -> Batch | None:
+def batch_of(m: ModelState, state: DeviceState, prompts: bool) -> DecodeBatch | None:
     """The batch of a model whose next step only decodes, without asking for anything or admitting
     anybody, as does the job in flight if there is one; None if that may be otherwise.
 
@@ -191,10 +191,10 @@ def batch_of(m: ModelState, state: DeviceState, prompts: bool) -> Batch | None:
         len(job.work) != len(m.running) or any(len(work.tokens) != 1 for work in job.work)
     ):
         return None
-    return Batch(m, state.pool)
+    return DecodeBatch(m, state.pool)
 
 
-def fit(pool: Pool, needs: Iterable[tuple[Batch, int]]) -> bool:
+def fit(pool: Pool, needs: Iterable[tuple[DecodeBatch, int]]) -> bool:
     """Whether batches find room for so many blocks each, in whatever order they take it: in pages
     that are free, or each in place of prefixes that its own model has cached."""
     pages, covered = 0.0, True
@@ -206,7 +206,7 @@ def fit(pool: Pool, needs: Iterable[tuple[Batch, int]]) -> bool:
         limit = inf if kv.limit is None else kv.limit - kv.pages
         pages += most if most <= limit else limit if within else inf
         covered = covered and within
-    return covered or pages <= pool.free - pool.promised
+    return covered or pages <= pool.free - pool.ledger.promised
 
 
 def _admits_nobody(m: ModelState, state: DeviceState, prompts: bool) -> bool:
@@ -219,11 +219,11 @@ def _admits_nobody(m: ModelState, state: DeviceState, prompts: bool) -> bool:
     return known and (not prompts or m.blocked == (first, state.freed))
 
 
-def tokens_of(steps: Iterable[Batch]) -> Iterator[tuple[float, TokenOut]]:
+def tokens_of(steps: Iterable[DecodeBatch]) -> Iterator[tuple[float, TokenOutput]]:
     """Yield what clients are told of steps, given as the batch of each, in order, and when."""
     done: dict[int, int] = {}
     for batch in steps:
         n = done[id(batch)] = done.get(id(batch), -1) + 1
         for row in batch.rows:
             r, at = row.request, row.start + n
-            yield batch.ends[n], TokenOut(r.id, r.tokens[at], at - r.prompt_tokens)
+            yield batch.ends[n], TokenOutput(r.id, r.tokens[at], at - r.prompt_tokens)

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from ballast.core.job import Job
 from ballast.engine.compute_view import runnable
-from ballast.engine.loop import Loop, Stepped
-from ballast.sim.decoding import Batch, batch_of, fit
+from ballast.engine.leaps import EndedStep
+from ballast.engine.loop import Loop
+from ballast.sim.decoding import DecodeBatch, batch_of, fit
 from ballast.sim.heap import EventHeap
 from ballast.sim.runner import SimRunner
 
 
 def leap_on_lanes(
     loop: Loop, heap: EventHeap, runner: SimRunner, until: float, near: float
-) -> list[Batch]:
+) -> list[DecodeBatch]:
     """The steps of a leap that ends before `until`; `near`: as of `sim.leap.leap`.
 
     Other jobs go on beside it: the leap ends before the first of them does.
@@ -37,8 +38,8 @@ def leap_on_lanes(
     if runner.moves(()):  # its end brings an event
         until = min(until, near, heap.agenda.next)
     state, since = loop.state, loop.state.now
-    steps: list[Batch] = []
-    ended: list[Stepped] = []
+    steps: list[DecodeBatch] = []
+    ended: list[EndedStep] = []
     begun: dict[int, Job] = {}
     """Jobs in flight that have begun within the leap, by id."""
     while (found := heap.next_end) is not None and not state.asking:
@@ -55,11 +56,11 @@ def leap_on_lanes(
             break
         heap.take_end(job)
         batch.end_step(at, done.seconds, done.stall, state.lanes.share(job))
-        loop.step_ended(job)
+        loop.leaps.end_step(job)
         begun.pop(job.id, None)
         steps.append(batch)
-        ended.append(Stepped(job, at, done.seconds - done.stall))
-        while (new := loop.next_step(lambda name: batches[name].write())) is not None:
+        ended.append(EndedStep(job, at, done.seconds - done.stall))
+        while (new := loop.leaps.begin_step(lambda name: batches[name].write())) is not None:
             begun[new.id] = new
             its = batches[new.model]
             its.begin_step()
@@ -67,16 +68,16 @@ def leap_on_lanes(
     if steps:
         for batch in batches.values():
             batch.write()
-        for whole in loop.leapt_on_lanes(ended, list(begun.values()), since):
+        for whole in loop.leaps.finish_on_lanes(ended, list(begun.values()), since):
             runner.give_work(whole)
     return steps
 
 
-def _batches(loop: Loop) -> dict[str, Batch]:
+def _batches(loop: Loop) -> dict[str, DecodeBatch]:
     """By model, those that only decode: of all that could begin a job, and of the jobs in flight as
     many as there are; none where a model that could begin may do something else."""
     state = loop.state
-    batches: dict[str, Batch] = {}
+    batches: dict[str, DecodeBatch] = {}
     for m in runnable(state):
         batch = batch_of(m, state, prompts=True)
         if batch is None or not batch.rows:

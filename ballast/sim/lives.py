@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ballast.core.entries import FORMAT, Entry, Snapshot
+from ballast.core.entries import FORMAT, Snapshot, StoryEntry
 from ballast.core.errors import ConfigError
 from ballast.engine.story_file import first_part_is_gone, parts
 
@@ -40,7 +40,7 @@ _DEVICE = re.compile(rb'{"device":"([^"]*)"')
 
 
 @dataclass(slots=True)
-class Life:
+class DeviceStory:
     """One device from its snapshot to its end, or to where its story breaks off."""
 
     device: str
@@ -48,14 +48,14 @@ class Life:
     """Of the snapshot, in the file."""
     at: float
     snapshot: Snapshot
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[StoryEntry] = field(default_factory=list)
     """After the snapshot."""
     lines: list[int] = field(default_factory=list)
     """Of the file, where they are."""
     over: bool = False
     """It ended as it should; otherwise its worker died, or goes on."""
 
-    def add(self, line: int, entry: Entry) -> None:
+    def add(self, line: int, entry: StoryEntry) -> None:
         self.entries.append(entry)
         self.lines.append(line)
         self.over = "end" in entry
@@ -65,13 +65,13 @@ class Life:
 class StoryRead:
     """What the file of a story, and the older parts of it that are there, hold."""
 
-    lives: list[Life]
+    lives: list[DeviceStory]
     """In the order they began."""
     headless: dict[str, int]
     """By device, entries of a life whose beginning was in a part that has been deleted."""
 
 
-def read_lives(path: Path) -> list[Life]:
+def read_lives(path: Path) -> list[DeviceStory]:
     """The lives of `read_story`. Raises ConfigError also where none has its beginning."""
     found = read_story(path)
     if not found.lives:
@@ -86,9 +86,9 @@ def read_story(path: Path) -> StoryRead:
     something is missing (`stray`). Raises ConfigError, by file and line, where it is no story that
     this version knows.
     """
-    lives: list[Life] = []
+    lives: list[DeviceStory] = []
     headless: dict[str, int] = {}
-    present: dict[str, Life] = {}
+    present: dict[str, DeviceStory] = {}
     cut: set[str] = set()
     """Devices whose last line was cut off."""
     begins_later = first_part_is_gone(path)
@@ -108,7 +108,7 @@ def read_story(path: Path) -> StoryRead:
         if not isinstance(device, str):
             raise ConfigError(where, _short(line), "not a line of a story")
         if "snapshot" in entry:
-            life = Life(device, number, entry["at"], _snapshot(where, entry["snapshot"]))
+            life = DeviceStory(device, number, entry["at"], _snapshot(where, entry["snapshot"]))
             present[device] = life
             lives.append(life)
             cut.discard(device)
@@ -149,7 +149,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str, bytes]]:
         raise ConfigError("story", str(path), f"a file to read: {error.strerror}") from None
 
 
-def _check(where: str, entry: Entry) -> None:
+def _check(where: str, entry: StoryEntry) -> None:
     needed: tuple[str, ...] = () if "missing" in entry else ("at",)
     if "event" in entry:
         needed = ("at", "turn", *_FIELDS.get(entry["event"], ()))

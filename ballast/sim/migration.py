@@ -13,29 +13,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ballast.core.event import Arrival
+from ballast.core.event import ArrivalEvent
 from ballast.core.link import Direction
 from ballast.core.migration import (
     AT_ONCE,
-    Depart,
-    Departed,
-    DropKv,
-    ExportKv,
-    ImportKv,
-    KvExported,
-    KvImported,
-    KvRead,
-    KvTail,
+    DepartedAnswer,
+    DepartEvent,
+    DropKvEvent,
+    ExportKvEvent,
+    ImportKvEvent,
+    KvExportedAnswer,
+    KvImportedAnswer,
+    KvReadEvent,
+    KvTailEvent,
+    MigrationAnswer,
     Piece,
-    Word,
     wanted,
 )
-from ballast.core.request import Request, State
+from ballast.core.request import Request, RequestState
 from ballast.core.view import Residency
 from ballast.sim.device import SimDevice
 from ballast.sim.lending import WAY
 from ballast.sim.link import Stream
-from ballast.sim.topology import Peers, Place
+from ballast.sim.topology import HostPlace, PeerLinks
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class _Move:
 class Movers:
     """Devices of one world. Implements `sim.world.Reaching`."""
 
-    def __init__(self, devices: Mapping[str, tuple[SimDevice, Place]]) -> None:
+    def __init__(self, devices: Mapping[str, tuple[SimDevice, HostPlace]]) -> None:
         """`devices`: by name, with where they are."""
         self._devices = {name: device for name, (device, _) in devices.items()}
         self._moves: dict[str, _Move] = {}
@@ -63,7 +63,7 @@ class Movers:
             for other, (_, there) in devices.items():
                 if other == name:
                     continue
-                if place.host.joints.peers is Peers.MEMORY:
+                if place.host.joints.peers is PeerLinks.MEMORY:
                     streams[other] = device.link.stream("kv", Direction.TO_DEVICE)
                 else:
                     path = there.to_peer(place)
@@ -114,23 +114,23 @@ class Movers:
         waiting = self._waiting[source]
         while waiting and sum(m.source == source for m in self._moves.values()) < AT_ONCE:
             move = waiting.popleft()
-            if move.request.state is State.RUNNING:
+            if move.request.state is RequestState.RUNNING:
                 self._moves[move.request.id] = move
-                self._devices[source].receive(now + WAY, ExportKv(move.request.id))
+                self._devices[source].receive(now + WAY, ExportKvEvent(move.request.id))
 
-    def _hear(self, name: str, word: Word) -> None:
+    def _hear(self, name: str, word: MigrationAnswer) -> None:
         move = self._moves.get(word.request_id)
         if move is None:
             return
         at = self._devices[name].clock.now() + WAY
         request, target = move.request, self._devices[move.target]
         match word:
-            case KvExported(_, tokens, form, pieces) if tokens:
+            case KvExportedAnswer(_, tokens, form, pieces) if tokens:
                 prefix = wanted(request.submission, request.output, tokens)
-                target.receive(at, ImportKv(prefix, form, move.source, pieces))
-            case KvImported(_, tokens) if tokens:
-                self._devices[move.source].receive(at, Depart(request.id))
-            case Departed(_, intact, tokens):
+                target.receive(at, ImportKvEvent(prefix, form, move.source, pieces))
+            case KvImportedAnswer(_, tokens) if tokens:
+                self._devices[move.source].receive(at, DepartEvent(request.id))
+            case DepartedAnswer(_, intact, tokens):
                 self._arrive(at, move, tokens if intact else None)
             case _:
                 self._end(at, move)
@@ -138,12 +138,12 @@ class Movers:
     def _arrive(self, at: float, move: _Move, tail: int | None) -> None:
         """It has departed, or has ended. `tail`: tokens whose KV followed; None: it was lost."""
         request, target = move.request, self._devices[move.target]
-        if request.state is not State.CANCELLED:
-            target.receive(at, DropKv(request.id))
+        if request.state is not RequestState.CANCELLED:
+            target.receive(at, DropKvEvent(request.id))
         else:
             self.moved += tail is not None
             target.receive(
-                at, DropKv(request.id) if tail is None else KvTail(request.id, tail, b"")
+                at, DropKvEvent(request.id) if tail is None else KvTailEvent(request.id, tail, b"")
             )
             first = request.first_token_at
             coming = replace(
@@ -152,7 +152,7 @@ class Movers:
                 age=at - request.submission.arrival,
                 first_token_age=None if first is None else at - first,
             )
-            target.receive(at, Arrival(coming))
+            target.receive(at, ArrivalEvent(coming))
         self._end(at, move)
 
     def _end(self, now: float, move: _Move) -> None:
@@ -160,13 +160,13 @@ class Movers:
         self._begin(now, move.source)
 
 
-def movers_of(devices: Mapping[str, tuple[SimDevice, Place]]) -> list[Movers]:
+def movers_of(devices: Mapping[str, tuple[SimDevice, HostPlace]]) -> list[Movers]:
     """Of each host whose devices reach each other."""
     hosts = dict.fromkeys(place.host for _, place in devices.values())
     found = []
     for host in hosts:
         there = {name: at for name, at in devices.items() if at[1].host is host}
-        if host.joints.peers is not Peers.NONE and len(there) > 1:
+        if host.joints.peers is not PeerLinks.NONE and len(there) > 1:
             found.append(Movers(there))
     return found
 
@@ -186,7 +186,7 @@ class SimBytes:
         targets: Sequence[tuple[int, int]],
     ) -> None:
         def ended(at: float, seconds: float) -> None:
-            self._device.receive(at, KvRead(request_id))
+            self._device.receive(at, KvReadEvent(request_id))
 
         n_bytes = sum(n for _, n in pieces)
         self._streams[source].carry(self._device.clock.now(), n_bytes, ended)

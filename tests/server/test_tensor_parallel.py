@@ -15,11 +15,11 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from ballast.bench.serving import child_called
-from ballast.cluster.rank import NAME
+from ballast.cluster.tensor_parallel.rank_process import PROCESS_NAME
 from ballast.core.units import KiB
 from ballast.fleet.file import load_fleet
 from ballast.policy.presets import PRESETS
-from tests.cluster.test_ranks import specs_of_ranks
+from tests.cluster.tensor_parallel.test_group_machine import specs_of_ranks
 from tests.server.process import ServerProcess, server
 from tests.server.test_crash import KINDS, MODELS, Stream, told_amid
 from tests.server.test_devices import ADMIN
@@ -74,7 +74,7 @@ def ranks(fleet_file: Path) -> Iterator[ServerProcess]:
 
 def rank_of(running: ServerProcess) -> int:
     """Process id of the second rank."""
-    return child_called(NAME, running.worker_pid)
+    return child_called(PROCESS_NAME, running.worker_pid)
 
 
 def device_of(running: ServerProcess) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from ballast.cluster.fleet import FleetBook
-from ballast.core.event import Failed, Finished, Output
+from ballast.core.event import FailedOutput, FinishedOutput, Output
 from ballast.core.fleet import (
     FleetAction,
     FleetDecision,
@@ -25,8 +25,8 @@ from ballast.core.settings import FleetSettings
 from ballast.policy.base import FleetPolicy
 from ballast.policy.presets import resolve
 from ballast.policy.route import Replica
-from ballast.policy.stay import Stay
-from ballast.sim.controller import Controller
+from ballast.policy.stay import FixedPlacement
+from ballast.sim.controller import SimController
 from ballast.sim.device import Profile, Said, SimDevice
 from ballast.sim.simulate import simulate, simulate_devices
 from tests.sim.test_simulate import COSTS, fleet, spec, submissions
@@ -42,15 +42,15 @@ def device(settings: FleetSettings, names: list[str], said: Said) -> SimDevice:
     return SimDevice(settings.device, specs, resolve(settings.preset), PROFILE, said)
 
 
-class LeastOpen(Stay):
+class LeastOpen(FixedPlacement):
     """Prefixes that devices hold do not matter."""
 
     def route(self, replicas: Sequence[Replica]) -> str:
         return min(replicas, key=lambda r: r.open_requests).device
 
 
-def controller(devices: dict[str, SimDevice], book: FleetBook) -> Controller:
-    return Controller(devices, book, SPECS, lambda device, spec: COSTS)
+def controller(devices: dict[str, SimDevice], book: FleetBook) -> SimController:
+    return SimController(devices, book, SPECS, lambda device, spec: COSTS)
 
 
 @pytest.mark.parametrize("preset", ["static", "swap", "balloon"])
@@ -77,7 +77,7 @@ def test_replicas_share_the_requests_by_what_is_open() -> None:
     ends: list[Output] = []
 
     def said(at: float, output: Output) -> None:
-        if isinstance(output, Finished | Failed):
+        if isinstance(output, FinishedOutput | FailedOutput):
             ends.append(output)
 
     devices = {f"d{i}": device(settings, ["a"], said) for i in range(3)}
@@ -92,7 +92,7 @@ def test_replicas_share_the_requests_by_what_is_open() -> None:
     book = FleetBook({"a": list(devices)}, policy=LeastOpen())
     simulate_devices(controller(devices, book), arrivals, sent=note)
     assert len(ends) == 120
-    assert all(isinstance(end, Finished) for end in ends)
+    assert all(isinstance(end, FinishedOutput) for end in ends)
     assert all(mine == least for mine, least in open_then)
     assert min(sent.values()) > 20
 
@@ -151,7 +151,7 @@ def moved_about(preset: str, seed: int) -> Counter[str]:
 
     def said_by(name: str) -> Said:
         def said(at: float, output: Output) -> None:
-            if isinstance(output, Finished | Failed):
+            if isinstance(output, FinishedOutput | FailedOutput):
                 ends.append((name, output))
 
         return said
@@ -173,12 +173,12 @@ def moved_about(preset: str, seed: int) -> Counter[str]:
     def sent(submission: Submission, name: str) -> None:
         where[submission.id] = name
 
-    there = Controller(devices, book, SPECS, lambda device, spec: COSTS, told)
+    there = SimController(devices, book, SPECS, lambda device, spec: COSTS, told)
     simulate_devices(there, arrivals, sent)
     assert {o.request_id: name for name, o in ends} == where
     assert len(ends) == len(arrivals) == len(where)
     if preset == "balloon":  # the others may have no place for a model
-        assert all(isinstance(o, Finished) for _, o in ends)
+        assert all(isinstance(o, FinishedOutput) for _, o in ends)
     for model, homes in book.homes.items():
         assert homes
         assert all(model in devices[name].state.models for name in homes)

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from ballast.core.errors import ConfigError
-from ballast.core.job import Load
+from ballast.core.job import JobLoad
 from ballast.core.units import MiB
 from ballast.sim.catalogue import facts
 from ballast.sim.modelled import Modelled
 from ballast.sim.profile import device_profile
-from ballast.sim.roofline import AllReduce, Host, Reach, Sizes, step_costs
+from ballast.sim.roofline import AllReduce, EngineHostCosts, KernelReach, Sizes, step_costs
 from ballast.sim.toml_file import as_toml
 from scripts.fit_engines import ACTIVATIONS, ON, STEPS
 from tests.sim.test_roofline import HARDWARE
 
-REACH = Reach(
+REACH = KernelReach(
     layer_seconds=2e-5,
     reading=1.25,
     start=0.5,
@@ -29,31 +29,35 @@ REACH = Reach(
 SIZES = Sizes.of_facts(facts("Llama-3-8b"))
 READING = 1.25 * SIZES.pass_bytes / 2e12
 DEVICE = 32 * 2e-5 + READING
-ONE = Load(0, 0, 0, 1, 0)
+ONE = JobLoad(0, 0, 0, 1, 0)
 
 
 def test_a_hosts_work_comes_on_top_or_goes_on_beside_the_device() -> None:
-    idle = step_costs(SIZES, HARDWARE, REACH, Host(step_seconds=0.0))
+    idle = step_costs(SIZES, HARDWARE, REACH, EngineHostCosts(step_seconds=0.0))
     assert idle.of(ONE) == pytest.approx(DEVICE)
-    after = step_costs(SIZES, HARDWARE, REACH, Host(step_seconds=3e-3))
+    after = step_costs(SIZES, HARDWARE, REACH, EngineHostCosts(step_seconds=3e-3))
     assert after.of(ONE) == pytest.approx(DEVICE + 3e-3)
-    beside = step_costs(SIZES, HARDWARE, REACH, Host(step_seconds=3e-3, steps_ahead=1))
+    beside = step_costs(SIZES, HARDWARE, REACH, EngineHostCosts(step_seconds=3e-3, steps_ahead=1))
     assert beside.of(ONE) == pytest.approx(DEVICE)
-    slow = step_costs(SIZES, HARDWARE, REACH, Host(step_seconds=0.1, steps_ahead=1))
+    slow = step_costs(SIZES, HARDWARE, REACH, EngineHostCosts(step_seconds=0.1, steps_ahead=1))
     assert slow.of(ONE) == pytest.approx(0.1)
 
 
 def test_launches_bound_a_step_unless_it_is_a_graph() -> None:
-    eager = step_costs(SIZES, HARDWARE, REACH, Host(step_seconds=0.0, layer_seconds=1e-3))
+    eager = step_costs(
+        SIZES, HARDWARE, REACH, EngineHostCosts(step_seconds=0.0, layer_seconds=1e-3)
+    )
     assert eager.of(ONE) == pytest.approx(32e-3)
-    graphs = Host(step_seconds=0.0, layer_seconds=1e-3, graphs=True)
+    graphs = EngineHostCosts(step_seconds=0.0, layer_seconds=1e-3, graphs=True)
     replayed = step_costs(SIZES, HARDWARE, REACH, graphs)
     assert replayed.of(ONE) == pytest.approx(DEVICE)
     assert replayed.prefill_seconds(16) == pytest.approx(32e-3), "prefills are launched"
 
 
-@pytest.mark.parametrize("host", [Host(step_seconds=3e-3), Host(step_seconds=3e-3, steps_ahead=1)])
-def test_a_long_prefill_covers_part_of_a_pass(host: Host) -> None:
+@pytest.mark.parametrize(
+    "host", [EngineHostCosts(step_seconds=3e-3), EngineHostCosts(step_seconds=3e-3, steps_ahead=1)]
+)
+def test_a_long_prefill_covers_part_of_a_pass(host: EngineHostCosts) -> None:
     costs = step_costs(SIZES, HARDWARE, REACH, host)
     serial = 0.0 if host.steps_ahead else 3e-3
     slope = costs.prefill_seconds(8192) - 8192 * 8193 / 2 * costs.per_pair
@@ -63,7 +67,7 @@ def test_a_long_prefill_covers_part_of_a_pass(host: Host) -> None:
 
 def test_a_group_reads_its_part_and_meets_twice_a_layer() -> None:
     group = AllReduce(tp=4, least=3e-5, base=3e-5, per_byte=1e-12, source="a test")
-    host = Host(step_seconds=0.0, all_reduce=0.5)
+    host = EngineHostCosts(step_seconds=0.0, all_reduce=0.5)
     costs = step_costs(SIZES, HARDWARE, REACH, host, group)
     assert costs.base == pytest.approx(32 * 2e-5 + READING / 4 + 64 * 1.5e-5)
     assert costs.per_sequence == pytest.approx(64 * 1e-12 * 2 * 4096)
@@ -96,7 +100,7 @@ def test_stated_decode_steps_are_within_a_tenth() -> None:
         costs = profile.costs(step.model, tp=step.tp)
         assert costs.of(ONE) == pytest.approx(step.seconds, rel=0.1), step
     alone = profile.costs("Llama-3-8b")
-    assert alone.of(Load(0, 0, 0, 64, 64)) == pytest.approx(alone.of(ONE), rel=1e-3)
+    assert alone.of(JobLoad(0, 0, 0, 64, 64)) == pytest.approx(alone.of(ONE), rel=1e-3)
 
 
 def test_stated_activations_are_met() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from ballast.bench.record import prompts_of, submission_for
 from ballast.bench.telling import telling
-from ballast.core.event import Output, TokenOut
+from ballast.core.event import Output, TokenOutput
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
@@ -22,7 +22,7 @@ from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import resolve
 from ballast.sim.cluster import Cluster, kinds_of
 from ballast.sim.device import Profile
-from ballast.sim.lives import Life, read_lives
+from ballast.sim.lives import DeviceStory, read_lives
 from ballast.sim.replay import replay
 from ballast.sim.simulate import simulate
 from tests.sim.test_leap import COSTS, Told, books, decisions, run
@@ -100,13 +100,13 @@ def test_tokens_that_leaps_pass_over_can_be_heard_all_at_once(lanes: int) -> Non
         answer=1e-4,
     )
     simulate(setting, specs, requests, profile, lambda at, o: told.append((at, o)), steps=steps)
-    here = [(o.request_id, at) for at, o in told if isinstance(o, TokenOut)]
+    here = [(o.request_id, at) for at, o in told if isinstance(o, TokenOutput)]
     assert passed
     assert sorted(here + passed) == sorted(
-        (o.request_id, at) for at, o in single if isinstance(o, TokenOut)
+        (o.request_id, at) for at, o in single if isinstance(o, TokenOutput)
     )
-    rest = [(at, o) for at, o in single if not isinstance(o, TokenOut)]
-    assert [(at, o) for at, o in told if not isinstance(o, TokenOut)] == rest
+    rest = [(at, o) for at, o in single if not isinstance(o, TokenOutput)]
+    assert [(at, o) for at, o in told if not isinstance(o, TokenOutput)] == rest
 
 
 @pytest.mark.parametrize("preset", OPTIONS)
@@ -141,7 +141,7 @@ def told(
     specs: list[ModelSpec],
     requests: list[Submission],
     leaps: bool,
-) -> Life:
+) -> DeviceStory:
     """A simulated life, by its file."""
     file = StoryFile(path, setting.device.name)
     costs = {s.name: COSTS for s in specs}

@@ -6,14 +6,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from ballast.core.clock import Clock
-from ballast.core.event import Failed, Finished, Output, TokenOut
+from ballast.core.event import FailedOutput, FinishedOutput, Output, TokenOutput
 from ballast.core.request import Submission
 from ballast.core.settings import KeySettings
 from ballast.server.access.queue_pace import QueuePace
 from ballast.server.access.quotas import KeyQuotas
 
 _QUEUE_CODES = ("queue_full", "queue_timeout")
-"""Codes of `Failed` where the queue was too long."""
+"""Codes of `FailedOutput` where the queue was too long."""
 
 
 class RequestMeter:
@@ -47,14 +47,14 @@ class RequestMeter:
         """Count outputs that have come together."""
         tokens = 0
         for output in outputs:
-            if isinstance(output, TokenOut):
+            if isinstance(output, TokenOutput):
                 tokens += 1
-            elif isinstance(output, Finished):
+            elif isinstance(output, FinishedOutput):
                 self._finish_reasons[output.request_id] = output.reason
                 if output.request_id in self._first_choices:
                     self._cached_tokens += output.cached_tokens
                 self._pace.ended()
-            elif isinstance(output, Failed):
+            elif isinstance(output, FailedOutput):
                 self._finish_reasons[output.request_id] = "error"
         if tokens:
             self._output_tokens += tokens
@@ -72,7 +72,7 @@ class RequestMeter:
         for request_id in request_ids:
             self._finish_reasons.setdefault(request_id, "abort")
 
-    def retry_after(self, failed: Failed) -> float:
+    def retry_after(self, failed: FailedOutput) -> float:
         """Estimate the seconds until the queue has room, if its length was why a request failed."""
         if failed.code not in _QUEUE_CODES:
             return 1.0

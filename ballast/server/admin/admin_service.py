@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ballast.cluster.pending_orders import names_of, refusal
-from ballast.core.command import Add, Order, Outcome, Remove
+from ballast.core.command import Add, CommandOutcome, ModelCommand, Remove
 from ballast.core.errors import (
     BallastError,
     CheckpointError,
@@ -21,11 +21,11 @@ from ballast.core.errors import (
 )
 from ballast.core.settings import AdapterSettings, FleetSettings, ModelSettings
 from ballast.fleet.changes import Changes
-from ballast.fleet.difference import Difference, difference
+from ballast.fleet.difference import FleetDifference, difference
 from ballast.fleet.file import entry_settings
 from ballast.fleet.levels import Levels, change_to, foreign, with_levels
 from ballast.fleet.schema import NamedModelKeys
-from ballast.fleet.source import Reading, Source
+from ballast.fleet.source import FleetReading, FleetSource
 from ballast.server.access.keys import warn_of_keys
 from ballast.server.http.faults import Fault
 from ballast.server.service import Service
@@ -39,7 +39,7 @@ POLL_SECONDS = 0.1
 AGAIN = 1
 """How often the fleet file is followed once more where a worker died of it, or meanwhile."""
 _STATUS = {"refused": 409, "invalid": 400, "unavailable": 503}
-"""By code of `Outcome`; any other is 500."""
+"""By code of `CommandOutcome`; any other is 500."""
 
 
 class AdminService:
@@ -50,7 +50,7 @@ class AdminService:
     again at every start; what cannot be taken back, a removal, is recorded first.
     """
 
-    def __init__(self, service: Service, source: Source, reading: Reading) -> None:
+    def __init__(self, service: Service, source: FleetSource, reading: FleetReading) -> None:
         self._service = service
         self._controller = service.controller
         self._source = source
@@ -69,7 +69,7 @@ class AdminService:
         """What operators have changed of the fleet file, as far as it counts."""
         return self._source.changes
 
-    async def order(self, wanted: Order, device: str | None = None) -> Outcome:
+    async def order(self, wanted: ModelCommand, device: str | None = None) -> CommandOutcome:
         """Have it done by the devices that it concerns, or by one. Raises Fault or Unavailable."""
         return _done(await self._controller.commands.execute(wanted, device))
 
@@ -269,7 +269,7 @@ class AdminService:
             return False
         return True
 
-    def _tell(self, found: Difference, tried: Container[str]) -> None:
+    def _tell(self, found: FleetDifference, tried: Container[str]) -> None:
         """What the fleet file says that was not done, and what was tried."""
         for name, keys in found.again.items():
             if name not in tried:
@@ -329,7 +329,7 @@ class AdminService:
         raise UnknownModel(f"there is no model {name!r}")
 
 
-def _done(outcome: Outcome) -> Outcome:
+def _done(outcome: CommandOutcome) -> CommandOutcome:
     """Raises Fault where it was not."""
     if outcome.code is not None:
         raise Fault(_STATUS.get(outcome.code, 500), outcome.reason, outcome.code)

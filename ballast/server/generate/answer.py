@@ -7,7 +7,7 @@ from typing import Any
 
 from ballast.cluster.output_stream import OutputStream
 from ballast.core.clock import Clock
-from ballast.core.event import Cancelled, Failed, Output
+from ballast.core.event import CancelledOutput, FailedOutput, Output
 from ballast.server.access.meter import RequestMeter
 from ballast.server.http.faults import Fault
 from ballast.server.observe.latency import Timing
@@ -61,9 +61,9 @@ class RequestAnswer:
         self._meter.stopped(request_id)
         self._stream.withdraw(request_id)
 
-    def _fault_of(self, output: Failed | Cancelled) -> Fault:
+    def _fault_of(self, output: FailedOutput | CancelledOutput) -> Fault:
         """Turn the failure of a submission into the error that the client gets."""
-        if isinstance(output, Failed):
+        if isinstance(output, FailedOutput):
             self._metrics.failed(self.model, output.code)
             return Fault.of_failed(output, self._meter.retry_after(output))
         return Fault(500, "the request was cancelled", "cancelled")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ballast.cluster.output_stream import OutputStream
 from ballast.core.clock import Clock
-from ballast.core.event import Cancelled, Embedded, Failed, Finished
+from ballast.core.event import CancelledOutput, EmbeddingOutput, FailedOutput, FinishedOutput
 from ballast.core.request import Submission
 from ballast.server.access.meter import RequestMeter
 from ballast.server.generate.answer import RequestAnswer
@@ -50,11 +50,11 @@ class Embedding(RequestAnswer):
         values: dict[str, bytes] = {}
         while len(self._finish_reasons) < len(self._submissions):
             for output in await self._next_outputs():
-                if isinstance(output, Embedded):
+                if isinstance(output, EmbeddingOutput):
                     values[output.request_id] = output.values
-                elif isinstance(output, Failed | Cancelled):
+                elif isinstance(output, FailedOutput | CancelledOutput):
                     raise self._fault_of(output)
-                elif isinstance(output, Finished):
+                elif isinstance(output, FinishedOutput):
                     self._end(output)
         count = self.usage.prompt_tokens
         return EmbeddingList(
@@ -66,7 +66,7 @@ class Embedding(RequestAnswer):
             usage=EmbeddingUsage(prompt_tokens=count, total_tokens=count),
         )
 
-    def _end(self, output: Finished) -> None:
+    def _end(self, output: FinishedOutput) -> None:
         self._finish_reasons[output.request_id] = output.reason
         timing = self._timings[output.request_id]
         count, now = output.prompt_tokens, self._clock.now()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ballast.core.event import TransferDone
+from ballast.core.event import TransferDoneEvent
 from ballast.core.job import SequenceWork
 from ballast.core.link import LinkRates
 from ballast.core.rotation import Rotation
@@ -165,10 +165,8 @@ class ForgetLayersMsg(_RankMessage, frozen=True):
     model: str
 
 
-ToRank = (
-    JoinGroupMsg
-    | MeetRanksMsg
-    | ReserveRangeMsg
+MemoryCommand = (
+    ReserveRangeMsg
     | ReleaseRangeMsg
     | MapPagesMsg
     | UnmapPagesMsg
@@ -177,6 +175,12 @@ ToRank = (
     | InspectMappingsMsg
     | CopyMsg
     | StartTransferMsg
+)
+
+ToRank = (
+    JoinGroupMsg
+    | MeetRanksMsg
+    | MemoryCommand
     | LoadModelMsg
     | UnloadModelMsg
     | ServeModelMsg
@@ -233,7 +237,7 @@ class RefusedReply(_RankMessage, frozen=True):
 class TransferLandedEvent(_RankMessage, frozen=True):
     """The rank's part of a transfer has ended."""
 
-    done: TransferDone
+    done: TransferDoneEvent
 
 
 class LayersSettledEvent(_RankMessage, frozen=True):

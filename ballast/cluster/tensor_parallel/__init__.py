@@ -1,0 +1,25 @@
+"""Serve one device with a group of processes, its tensor-parallel ranks.
+
+A *rank* is one process of the group and has an equal part of each model, of the memory and of the
+link. The first rank is the device's worker: it has the loop, the pool and the policies, and holds
+the group together as one machine. Each further rank is a process that decides nothing and carries
+out the first one's commands. A group that loses a rank ends as a whole.
+
+::
+
+    first rank (the worker)                          each further rank
+    GroupMachine ─ RankMachine 0                     RankServer ─ RankMachine 1, 2, ..
+        RemoteRank  ── memory, models, jobs ──────────>
+                    <── events ────────────────────────
+
+- `cpu_rank_machine`: A rank on the cores and memory of the host.
+- `cuda_rank_machine`: A rank on a GPU of its own.
+- `group_machine`: The group as one machine, in the first rank.
+- `group_rotor`: Rotating layers of a model of a group, in the first rank.
+- `rank_machine_choice`: The kind of machine of a rank: CPU or GPU.
+- `rank_machine`: The memory, link and models of one rank: protocol, and its share of the settings.
+- `rank_process`: The process of a further rank.
+- `rank_server`: A further rank's state, and the first rank's commands on it.
+- `remote_rank`: A further rank as the first one holds it: its process and its connections.
+- `remote_vm`: A further rank's memory as the first one maps it.
+"""

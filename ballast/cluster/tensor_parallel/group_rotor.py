@@ -1,0 +1,88 @@
+"""Rotating layers of a model of a tensor-parallel group: every rank loads its parts by itself.
+
+Ranks meet within a layer, so that one whose part is late keeps the others waiting there. Pages are
+mapped on all ranks before layers turn, and the group has settled when all ranks have.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from ballast.core.clock import Clock
+from ballast.core.rotation import Rotation
+from ballast.memory.copies import Copy
+from ballast.memory.transfer import HostLink
+from ballast.transport.tensor_parallel.rank_connections import RankConnection
+from ballast.transport.tensor_parallel.rank_messages import (
+    ForgetLayersMsg,
+    RemapLayersMsg,
+    SettleLayersMsg,
+)
+from ballast.weights.link_rotor import LinkRotor
+from ballast.weights.rotor import NOBODY, ArrivalPlan
+
+
+class GroupRotor(LinkRotor):
+    """The first rank's rotor, which has the others do the same; counts its own loads and stalls."""
+
+    def __init__(
+        self,
+        model: str,
+        copies: Sequence[Copy],
+        link: HostLink,
+        clock: Clock,
+        on_settled: Callable[[], None],
+        others: Sequence[RankConnection],
+    ) -> None:
+        """`on_settled`: called by any thread when all ranks have settled; those of `others` are
+        reported by `rank_settled`."""
+        super().__init__(model, copies, link, clock, self._count_settled)
+        self._model, self._others, self._on_group_settled = model, others, on_settled
+        self._held_by_others: list[tuple[int, ...]] = []
+        """By further rank that has settled: by slot, the layer that it holds."""
+        self._unsettled = 0
+        """Ranks that have yet to settle."""
+        self._settled_lock = threading.Lock()
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """By slot, the layer that all ranks hold there."""
+        return tuple(
+            layer if all(held[slot] == layer for held in self._held_by_others) else NOBODY
+            for slot, layer in enumerate(super().held)
+        )
+
+    def settle(self) -> None:
+        self._held_by_others, self._unsettled = [], 1 + len(self._others)
+        for other in self._others:
+            other.call(SettleLayersMsg(self._model))
+        super().settle()
+
+    def turn(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
+        command = RemapLayersMsg(self._model, rotation, tuple(held), tuple(missing))
+        for other in self._others:
+            other.call(command)
+        super().turn(rotation, held, missing)
+
+    def forget(self) -> None:
+        for other in self._others:
+            other.call(ForgetLayersMsg(self._model))
+        super().forget()
+
+    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
+        """Return False: how far the parts of other ranks have come is not known here."""
+        return False
+
+    def rank_settled(self, held: tuple[int, ...]) -> None:
+        """Note that a further rank has settled, and what its slots hold; by any thread."""
+        with self._settled_lock:
+            self._held_by_others.append(held)
+        self._count_settled()
+
+    def _count_settled(self) -> None:
+        with self._settled_lock:
+            self._unsettled -= 1
+            last = self._unsettled == 0
+        if last:
+            self._on_group_settled()

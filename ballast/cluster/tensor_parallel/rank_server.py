@@ -1,0 +1,202 @@
+"""A further rank's state, and the commands of the first rank that change it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ballast.cluster.tensor_parallel.rank_machine import KvPlace, MakeRankMachine, MeetingPlace
+from ballast.cluster.tensor_parallel.rank_machine_choice import rank_machine_of
+from ballast.core.errors import BrokenPromise
+from ballast.core.event import Event
+from ballast.isolation.calls import Isolation
+from ballast.kernels.workspace import Workspace
+from ballast.kv.layout import Layout
+from ballast.live.inbox import MonotonicClock
+from ballast.live.machine import Cap
+from ballast.memory.arena import confine_allocator
+from ballast.memory.copies import Copy
+from ballast.memory.cuda.calls import WhenLost
+from ballast.memory.vm import Range
+from ballast.models.gpu.parallel import GpuParallelModel
+from ballast.models.parallel.model import ParallelModel
+from ballast.transport.tensor_parallel.rank_messages import (
+    CopyMsg,
+    DiscardPagesMsg,
+    DoneReply,
+    ForgetLayersMsg,
+    InspectMappingsMsg,
+    JoinGroupMsg,
+    LayersSettledEvent,
+    LoadModelMsg,
+    MapPagesMsg,
+    MappingsReply,
+    MeetRanksMsg,
+    MemoryCommand,
+    ModelLoadedReply,
+    PagesShortReply,
+    PopulatePagesMsg,
+    RangeReservedReply,
+    RankReply,
+    ReleaseRangeMsg,
+    RemapLayersMsg,
+    ReserveRangeMsg,
+    RunJobMsg,
+    ServeModelMsg,
+    SetActivationLimitMsg,
+    SettleLayersMsg,
+    StartTransferMsg,
+    ToRank,
+    UnloadModelMsg,
+    UnmapPagesMsg,
+)
+from ballast.weights.host import HostModel, HostTier
+from ballast.weights.link_rotor import LinkRotor
+from ballast.weights.sharding import Shard
+
+DONE = DoneReply()
+"""The reply to a command that returns nothing else."""
+
+
+class RankServer:
+    """The machine, host tier and models of one rank, as commands of the first rank change them."""
+
+    def __init__(
+        self,
+        group: JoinGroupMsg,
+        transfer_landed: Callable[[Event], None],
+        layers_settled: Callable[[LayersSettledEvent], None],
+        make: MakeRankMachine = rank_machine_of,
+        isolation: Isolation | None = None,
+    ) -> None:
+        """Build the rank's machine; raises as `make`.
+
+        `transfer_landed`, `layers_settled`: called by any thread, for the first rank to know;
+        `isolation`: examines checkpoints.
+        """
+        confine_allocator()
+        self.device = device = group.device
+        shard = Shard(group.rank, device.tensor_parallel)
+        self._clock = MonotonicClock()
+        self._machine = make(device, shard, group.pace, self._clock, transfer_landed)
+        self._ranges: dict[int, Range] = {}
+        self._tier = HostTier(isolation=isolation)
+        self._hosts: dict[str, HostModel] = {}
+        self._models: dict[str, ParallelModel | GpuParallelModel] = {}
+        self._rotors: dict[str, LinkRotor] = {}
+        self._layers_settled = layers_settled
+        self._workspace = Workspace(device.budget_bytes)
+        self._cap: Cap | None = None
+
+    def meet(self, place: MeetingPlace) -> None:
+        """Join the other ranks, before the first command; returns when all have come."""
+        self._machine.meet(place)
+
+    def prepare_thread(self) -> None:
+        """Prepare the calling thread, before it executes its first command."""
+        self._machine.prepare_thread()
+
+    def when_lost(self, call: WhenLost) -> None:
+        """Have `call` called once if the rank's device is lost, as `Machine.when_lost`."""
+        self._machine.when_lost(call)
+
+    def execute(self, command: ToRank) -> RankReply:
+        """Carry out a command. Raises DeviceError and BrokenPromise with nothing changed."""
+        match command:
+            case RunJobMsg():
+                self._run_job(command)
+            case LoadModelMsg():
+                host = self._machine.load(command.settings, self._tier, command.threads)
+                self._hosts[host.spec.name] = host
+                return ModelLoadedReply(host.addresses)
+            case UnloadModelMsg():
+                self._models.pop(command.model, None)
+                self._rotors.pop(command.model, None)
+                self._machine.unload(self._hosts.pop(command.model))
+            case ServeModelMsg():
+                self._serve(command)
+            case SetActivationLimitMsg():
+                self._limit_activations(command.n_bytes)
+            case RemapLayersMsg():
+                self._rotors[command.model].turn(command.rotation, command.held, command.missing)
+            case SettleLayersMsg():
+                self._rotors[command.model].settle()
+            case ForgetLayersMsg():
+                self._rotors[command.model].forget()
+            case JoinGroupMsg() | MeetRanksMsg():
+                raise BrokenPromise("it is a rank already")
+            case _:
+                return self._execute_on_memory(command)
+        return DONE
+
+    def _execute_on_memory(self, command: MemoryCommand) -> RankReply:
+        vm = self._machine.vm
+        match command:
+            case ReserveRangeMsg():
+                reserved = vm.reserve(command.n_bytes)
+                self._ranges[reserved.base] = reserved
+                return RangeReservedReply(reserved.base)
+            case ReleaseRangeMsg():
+                vm.release(self._range(command.base))
+                del self._ranges[command.base]
+            case MapPagesMsg():
+                mapped_in = self._range(command.base)
+                vm.map(
+                    mapped_in,
+                    command.at,
+                    command.pages,
+                    alias=command.alias,
+                    prefault=command.prefault,
+                )
+            case UnmapPagesMsg():
+                vm.unmap(self._range(command.base), command.at, command.n)
+            case PopulatePagesMsg():
+                short = vm.populate(command.pages)
+                if short is not None:
+                    return PagesShortReply(short.pages)
+            case DiscardPagesMsg():
+                vm.discard(command.pages)
+            case InspectMappingsMsg():
+                mapped = {} if command.base is None else vm.os_pages(self._range(command.base))
+                return MappingsReply(mapped, vm.mappings())
+            case CopyMsg():
+                self._machine.copy(command.dst, command.src, command.n_bytes)
+            case StartTransferMsg():
+                copies = [Copy(*c) for c in command.copies]
+                self._machine.link.start(command.transfer_id, copies, command.stream)
+        return DONE
+
+    def _run_job(self, job: RunJobMsg) -> None:
+        with self._machine.synchronized():
+            self._models[job.model].compute(job.work, head=job.head)
+        if self._cap is not None:
+            self._cap.check(alone=True)
+
+    def _range(self, base: int) -> Range:
+        found = self._ranges.get(base)
+        if found is None:
+            raise BrokenPromise(f"no range at {base:#x}")
+        return found
+
+    def _serve(self, command: ServeModelMsg) -> None:
+        host = self._hosts[command.model]
+        kv = self._range(command.kv_base)
+        place = KvPlace(kv.base, kv.n_bytes, Layout.of(host.spec, self.device.page_bytes))
+        model = self._machine.model(host, command.segments, place, self._workspace)
+        self._models[command.model] = model
+        spec = host.spec
+        parts = zip(command.segments, host.addresses, spec.segment_bytes, strict=False)
+        copies = [Copy(*part) for part in parts][1 : 1 + spec.n_layers]
+        rotor = self._machine.rotor(
+            spec.name, copies, self._clock, lambda: self._report_settled(spec.name)
+        )
+        if rotor is not None:
+            model.barriers = self._rotors[spec.name] = rotor
+
+    def _report_settled(self, model: str) -> None:
+        self._layers_settled(LayersSettledEvent(model, self._rotors[model].held))
+
+    def _limit_activations(self, n_bytes: int) -> None:
+        if self._cap is None:
+            self._cap = self._machine.cap(n_bytes)
+        else:
+            self._cap.renew(n_bytes, self._workspace.forget)
