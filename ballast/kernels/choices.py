@@ -44,8 +44,8 @@ MARGIN = 1.05
 """How much slower oneDNN counts as than it was: what is as good as equal stays with our kernel,
 whose results do not depend on the number of rows."""
 MOST_SECONDS = 6.0
-"""Of a process's time in all for measuring: a fleet of many shapes starts with `UNMEASURED` for the
-rest, which later starts measure."""
+"""Most time of a process for measuring, in all: a fleet of many shapes starts with `UNMEASURED` for
+the rest, which later starts measure."""
 MOST_RATIO = 2.0
 """Beyond this a ratio says no more than that one kernel is much faster."""
 

@@ -38,7 +38,7 @@ _PANELS_PER_THREAD = 4
 """Panels of such a part at least: fewer would not keep all threads busy."""
 _ROUNDS = 5, 40
 _SECONDS = 2.0
-"""Of a shape, unless the least rounds take longer."""
+"""Seconds to measure a shape for, unless the least rounds take longer."""
 _WITNESSES, _NEAR = 2, 1.2
 """A least time counts where so many others of the same call are within this factor of it; until
 then there are more rounds."""

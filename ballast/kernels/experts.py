@@ -21,7 +21,7 @@ from ballast.kernels.linear_code import N_FIELDS as LINEAR_FIELDS
 Array = np.ndarray[Any, Any]
 
 OPERATIONS = ("route", "gate_up", "down", "combine")
-"""Of a layer, in order; a barrier has to stand between them."""
+"""Operations of a layer, in order; a barrier has to stand between them."""
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _compiling = threading.Lock()
 

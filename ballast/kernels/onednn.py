@@ -40,7 +40,8 @@ class Descriptor:
 
 @functools.cache
 def describe(n: int, k: int, dtype: torch.dtype) -> Descriptor | None:
-    """Of an (n, k) matrix; None where oneDNN does not pack such here, or PyTorch lacks it.
+    """Describe oneDNN's packing of an (n, k) matrix; None where oneDNN does not pack such here, or
+    PyTorch lacks it.
 
     bfloat16 is left alone on CPUs without instructions for it: oneDNN then converts as it goes, at
     a quarter of the speed of float32.

@@ -32,7 +32,7 @@ Scores = tuple[float, tuple[tuple[int, float], ...]]
 
 @dataclass(frozen=True, slots=True)
 class SamplingContext:
-    """What the next token depends on beside its logits."""
+    """Context that the next token depends on beside its logits."""
 
     history: Sequence[int]
     """Prompt and output so far."""

@@ -20,7 +20,7 @@ LEAST_BYTES = 2 * MiB
 
 @functools.cache
 def stream_copier() -> CopyBytes:
-    """What copies as `memmove` does, for ranges that do not overlap. Compiles if need be."""
+    """Return a copier as `memmove`, for ranges that do not overlap. Compiles if need be."""
     kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(code.address())
 
     def copy(target: int, source: int, n_bytes: int) -> None:

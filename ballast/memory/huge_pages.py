@@ -20,7 +20,7 @@ from ballast.memory import syscalls
 _FOLDER = Path("/sys/kernel/mm/transparent_hugepage")
 ADVISE = "advise"
 CURE = f"`echo {ADVISE} > {_FOLDER / 'shmem_enabled'}`"
-"""What allows them, until the next boot."""
+"""Command that allows them, until the next boot."""
 _ALLOWING = (ADVISE, "within_size", "always", "force")
 
 

@@ -23,7 +23,7 @@ class DeviceFile:
     n_pages: int
     page_bytes: int
     device: tuple[int, int]
-    """Of the file system, and the inode: the same in every process."""
+    """Numbers of the file system and the inode: the same in every process."""
 
     @classmethod
     def create(cls, n_pages: int, page_bytes: int) -> DeviceFile:

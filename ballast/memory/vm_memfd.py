@@ -215,7 +215,8 @@ class MemfdVm:
 
     @property
     def _alignment(self) -> int:
-        """Of addresses: page tables move by whole tables where both sides begin with one."""
+        """Alignment of addresses: page tables move by whole tables where both sides begin with
+        one."""
         return max(self.page_bytes, _TABLE_BYTES)
 
     def _reserve_window(self) -> int:

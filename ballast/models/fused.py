@@ -98,7 +98,7 @@ class FusedModel(ModelExecutor):
         self._scaling = recipe.attention_scale or spec.head_dim**-0.5
         self._softcap = recipe.softcap or 0.0
         self._norm_dtype = torch.float32 if recipe.norm_offset else self.dtype
-        """In which the weights of norms lie (`ballast.weights.packing.SHIFTED`)."""
+        """Dtype of norms' weights in memory (`ballast.weights.packing.SHIFTED`)."""
         first, layers, last = self._weights_by_role(host.segments, segment_addresses)
         epsilon = layer.bits_of(host.config.get_text_config().rms_norm_eps)
         self._make_operation_tables(first, layers, last, epsilon)
@@ -247,7 +247,7 @@ class FusedModel(ModelExecutor):
     # -- what a rank of several overrides (`models/parallel/model.py`) -----------------------------
 
     def _head_of(self, packed: PackedTensor, address: int) -> tuple[PackedTensor, int]:
-        """What of the head is computed here, and where it is."""
+        """Return the part of the head that is computed here, and its address."""
         return packed, address
 
     def _sum_up(self, n: int) -> None:
@@ -256,7 +256,7 @@ class FusedModel(ModelExecutor):
         raise NotImplementedError
 
     def _place(self, role: str) -> MatrixPlace:
-        """What a matrix reads and writes."""
+        """Return what a matrix reads and writes."""
         b, spec = self._buffers, self.spec
         h, q, inner = spec.hidden, spec.n_heads * spec.head_dim, spec.intermediate
         recipe = self._recipe

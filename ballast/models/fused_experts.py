@@ -110,7 +110,7 @@ def layers_of_experts(weights: Sequence[TensorsByRole]) -> list[int]:
 
 
 def experts_bytes(spec: ModelSpec, rows: int) -> int:
-    """What jobs of up to `rows` tokens need of a workspace for experts; 0: it has none."""
+    """Bytes of workspace that experts need in jobs of up to `rows` tokens; 0: no experts."""
     return sum(ceil_div(n, _ALIGNMENT) * _ALIGNMENT for n in _sizes(spec, rows))
 
 

@@ -19,7 +19,7 @@ _ALIGNMENT = 64
 
 
 class MatrixPlace(NamedTuple):
-    """What a matrix of n outputs and k inputs reads and writes: addresses; `target_row`: elements
+    """Addresses that a matrix of n outputs and k inputs reads and writes; `target_row`: elements
     from a row of the target to the next."""
 
     n: int
@@ -81,7 +81,7 @@ class ActivationBuffers:
 def workspace_bytes(
     spec: ModelSpec, rows: int, sampled: int, recipe: DecoderRecipe | None = None
 ) -> int:
-    """What jobs of up to `rows` tokens, of which `sampled` are sampled, need of a workspace.
+    """Bytes of workspace for jobs of up to `rows` tokens, of which `sampled` are sampled.
 
     `recipe`: the model's; Llama's if not given.
     """

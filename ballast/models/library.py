@@ -91,7 +91,7 @@ class Library:
         return cls(layers, last, dtype, places, narrowed, used) if used else None
 
     def roles(self, rows: int, sampled: int) -> frozenset[str]:
-        """Those that are multiplied here in a job of `rows` tokens, `sampled` of them sampled."""
+        """Roles that are multiplied here in a job of `rows` tokens, `sampled` of them sampled."""
         return frozenset(
             role
             for role, least in self._from_rows.items()

@@ -1,4 +1,4 @@
-"""What runs a model on the CPU of this machine."""
+"""Choice of a model's executor on the CPU of this machine."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class _Unfit(Exception):
 
 
 def _convert(converter: WeightConverter, by_source: Mapping[str, Sequence[Recipe]]) -> Recipe:
-    """What the converter's operations make of the tensors found for each of its patterns."""
+    """Apply the converter's operations to the tensors found for each of its patterns."""
     missing = [p for p in converter.source_patterns if p not in by_source]
     if missing:
         raise _Unfit(f"nothing is stored for its part {missing[0]}")
@@ -195,7 +195,7 @@ class Sources:
         self._files.close()
 
     def descriptor(self, source: Stored) -> int:
-        """Of the file that a tensor is read from."""
+        """Descriptor of the file that a tensor is read from."""
         return self._fds[source.path]
 
     def read(self, recipe: Recipe, dtype: torch.dtype) -> Tensor:

@@ -179,7 +179,7 @@ class EventRotor:
         self._flights.append(_Flight(layer, copy.n_bytes, began, ended))
 
     def _look(self) -> None:
-        """What has landed is counted, and need not be waited for; its events can be used again."""
+        """Count loads that have landed, which need no wait any more, and reuse their events."""
         while self._flights and self._driver.is_done(self._flights[0].ended):
             flight = self._flights.popleft()
             self.loads.n += 1

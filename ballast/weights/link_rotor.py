@@ -59,7 +59,7 @@ class LinkRotor:
         self._broken: dict[int, str] = {}
         """Layers that could not be brought to where they are read, and why."""
         self._arrival: _Arrival | None = None
-        """Of all weights, the last that jobs did not have to wait for as a whole."""
+        """The last arrival of all weights that jobs did not have to wait for as a whole."""
         self._settling = False
         self._stalled = 0.0
         """Seconds, since they were last asked for."""

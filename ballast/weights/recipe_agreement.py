@@ -20,7 +20,7 @@ from ballast.weights.decoder_recipe import GELU, SILU, DecoderRecipe, matrices, 
 from ballast.weights.recipe_search import LayerSizes, frequencies, scaling
 
 _TOLERANCE = 1e-3
-"""Of the logits' standard deviation. Rounding makes some 1e-6 of it."""
+"""Largest difference, in standard deviations of the logits. Rounding makes some 1e-6 of it."""
 
 
 @torch.inference_mode()

@@ -40,7 +40,7 @@ class PackedTensor:
 
     @property
     def piece_bytes(self) -> int:
-        """Of what is filled at once."""
+        """Bytes that are filled at once."""
         return PIECE_BYTES if self.as_stored else self.n_bytes // self.parts
 
 
@@ -72,7 +72,7 @@ Fill = Callable[[Piece], bytes]
 
 
 Origin = Callable[[Segment], str | None]
-"""What a segment's bytes would be made of: equal only where these are. None: it is not known."""
+"""Identity of the sources of a segment's bytes: equal only where the bytes are; None: unknown."""
 
 
 def pack(name: str, tensors: Sequence[PackedTensor]) -> Segment:

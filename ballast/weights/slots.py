@@ -36,7 +36,7 @@ class LayerPages:
 
 @dataclass(frozen=True, slots=True)
 class Turned:
-    """What bytes are where after a change."""
+    """Where layers' bytes are after a change of rotation."""
 
     held: tuple[int, ...]
     """By slot, the layer whose bytes are there, or -1."""

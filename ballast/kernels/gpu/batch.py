@@ -70,7 +70,7 @@ class Scratch:
     def tensor(
         self, use: str, shape: tuple[int, ...], dtype: torch.dtype, *, common: bool = False
     ) -> Tensor:
-        """Of any content that was finite once; shared by all that take it for the same `use`.
+        """Return a tensor of any content that was finite once; shared by all of the same `use`.
         `common`: always in one dtype, whatever it holds, and may be shared with other models."""
         if common and self._common is not None:
             return self._common.tensor(use, shape, dtype)
@@ -116,7 +116,7 @@ class GpuBatch:
         self.n_wanted = 0
         self.scratch = scratch or Scratch(kv.device)
         self.out = self.scratch.tensor("out", (bucket.tokens, heads, kv.head_dim), kv.dtype)
-        """What all layers attend into, one after the other."""
+        """Output of attention, reused by all layers, one after the other."""
         self._attention = attention(self)
 
     @property

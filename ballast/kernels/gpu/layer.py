@@ -1,4 +1,4 @@
-"""What a Llama-shaped layer does between its matrices on a GPU: three operations, a launch each.
+"""Operations of a Llama-shaped layer between its matrices on a GPU: three, a launch each.
 
 `triton_layer.py` has them as kernels, `plain_layer.py` in PyTorch's own operations, which is their
 reference. Both round where `transformers`' modules do: in bfloat16, too, only the order of sums

@@ -39,7 +39,7 @@ class GpuAdaptedRows:
     """Rows of a bucket's jobs that go through adapters: all rows, or those that the head sees."""
 
     name: str
-    """Of its tensors in the batch's buffer."""
+    """Prefix of its tensors' names in the batch's buffer."""
     order: Tensor
     """int32 (rows of the bucket,): those with an adapter, one adapter's after the other's."""
     tiles: Tensor
@@ -57,7 +57,7 @@ class GpuAdaptedRows:
 
     @staticmethod
     def sizes(bucket: Bucket) -> Sizes:
-        """Of the tensors of a batch, all rows' and the wanted ones'."""
+        """Sizes of the tensors of a batch, all rows' and the wanted ones'."""
         made: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if bucket.adapters:
             for name, rows in zip(_NAMES, (bucket.tokens, bucket.wanted), strict=True):
@@ -69,7 +69,7 @@ class GpuAdaptedRows:
     def both(
         cls, views: Mapping[str, Tensor], bucket: Bucket
     ) -> tuple[GpuAdaptedRows, GpuAdaptedRows] | None:
-        """Of all rows, and of the wanted ones; None: no row of such a job has an adapter."""
+        """Tables of all rows, and of the wanted ones; None: no row of the job has an adapter."""
         if not bucket.adapters:
             return None
         of, wanted = (cls(n, views[n], views[n + _TILES], bucket.decodes) for n in _NAMES)

@@ -36,7 +36,7 @@ CANDIDATES = 1024
 CHUNK_BYTES = 8 * MiB
 """Logits in bytes whose candidates are found at once; temporaries take three times as much."""
 TOTAL_ERROR = 2.0**-14
-"""By which the sum of a row's weights may be wrong, as a part of it. A weight exp(-x) in float32 is
+"""Relative error bound of the sum of a row's weights. A weight exp(-x) in float32 is
 within 2^-22 (1 + x) of itself, and all weights with x > 30 together are less than 2^-24 of a sum
 over 2^19 tokens: 2^-17 would do."""
 

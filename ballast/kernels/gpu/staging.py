@@ -53,7 +53,8 @@ class Staged:
         self.tensors = {name: self._view(self._device, name) for name in self._fields}
 
     def host(self) -> dict[str, Array]:
-        """What is to be sent next, of any content. Waits if the device is `STAGES` jobs behind."""
+        """Return the host arrays to fill next, of any content. Waits if the device is `STAGES` jobs
+        behind."""
         copied = self._copied[self._next]
         if copied is not None:
             copied.synchronize()

@@ -74,7 +74,7 @@ class TritonLora:
             )
             for decodes in (False, True)
         }
-        """Of `t`, for each row of any group."""
+        """Elements of `t` for each row of any group."""
         self._kept: list[Tensor] = []
         """All that jobs had: recorded graphs may use it."""
 

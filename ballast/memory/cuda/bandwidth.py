@@ -1,4 +1,4 @@
-"""What copies to, from and within a GPU reach, by the device's own clock."""
+"""Measured bandwidth of copies to, from and within a GPU, by the device's own clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ballast.core.units import MiB, ceil_div
 from ballast.memory.cuda.calls import Driver
 
 N_BYTES = 256 * MiB
-"""Of each copy: several times a GPU's cache."""
+"""Bytes of each copy: several times a GPU's cache."""
 TIMES = 4
 """The first of which, that finds clocks low and pages new, counts as little as any slow one."""
 

@@ -47,7 +47,7 @@ class CudaVm:
         self._book = MapBook(n_pages)
         self._memory = CudaPages(driver, self.device, page_bytes)
         self._attached: dict[tuple[int, int], tuple[int, int]] = {}
-        """What others export: device -> number of its page 0 here, and how many it has."""
+        """Attached devices: identity -> number of its page 0 here, and its number of pages."""
         self._told_as = (secrets.randbits(62), secrets.randbits(62))
         self._events = EventPool(driver)
         self._lanes: list[int] = []
@@ -205,7 +205,7 @@ class CudaVm:
         return Exported(self._told_as, size, n, tuple(pages), None, tuple(fds))
 
     def watch(self, stream: int) -> None:
-        """Of a lane: from now on a fence waits for it, too."""
+        """Include a lane's stream in fences from now on."""
         self._lanes.append(stream)
 
     def unwatch(self, stream: int) -> None:
