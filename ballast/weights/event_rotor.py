@@ -77,7 +77,7 @@ class EventRotor:
     def settle(self) -> None:
         threading.Thread(target=self._settle, name="settle", daemon=True).start()
 
-    def turn(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
+    def remap(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
         with self._lock:
             self._driver.set_current(self._context)
             self.rotation = rotation
@@ -91,9 +91,9 @@ class EventRotor:
                 self._load(layer)
 
     def forget(self) -> None:
-        self.turn(WHOLE, (), ())
+        self.remap(WHOLE, (), ())
 
-    def bring(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
+    def start_load(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
         """A GPU's weights come over streams of its link, whose events this does not know."""
         return False
 
