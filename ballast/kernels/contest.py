@@ -1,7 +1,7 @@
 """Which is faster on a matrix here: our kernel for panels, or oneDNN's on the same bytes?
 
-Both run as they do in a pass over a model (`ballast.models.passes`): ours as an operation of a
-program; oneDNN's after its inputs were narrowed to the weights' dtype, and its product is stored,
+Both run as they do in a pass over a model (`ballast.models.fused.passes`): ours as an operation of
+a program; oneDNN's after its inputs were narrowed to the weights' dtype, and its product is stored,
 or gated, by the program after it. Each call takes weights that no cache has any more, as the next
 layer's are; the two take turns, so that whatever else this machine does meets both alike.
 """

@@ -30,7 +30,7 @@ from ballast.core.units import KiB, ceil_div
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.models.executor import ModelExecutor
-from ballast.models.fused_workspace import workspace_bytes
+from ballast.models.fused.workspace import workspace_bytes
 from ballast.models.module import layer_path
 from ballast.weights.host import HostModel
 from ballast.weights.segment import Segment

@@ -1,7 +1,7 @@
 """How the layers of a decoder are computed, as far as those of Llama's kind differ from each other.
 
-A `DecoderRecipe` is what the fast path (`models/fused.py`) goes by, instead of names of families.
-Its defaults are Llama's. `weights/recipe_search.py` finds the recipe of a module, and
+A `DecoderRecipe` is what the fast path (`models/fused/model.py`) goes by, instead of names of
+families. Its defaults are Llama's. `weights/recipe_search.py` finds the recipe of a module, and
 `weights/recipe_agreement.py` shows that the module computes what its recipe says.
 """
 

@@ -275,7 +275,7 @@ class HostModel:
     `config` is the transformers configuration its module is built from; `segments` tell where in
     the memory at `addresses` each tensor of the model is; the addresses of the adapters' segments
     follow. `windows`: how many positions each layer's attention sees. `fused`: the segments are
-    laid out for `models/fused.py`, which computes by `recipe`.
+    laid out for `models/fused/model.py`, which computes by `recipe`.
     """
 
     spec: ModelSpec

@@ -1,9 +1,9 @@
 """How each tensor of a segment is laid out in memory: as stored, or packed for our linear layers.
 
 `as_stored` keeps the architecture's own tensors, for `models/transformers.py`. `fused` lays layers
-of Llama's kind out, by their recipe (`ballast.weights.decoder_recipe`), for `models/fused.py`:
-query, key and value projections as one matrix, gate and up as another, all matrices in panels, so
-that a step reads each from front to back.
+of Llama's kind out, by their recipe (`ballast.weights.decoder_recipe`), for
+`models/fused/model.py`: query, key and value projections as one matrix, gate and up as another, all
+matrices in panels, so that a step reads each from front to back.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def as_stored(
 
 
 def fused(architecture: Architecture, dtype: str, *, packed: bool = True) -> Layout | None:
-    """The layout of the fast path, in the roles that `models/fused.py` knows; None: it has none.
+    """The layout of the fast path, in the roles that `models/fused/model.py` knows; None: it has
+    none.
 
     Roles: `embeddings`, `norm` and `head` (`embeddings` and `head` on one tensor where they are
     tied); in layers the matrices and norms of `ballast.weights.decoder_recipe`, and biases as

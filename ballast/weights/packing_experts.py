@@ -1,4 +1,4 @@
-"""How the experts of a layer are laid out in memory for `models/fused_experts.py`.
+"""How the experts of a layer are laid out in memory for `models/fused/experts.py`.
 
 `transformers` holds a layer's experts as two tensors, (experts, 2 * inner, hidden) and (experts,
 hidden, inner). In memory each expert's matrix is in panels of its own (`kernels/linear.py`), one
@@ -52,7 +52,7 @@ def routing_of(config: Any) -> Routing | None:
 
 
 def is_known(architecture: Architecture) -> bool:
-    """Whether the experts of a decoder are such as `models/fused_experts.py` runs."""
+    """Whether the experts of a decoder are such as `models/fused/experts.py` runs."""
     config = architecture.config.get_text_config()
     routing = routing_of(config)
     # A wrapper may do more with a text than its text model does: nothing here compares them.

@@ -20,7 +20,7 @@ from ballast.core.errors import BrokenPromise
 from ballast.kernels.gpu.batch import GpuBatch
 from ballast.kernels.gpu.layer import HeadVectors, LayerKernels, layer_kernels
 from ballast.kernels.gpu.lora import GpuLoraGroup
-from ballast.models.fused_adapters import inputs_of, targets_by_role
+from ballast.models.fused.adapters import inputs_of, targets_by_role
 from ballast.models.gpu.adapters import Place
 from ballast.models.gpu.executor import GpuExecutor
 from ballast.weights.host import HostModel

@@ -4,7 +4,7 @@ Llama has eight operations in a layer: norm, q/k/v, rotary and KV, attention, ou
 norm, gate and up, down. What others have otherwise, their recipe says
 (`ballast.weights.decoder_recipe`): operations that are not there, or more of them, other kernels,
 or other numbers in the tables. A layer of experts has programs in place of the last two
-(`ballast.models.fused_experts`).
+(`ballast.models.fused.experts`).
 
 Weights come packed (`ballast.weights.packing.fused`). Activations are float32 and lie in the lane's
 workspace, at addresses that never change: so the operations' tables are made once, and a job fills
@@ -31,19 +31,19 @@ from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.memory.tensor import array_at, tensor_at
 from ballast.models.executor import ModelExecutor, Rows
-from ballast.models.fused_adapters import AdaptedRows, FusedAdapters
-from ballast.models.fused_angles import Angles
-from ballast.models.fused_experts import FusedExperts, layers_of_experts
-from ballast.models.fused_tables import FusedTables
-from ballast.models.fused_workspace import (
+from ballast.models.fused.adapters import AdaptedRows, FusedAdapters
+from ballast.models.fused.angles import Angles
+from ballast.models.fused.experts import FusedExperts, layers_of_experts
+from ballast.models.fused.library import Library
+from ballast.models.fused.passes import Due, End, PassStop, PlannedPass
+from ballast.models.fused.tables import FusedTables
+from ballast.models.fused.workspace import (
     ActivationBuffers,
     MatrixPlace,
     angle_bytes,
     gate_up_width,
     qkv_width,
 )
-from ballast.models.library import Library
-from ballast.models.passes import Due, End, PassStop, PlannedPass
 from ballast.weights.decoder_recipe import GELU, GELU_TANH, LLAMA, POST, SILU
 from ballast.weights.host import HostModel
 from ballast.weights.packing import GATED, MATRICES

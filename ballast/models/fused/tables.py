@@ -15,8 +15,8 @@ import torch
 from ballast.core.model import ModelSpec
 from ballast.kernels import layer, layer_code, linear
 from ballast.kernels.paged_attention import KvArray
-from ballast.models.fused_angles import Angles
-from ballast.models.fused_workspace import ActivationBuffers, qkv_width
+from ballast.models.fused.angles import Angles
+from ballast.models.fused.workspace import ActivationBuffers, qkv_width
 from ballast.weights.decoder_recipe import DecoderRecipe
 from ballast.weights.packing import PANELS
 from ballast.weights.segment import PackedTensor, TensorsByRole

@@ -22,7 +22,7 @@ from ballast.core.errors import BrokenPromise
 from ballast.core.model import ModelSpec
 from ballast.core.units import ceil_div
 from ballast.kernels import experts, program_code, team
-from ballast.models.passes import PlannedPass
+from ballast.models.fused.passes import PlannedPass
 from ballast.weights.packing_experts import DOWN, GATE_UP, ROUTER, routing_of
 from ballast.weights.segment import TensorsByRole
 
