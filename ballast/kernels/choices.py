@@ -1,4 +1,4 @@
-"""From how many rows on oneDNN multiplies a matrix: measured once per machine, and kept.
+"""Choice between our linear kernel and oneDNN's, by rows: measured once per machine, and kept.
 
 A choice is made when a model with such a matrix is first loaded, and holds as long as the process
 lives, so that a job's result never depends on when it runs; kept in a file (`choice_file.py`) it
@@ -51,7 +51,7 @@ MOST_RATIO = 2.0
 
 
 def decide(ratios: Mapping[int, float]) -> int | None:
-    """The number of rows from which oneDNN is used, by its time over ours for some numbers of rows.
+    """Decide from how many rows oneDNN is used, by its time over ours for some numbers of rows.
 
     That with the least product of ratios from there on, or the greatest of equals; None: never. No
     ratio counts for more than `MOST_RATIO`, so that one that was disturbed does not decide.
@@ -124,7 +124,7 @@ class Choices:
 
 
 def name_of(shape: MatrixShape) -> str:
-    """As the file has it."""
+    """Name of a shape in the file."""
     kind = str(shape.dtype).removeprefix("torch.")
     return f"{kind} {shape.n}x{shape.k}" + (" gated" if shape.gated else "")
 

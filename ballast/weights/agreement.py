@@ -55,7 +55,7 @@ def cases(positions: int) -> list[Case]:
 
 @torch.inference_mode()
 def disagreement(module: nn.Module, positions: int, vocab: int) -> str | None:
-    """How the two differ within `positions`, in words; None: they do not.
+    """Compare the two within `positions`; returns the difference in words, or None.
 
     `module` is weightless, and has no more layers than have to be run. Raises whatever the module
     raises when it cannot be run in our way.
@@ -262,6 +262,6 @@ ExpertsInterface.register(_NAME, _experts)
 
 
 def layers_to_run(kinds: Sequence[Hashable]) -> int:
-    """How many layers from the first on show every one of `kinds`, one for each layer."""
+    """Number of layers, from the first, that include every one of `kinds`, one for each layer."""
     firsts = {kind: i for i, kind in reversed(list(enumerate(kinds)))}
     return min(len(kinds), max(_LEAST_LAYERS, 1 + max(firsts.values())))

@@ -1,4 +1,4 @@
-"""How each tensor of an architecture is put together from those in the files.
+"""Assembly of each tensor of an architecture from tensors of the files.
 
 A *recipe* is the tensor in row-major order as a sequence of runs of stored tensors. Mostly that is
 one stored tensor; `transformers` holds the experts of a layer as one tensor where checkpoints have
@@ -73,7 +73,7 @@ class Recipe:
 
 
 def stack(parts: Sequence[Recipe]) -> Recipe:
-    """Along a new first dimension."""
+    """Stack along a new first dimension."""
     return Recipe((len(parts), *parts[0].shape), tuple(run for p in parts for run in p.runs))
 
 
@@ -95,7 +95,7 @@ def concatenate(parts: Sequence[Recipe], dim: int) -> Recipe:
 def recipes(
     architecture: Architecture, stored: Mapping[str, Stored], directory: Path
 ) -> dict[str, Recipe]:
-    """For every name in the architecture that the files have something for. Shapes are as found.
+    """Recipes of all names in the architecture that the files have tensors for, of their shapes.
 
     Raises CheckpointError where parts do not fit together, UnsupportedModel where `transformers`
     would do more with them than stack and concatenate.

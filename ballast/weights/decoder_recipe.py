@@ -1,4 +1,4 @@
-"""How the layers of a decoder are computed, as far as those of Llama's kind differ from each other.
+"""Recipes of Llama-like decoders: how their layers are computed, where these differ.
 
 A `DecoderRecipe` is what the fast path (`models/fused/model.py`) goes by, instead of names of
 families. Its defaults are Llama's. `weights/recipe_search.py` finds the recipe of a module, and

@@ -1,4 +1,4 @@
-"""The rotor of a GPU: streams wait for each other's events, and the host for none."""
+"""The rotor of a GPU: streams wait for each other's events, without the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live rotor: jobs tell it which layers they have come to, and its loads go over the link."""
+"""The rotor of a CPU: loads go over the link as jobs advance from layer to layer."""
 
 from __future__ import annotations
 

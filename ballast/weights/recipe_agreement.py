@@ -1,4 +1,4 @@
-"""Whether a module computes what a recipe says, so that the fast path can take its place.
+"""Check that a module computes what its recipe says, so that the fast path can replace it.
 
 The recipe is followed here in plain tensors, with the module's own linear layers and vectors, and
 its logits are compared with the module's. Both run without the model's weights, in the batches of

@@ -29,7 +29,8 @@ class HeadVectors:
 
 
 class LayerKernels(Protocol):
-    """For the rows of a job. All tensors contiguous and of the model's dtype but where said."""
+    """Operations on the rows of a job. Tensors are contiguous and of the model's dtype but where
+    said."""
 
     def add_norm(
         self,

@@ -1,4 +1,4 @@
-"""LoRA on a GPU: which rows of a job go through which adapter, and what there is to multiply.
+"""LoRA on a GPU: tables of a job's rows by adapter, and of the adapters' matrices.
 
 As `kernels/lora.py` on a CPU: y[row] += scale * (x[row] A^T) B^T. Rows are sorted by their adapter
 and cut into tiles of one adapter each, on the host; tiles, and where matrices are, lie in tensors
@@ -121,7 +121,7 @@ class GpuLoraGroup:
 
 
 class Lora(Protocol):
-    """All that the adapters of one model add, group by group. One job at a time."""
+    """Computes what the adapters of one model add, group by group. One job at a time."""
 
     replayable: ClassVar[bool]
     """Whether `add` launches the same work for every job of a bucket of decodes."""
@@ -135,7 +135,7 @@ class Lora(Protocol):
 
 
 def splits(inputs: int, rank: int, decodes: bool) -> int:
-    """Into how many parts the inputs of a row are cut: the same whatever is beside it."""
+    """Number of parts that the inputs of a row are cut into, whatever rows are beside it."""
     whole = -(-inputs // SPLIT)
     return whole if decodes else max(1, min(whole, CHUNK_SPLITS, CHUNK_FLOATS // rank))
 

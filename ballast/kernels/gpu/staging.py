@@ -1,4 +1,4 @@
-"""Tensors of a device that stay where they are, filled for each job through pinned host memory."""
+"""Device tensors at stable addresses, filled for each job through pinned host memory."""
 
 from __future__ import annotations
 
@@ -79,6 +79,6 @@ class Staged:
 
 
 def put(into: Array, values: Sequence[int] | Array, rest: int = 0) -> None:
-    """`values`, then `rest`."""
+    """Write `values`, and `rest` after them."""
     into[: len(values)] = values
     into[len(values) :] = rest
