@@ -1,4 +1,4 @@
-"""Copies of much memory that pass the caches by: weights on their way to a device.
+"""Copies of weights that bypass the CPU's caches.
 
 An ordinary store reads the line that it is about to overwrite. The C library leaves that out, but
 for copies of tens of MiB alone, and a link copies in chunks, so that it can be paced and stopped.

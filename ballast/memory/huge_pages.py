@@ -1,4 +1,4 @@
-"""Whether a device's memory can lie in huge pages (transparent huge pages of shared memory).
+"""Transparent huge pages of shared memory, for a device's memory: checks and requests.
 
 Linux decides by `/sys/kernel/mm/transparent_hugepage/shmem_enabled`. Under `advise` mappings that
 ask by `MADV_HUGEPAGE` get them, under `always` and `within_size` all do. One page-table entry then

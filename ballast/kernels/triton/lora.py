@@ -1,4 +1,4 @@
-"""LoRA by our Triton kernels: what adapters add to one group of linear modules after the other.
+"""LoRA by our Triton kernels, one group of linear modules after the other.
 
 Nothing here has been tuned on a GPU yet. With TRITON_INTERPRET=1 (set before this module is
 imported) it runs on CPU tensors, slowly, which is how it is tested.

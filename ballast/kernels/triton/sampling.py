@@ -1,4 +1,4 @@
-"""Gumbel-max over whole rows on a GPU, by our Triton kernel: a token, or that it was too close."""
+"""Gumbel-max over whole rows on a GPU, by our Triton kernel, where its errors allow a decision."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ class MeasuredBandwidth:
 
 
 def measure_bandwidth(driver: Driver, ordinal: int, n_bytes: int = N_BYTES) -> MeasuredBandwidth:
-    """Takes twice so many bytes of the device, and a moment. Raises DeviceError, OutOfMemory."""
+    """Measure the bandwidth, with twice `n_bytes` of device memory. Raises DeviceError,
+    OutOfMemory."""
     device = driver.device(ordinal)
     with ExitStack() as after:
         context = driver.retain_context(device)

@@ -28,7 +28,7 @@ class Attribute(StrEnum):
 
 
 class Driver(Protocol):
-    """One per process and device."""
+    """The driver, once for each process and device."""
 
     @property
     def lost(self) -> DeviceLost | None:

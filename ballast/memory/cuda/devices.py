@@ -1,4 +1,4 @@
-"""GPUs and MIG slices of this machine, as NVML tells of them. Nothing is ever set."""
+"""GPUs and MIG slices of this machine, by NVML. Nothing is ever set."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _READ, _OVER_NVLINK = 0, 2
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU, or one slice of it. What the driver does not tell is None."""
+    """A GPU, or one slice of it. What the driver does not know is None."""
 
     uuid: str
     """With its prefix, `GPU-` or `MIG-`: what CUDA_VISIBLE_DEVICES takes."""
@@ -51,7 +51,7 @@ class Gpu:
 
 
 def find_gpus(driver: Driver | None = None, nvml: Any = None) -> list[Gpu]:
-    """All that there are; of a GPU that is cut into slices, the slices.
+    """Find all GPUs; of a GPU that is divided into slices, the slices.
 
     With a `driver`, multiprocessors and ordinals are text, too. `nvml` takes the place of `pynvml`.
     Raises DeviceError without that package, or without an NVIDIA driver.

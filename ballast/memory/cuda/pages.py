@@ -1,4 +1,4 @@
-"""The memory of a GPU's pages: handles of the driver, mapped and let go of wholly or not at all."""
+"""Physical memory of a GPU's pages: the driver's handles, mapped or released all or none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CudaImport:
 
 
 class CudaPages:
-    """Which page has memory, by which handle. A driver error leaves everything as it was.
+    """Handles of the pages that have memory. A driver error leaves everything as it was.
 
     Where even that fails, the device is lost (`Driver.lose`): what is mapped is not known.
     """

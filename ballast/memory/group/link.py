@@ -66,7 +66,7 @@ class GroupLink:
 
 
 def share_of(whole: LinkRates, ranks: int) -> LinkRates:
-    """A rank's equal part of a link."""
+    """Return the rates of a rank's equal part of a link."""
     return LinkRates(
         whole.to_device / ranks,
         whole.to_host / ranks,
