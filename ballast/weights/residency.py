@@ -105,7 +105,7 @@ class WeightsOnDevice:
         """Map pages for all segments and start the transfer that fills them; or do nothing.
 
         `ahead`: most bytes that may still be in flight when the first job begins
-        (`FirstJobReady`), if its rotor can have jobs wait for the layers that these hold.
+        (`FirstJobReadyEvent`), if its rotor can have jobs wait for the layers that these hold.
 
         Segments that another model has loaded are mapped, not copied; if all are, `filled` holds at
         once and no transfer starts. `Short.pages`: pages that the pool lacks. If a mapping or the
@@ -148,7 +148,7 @@ class WeightsOnDevice:
 
         Whole models are one stream of the link, which is served in order: when this transfer has
         ended, so have those before it that load shared segments. Its end is posted as
-        `TransferDone`, upon which `transfer_landed` is to be called.
+        `TransferDoneEvent`, upon which `transfer_landed` is to be called.
         """
         wanted: list[int] = []
         brought: list[SharedSegment] = []

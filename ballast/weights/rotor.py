@@ -48,8 +48,8 @@ class Rotor(Protocol):
         """By slot of the rotation in force, the layer whose bytes it holds; while settled."""
 
     def settle(self) -> None:
-        """Start no more loads; once none is in flight, a `Settled` is posted. No job of the model
-        runs or begins until `remap` or `forget`."""
+        """Start no more loads; once none is in flight, a `RotationSettledEvent` is posted. No job
+        of the model runs or begins until `remap` or `forget`."""
 
     def remap(self, rotation: Rotation, held: Sequence[int], missing: Sequence[int]) -> None:
         """Put `rotation` in force, whose slots have been mapped beneath its layers.
@@ -62,9 +62,9 @@ class Rotor(Protocol):
         """Forget the rotation: the weights were evicted, and no load is in flight."""
 
     def start_load(self, transfer_id: int, copies: Sequence[Copy], coming: ArrivalPlan) -> bool:
-        """Start the transfer that loads the model's weights, and post `FirstJobReady` during it:
-        from then on jobs wait for each layer that they come to. The end is posted as
-        `TransferDone`, before any job can have passed the last layer, or failed for want of
+        """Start the transfer that loads the model's weights, and post `FirstJobReadyEvent` during
+        it: from then on jobs wait for each layer that they come to. The end is posted as
+        `TransferDoneEvent`, before any job can have passed the last layer, or failed for want of
         one.
 
         Returns False, with nothing started, where jobs have to wait for the whole load.
