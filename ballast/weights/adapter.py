@@ -64,7 +64,7 @@ def load_adapters(
     modules: Mapping[str, tuple[int, int]],
     tier: HostTier,
 ) -> HostModel:
-    """`host` with the adapters that can be served; the reasons for the others are in `failed`.
+    """Return `host` with the adapters that can be served, and in `failed` why others cannot.
 
     `modules`: (inputs, outputs) of those that can be adapted, by path. Takes `host` over: the
     result is to be closed in its place.
