@@ -18,9 +18,9 @@ from typing import Any
 import uvicorn
 
 from ballast.cluster.controller import Controller
-from ballast.cluster.local import COMMAND, LocalWorker
 from ballast.cluster.logs import tell
-from ballast.cluster.segments import SegmentBroker
+from ballast.cluster.segment_broker import SegmentBroker
+from ballast.cluster.worker.local_worker import COMMAND, LocalWorker
 from ballast.core.errors import CheckpointError, Unavailable
 from ballast.core.settings import FleetSettings
 from ballast.fleet.source import Reading, Source

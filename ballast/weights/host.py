@@ -32,7 +32,7 @@ from ballast.weights.sharding import WHOLE, Shard
 
 
 class Exchange(Protocol):
-    """What other processes of this host hold; `ballast.cluster.segments.SegmentClient` asks."""
+    """What other processes hold; `ballast.cluster.segment_broker.SegmentClient` asks them."""
 
     def find(self, origin: str) -> tuple[str, int] | None:
         """The digest of a segment that was made of this, and a descriptor, to be the caller's, if
